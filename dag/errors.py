@@ -1,0 +1,15 @@
+"""What can be wrong with a graph. ValueError, because the graph is always somebody's input."""
+
+from __future__ import annotations
+
+
+class GraphError(ValueError):
+    """A graph, or the bytes of one, that breaks a rule; the message names the rule and the place."""
+
+
+class UnsupportedModel(GraphError):
+    """A sound graph that a rewrite cannot handle without changing what it computes."""
+
+
+class PlacementError(ValueError):
+    """No placement satisfies the constraints; the message says which one binds."""

@@ -1,0 +1,19 @@
+"""What can go wrong in a job. Users see the message, in one line."""
+
+from __future__ import annotations
+
+
+class JobError(ValueError):
+    """A job file, a model directory or a request that cannot work; names the field and what would be right."""
+
+
+class CaptureError(JobError):
+    """The model cannot be captured as an operator DAG; names the operator or the construct."""
+
+
+class JobFailed(RuntimeError):
+    """A running job that cannot go on; says why."""
+
+
+class NoRoute(RuntimeError):
+    """No live owner for some stage of the model; names the stage."""

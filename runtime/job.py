@@ -1,0 +1,83 @@
+"""A job as data: the manifest that the launcher stores as a blob and every peer reads. Its digest is the job's id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fusion.swarm.records import Digest
+from fusion.swarm.transport import PeerId
+
+MANIFEST_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    kind: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    final_ratio: float = 0.1  # of the learning rate, at the last step of linear and cosine
+    clip_norm: float | None = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where samples come from. `tokens`: one long row of token ids, samples are windows of sequence + 1, and the
+    graph's inputs are input_ids, position_ids and targets. `arrays`: a safetensors blob whose tensors are named
+    like the graph's inputs, the first dimension counting samples."""
+
+    kind: Literal["tokens", "arrays"]
+    train: Digest
+    held_out: Digest | None = None
+    token_bytes: int = 1  # width of a token id in the blob: 1, 2 or 4, little-endian unsigned
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: int
+    microbatches: int
+    microbatch_size: int  # samples in a microbatch
+    sequence: int  # 0 where the graph has no such symbol
+    seed: int
+    optimizer: OptimizerConfig
+    data: DataConfig
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    snapshot_every: int = 50
+    evaluate_every: int = 0  # 0: only at the end
+    evaluate_batches: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    cache: Literal["kv", "recompute"]
+    max_sequence: int
+    vocabulary: int
+    end_tokens: tuple[int, ...] = ()
+    prefill_chunk: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    name: str
+    kind: Literal["train", "serve"]
+    graph: Digest  # blob: canonical bytes of the whole graph (already rewritten)
+    cuts: tuple[int, ...]  # node indices at which a new stage starts, ascending; stages = len(cuts) + 1
+    weights: tuple[Digest, ...]  # blob per stage: safetensors of that stage's variables, by variable name
+    proposed: tuple[PeerId, ...]  # proposed owner of each stage; a hint, anyone may fill a hole
+    train: TrainConfig | None = None
+    serve: ServeConfig | None = None
+    tokenizer: Digest | None = None  # blob: tokenizer.json; None with byte_level False: prompts are ids
+    byte_level: bool = False  # token ids are the bytes of UTF-8 text
+    files: tuple[tuple[str, Digest], ...] = ()  # what export writes beside the weights (config.json, ...)
+    trainer: str = ""  # hex Ed25519 public key of who launched it; `stop` must be signed by it
+    salt: str = ""  # random: launching the same job twice makes two jobs
+    version: int = MANIFEST_VERSION
+
+    @property
+    def stages(self) -> int:
+        return len(self.cuts) + 1
