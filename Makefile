@@ -1,0 +1,69 @@
+# Everything starts here: each target makes .venv itself and reuses it afterwards.
+#   make demo     see it work: peers on this machine train a model on real text, then answer a prompt
+#   make test     lint, format check, types, tests
+#   make bench    the figures of the README, as a table and bench-results.json
+# PYTHON=python3.12 picks an interpreter (3.11 or newer). PIP_ARGS is handed to pip, for a mirror or an index of its own.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
+PIP_ARGS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+
+# One thread a process: peers that share a machine must not fight over its cores.
+export OMP_NUM_THREADS := 1
+export MKL_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+
+# mypy sees the mapped package `fusion` through a link to this folder.
+PACKAGES := -p fusion.swarm -p fusion.dag -p fusion.compression -p fusion.runtime -p fusion.cli
+
+.PHONY: help demo test bench lint format clean install
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# The demo stops with the process that started it (`make` here), even where that one is killed outright.
+demo: $(VENV)/.installed
+	@exec $(BIN)/fusion-peer demo --stop-with $$PPID $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.installed-dev .typing/fusion
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy $(PACKAGES)
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-dev
+	@exec $(BIN)/python tests/bench $(ARGS)
+
+install: $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is written only after pip has finished, so an interrupted install is taken up again.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "Installing Fusion Peer into $(VENV) (once; PyTorch is most of it) ..."
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "Installing Fusion Peer and its checks into $(VENV) (once) ..."
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(BIN)/python:
+	@[ -n "$(PYTHON)" ] || { echo "Fusion Peer needs Python 3.11, 3.12 or 3.13 (PYTHON=... names one)." >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { echo "python -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; \
+		rm -rf $(VENV); exit 2; }
+
+.typing/fusion:
+	@mkdir -p .typing && ln -sfn .. $@

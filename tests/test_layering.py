@@ -1,0 +1,140 @@
+"""Imports point one way: cli -> runtime -> { swarm | dag | compression }; heavy libraries stay in their rooms."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("swarm", "dag", "compression", "runtime", "cli")
+MAY_IMPORT = {
+    "cli": {"cli", "runtime", "swarm", "dag", "compression"},
+    "runtime": {"runtime", "swarm", "dag", "compression"},
+    "swarm": {"swarm"},
+    "dag": {"dag"},
+    "compression": {"compression"},
+}
+# Which layers may import a library at all, and where it is narrower, which files.
+LIBRARY_LAYERS = {
+    "torch": {"runtime", "compression"},
+    "safetensors": {"runtime"},
+    "tokenizers": {"runtime"},
+    "transformers": {"runtime"},
+    "hivemind": {"swarm"},
+    "cryptography": {"swarm"},
+    "networkx": {"dag"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+}
+LIBRARY_FILES = {"hivemind": {"swarm/p2p.py", "swarm/dht.py"}, "transformers": {"runtime/huggingface.py"}}
+# dag is arithmetic on frozen values.
+EFFECTS = {
+    *(
+        "asyncio",
+        "socket",
+        "ssl",
+        "select",
+        "selectors",
+        "subprocess",
+        "threading",
+        "multiprocessing",
+        "concurrent",
+    ),
+    *(
+        "os",
+        "pathlib",
+        "shutil",
+        "tempfile",
+        "io",
+        "signal",
+        "time",
+        "random",
+        "secrets",
+        "logging",
+        "urllib",
+        "http",
+    ),
+}
+
+
+def modules() -> list[Path]:
+    return sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything a file imports, inside functions and TYPE_CHECKING blocks as well."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            if node.module == "fusion":
+                yield from ((node.lineno, f"fusion.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, str(node.module)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", modules(), ids=relative)
+def test_imports_point_one_way(path: Path) -> None:
+    layer = path.relative_to(ROOT).parts[0]
+    for line, name in imports(path):
+        parts = name.split(".")
+        where = f"{relative(path)}:{line} imports {name}"
+        if parts[0] in LAYERS or parts[0] == "tests":
+            raise AssertionError(f"{where}: the package is called fusion")
+        if parts[0] == "fusion":
+            assert parts[1] in MAY_IMPORT[layer], f"{where}: {layer} does not know {parts[1]}"
+        if parts[0] in LIBRARY_LAYERS:
+            assert layer in LIBRARY_LAYERS[parts[0]], f"{where}: not in {layer}"
+        if parts[0] in LIBRARY_FILES:
+            assert relative(path) in LIBRARY_FILES[parts[0]], f"{where}: only in {LIBRARY_FILES[parts[0]]}"
+        if layer == "dag":
+            assert parts[0] not in EFFECTS, f"{where}: dag has no effects"
+
+
+def test_no_folder_is_left_out_of_the_package() -> None:
+    import tomllib
+
+    declared = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {"fusion." + relative(path.parent).replace("/", ".") for path in modules()}
+    assert found == declared
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has loaded after `statement`."""
+    code = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stdout.split())
+
+
+def test_the_command_line_answers_without_heavy_libraries() -> None:
+    loaded = loaded_by("import fusion.cli.main")
+    assert not loaded & {
+        "torch",
+        "hivemind",
+        "transformers",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "rich",
+        "grpc",
+    }
+
+
+def test_dag_loads_no_heavy_library() -> None:
+    names = [".".join(("fusion", *path.relative_to(ROOT).with_suffix("").parts)) for path in modules()]
+    statement = "import " + ", ".join(
+        name for name in names if name.startswith("fusion.dag.") and "__init__" not in name
+    )
+    assert not loaded_by(statement) & {"torch", "hivemind", "transformers"}

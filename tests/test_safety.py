@@ -1,0 +1,133 @@
+"""Nothing that arrives in a message can become code: the package holds no loader of code or of pickled objects."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("swarm", "dag", "compression", "runtime", "cli")
+
+FORBIDDEN_MODULES = frozenset(
+    {
+        *(
+            "pickle",
+            "cPickle",
+            "_pickle",
+            "pickletools",
+            "cloudpickle",
+            "dill",
+            "joblib",
+            "marshal",
+            "shelve",
+            "copyreg",
+        ),
+        *("importlib", "imp", "runpy", "pkgutil", "code", "codeop", "zipimport", "yaml"),
+    }
+)
+HARMLESS_MODULES = frozenset({"importlib.metadata"})  # reads the version of an installed distribution
+FORBIDDEN_BUILTINS = frozenset({"eval", "exec", "compile", "__import__"})
+# Attribute calls that read pickles or run what a file says, by the name of the module they hang on.
+FORBIDDEN_CALLS = frozenset(
+    {
+        *(
+            "torch.load",
+            "torch.save",
+            "torch.jit.load",
+            "torch.export.load",
+            "torch.hub.load",
+            "torch.package",
+        ),
+        *("numpy.load", "np.load", "yaml.load", "os.system", "os.popen"),
+    }
+)
+
+
+def modules() -> list[Path]:
+    return sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
+
+
+def dotted(node: ast.expr) -> str:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def is_forbidden_module(name: str) -> bool:
+    return name not in HARMLESS_MODULES and name.partition(".")[0] in FORBIDDEN_MODULES
+
+
+def sins(source: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of everything in a file that could turn bytes into code."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if is_forbidden_module(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+            if is_forbidden_module(module) and not set(names[1:]) <= HARMLESS_MODULES:
+                yield node.lineno, module
+            yield from ((node.lineno, name) for name in names if name in FORBIDDEN_CALLS)
+        elif isinstance(node, ast.Name) and node.id in FORBIDDEN_BUILTINS:
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            name = dotted(node)
+            if name in FORBIDDEN_CALLS or name.startswith("builtins.") or node.attr == "__import__":
+                yield node.lineno, name
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
+            if not (isinstance(node.value, ast.Constant) and node.value.value is False):
+                yield node.value.lineno, node.arg
+        elif isinstance(node, ast.keyword) and node.arg == "shell":
+            yield node.value.lineno, "shell="
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_way_from_bytes_to_code(path: Path) -> None:
+    assert list(sins(path.read_text("utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import importlib",
+        "from importlib import import_module",
+        "import importlib.util",
+        "x = eval('1')",
+        "run = exec",
+        "compile('1', '', 'eval')",
+        "__import__('os')",
+        "import builtins\nbuiltins.eval('1')",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "import torch\ntorch.jit.load('x')",
+        "import numpy as np\nnp.load('x')",
+        "f(allow_pickle=True)",
+        "f(trust_remote_code=flag)",
+        "import yaml",
+        "subprocess.run('x', shell=True)",
+    ],
+)
+def test_the_check_sees(source: str) -> None:
+    assert list(sins(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import re\nre.compile('x')",
+        "import torch\ntorch.compile(f)",
+        "from importlib.metadata import version",
+        "f(trust_remote_code=False)",
+        "model.eval()",
+        "from safetensors.torch import load_file",
+    ],
+)
+def test_the_check_lets_pass(source: str) -> None:
+    assert not list(sins(source))
