@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Union
+from typing import Literal
 
 from fusion.dag.dims import Dim, Poly
 
@@ -48,7 +48,7 @@ class Ref:
         return f"{self.name}:{self.index}" if self.index else self.name
 
 
-Arg = Union[Ref, None, bool, int, float, DType, Poly, tuple["Arg", ...]]
+Arg = Ref | None | bool | int | float | DType | Poly | tuple["Arg", ...]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ class Graph:
     @cached_property
     def types(self) -> dict[Ref, TensorType]:
         """The type of every value."""
-        found = {Ref(v.name): v.type for v in (*self.inputs, *self.variables)}
+        named: tuple[Input | Variable, ...] = (*self.inputs, *self.variables)
+        found = {Ref(v.name): v.type for v in named}
         found.update({Ref(n.name, i): t for n in self.nodes for i, t in enumerate(n.results)})
         return found
 

@@ -1,0 +1,64 @@
+"""One op for what exports spell out in many: fewer calls a token when decoding, where calls are the cost.
+
+For serving graphs. A fused kernel rounds in another order, so training graphs keep what the model's author wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fusion.dag.ir import Graph, Node, Ref
+from fusion.dag.rewrites.refs import without_dead_nodes
+
+
+def fuse(graph: Graph) -> Graph:
+    """weight * (x * rsqrt(mean(x ** 2, -1, keepdim) + eps)) becomes aten.rms_norm, in float32 only. The product with
+    the weight keeps its name. Expects a graph that `clean` has gone over."""
+    made = {n.name: n for n in graph.nodes}
+    fused = [_rms_norm(graph, node, made) or node for node in graph.nodes]
+    return without_dead_nodes(replace(graph, nodes=tuple(fused)))
+
+
+def _rms_norm(graph: Graph, node: Node, made: Mapping[str, Node]) -> Node | None:
+    for weight, scaled in _factors(node):
+        inner = made.get(scaled.name)
+        for x, root in _factors(inner) if inner is not None else ():
+            eps = _epsilon(x, root, made)
+            width = graph.types[x].shape[-1:]
+            alike = graph.types[x] == node.results[0] and graph.types[x].dtype == "float32"
+            if (
+                eps is None
+                or not alike
+                or graph.types[weight].shape != width
+                or graph.types[weight].dtype != "float32"
+            ):
+                continue
+            return replace(node, op="aten.rms_norm", args=(x, width, weight, eps))
+    return None
+
+
+def _factors(node: Node) -> list[tuple[Ref, Ref]]:
+    """The factors of a product of two tensors, in both orders."""
+    if node.op != "aten.mul.Tensor":
+        return []
+    a, b = node.args
+    return [(a, b), (b, a)] if isinstance(a, Ref) and isinstance(b, Ref) else []
+
+
+def _epsilon(x: Ref, root: Ref, made: Mapping[str, Node]) -> float | None:
+    """eps where `root` is rsqrt(mean(x ** 2, -1, keepdim) + eps)."""
+    rsqrt = _made(root, "aten.rsqrt", made)
+    total = rsqrt and _made(rsqrt.args[0], "aten.add.Tensor", made)
+    if not total or not isinstance(total.args[1], float) or total.args[2] != 1:
+        return None
+    mean = _made(total.args[0], "aten.mean.dim", made)
+    if not mean or mean.args[1:] != ((-1,), True, None):
+        return None
+    square = _made(mean.args[0], "aten.pow.Tensor_Scalar", made)
+    return total.args[1] if square and square.args == (x, 2) else None
+
+
+def _made(arg: object, op: str, made: Mapping[str, Node]) -> Node | None:
+    node = made.get(arg.name) if isinstance(arg, Ref) else None
+    return node if node is not None and node.op == op else None

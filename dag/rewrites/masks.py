@@ -1,0 +1,197 @@
+"""Recognising what an attention mask lets a position see, by evaluating the part of the graph that makes it.
+
+Masks are written in many ways (comparisons of positions, packed-sequence detection, additive tables), so their form
+says little; their values say all, for the lengths that are tried. The lengths go beyond every number in the sub-graph
+that could be a threshold; numbers too large for that are replaced by small ones (`_stand_ins`). Where positions are
+scaled, a threshold may also be a product of numbers (`_scales`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion.dag.dims import Poly
+from fusion.dag.errors import UnsupportedModel
+from fusion.dag.ir import Arg, Graph, Node, Ref
+from fusion.dag.opset import spec
+from fusion.dag.rewrites.refs import constants, needed
+
+Array = npt.NDArray[np.generic]
+# evaluate(graph, inputs by name, sizes of the symbols) -> the graph's outputs
+Evaluate = Callable[[Graph, Mapping[str, Array], Mapping[str, int]], Sequence[Array]]
+
+POSITIONS = "position_ids"
+HIDDEN = -1e9  # an additive mask hides a position with this or less
+_FAMILIES = frozenset({"pointwise", "reduction", "move", "view", "make"})
+_LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 17, 33, 40)
+_DIRECT = 2048  # thresholds up to here are tried as they are: a mask then has at most about 4 million entries
+_ENDLESS = 1 << 31  # no position is ever as large as this
+_SMALL = (9, 23)  # what stands for a larger threshold, one after the other
+# Ops under which a distance or a position stays what it is, plus or minus a number of the graph.
+_UNSCALED = frozenset({
+    "add", "sub", "rsub", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "clamp", "clamp_min",
+    "clamp_max", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not",
+    "bitwise_xor", "__and__", "__or__", "where", "masked_fill", "to", "any", "all", "max", "min", "amax", "amin",
+    "arange", "zeros", "ones", "full", "index", "index_select", "gather", "cat", "stack", "diff", "tril", "triu", "flip",
+    "roll", "constant_pad_nd", "scalar_tensor",
+})  # fmt: skip
+_EXACT = frozenset({"bool", "int32", "int64", "float32", "float64"})  # hold every position
+_NEAR = 8  # numbers this near to a large threshold are taken to be the same one, shifted
+
+
+def visible_window(graph: Graph, mask: Ref, evaluate: Evaluate) -> int | None:
+    """None if `mask` lets each position see itself and all before it, w if itself and the w - 1 before it.
+    The mask is of booleans (True: visible), or is added to the scores. Positions are those of one sequence from its
+    start. UnsupportedModel for a mask of another kind, or one that depends on more than positions."""
+    part = _mask_graph(graph, mask)
+    numbers = _numbers(part)
+    large = sorted(n for n in numbers if n > _DIRECT)
+    if any(_scales(part, node) for node in part.nodes):
+        numbers.add(_product(part))
+        large = [n for n in numbers if n > _DIRECT]
+        if large:
+            raise _refusal(mask, "scales positions by large numbers")
+    if not large:
+        return _window(part, numbers, evaluate, mask)
+    if large[-1] - large[0] > _NEAR:
+        raise _refusal(mask, "depends on several large numbers")
+    found = [
+        _window(_stand_ins(part, large[0], s), _small(numbers, large, s), evaluate, mask) for s in _SMALL
+    ]
+    if found == [None, None]:
+        return None
+    beyond = {None if w is None else w - s for w, s in zip(found, _SMALL, strict=True)}
+    if len(beyond) > 1:
+        raise _refusal(mask, f"is neither causal nor a window of about {large[0]}")
+    return large[0] + (beyond.pop() or 0)
+
+
+def _mask_graph(graph: Graph, mask: Ref) -> Graph:
+    nodes = needed(graph, [mask])
+    names = {mask.name, *(ref.name for node in nodes for ref in node.refs())}
+    foreign = sorted(names - {POSITIONS} - {node.name for node in nodes})
+    if foreign:
+        raise _refusal(mask, f"depends on {foreign[0]}, not on positions alone")
+    for node in nodes:
+        if spec(node.op).family not in _FAMILIES:
+            raise _refusal(mask, f"is computed with {node.op}")
+    # Kept even where no node reads it: its shape tells the sizes.
+    inputs = tuple(i for i in graph.inputs if i.name == POSITIONS)
+    return Graph(inputs, (), nodes, (mask,), graph.symbols)
+
+
+def _numbers(part: Graph) -> set[int]:
+    """Magnitudes of the whole numbers among the arguments, which could be distances or positions."""
+    numbers = {n for node in part.nodes for c in constants(node.args) for n in _magnitudes(c)}
+    if len(numbers) > 24:
+        raise _refusal(part.outputs[0], "depends on too many numbers")
+    return numbers
+
+
+def _magnitudes(arg: Arg) -> set[int]:
+    if isinstance(arg, Poly):
+        return {abs(coefficient) for _, coefficient in arg.terms}
+    if isinstance(arg, bool) or not isinstance(arg, (int, float)) or not abs(arg) < _ENDLESS:
+        return set()
+    return {round(abs(arg))}
+
+
+def _scales(part: Graph, node: Node) -> bool:
+    """Whether a threshold on what the node makes may lie at a position that is no number of the graph."""
+    family = spec(node.op).family
+    dims = (d for t in node.results for d in t.shape if isinstance(d, Poly))
+    if any(abs(coefficient) != 1 for d in dims for monomial, coefficient in d.terms if monomial):
+        return True
+    if node.op == "aten.slice.Tensor":
+        return node.args[4] != 1
+    if node.op == "aten.cumsum":
+        source = node.args[0]
+        # A running count never outgrows the positions; a running sum of fractions crosses a number later than that.
+        return not isinstance(source, Ref) or "float" in part.types[source].dtype
+    if node.op in ("aten.mul.Tensor", "aten.mul.Scalar") and isinstance(node.args[1], (int, float)):
+        return 1 != abs(node.args[1]) < _ENDLESS
+    if node.op == "aten.to.dtype" and isinstance(node.args[0], Ref):
+        return node.results[0].dtype not in _EXACT and part.types[node.args[0]].dtype != "bool"
+    if node.op.startswith(("aten.add.", "aten.sub.", "aten.rsub.")) and node.args[2] not in (1, -1):
+        return True
+    return family != "view" and (
+        node.op.split(".")[1] not in _UNSCALED or node.op == "aten.arange.start_step"
+    )
+
+
+def _product(part: Graph) -> int:
+    """Of all numbers, fractions by their inverses: no threshold lies further than this."""
+    found = set(constants(c for node in part.nodes for c in node.args))
+    sizes = {n for c in found for n in _magnitudes(c)}
+    sizes |= {round(1 / abs(c)) for c in found if isinstance(c, float) and 0 < abs(c) < 1}
+    return prod(n for n in sizes if n > 1)
+
+
+def _window(part: Graph, numbers: set[int], evaluate: Evaluate, mask: Ref) -> int | None:
+    near = {n + d for n in numbers for d in (-1, 0, 1, 2) if n > 2}
+    lengths = {*_LENGTHS, *near, *(2 * n + 1 for n in numbers if 2 * n <= _DIRECT)} - {0, -1}
+    longest = max(lengths)
+    last_row = _visible(part, 1, longest, evaluate, mask)[..., -1, :].reshape(-1, longest)[0]
+    seen = int(last_row.sum())
+    window = None if seen == longest else seen
+    for batch, length in ((2, 6), *((1, n) for n in sorted(lengths))):
+        visible = _visible(part, batch, length, evaluate, mask)
+        if not np.array_equal(visible, np.broadcast_to(_expected(length, window), visible.shape)):
+            raise _refusal(mask, "is neither causal nor a causal window")
+    return window
+
+
+def _expected(length: int, window: int | None) -> npt.NDArray[np.bool_]:
+    place = np.arange(length)
+    distance = place[:, None] - place[None, :]
+    return (distance >= 0) & (distance < (length if window is None else window))
+
+
+def _visible(part: Graph, batch: int, length: int, evaluate: Evaluate, mask: Ref) -> npt.NDArray[np.bool_]:
+    """The mask as booleans (..., length, length), for sequences that start at position 0."""
+    positions = np.tile(np.arange(length, dtype=np.int64), (batch, 1))
+    inputs = {i.name: positions for i in part.inputs}
+    (values,) = evaluate(part, inputs, {"batch": batch, "sequence": length})
+    if values.dtype != np.bool_:
+        added = values.astype(np.float64)
+        shown, hidden = added == 0, added <= HIDDEN
+        if not np.all(shown | hidden):
+            raise _refusal(mask, "adds to the scores (a bias by position, such as ALiBi)")
+        values = shown
+    lead = values.shape[:-2] if values.ndim > 2 else ()
+    return np.broadcast_to(values, (*lead, length, length)).astype(np.bool_)
+
+
+def _small(numbers: set[int], large: Sequence[int], stand_in: int) -> set[int]:
+    return {n for n in numbers if n <= _DIRECT} | {stand_in + n - large[0] for n in large}
+
+
+def _stand_ins(part: Graph, threshold: int, stand_in: int) -> Graph:
+    """The sub-graph with `threshold`, and the numbers just above it, shifted down to `stand_in`."""
+
+    def small(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(map(small, arg))
+        if not any(m >= threshold for m in _magnitudes(arg)):
+            return arg
+        if not isinstance(arg, (int, float)):
+            raise _refusal(part.outputs[0], f"has a size as large as {threshold}")
+        return arg - (threshold - stand_in) if arg > 0 else arg + (threshold - stand_in)
+
+    nodes = []
+    for node in part.nodes:
+        args = tuple(map(small, node.args))
+        if args != node.args and spec(node.op).family != "pointwise":
+            # Only in sums and comparisons is it plain that a threshold may be moved; a size would change shapes.
+            raise _refusal(part.outputs[0], f"gives {node.op} a number as large as {threshold}")
+        nodes.append(replace(node, args=args))
+    return replace(part, nodes=tuple(nodes))
+
+
+def _refusal(mask: Ref, why: str) -> UnsupportedModel:
+    return UnsupportedModel(f"no KV cache for this model: the attention mask {mask} {why}")

@@ -1,0 +1,85 @@
+"""Whether a graph may be given a sequence in pieces: each position by itself, but for cached attention.
+
+Refused by default: a value is accepted when its one dimension along the sequence plainly comes, position by position,
+from that of an input.
+"""
+
+from __future__ import annotations
+
+from fusion.dag.dims import Dim, Poly, size, symbols_of
+from fusion.dag.errors import UnsupportedModel
+from fusion.dag.ir import Graph, Node, TensorType
+from fusion.dag.opset import mixed_dims, spec
+from fusion.dag.rewrites.refs import argument_symbols
+
+SEQUENCE = "sequence"
+# Ops that may give a new dimension along the sequence: with the same value at every position of it.
+_UNIFORM = frozenset({"aten.expand", "aten.zeros", "aten.ones", "aten.full"})
+_RESHAPES = frozenset({
+    "aten.reshape", "aten.view", "aten._unsafe_view", "aten.flatten.using_ints", "aten.unflatten.int", "aten.squeeze",
+})  # fmt: skip
+_SHAPES = frozenset(
+    {"size", "shape", "sizes"}
+)  # parameters that give the shape of the result and nothing else
+
+
+def require_separate_positions(graph: Graph) -> None:
+    """UnsupportedModel, naming the node, unless every value at a position depends on the inputs at that position
+    alone, apart from what `fusion.cached_attention` remembers of earlier ones."""
+    for check in (_check_results, _check_flow):  # the first names attention where it is, not one of its parts
+        for node in graph.nodes:
+            try:
+                check(graph, node)
+            except ValueError as why:
+                raise UnsupportedModel(f"no KV cache for this model: {node.name} ({node.op}) {why}") from None
+
+
+def sequence_axis(type_: TensorType) -> int | None:
+    """The dimension along the sequence, or None. ValueError, saying how, if it is not a single plain one."""
+    axes = [i for i, d in enumerate(type_.shape) if SEQUENCE in symbols_of(d)]
+    if len(axes) > 1:
+        raise ValueError("compares positions with each other: attention in a form that is not recognised")
+    if axes and not _plain(type_.shape[axes[0]]):
+        raise ValueError(f"has a dimension of {type_.shape[axes[0]]}")
+    return axes[0] if axes else None
+
+
+def _plain(dim: Dim) -> bool:
+    """The sequence, or the batch and the sequence merged; not two of it, nor one longer or shorter."""
+    assert isinstance(dim, Poly)
+    (monomial, coefficient), *more = dim.terms
+    return not more and coefficient == 1 and monomial.count(SEQUENCE) == 1
+
+
+def _check_results(_: Graph, node: Node) -> None:
+    for type_ in node.results:
+        sequence_axis(type_)
+
+
+def _check_flow(graph: Graph, node: Node) -> None:
+    types = graph.types
+    given = {ref: sequence_axis(types[ref]) for ref in node.refs()}
+    along = {ref: axis for ref, axis in given.items() if axis is not None}
+    results = [sequence_axis(t) for t in node.results]
+    for parameter, arg in zip(spec(node.op).parameters, node.args, strict=True):
+        if SEQUENCE in argument_symbols((arg,)) and parameter.name not in _SHAPES:
+            raise ValueError("depends on the length of the sequence")
+    for ref, dims in mixed_dims(node.op, node.args, types):
+        if along.get(ref) in dims:
+            raise ValueError("combines or moves values of different positions")
+    if not along:
+        if any(axis is not None for axis in results) and node.op not in _UNIFORM:
+            raise ValueError("makes positions that are not those of position_ids")
+        return
+    if any(axis is None for axis in results):
+        raise ValueError("loses track of the positions")
+    if node.op in _RESHAPES:
+        (source,) = along
+        # Row-major order: a position keeps its place if as many elements lie behind one step along the sequence.
+        if _behind(types[source], along[source]) != _behind(node.results[0], results[0]):
+            raise ValueError("reshapes across positions")
+
+
+def _behind(type_: TensorType, axis: int | None) -> Dim:
+    assert axis is not None
+    return size(type_.shape[axis + 1 :])

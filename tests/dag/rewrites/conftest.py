@@ -1,0 +1,148 @@
+"""A builder of small graphs, and numpy to run them: what the rewrites claim is checked without any framework."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fusion.dag.dims import Poly, bind, symbol
+from fusion.dag.ir import Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.opset import infer
+from fusion.dag.wire import validate
+
+B, S = symbol("batch"), symbol("sequence")
+
+
+class Builder:
+    """Writes a graph node by node: `b(op, *args)` returns the Ref; the op-set infers the types."""
+
+    def __init__(self, **variables):
+        self.inputs = tuple(Input(n, TensorType((B, S), "int64")) for n in ("input_ids", "position_ids"))
+        self.variables = tuple(Variable(n, TensorType(shape, "float32")) for n, shape in variables.items())
+        self.nodes = []
+        self.types = {Ref(v.name): v.type for v in (*self.inputs, *self.variables)}
+
+    def __call__(self, op, *args, name=None):
+        name = name or f"n{len(self.nodes)}_{op.split('.')[1]}"
+        results = infer(op, args, self.types)
+        self.nodes.append(Node(name, op, args, results))
+        self.types.update({Ref(name, i): t for i, t in enumerate(results)})
+        return Ref(name)
+
+    def graph(self, *outputs):
+        graph = Graph(self.inputs, self.variables, tuple(self.nodes), outputs)
+        validate(graph)
+        return graph
+
+
+def attend(q, k, v, visible, scale):
+    k, v = (np.repeat(t, q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ np.swapaxes(k, -1, -2) * (scale or q.shape[-1] ** -0.5) + np.where(visible, 0, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return (weights / weights.sum(-1, keepdims=True)) @ v
+
+
+def causal(rows, columns, window=None):
+    """The last `rows` positions of `columns`, looking back."""
+    distance = np.arange(columns - rows, columns)[:, None] - np.arange(columns)[None, :]
+    return (distance >= 0) & (distance < (window or columns))
+
+
+def attention(q, k, v, mask, dropout, is_causal, scale, grouped):
+    visible = causal(q.shape[2], k.shape[2]) if is_causal else True if mask is None else mask
+    if mask is not None and mask.dtype != bool:
+        visible = mask == 0
+    return attend(q, k, v, visible, scale)
+
+
+OPS = {
+    "aten.add.Tensor": lambda a, b, alpha: a + alpha * b,
+    "aten.sub.Tensor": lambda a, b, alpha: a - alpha * b,
+    "aten.mul.Tensor": lambda a, b: a * b,
+    "aten.pow.Tensor_Scalar": lambda a, e: a**e,
+    "aten.rsqrt": lambda a: 1 / np.sqrt(a),
+    "aten.neg": lambda a: -a,
+    "aten.tanh": np.tanh,
+    "aten.mean.dim": lambda a, dims, keepdim, dtype: a.mean(tuple(dims), keepdims=keepdim),
+    "aten.rms_norm": lambda x, shape, w, eps: x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w,
+    "aten.linear": lambda x, w, b: x @ w.T,
+    "aten.matmul": lambda a, b: a @ b,
+    "aten.softmax.int": lambda x, dim, dtype: np.exp(x) / np.exp(x).sum(dim, keepdims=True),
+    "aten.embedding": lambda w, i, *_: w[i],
+    "aten.to.dtype": lambda x, dtype: x.astype(dtype.name),
+    "aten.unsqueeze": lambda x, dim: np.expand_dims(x, dim),
+    "aten.transpose.int": lambda x, a, b: np.swapaxes(x, a, b),
+    "aten.reshape": lambda x, shape: x.reshape(shape),
+    "aten.view": lambda x, shape: x.reshape(shape),
+    "aten.contiguous": lambda x: x,
+    "aten.expand": lambda x, shape: np.broadcast_to(x, [d if n == -1 else n for n, d in zip(shape, (1,) * (len(shape) - x.ndim) + x.shape, strict=True)]),
+    "aten.arange": lambda end, dtype: np.arange(end, dtype=np.int64),
+    "aten.ones": lambda shape, dtype: np.ones(shape, dtype.name),
+    "aten.full": lambda shape, value, dtype: np.full(shape, value, dtype.name if dtype else np.float32),
+    "aten.slice.Tensor": lambda x, dim, start, end, step: x[(slice(None),) * dim + (slice(start, end, step),)],
+    "aten.le.Tensor": lambda a, b: a <= b,
+    "aten.lt.Tensor": lambda a, b: a < b,
+    "aten.mul.Scalar": lambda a, b: a * b,
+    "aten.lt.Scalar": lambda a, b: a < b,
+    "aten.gt.Scalar": lambda a, b: a > b,
+    "aten.gt.Tensor": lambda a, b: a > b,
+    "aten.ge.Tensor": lambda a, b: a >= b,
+    "aten.eq.Tensor": lambda a, b: a == b,
+    "aten.__and__.Tensor": lambda a, b: a & b,
+    "aten.__or__.Tensor": lambda a, b: a | b,
+    "fusion.div_floor": lambda a, b: a // b,
+    "aten.where.ScalarSelf": lambda c, a, b: np.where(c, np.float32(a), b),
+    "aten.where.Scalar": lambda c, a, b: np.where(c, np.float32(a), np.float32(b)),
+    "aten.masked_fill.Scalar": lambda x, m, value: np.where(m, np.float32(value), x),
+    "aten.scaled_dot_product_attention": attention,
+}  # fmt: skip
+
+
+def run(graph, values, sizes, cache=None):
+    """The outputs. `cache` is a dictionary of what cached attention has seen; it must be of the same session."""
+    known = {Ref(name): value for name, value in values.items()}
+
+    def value(arg):
+        if isinstance(arg, tuple):
+            return [value(a) for a in arg]
+        return known[arg] if isinstance(arg, Ref) else bind(arg, sizes) if isinstance(arg, Poly) else arg
+
+    for node in graph.nodes:
+        args = [value(a) for a in node.args]
+        if node.op == "fusion.cached_attention":
+            q, *new, slot, scale, window = args
+            old = cache.get(slot, [t[:, :, :0] for t in new])
+            k, v = cache[slot] = [np.concatenate(pair, 2) for pair in zip(old, new, strict=True)]
+            out = attend(q, k, v, causal(q.shape[2], k.shape[2], window), scale)
+        else:
+            out = OPS[node.op](*args)
+        for i, result in enumerate(out if isinstance(out, list) else [out]):
+            type_ = node.results[i]
+            assert result.shape == tuple(bind(d, sizes) for d in type_.shape), node
+            assert (result.dtype == bool) == (type_.dtype == "bool"), node
+            known[Ref(node.name, i)] = result
+    return [known[ref] for ref in graph.outputs]
+
+
+@pytest.fixture
+def build():
+    return Builder
+
+
+@pytest.fixture
+def evaluate():
+    """What `cache_attention` wants to be given."""
+    return run
+
+
+@pytest.fixture
+def execute():
+    """Run a language model: execute(graph, weights, tokens (batch, length), start, cache)."""
+
+    def execute(graph, weights, tokens, start=0, cache=None):
+        positions = np.tile(np.arange(start, start + tokens.shape[1]), (len(tokens), 1))
+        sizes = {"batch": len(tokens), "sequence": tokens.shape[1]}
+        (out,) = run(graph, {**weights, "input_ids": tokens, "position_ids": positions}, sizes, cache)
+        return out
+
+    return execute
