@@ -1,15 +1,32 @@
-"""(contract part: the Protocol; hivemind's DHT behind it goes below or beside it)"""
+"""What the swarm knows about itself: peers, jobs, claims and blob providers, as signed records that soon expire.
+
+Two directories implement it: `fusion.swarm.dht` (hivemind's Kademlia DHT) and `fusion.swarm.memory` (one process,
+for unit tests). Both share the checks of `fusion.swarm.records` and the rules below.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Iterable
+from typing import Protocol
 
-from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord, ProviderRecord, Record
-
-R = TypeVar("R", PeerRecord, JobRecord, ClaimRecord, ProviderRecord)
+from fusion.swarm.records import (
+    SHARDS,
+    ClaimRecord,
+    Digest,
+    JobId,
+    JobRecord,
+    PeerRecord,
+    ProviderRecord,
+    Record,
+    jobs_key,
+    peers_key,
+)
 
 HEARTBEAT_SECONDS = 2.0
 RECORD_TTL_SECONDS = 3 * HEARTBEAT_SECONDS
+
+PEER_KEYS: tuple[str, ...] = tuple(peers_key(shard) for shard in range(SHARDS))
+JOB_KEYS: tuple[str, ...] = tuple(jobs_key(shard) for shard in range(SHARDS))
 
 
 class Directory(Protocol):
@@ -21,7 +38,7 @@ class Directory(Protocol):
     async def peers(self) -> tuple[PeerRecord, ...]: ...
 
     async def jobs(self) -> tuple[JobRecord, ...]:
-        """One per job: of several authors the highest (term, step, state finished first)."""
+        """One per job: of several authors the highest (term, step, state finished first, the lead's own)."""
 
     async def job(self, job: JobId) -> JobRecord | None: ...
 
@@ -31,3 +48,18 @@ class Directory(Protocol):
     async def providers(self, digest: Digest) -> tuple[ProviderRecord, ...]: ...
 
     async def aclose(self) -> None: ...
+
+
+def newest_jobs(records: Iterable[JobRecord]) -> tuple[JobRecord, ...]:
+    """One record per job, the one that readers believe, in the order of job ids."""
+    best: dict[JobId, JobRecord] = {}
+    for record in records:
+        if record.job not in best or _standing(record) > _standing(best[record.job]):
+            best[record.job] = record
+    return tuple(best[job] for job in sorted(best))
+
+
+def _standing(record: JobRecord) -> tuple[int, int, bool, bool, bool, str]:
+    finished = record.state in ("done", "stopped", "failed")
+    own = record.author == record.lead  # others repeat the last word of a lead that is gone
+    return record.term, record.step, finished, record.state != "launching", own, record.author

@@ -1,17 +1,17 @@
 """Everything that can go wrong between peers, in one tree.
 
-    SwarmError
-      TransportError            the wire
-        PeerUnreachable           dialled, and nobody answered
-        StreamBroken              the other end vanished: reset, timeout, dead process
-        StreamClosed              the other end finished cleanly (end of stream)
-        FrameError                bytes that are not a frame, or exceed a cap: the sender's fault
-      RecordError               a record that is unsigned, forged, expired, oversized or of an unknown version
-      StaleTerm                 a frame from a peer that no longer owns what it speaks for
-      BlobError                 a blob nobody has, or whose bytes do not match its digest
-      QuotaExceeded             the disk or memory quota would be passed
-      IdentityError (ValueError)  the identity file cannot be used; says what to do
-      RemoteError               the other peer answered with an error of its own; carries its one-line text
+SwarmError
+  TransportError            the wire
+    PeerUnreachable           dialled, and nobody answered
+    StreamBroken              the other end vanished: reset, timeout, dead process
+    StreamClosed              the other end finished cleanly (end of stream)
+    FrameError                bytes that are not a frame, or exceed a cap: the sender's fault
+  RecordError               a record that is unsigned, forged, expired, oversized or of an unknown version
+  StaleTerm                 a frame from a peer that no longer owns what it speaks for
+  BlobError                 a blob nobody has, or whose bytes do not match its digest
+  QuotaExceeded             the disk or memory quota would be passed
+  IdentityError (ValueError)  the identity file cannot be used; says what to do
+  RemoteError               the other peer answered with an error of its own; carries its one-line text
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NewType, Protocol, Union
+from typing import Any, NewType, Protocol
 
 from fusion.swarm.errors import RemoteError
 
 PeerId = NewType("PeerId", str)  # base58 text of the libp2p peer id
-Buffer = Union[bytes, bytearray, memoryview]
+Buffer = bytes | bytearray | memoryview
 Header = dict[str, Any]  # msgpack-able: str keys; None, bool, int, float, str, bytes, list, dict values
 
 
@@ -24,14 +24,16 @@ class Frame:
 
     kind: str
     header: Mapping[str, Any] = field(default_factory=dict)
-    payload: memoryview = memoryview(b"")
+    payload: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
 class Stream(Protocol):
     remote: PeerId
     protocol: str
 
-    async def send(self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()) -> None:
+    async def send(
+        self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
+    ) -> None:
         """Send one frame; the payload is the buffers one after another. Safe to call from several tasks at once:
         frames never interleave. Raises StreamBroken or StreamClosed."""
 

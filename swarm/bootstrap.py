@@ -1,0 +1,92 @@
+"""Where a peer finds the swarm: a file of addresses that people edit, and one of peers met in earlier runs.
+
+The format of `bootstrap_peers.txt`: one multiaddr a line, ending in /p2p/<peer id>; `#` starts a comment; blank lines
+are skipped. No address at all starts a new swarm.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+MAX_CACHED = 64
+_MAX_FILE_BYTES = 1 << 20
+_ADDRESS = re.compile(r"(/[A-Za-z0-9-]+/[^\s/]+|/quic|/quic-v1|/ws|/wss|/tls|/p2p-circuit)+")
+_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")
+
+
+def parse(text: str) -> tuple[str, ...]:
+    """The addresses in `text`, each once, in order. Raises ValueError that names the first bad line."""
+    found: dict[str, None] = {}
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
+        address = re.sub(r"(^|\s)#.*", "", line).strip()
+        if not address:
+            continue
+        if not is_address(address):
+            raise ValueError(
+                f"line {number}: {address[:100]!r} is not a multiaddr such as /ip4/192.0.2.1/tcp/31330/p2p/12D3KooW..."
+            )
+        found[address] = None
+    return tuple(found)
+
+
+def is_address(text: str) -> bool:
+    """Whether `text` looks like a multiaddr that ends in /p2p/<peer id>. Dialling it is the real test."""
+    where, _, peer = text.rpartition("/p2p/")
+    return len(text) <= 512 and bool(_ADDRESS.fullmatch(where) and _PEER_ID.fullmatch(peer))
+
+
+def load(path: Path) -> tuple[str, ...]:
+    """The addresses in a file. Raises ValueError, one line, for a file that cannot be read or a bad line in it."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+        if len(data) > _MAX_FILE_BYTES:
+            raise ValueError(f"more than {_MAX_FILE_BYTES} bytes")
+        return parse(data.decode())
+    except OSError as error:
+        raise ValueError(f"cannot read bootstrap file {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"bootstrap file {path} is not text") from error
+    except ValueError as error:
+        raise ValueError(f"bootstrap file {path}: {error}") from error
+
+
+def resolve(value: str) -> tuple[str, ...]:
+    """What a user gave: an address as it is, else the addresses in the file of that name. Raises ValueError."""
+    if "/p2p/" in value:
+        return parse(value)
+    return load(Path(value))
+
+
+def load_cached(path: Path) -> tuple[str, ...]:
+    """Addresses of peers met in earlier runs. A missing or damaged file is as good as an empty one."""
+    try:
+        content = json.loads(path.read_bytes()[:_MAX_FILE_BYTES])
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("ignored the peers remembered in %s: %s", path, error)
+        return ()
+    if not isinstance(content, list):
+        return ()
+    addresses = dict.fromkeys(item for item in content if isinstance(item, str) and is_address(item))
+    return tuple(addresses)[:MAX_CACHED]
+
+
+def save_cached(path: Path, addresses: Iterable[str]) -> None:
+    """Write them whole or not at all. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        scratch.write_text(json.dumps(list(addresses)[:MAX_CACHED], indent=0))
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -1,0 +1,132 @@
+"""How one frame looks on the wire, and what size it may have. Pure: bytes in, values out.
+
+    head     4 bytes  length of the header, big-endian; 0 says "no more frames from me" (a clean end)
+             8 bytes  length of the payload
+    header   msgpack of [kind, {...}]
+    payload  raw bytes, tensor data as it lies in memory
+
+Both lengths are held against `FrameLimits` before anything is read or allocated for them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from fusion.swarm.errors import FrameError
+from fusion.swarm.transport import Buffer, Header
+
+_HEAD = struct.Struct(">IQ")
+HEAD_BYTES = _HEAD.size
+END = _HEAD.pack(0, 0)  # the last thing on a stream that its sender closed; without it the stream broke
+
+MAX_KIND_CHARACTERS = 64
+_MAX_DEPTH = 16  # of lists and maps in a header
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameLimits:
+    """Caps on one frame, the same for what we send and what we accept."""
+
+    header_bytes: int = 256 * 1024
+    payload_bytes: int = 512 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if not 64 <= self.header_bytes <= 1 << 24:
+            raise ValueError(f"header_bytes must lie between 64 and {1 << 24}, not {self.header_bytes}")
+        if not 0 <= self.payload_bytes <= 1 << 40:
+            raise ValueError(f"payload_bytes must lie between 0 and {1 << 40}, not {self.payload_bytes}")
+
+
+DEFAULT_LIMITS = FrameLimits()
+
+
+def encode(
+    kind: str,
+    header: Mapping[str, Any] | None,
+    payload: Sequence[Buffer],
+    limits: FrameLimits = DEFAULT_LIMITS,
+) -> tuple[bytes, list[memoryview], int]:
+    """Head and header as one bytes object, the payload as flat byte views in order (nothing is copied), and the
+    payload's length in bytes.
+
+    Raises FrameError for a frame that passes `limits` and ValueError for a header msgpack cannot carry.
+    """
+    if not 0 < len(kind) <= MAX_KIND_CHARACTERS:
+        raise FrameError(f"the kind of a frame has 1 to {MAX_KIND_CHARACTERS} characters, not {len(kind)}")
+    views = [view for view in (_flat(part) for part in payload) if view.nbytes]
+    size = sum(view.nbytes for view in views)
+    try:
+        packed: bytes = msgpack.packb([kind, {} if header is None else dict(header)])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"header of a {kind!r} frame: {error}") from error
+    _check(len(packed), size, limits)
+    return _HEAD.pack(len(packed), size) + packed, views, size
+
+
+def decode_head(data: Buffer, limits: FrameLimits = DEFAULT_LIMITS, offset: int = 0) -> tuple[int, int]:
+    """Lengths in bytes of the header (0: a clean end) and the payload. Raises FrameError for lengths over the caps."""
+    header_bytes, payload_bytes = _HEAD.unpack_from(data, offset)
+    if header_bytes == 0:
+        if payload_bytes:
+            raise FrameError("a frame without a header")
+        return 0, 0
+    _check(header_bytes, payload_bytes, limits)
+    return header_bytes, payload_bytes
+
+
+def decode_header(data: Buffer) -> tuple[str, Header]:
+    """Kind and header of a frame. Raises FrameError for bytes that are not exactly one header."""
+    try:
+        value = msgpack.unpackb(
+            data,
+            strict_map_key=True,
+            max_ext_len=0,
+            max_str_len=len(data),
+            max_bin_len=len(data),
+            max_array_len=len(data),
+            max_map_len=len(data),
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise FrameError(f"a header that is not msgpack: {type(error).__name__}") from error
+    if not (isinstance(value, list) and len(value) == 2):
+        raise FrameError("a header that is not [kind, map]")
+    kind, header = value
+    if not (isinstance(kind, str) and 0 < len(kind) <= MAX_KIND_CHARACTERS):
+        raise FrameError("a frame without a kind")
+    if not isinstance(header, dict):
+        raise FrameError("a header that is not [kind, map]")
+    _check_keys(header, _MAX_DEPTH)
+    return kind, header
+
+
+def _check(header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:
+    if header_bytes > limits.header_bytes:
+        raise FrameError(f"a header of {header_bytes} bytes; at most {limits.header_bytes} are allowed")
+    if payload_bytes > limits.payload_bytes:
+        raise FrameError(f"a payload of {payload_bytes} bytes; at most {limits.payload_bytes} are allowed")
+
+
+def _check_keys(value: Any, depth: int) -> None:
+    if isinstance(value, (dict, list)):
+        if depth == 0:
+            raise FrameError(f"a header nested deeper than {_MAX_DEPTH}")
+        if isinstance(value, dict):
+            for key in value:
+                if not isinstance(key, str):
+                    raise FrameError("a header with a key that is not text")
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_keys(item, depth - 1)
+
+
+def _flat(part: Buffer) -> memoryview:
+    view = memoryview(part)
+    if not view.c_contiguous:
+        raise ValueError("a payload buffer must be contiguous")
+    if not view.nbytes:
+        return memoryview(b"")  # a view with a zero in its shape cannot be cast
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

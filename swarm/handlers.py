@@ -1,0 +1,103 @@
+"""Who answers an incoming stream: a table of protocols, and the tasks that run their handlers.
+
+Both transports hand their incoming streams to one of these, so that a handler meets the same rules on either: a
+task of its own, an error told to the other end in one line, the stream always ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from contextlib import suppress
+
+from fusion.swarm.errors import StreamBroken, StreamClosed, TransportError
+from fusion.swarm.transport import Handler, PeerId, Stream
+
+logger = logging.getLogger(__name__)
+
+ERROR_SECONDS = 5.0  # how long the other end may take to accept our last words
+_LINE_CHARACTERS = 300
+
+
+class Handlers:
+    """Runs at most `per_peer` handlers at once for each peer; further streams of that peer are dropped."""
+
+    def __init__(self, *, per_peer: int = 256) -> None:
+        self._handlers: dict[str, Handler] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: Counter[PeerId] = Counter()
+        self._per_peer = per_peer
+        self._closed = False
+
+    def __contains__(self, protocol: str) -> bool:
+        return protocol in self._handlers
+
+    def add(self, protocol: str, handler: Handler) -> None:
+        if protocol in self._handlers:
+            raise ValueError(f"{protocol} is already served")
+        self._handlers[protocol] = handler
+
+    def accept(self, stream: Stream) -> None:
+        """Start the stream's handler and return at once."""
+        handler = self._handlers.get(stream.protocol)
+        if handler is None or self._closed:
+            stream.abort()
+            return
+        if self._running[stream.remote] >= self._per_peer:
+            logger.warning("dropped a stream of %s: it has %d open already", stream.remote, self._per_peer)
+            stream.abort()
+            return
+        self._running[stream.remote] += 1
+        task = asyncio.create_task(_run(handler, stream), name=f"{stream.protocol} from {stream.remote}")
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._finished(done, stream.remote))
+
+    def _finished(self, task: asyncio.Task[None], remote: PeerId) -> None:
+        self._tasks.discard(task)
+        self._running[remote] -= 1
+        if self._running[remote] <= 0:
+            del self._running[remote]
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Cancel what runs, without waiting; nothing is accepted any more. The caller, if it is a handler, goes on."""
+        self._closed = True
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def aclose(self) -> None:
+        """Cancel what runs and wait for it."""
+        await asyncio.gather(*self.cancel(), return_exceptions=True)
+
+
+async def _run(handler: Handler, stream: Stream) -> None:
+    try:
+        await handler(stream)
+    except asyncio.CancelledError:
+        stream.abort()
+        raise
+    except Exception as error:  # the boundary between peers: whatever one stream does, the peer goes on
+        line = one_line(error)
+        gone = isinstance(error, (StreamClosed, StreamBroken))
+        logger.log(
+            logging.DEBUG if gone else logging.WARNING, "%s from %s: %s", stream.protocol, stream.remote, line
+        )
+        logger.debug("where it happened", exc_info=error)
+        with suppress(TransportError, TimeoutError):
+            async with asyncio.timeout(ERROR_SECONDS):
+                await stream.send("error", {"message": line})
+    try:
+        await stream.aclose()
+    except asyncio.CancelledError:
+        stream.abort()
+        raise
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text as one line of bounded length; its type's name in front where the text alone says little."""
+    text = " ".join(str(error).split())[:_LINE_CHARACTERS]
+    if not text:
+        return type(error).__name__
+    return text if isinstance(error, (TransportError, ValueError)) else f"{type(error).__name__}: {text}"

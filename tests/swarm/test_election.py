@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from directory_records import claim_record
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.swarm.election import HEAD_START_SECONDS, next_term, should_claim, winner
+from fusion.swarm.identity import Identity
+from fusion.swarm.records import ClaimRecord
+
+PEERS = [Identity.generate() for _ in range(5)]
+
+
+@st.composite
+def claim_sets(draw: st.DrawFn) -> list[ClaimRecord]:
+    """At most one claim per peer, as the directory keeps them."""
+    peers = draw(st.lists(st.sampled_from(PEERS), unique=True, max_size=5))
+    return [
+        claim_record(
+            peer,
+            role=draw(st.sampled_from(["owner", "standby", "released"])),
+            term=draw(st.integers(0, 4)),
+            score=draw(st.sampled_from([0.2, 0.5, 1.0])),
+        )
+        for peer in peers
+    ]
+
+
+@given(claim_sets(), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_everyone_who_sees_the_same_claims_elects_the_same(claims: list[ClaimRecord], random: object) -> None:
+    shuffled = list(claims)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    best = winner(claims)
+    assert best == winner(shuffled)
+    owners = [claim for claim in claims if claim.role == "owner"]
+    if best is None:
+        assert not owners
+    else:
+        assert best in owners
+        assert all((claim.term, claim.score) <= (best.term, best.score) for claim in owners)
+
+
+@given(claim_sets(), st.integers(0, 9), st.sampled_from([0.2, 1.0]))
+@settings(max_examples=100, deadline=None)
+def test_a_claim_at_the_next_term_wins_whatever_its_score(
+    claims: list[ClaimRecord], floor: int, score: float
+) -> None:
+    term = next_term(claims, floor)
+    assert term > floor and term >= 1
+    newcomer = claim_record(Identity.generate(), term=term, score=score)
+    assert winner([*claims, newcomer]) == newcomer
+
+
+def test_equal_scores_spread_over_peers() -> None:
+    winners = set()
+    for stage in range(64):
+        best = winner(claim_record(peer, stage=stage) for peer in PEERS)
+        assert best is not None
+        winners.add(best.peer)
+    assert len(winners) == len(PEERS)
+
+
+def test_an_owned_stage_is_left_alone() -> None:
+    claims = [claim_record(PEERS[0], score=0.1)]
+    assert not should_claim(claims, PEERS[1].peer_id, score=1.0, vacant_seconds=1e9)
+
+
+def test_a_vacant_stage_goes_to_the_proposed_peer_then_the_best_standby_then_anyone() -> None:
+    me, other = PEERS[0].peer_id, PEERS[1]
+    assert should_claim([], me, score=1.0, vacant_seconds=0)
+    assert not should_claim([], me, score=0.5, vacant_seconds=0)
+    assert should_claim([], me, score=0.5, vacant_seconds=HEAD_START_SECONDS)
+    mine = claim_record(PEERS[0], role="standby", step=10, score=0.1)
+    theirs = claim_record(other, role="standby", step=9, score=0.9)
+    assert should_claim([mine, theirs], me, score=0.5, vacant_seconds=0)
+    assert not should_claim([mine, theirs], other.peer_id, score=0.5, vacant_seconds=0)
+    released = claim_record(other, role="released")
+    assert should_claim([released], me, score=1.0, vacant_seconds=0)
