@@ -47,6 +47,7 @@ class TrainConfig:
     optimizer: OptimizerConfig
     data: DataConfig
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    depth: int = 2  # of 1f1b: microbatches in flight for each stage ahead; above 1 hides the latency of links
     snapshot_every: int = 50
     evaluate_every: int = 0  # 0: only at the end
     evaluate_batches: int = 8
@@ -69,12 +70,13 @@ class Manifest:
     cuts: tuple[int, ...]  # node indices at which a new stage starts, ascending; stages = len(cuts) + 1
     weights: tuple[Digest, ...]  # blob per stage: safetensors of that stage's variables, by variable name
     proposed: tuple[PeerId, ...]  # proposed owner of each stage; a hint, anyone may fill a hole
+    memory_bytes: tuple[int, ...] = ()  # what each stage needs on its peer, as the launcher estimates it
     train: TrainConfig | None = None
     serve: ServeConfig | None = None
     tokenizer: Digest | None = None  # blob: tokenizer.json; None with byte_level False: prompts are ids
     byte_level: bool = False  # token ids are the bytes of UTF-8 text
     files: tuple[tuple[str, Digest], ...] = ()  # what export writes beside the weights (config.json, ...)
-    trainer: str = ""  # hex Ed25519 public key of who launched it; `stop` must be signed by it
+    trainer: str = ""  # peer id of the key of whoever launched it; `stop` must be signed by that key
     salt: str = ""  # random: launching the same job twice makes two jobs
     version: int = MANIFEST_VERSION
 

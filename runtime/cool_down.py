@@ -1,0 +1,41 @@
+"""What failed is left alone for a while, longer each time it fails again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+
+REMEMBERED = 65_536  # what failed, the oldest forgotten first
+
+
+class CoolDown(Generic[K]):
+    """`first_seconds` after the first failure, doubling up to `longest_seconds`. `clock` gives seconds that only rise."""
+
+    def __init__(self, first_seconds: float, longest_seconds: float, clock: Callable[[], float]) -> None:
+        if not 0 < first_seconds <= longest_seconds:
+            raise ValueError(
+                f"0 < first_seconds <= longest_seconds, not {first_seconds} and {longest_seconds}"
+            )
+        self._first_seconds = first_seconds
+        self._longest_seconds = longest_seconds
+        self._clock = clock
+        self._failed: dict[K, tuple[float, float]] = {}  # until when, and how long that was
+
+    def start(self, key: K) -> None:
+        """It failed just now."""
+        _, before = self._failed.pop(key, (0.0, 0.0))
+        seconds = min(self._longest_seconds, 2 * before) if before else self._first_seconds
+        self._failed[key] = (self._clock() + seconds, seconds)
+        while len(self._failed) > REMEMBERED:
+            del self._failed[next(iter(self._failed))]
+
+    def lasts(self, key: K) -> bool:
+        """Whether it is still to be left alone."""
+        found = self._failed.get(key)
+        return found is not None and self._clock() < found[0]
+
+    def forget(self, key: K) -> None:
+        """It worked: the next failure is a first one."""
+        self._failed.pop(key, None)

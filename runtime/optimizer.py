@@ -1,0 +1,115 @@
+"""The optimizer as data: torch's AdamW and SGD behind `OptimizerConfig`, with their schedules.
+
+What changes from step to step (the learning rate, the clip factor) travels with the commit and is passed in, so
+that every stage applies the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from fusion.runtime.errors import JobError
+from fusion.runtime.job import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The rate of update number `step` (0 .. steps - 1) of a job of `steps` updates.
+
+    Warm-up rises linearly and reaches `config.learning_rate` at update `warmup_steps`; linear and cosine then fall
+    to `final_ratio` of it at the last update.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if config.schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    if config.schedule == "linear":
+        return peak * (1.0 - (1.0 - config.final_ratio) * progress)
+    if config.schedule == "cosine":
+        fall = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return peak * (config.final_ratio + (1.0 - config.final_ratio) * fall)
+    raise JobError(f'optimizer.schedule: "constant", "linear" or "cosine", not "{config.schedule}"')
+
+
+def clip_factor(config: OptimizerConfig, squared_norm: float) -> float:
+    """What gradients of this global squared norm are multiplied by, as in torch's clip_grad_norm_; 1.0 without a clip."""
+    if config.clip_norm is None:
+        return 1.0
+    return min(1.0, config.clip_norm / (math.sqrt(squared_norm) + 1e-6))
+
+
+class Optimizer:
+    """Updates `parameters` (by variable name, leaves that require a gradient) and holds the optimizer's state."""
+
+    def __init__(self, config: OptimizerConfig, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = dict(parameters)
+        self._inner = _build(config, list(self._parameters.values())) if parameters else None
+
+    def step(self, rate: float) -> None:
+        """Apply the gradients in `.grad` at learning rate `rate`; a parameter without one is left alone, as in torch."""
+        if self._inner is None:
+            return
+        for group in self._inner.param_groups:
+            group["lr"] = rate
+        self._inner.step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """CPU copies of the state by "<name>/<slot>", step counts included. Empty before the first step."""
+        if self._inner is None:
+            return {}
+        return {
+            f"{name}/{slot}": value.detach().to("cpu", copy=True)
+            for name, parameter in self._parameters.items()
+            for slot, value in self._inner.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace the state by copies of `state`. JobError names a slot that fits no parameter of ours."""
+        if self._inner is None:
+            if state:
+                raise JobError(f"optimizer state for a stage that trains nothing: {next(iter(state))}")
+            return
+        slots: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in state.items():
+            name, _, slot = key.rpartition("/")
+            parameter = self._parameters.get(name)
+            if parameter is None or slot not in _SLOTS:
+                raise JobError(f"optimizer state: {key} belongs to no parameter of this stage")
+            if slot != "step" and value.shape != parameter.shape:
+                raise JobError(
+                    f"optimizer state: {key} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}"
+                )
+            slots.setdefault(name, {})[slot] = value.to(parameter.device, copy=True)
+        self._inner.state.clear()
+        for name, found in slots.items():
+            self._inner.state[self._parameters[name]] = found
+
+
+_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer"})
+
+
+def _build(config: OptimizerConfig, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+    if config.kind == "adamw":
+        return torch.optim.AdamW(
+            parameters,
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=fused,
+        )
+    if config.kind == "sgd":
+        return torch.optim.SGD(
+            parameters,
+            lr=config.learning_rate,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            fused=fused,
+        )
+    raise JobError(f'optimizer.kind: "adamw" or "sgd", not "{config.kind}"')

@@ -1,0 +1,156 @@
+"""Names of torch operators in the op-set, and how to say there what torch says with strings, devices and generators,
+which are not among the constants of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from fusion.dag.opset import OPSET
+
+Values = dict[str, Any]  # argument values by the name of torch's parameter
+
+# Operators that pass their first argument on: (name, whether the result is the same memory; None: it depends).
+_PASSED_ON: Mapping[str, bool | None] = {
+    "aten.alias": True,
+    "aten.detach_": True,
+    "aten.contiguous": None,
+    "aten.clone": False,
+    "aten.lift_fresh_copy": False,
+    "aten.lift_fresh": None,
+    "aten.lift": None,
+}
+_DROPPED = ("aten._assert", "aten.sym_", "aten._local_scalar_dense")
+
+
+def op_name(target: Any) -> str:
+    """The op-set's name for a torch operator, whether or not it has it."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return str(getattr(target, "__name__", target))
+    packet = f"{target.namespace}.{target._opname}"
+    return packet if target._overloadname == "default" else f"{packet}.{target._overloadname}"
+
+
+def out_of_place(name: str) -> str:
+    """aten.relu_ -> aten.relu, aten.add_.Tensor -> aten.add.Tensor; others unchanged."""
+    parts = name.split(".")
+    if parts[0] == "aten" and parts[1].endswith("_") and not parts[1].endswith("__"):
+        parts[1] = parts[1][:-1]
+    return ".".join(parts)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node computes with sizes: its value becomes a dimension wherever it is used."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+def is_dropped(name: str) -> bool:
+    return name.startswith(_DROPPED)
+
+
+def operators(exported: ExportedProgram) -> Iterator[fx.Node]:
+    """The calls of operators that must be in the op-set, those in nested regions included."""
+    for module in exported.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if (
+                node.op == "call_function"
+                and isinstance(node.target, torch._ops.OpOverload)
+                and not is_size(node)
+            ):
+                yield node
+
+
+def supported(node: fx.Node) -> bool:
+    """Whether there is a spelling for the operator that `node` calls."""
+    name = op_name(node.target)
+    return (
+        name in OPSET
+        or name in _PASSED_ON
+        or name in _RESPELT
+        or is_dropped(name)
+        or out_of_place(name) in OPSET
+    )
+
+
+def arguments(node: fx.Node) -> Values:
+    """Every argument of the call by its name in torch's schema, defaults filled in."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    values = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    values.update(zip((a.name for a in schema.arguments), node.args, strict=False))
+    values.update(node.kwargs)
+    return values
+
+
+def passed_on(name: str, node: fx.Node, values: Values) -> tuple[bool, bool | None]:
+    """Whether the call gives the value of its first argument, and if so whether in the same memory (None: perhaps)."""
+    if name in _PASSED_ON:
+        return True, _PASSED_ON[name]
+    if name in _CASTS:
+        same = values["self"].meta["val"].dtype == node.meta["val"].dtype
+        return same, not values.get("copy", name == "aten._to_copy")
+    if name == "aten.dropout":
+        return not (values["train"] and values["p"] > 0), True
+    return False, None
+
+
+def respell(name: str, node: fx.Node, values: Values) -> tuple[str, Values]:
+    """The op-set's operator and its arguments by name; unchanged where torch's will do."""
+    found = _RESPELT.get(name)
+    return found(node, values) if found is not None else (name, values)
+
+
+def _cast(node: fx.Node, values: Values) -> tuple[str, Values]:
+    return "aten.to.dtype", {"self": values["self"], "dtype": node.meta["val"].dtype}
+
+
+def _dropout(_: fx.Node, values: Values) -> tuple[str, Values]:
+    return "fusion.dropout", {"self": values["input"], "p": float(values["p"])}
+
+
+def _attention(_: fx.Node, values: Values) -> tuple[str, Values]:
+    drops = values["dropout_p"] > 0
+    return "fusion.dropout_attention" if drops else "aten.scaled_dot_product_attention", values
+
+
+def _gelu(_: fx.Node, values: Values) -> tuple[str, Values]:
+    return "fusion.gelu_tanh" if values["approximate"] == "tanh" else "aten.gelu", values
+
+
+def _division(plain: str) -> Callable[[fx.Node, Values], tuple[str, Values]]:
+    ops = {"floor": "fusion.div_floor", "trunc": "fusion.div_trunc", None: plain}
+    return lambda _, values: (ops[values["rounding_mode"]], values)
+
+
+def _pad(_: fx.Node, values: Values) -> tuple[str, Values]:
+    if values["mode"] != "constant":
+        return f"aten.pad, mode {values['mode']}", values
+    return "aten.constant_pad_nd", {**values, "value": 0 if values["value"] is None else values["value"]}
+
+
+def _renamed(op: str, **renamed: str) -> Callable[[fx.Node, Values], tuple[str, Values]]:
+    return lambda _, values: (op, {**values, **{ours: values[theirs] for ours, theirs in renamed.items()}})
+
+
+def _matrix_transpose(_: fx.Node, values: Values) -> tuple[str, Values]:
+    return "aten.transpose.int", {**values, "dim0": -2, "dim1": -1}
+
+
+_CASTS = frozenset({
+    "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten._to_copy",
+})  # fmt: skip
+_RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
+    **dict.fromkeys(_CASTS, _cast),
+    "aten.dropout": _dropout,
+    "aten.scaled_dot_product_attention": _attention,
+    "aten.gelu": _gelu,
+    "aten.div.Tensor_mode": _division("aten.div.Tensor"),
+    "aten.div.Scalar_mode": _division("aten.div.Scalar"),
+    "aten.pad": _pad,
+    "aten.mT": _matrix_transpose,
+    "aten.clamp_min.Tensor": _renamed("aten.maximum", other="min"),
+    "aten.clamp_max.Tensor": _renamed("aten.minimum", other="max"),
+}

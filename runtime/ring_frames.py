@@ -1,0 +1,134 @@
+"""What one stage of a served model sends another: the plan fixes names, dtypes and shapes, so frames carry only data.
+
+A parcel is the payload of one `chunk` frame: the token ids of its positions where a later stage reads them, then
+each edge's tensor in the order of the plan, row-major. Its size follows from the number of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from fusion.dag.dims import bind, symbols_of
+from fusion.dag.ir import DTYPE_BYTES
+from fusion.dag.stage import Edge, Stage
+from fusion.runtime.errors import JobError
+
+ID_BYTES = 8
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8,
+    "bool": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What stage `producer` sends stage `consumer` for a chunk of positions."""
+
+    producer: int
+    consumer: int
+    edges: tuple[Edge, ...]
+    ids: bool  # the token ids of the chunk come first
+
+    def layout(self, length: int) -> list[tuple[Edge, tuple[int, ...], int]]:
+        """Shape and size in bytes of each edge for `length` positions of one sequence."""
+        sizes = {"batch": 1, "sequence": length}
+        found = []
+        for edge in self.edges:
+            shape = tuple(bind(dim, sizes) for dim in edge.type.shape)
+            found.append((edge, shape, prod(shape) * DTYPE_BYTES[edge.type.dtype]))
+        return found
+
+    def size_bytes(self, length: int) -> int:
+        return length * ID_BYTES * self.ids + sum(size for _, _, size in self.layout(length))
+
+    def pack(self, outputs: Mapping[str, torch.Tensor], ids: memoryview) -> list[memoryview]:
+        """Buffers of the payload; `ids` are the bytes of the chunk's token ids. Copies only what is not already
+        contiguous on the CPU."""
+        buffers = [ids] if self.ids else []
+        for edge in self.edges:
+            flat = outputs[edge.name].detach().cpu().contiguous().reshape(-1)
+            buffers.append(flat.view(torch.uint8).numpy().data)
+        return buffers
+
+    def unpack(self, payload: memoryview, length: int, inputs: dict[str, torch.Tensor]) -> memoryview | None:
+        """Put the tensors, which share the payload's memory, into `inputs` by edge name; the bytes of the token
+        ids where the parcel has them. The payload's size has been checked."""
+        offset = length * ID_BYTES if self.ids else 0
+        for edge, shape, size in self.layout(length):
+            if size:
+                part = payload[offset : offset + size]
+                inputs[edge.name] = torch.frombuffer(part, dtype=TORCH_DTYPES[edge.type.dtype]).view(shape)
+            else:
+                inputs[edge.name] = torch.empty(shape, dtype=TORCH_DTYPES[edge.type.dtype])
+            offset += size
+        return payload[: length * ID_BYTES] if self.ids else None
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """One stage's part in the ring: who it hears from, whom it feeds, which model inputs it makes itself."""
+
+    index: int
+    stages: int
+    incoming: tuple[Parcel, ...]  # by producer, ascending; the stage before is always among them
+    outgoing: tuple[Parcel, ...]  # by consumer, ascending; the stage after is always among them
+    reads_ids: bool
+    reads_positions: bool
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.stages - 1
+
+
+def plan_ring(stages: Sequence[Stage], index: int) -> RingPlan:
+    """The ring as stage `index` sees it. JobError for a model that cannot be served this way.
+
+    Consecutive stages always exchange a frame, even where no value crosses: it is what makes a stage run. Values of
+    skip edges go straight to each stage that reads them.
+    """
+    for stage in stages:
+        _check(stage, last=stage.index == len(stages) - 1)
+    me = stages[index]
+    parcels = [_parcel(stages, a, b) for a in range(len(stages)) for b in range(a + 1, len(stages))]
+    found = [p for p in parcels if p.edges or p.consumer == p.producer + 1]
+    return RingPlan(
+        index=index,
+        stages=len(stages),
+        incoming=tuple(p for p in found if p.consumer == index),
+        outgoing=tuple(p for p in found if p.producer == index),
+        reads_ids=_reads(me, "input_ids"),
+        reads_positions=_reads(me, "position_ids"),
+    )
+
+
+def _parcel(stages: Sequence[Stage], producer: int, consumer: int) -> Parcel:
+    edges = tuple(e for e in stages[consumer].receives if e.producer == producer)
+    # Ids travel along the chain as far as the last stage that reads them.
+    wanted = any(_reads(stage, "input_ids") for stage in stages[consumer:])
+    return Parcel(producer, consumer, edges, ids=consumer == producer + 1 and wanted)
+
+
+def _reads(stage: Stage, name: str) -> bool:
+    return name in stage.graph.input_names
+
+
+def _check(stage: Stage, last: bool) -> None:
+    received = {edge.name for edge in stage.receives}
+    for given in stage.graph.inputs:
+        if given.name not in received and given.name not in ("input_ids", "position_ids"):
+            raise JobError(f"serving: the model's input {given.name} is neither input_ids nor position_ids")
+    if bool(stage.results) != last or (last and 0 not in stage.results):
+        raise JobError("serving: the logits must be made by the last stage")
+    for edge in stage.receives:
+        unknown = {s for dim in edge.type.shape for s in symbols_of(dim)} - {"batch", "sequence"}
+        if unknown or edge.type.dtype not in TORCH_DTYPES:
+            raise JobError(f"serving: edge {edge.name} of type {edge.type} cannot be sent")

@@ -1,0 +1,69 @@
+"""Small language models with random weights, of the families that transformers knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 256
+POSITIONS = 256
+WINDOW = 16  # of "mistral-windowed": far fewer positions than an answer has
+
+# Weights this wide make answers that vary (twice as wide, and rounding alone moves float32 logits by 1e-4, whoever
+# computes them); no token ends an answer.
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "initializer_range": 0.22,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    **COMMON, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+}  # fmt: skip
+GROUPED: dict[str, Any] = {**SMALL, "num_key_value_heads": 2}
+
+
+def config(family: str) -> Any:
+    match family:
+        case "llama":
+            return transformers.LlamaConfig(**GROUPED)
+        case "qwen3":
+            return transformers.Qwen3Config(**GROUPED, head_dim=16)
+        case "gpt2":
+            return transformers.GPT2Config(**COMMON, n_embd=64, n_layer=3, n_head=4, n_positions=POSITIONS)
+        case "mistral":
+            return transformers.MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=None)
+        case "mistral-windowed":
+            return transformers.MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=WINDOW)
+        case "phi":
+            return transformers.PhiConfig(**SMALL)
+        case "neox":
+            return transformers.GPTNeoXConfig(**SMALL)
+        case "bloom":  # ALiBi: a bias by distance
+            wide = {**COMMON, "initializer_range": 0.2}
+            return transformers.BloomConfig(
+                **wide, hidden_size=64, n_layer=3, n_head=4, tie_word_embeddings=False
+            )
+        case "gemma2":  # caps its attention scores
+            return transformers.Gemma2Config(**GROUPED, head_dim=16, tie_word_embeddings=False)
+    raise ValueError(family)
+
+
+def build(configuration: Any, seed: int = 1) -> Any:
+    """The causal language model of this configuration with random weights, in evaluation mode."""
+    torch.manual_seed(seed)
+    module = transformers.AutoModelForCausalLM.from_config(configuration)  # type: ignore[no-untyped-call]
+    return module.eval()
+
+
+def greedy(model: Any, prompt: list[int], new: int) -> tuple[list[int], torch.Tensor]:
+    """What `generate()` answers, and the logits (new, vocabulary) that each of those tokens was chosen from if the
+    model computes the whole sequence at once."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
+        )
+        logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return whole[0, len(prompt) :].tolist(), logits

@@ -1,0 +1,211 @@
+"""Hosting over the in-memory swarm, with services that only pretend to compute and a clock that the tests turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fusion.runtime import manifest as manifests
+from fusion.runtime.context import Context
+from fusion.runtime.hosting import Hosting, HostingConfig
+from fusion.runtime.job import Manifest, ServeConfig
+from fusion.runtime.progress import Progress
+from fusion.swarm.blob_index import digest_of
+from fusion.swarm.blob_store import BlobStore
+from fusion.swarm.blobs import BlobConfig, Blobs
+from fusion.swarm.election import winner
+from fusion.swarm.identity import Identity
+from fusion.swarm.leases import LeaseConfig, Leases
+from fusion.swarm.memory import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.transport import PeerId
+
+FITNESS = 0.25
+Place = tuple[JobId, int]
+
+
+class Pretence:
+    """A service whose stages run until the test says how they end."""
+
+    def __init__(self) -> None:
+        self.running: dict[Place, asyncio.Future[None]] = {}
+        self.terms: dict[Place, int] = {}
+        self.begun: list[Place] = []
+        self.figures: dict[JobId, Progress] = {}
+
+    async def host(self, job: JobId, manifest: Manifest, stage: int, term: int) -> None:
+        place = (job, stage)
+        self.begun.append(place)
+        self.terms[place] = term
+        self.running[place] = asyncio.get_running_loop().create_future()
+        try:
+            await self.running[place]
+        finally:
+            del self.running[place]
+
+    def progress(self, job: JobId) -> Progress | None:
+        return self.figures.get(job)
+
+    def end(self, job: JobId, stage: int, error: BaseException | None = None) -> None:
+        future = self.running[job, stage]
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+
+class CountedBlobs(Blobs):
+    """Knows which manifests were asked for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asked: list[Digest] = []
+
+    async def read(self, digest: Digest, max_bytes: int, hints: Any = ()) -> bytes:
+        self.asked.append(digest)
+        return await super().read(digest, max_bytes, hints)
+
+
+@dataclass
+class Peer:
+    context: Context
+    blobs: CountedBlobs
+    service: Pretence
+    hosting: Hosting
+    work: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> PeerId:
+        return self.context.peer_id
+
+    async def look(self) -> None:
+        """A heartbeat, and another one with the manifests that the first one asked for."""
+        await self.hosting.beat()
+        await manifests_read()
+        await self.hosting.beat()
+
+    async def leave(self) -> None:
+        assert self.work is not None
+        self.work.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.work
+        self.work = None
+
+
+@dataclass
+class Swarm:
+    root: Path
+    stack: AsyncExitStack
+    clock: ManualClock = field(default_factory=ManualClock)
+    network: MemoryNetwork = field(default_factory=MemoryNetwork)
+    trainer: Identity = field(default_factory=Identity.generate)
+    peers: list[Peer] = field(default_factory=list)
+
+    async def join(self, memory_bytes: int = 1000, **config: Any) -> Peer:
+        """A peer at work that looks only when it is told to, or nudged."""
+        identity = Identity.generate()
+        transport = MemoryTransport(self.network, identity.peer_id)
+        directory = MemoryDirectory(self.network, identity, self.clock)
+        store = BlobStore(self.root / identity.peer_id, 1 << 30)
+        blobs = CountedBlobs(store, transport, directory, BlobConfig(attempts=1, retry_seconds=0.0))
+        await self.stack.enter_async_context(blobs)
+        leases = Leases(identity.peer_id, directory, LeaseConfig(heartbeat_seconds=30.0, confirm_seconds=0.0))
+        context = Context(
+            peer_id=identity.peer_id,
+            transport=transport,
+            directory=directory,
+            blobs=blobs,
+            leases=leases,
+            worker=None,
+            memory_bytes=memory_bytes,
+        )
+        service = Pretence()
+        config = {"heartbeat_seconds": 3600.0, "nudge_seconds": 0.0, **config}
+        hosting = Hosting(
+            context,
+            {"serve": service},
+            FITNESS,
+            HostingConfig(**config),
+            clock=self.clock,
+            now=self.clock,
+        )
+        await hosting.start()
+        peer = Peer(context, blobs, service, hosting, asyncio.create_task(hosting.run()))
+        self.peers.append(peer)
+        await asyncio.sleep(0)  # its first look
+        return peer
+
+    def manifest(self, *proposed: Peer | None, **changes: Any) -> Manifest:
+        made = Manifest(
+            name="work",
+            kind="serve",
+            graph=Digest("1" * 64),
+            cuts=tuple(range(1, len(proposed))),
+            weights=(Digest("2" * 64),) * len(proposed),
+            proposed=tuple(peer.id if peer else PeerId("") for peer in proposed),
+            serve=ServeConfig(cache="kv", max_sequence=16, vocabulary=32),
+            trainer=self.trainer.peer_id,
+        )
+        return replace(made, **changes)
+
+    async def launch(self, data: bytes | Manifest, launcher: Identity | None = None, **changes: Any) -> JobId:
+        """Every peer holds the manifest (or whatever it is) already, and the launcher has published the job."""
+        data = manifests.encode(data) if isinstance(data, Manifest) else data
+        for peer in self.peers:
+            peer.blobs.store.put(data)
+        job = JobId(digest_of(data))
+        await self.announce(job, launcher, **changes)
+        return job
+
+    async def announce(self, job: JobId, launcher: Identity | None = None, **changes: Any) -> None:
+        launcher = launcher or self.trainer
+        record = JobRecord(
+            job=job, name="work", kind="serve", state="launching", term=0, step=0, lead=None, stages=1,
+            snapshot=None, snapshot_step=-1, author=launcher.peer_id,
+        )  # fmt: skip
+        await MemoryDirectory(self.network, launcher, self.clock).publish(
+            replace(record, **changes), ttl_seconds=100.0
+        )
+
+    async def owner(self, job: JobId, stage: int) -> ClaimRecord | None:
+        directory = MemoryDirectory(self.network, self.trainer, self.clock)
+        return winner(await directory.claims(job, stage))
+
+    async def record(self, job: JobId) -> JobRecord:
+        found = await MemoryDirectory(self.network, self.trainer, self.clock).job(job)
+        assert found is not None
+        return found
+
+    def client(self) -> MemoryTransport:
+        return MemoryTransport(self.network, Identity.generate().peer_id)
+
+
+@asynccontextmanager
+async def swarm(root: Path) -> AsyncIterator[Swarm]:
+    async with asyncio.timeout(30), AsyncExitStack() as stack:
+        made = Swarm(root, stack)
+        yield made
+        for peer in made.peers:
+            if peer.work is not None:
+                await peer.leave()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def manifests_read() -> None:
+    def reading() -> bool:
+        return any("ManifestShelf" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+    await until(lambda: not reading())
+
+
+async def over(peer: Peer, place: Place) -> None:
+    """Wait until the peer has nothing to do with the stage any more."""
+    await until(lambda: place not in peer.hosting.hosted)

@@ -1,0 +1,59 @@
+"""Jobs on a running swarm, launched from the test's own process through the Python interface."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors.torch import load_file
+
+from fusion.cli.ask import watch
+from fusion.runtime.context import Context
+from fusion.runtime.export import export
+from fusion.runtime.launch import Prepared, launch, wait_until_held
+from fusion.runtime.peer import ClientConfig, open_client
+from fusion.runtime.progress import Progress
+
+T = TypeVar("T")
+JOB_SECONDS = 120.0
+
+
+def with_client(home: Path, peer: str, work: Callable[[Context], Awaitable[T]]) -> T:
+    """Run `work` with a client that joined the swarm through the peer at this address."""
+
+    async def main() -> T:
+        async with open_client(ClientConfig(home=home, peer=peer)) as context:
+            return await work(context)
+
+    return asyncio.run(main())
+
+
+async def run_to_end(context: Context, prepared: Prepared) -> Progress:
+    """Launch a training job and wait for its end; its last progress."""
+    async with asyncio.timeout(JOB_SECONDS):
+        job = await launch(context, prepared)
+        held = asyncio.create_task(wait_until_held(context, prepared))
+        try:
+            last = None
+            async for progress in watch(context, job):
+                last = progress
+        finally:
+            held.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await held
+    assert last is not None and last.state == "done", last
+    return last
+
+
+async def exported(context: Context, prepared: Prepared, directory: Path) -> dict[str, torch.Tensor]:
+    """The weights that a finished job ended with, by original name."""
+    await export(context, prepared.job, directory)
+    return load_file(directory / "model.safetensors")
+
+
+def even_cuts(nodes: int, stages: int) -> Sequence[int]:
+    return tuple(nodes * i // stages for i in range(1, stages))
