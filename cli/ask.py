@@ -1,0 +1,190 @@
+"""The questions that commands ask of the swarm: who is there, which job is meant, how does it stand, please stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fusion.cli import options
+from fusion.cli.options import home_folder
+from fusion.swarm.directory import RECORD_TTL_SECONDS
+from fusion.swarm.errors import SwarmError, TransportError
+from fusion.swarm.records import JobId, JobRecord, PeerRecord
+from fusion.swarm.transport import PeerId
+
+if TYPE_CHECKING:
+    from fusion.runtime.context import Context
+    from fusion.runtime.progress import Progress
+    from fusion.swarm.identity import Identity
+
+RETRY_SECONDS = 0.5
+# A lead that vanished is replaced within a lease and an election; its job's record lives a little longer.
+SILENCE_SECONDS = 30.0
+STOP_SECONDS = 10.0
+ENDED = frozenset({"done", "stopped", "failed"})
+
+
+@asynccontextmanager
+async def client(
+    home: Path, bootstrap: Sequence[str] | None = None, peer: str | None = None
+) -> AsyncIterator[Context]:
+    """Join the swarm to use it: through `peer`, else the peer that runs with this home, else the bootstrap peers."""
+    addresses = options.bootstrap_addresses(bootstrap)
+    from fusion.runtime.peer import ClientConfig, open_client
+
+    async with open_client(ClientConfig(home=home_folder(home), bootstrap=addresses, peer=peer)) as context:
+        yield context
+
+
+async def working_peers(
+    context: Context, wanted: Sequence[str] = (), wait_seconds: float = 2 * RECORD_TTL_SECONDS
+) -> tuple[PeerRecord, ...]:
+    """The peers that take work, once two looks agree and those `wanted` (ids or names) are among them, or the time
+    is up: one who has just joined does not see everybody at once. SwarmError if there is none."""
+    until = time.monotonic() + wait_seconds
+    last: set[str] = set()
+    while True:
+        found = tuple(peer for peer in await context.directory.peers() if peer.role == "peer")
+        seen = {peer.peer for peer in found}
+        late = time.monotonic() > until
+        if found and (late or (seen == last and set(wanted) <= seen | {peer.name for peer in found})):
+            return found
+        if late:
+            raise SwarmError("no peer answers; start one with: fusion-peer start")
+        last = set(seen)
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+async def gateway(context: Context, home: Path, address: str | None) -> PeerId:
+    """The peer to ask for text: the one at `address`, else the one that runs with this home, else any."""
+    if address is not None:
+        return await context.transport.connect(address)
+    here = local_peer(home)
+    if here is not None and here in {peer.peer for peer in await context.directory.peers()}:
+        return here
+    return (await working_peers(context))[0].peer
+
+
+def pick(jobs: Sequence[JobRecord], wanted: str) -> JobRecord:
+    """The one job with this name, or whose id starts like this. ValueError where there is none or more than one."""
+    named = [job for job in jobs if job.name == wanted]
+    found = named or [job for job in jobs if wanted and job.job.startswith(wanted.lower())]
+    if not found:
+        known = ", ".join(sorted({job.name for job in jobs})[:10]) or "there are none"
+        raise ValueError(f"no job is called {wanted!r} (jobs: {known})")
+    if len(found) > 1:
+        ids = ", ".join(job.job[:12] for job in found[:5])
+        raise ValueError(f"{wanted!r} names {len(found)} jobs; say which: {ids}")
+    return found[0]
+
+
+async def find_job(context: Context, wanted: str) -> JobRecord:
+    """As `pick`, over the jobs that the directory knows; looks twice, since a new client may know too little yet."""
+    try:
+        return pick(await context.directory.jobs(), wanted)
+    except ValueError:
+        await asyncio.sleep(RETRY_SECONDS)
+        return pick(await context.directory.jobs(), wanted)
+
+
+async def find_model(context: Context, name: str) -> None:
+    """ValueError, naming what is served, where `name` is not; "" is fine where one model is served."""
+    for last in (False, True):  # a client that has just joined may know too little yet
+        served = [
+            job for job in await context.directory.jobs() if job.kind == "serve" and job.state not in ENDED
+        ]
+        names = sorted({job.name for job in served})
+        if name in names or (not name and len(names) == 1) or any(job.job == name for job in served):
+            return
+        if not last:
+            await asyncio.sleep(RETRY_SECONDS)
+    listed = ", ".join(names[:10]) or "none"
+    raise ValueError(f"--model: {name!r} is not served (models: {listed})" if name else
+                     f"--model: say which model (models: {listed})")  # fmt: skip
+
+
+def local_peer(home: Path) -> PeerId | None:
+    """The id of the peer that runs with this home, as it wrote it down; None where none does."""
+    from fusion.runtime.peer import PEER_FILE
+
+    try:
+        return PeerId(str(json.loads((home_folder(home) / PEER_FILE).read_text())["peer_id"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
+    """How the job stands, each time it changes, from whichever peer leads it, until it has ended. SwarmError when
+    nobody speaks for it any more."""
+    from fusion.runtime.progress import Progress
+
+    heard = time.monotonic()
+    while True:
+        record = await context.directory.job(job)
+        if record is not None:
+            heard = time.monotonic()  # a record that nobody renews runs out
+        if record is not None and record.state in ENDED and record.lead is None:
+            yield Progress(job=job, state=record.state, step=record.step, message=record.message)
+            return
+        if record is not None and record.lead is not None:
+            try:
+                async for progress in _ask_lead(context, record):
+                    heard = time.monotonic()
+                    yield progress
+                    if progress.finished:
+                        return
+            except TransportError:
+                pass  # the lead is gone or moved: the directory will name the next one
+            latest = await context.directory.job(job)
+            if latest is not None and latest.state in ENDED:
+                yield Progress(job=job, state=latest.state, step=latest.step, message=latest.message)
+                return
+        if time.monotonic() - heard > SILENCE_SECONDS:
+            raise SwarmError(f"nobody speaks for the job {job[:12]} any more")
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _ask_lead(context: Context, record: JobRecord) -> AsyncIterator[Progress]:
+    from fusion.runtime.hosting import PROTOCOL
+    from fusion.runtime.progress import Progress
+    from fusion.swarm.transport import checked
+
+    assert record.lead is not None
+    stream = await context.transport.open(record.lead, PROTOCOL)
+    try:
+        await stream.send("watch", {"job": record.job})
+        while True:
+            frame = checked(await stream.receive())
+            if frame.kind != "progress":
+                return
+            yield Progress.from_header(frame.header)
+    finally:
+        stream.abort()
+
+
+async def stop(context: Context, record: JobRecord, trainer: Identity) -> None:
+    """Ask the lead to end the job, signed with the key that launched it. SwarmError if it refuses or is gone."""
+    from fusion.runtime.hosting import PROTOCOL, stop_request
+    from fusion.swarm.transport import call
+
+    if record.lead is None:
+        raise SwarmError(f"the job {record.name} has no lead yet; try again in a moment")
+    at = time.time()
+    header = {"job": record.job, "time": at, "signature": trainer.sign(stop_request(record.job, at))}
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await call(context.transport, record.lead, PROTOCOL, "stop", header)
+    except TimeoutError:
+        raise SwarmError(f"the lead of {record.name} did not answer within {STOP_SECONDS:.0f} s") from None
+
+
+def trainer_identity(home: Path) -> Identity:
+    """The key that signs what this user launches: only it may stop those jobs."""
+    from fusion.swarm.identity import Identity
+
+    return Identity.load_or_create(home_folder(home) / "trainer")

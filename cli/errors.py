@@ -1,0 +1,70 @@
+"""From an exception to what a user sees: one line on stderr and an exit code. Nobody meets a traceback.
+
+0    done
+1    it was asked correctly and did not work: no peer answers, a job failed, or a mistake of ours
+2    bad input: an option, a file or a value, named in the line
+130  interrupted with Ctrl-C
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+# The root of what typer raises for a wrong command line; its module has moved between versions, its public leaf has not.
+USAGE_ERROR: Any = typer.BadParameter.__base__
+
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Verdict:
+    message: str  # one line
+    code: int
+
+
+def explain(error: BaseException) -> Verdict:
+    """What to tell the user about `error`. Our own trees (`SwarmError`, `JobFailed`, `NoRoute`: known by their
+    module, so that nothing heavy is imported here) and the operating system speak for themselves; anything else
+    is a mistake of ours and says how to see more of it."""
+    if isinstance(error, BaseExceptionGroup):
+        return explain(error.exceptions[0])
+    if isinstance(error, KeyboardInterrupt):
+        return Verdict("interrupted", INTERRUPTED)
+    if isinstance(error, USAGE_ERROR):
+        return Verdict(f"{one_line(error.format_message())} (fusion-peer COMMAND --help)", BAD_INPUT)
+    line = one_line(str(error))
+    if isinstance(error, UnicodeError):
+        return Verdict(f"not a text file in UTF-8: {line}", BAD_INPUT)
+    if isinstance(error, OSError) and error.strerror:
+        line = one_line(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
+        if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
+            return Verdict(line, BAD_INPUT)
+    ours = type(error).__module__.startswith("fusion.")
+    if isinstance(error, ValueError) and (ours or type(error) is ValueError) and line:
+        return Verdict(line, BAD_INPUT)
+    if (ours or isinstance(error, OSError | TimeoutError | MemoryError)) and line:
+        return Verdict(line, FAILED)
+    kind = type(error).__name__
+    detail = f"{kind}: {line}" if line else kind
+    return Verdict(f"{detail} (a mistake of ours; run it again with --debug for the details)", FAILED)
+
+
+def report(error: BaseException, *, debug: bool) -> int:
+    """Print the line (and, with --debug, the traceback before it) to stderr; returns the exit code."""
+    verdict = explain(error)
+    if debug and not isinstance(error, KeyboardInterrupt):
+        traceback.print_exception(error, file=sys.stderr)
+    print(f"fusion-peer: {verdict.message}", file=sys.stderr, flush=True)
+    return verdict.code
+
+
+def one_line(text: str, limit: int = 500) -> str:
+    """Control characters and line breaks become spaces: text from another peer cannot paint the terminal."""
+    printable = "".join(c if c.isprintable() else " " for c in text)
+    flat = " ".join(printable.split())
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"

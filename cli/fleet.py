@@ -1,0 +1,185 @@
+"""Peers as processes of this machine, for the demo and the end-to-end tests: real `fusion-peer` commands, homes in
+one temporary folder, ports that the system picks, loopback only. Nothing of it outlives us (see `janitor`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fusion.cli import janitor
+
+COMMAND = (sys.executable, "-m", "fusion.cli.main")
+LISTEN = "/ip4/127.0.0.1/tcp/0"
+READY_SECONDS = 120.0
+STOP_SECONDS = 6.0
+LINE_BYTES = 1 << 24
+
+Record = dict[str, Any]
+
+
+class FleetError(RuntimeError):
+    """A process of the fleet did not do what it was started for; one line."""
+
+
+@dataclass
+class LocalPeer:
+    """A running `fusion-peer start`. `ready` is the object it printed when it was up."""
+
+    name: str  # ours, of its folder: "bootstrap", "peer-1"
+    home: Path
+    process: asyncio.subprocess.Process
+    ready: Record
+
+    @property
+    def address(self) -> str:
+        return str(self.ready["addresses"][0])
+
+    @property
+    def peer_id(self) -> str:
+        return str(self.ready["peer_id"])
+
+
+class Fleet:
+    """Use `async with open_fleet() as fleet`."""
+
+    def __init__(self, root: Path, lifeline: asyncio.StreamWriter) -> None:
+        self.root = root
+        self.peers: list[LocalPeer] = []
+        self._lifeline = lifeline
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._readers: list[asyncio.Task[None]] = []
+
+    async def start_peer(self, name: str, *arguments: str, bootstrap: Sequence[str] = ()) -> LocalPeer:
+        """Start a peer and wait until it is up. FleetError with its last words if it is not."""
+        home = self.root / name
+        joins = [word for address in bootstrap or (os.devnull,) for word in ("--bootstrap", address)]
+        process = await self._spawn(
+            name,
+            *("start", "--home", str(home), "--listen", LISTEN, "--threads", "1", "--json"),
+            *("--stop-with", str(os.getpid()), *joins, *arguments),
+        )
+        ready: asyncio.Future[Record] = asyncio.get_running_loop().create_future()
+        self._readers.append(asyncio.create_task(_drain(process, ready), name=f"output of {name}"))
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                record = await ready
+        except (TimeoutError, FleetError) as error:
+            raise FleetError(
+                f"{name} did not start: {self.last_words(name) or error or 'timed out'}"
+            ) from None
+        peer = LocalPeer(name, home, process, record)
+        self.peers.append(peer)
+        return peer
+
+    async def run(
+        self, name: str, *arguments: str, on_record: Callable[[Record], None] = lambda record: None
+    ) -> list[Record]:
+        """Run `fusion-peer ARGUMENTS --json` to its end; every object it printed. FleetError with its last words if
+        it fails."""
+        process = await self._spawn(name, *arguments, "--json")
+        assert process.stdout is not None
+        records: list[Record] = []
+        async for line in process.stdout:
+            record = json.loads(line)
+            records.append(record)
+            on_record(record)
+        if await process.wait() != 0:
+            raise FleetError(
+                f"fusion-peer {arguments[0]}: {self.last_words(name) or 'failed without a word'}"
+            )
+        return records
+
+    def last_words(self, name: str) -> str:
+        """The last line that a process of the fleet wrote to stderr."""
+        log = self.root / f"{name}.log"
+        lines = log.read_text("utf-8", "replace").split("\n") if log.exists() else []
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    async def aclose(self) -> None:
+        """Stop every process in order: ask, wait, kill."""
+        running = [process for process in self._processes if process.returncode is None]
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await asyncio.gather(*(process.wait() for process in running))
+        except TimeoutError:
+            for process in running:
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+    async def _spawn(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
+        with open(self.root / f"{name}.log", "ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *COMMAND,
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                # A terminal's Ctrl-C is for us alone: we stop the others in order.
+                start_new_session=True,
+                limit=LINE_BYTES,
+            )
+        self._processes.append(process)
+        with contextlib.suppress(psutil.Error):  # it may have ended already
+            created = psutil.Process(process.pid).create_time()
+            self._lifeline.write(f"{process.pid} {created}\n".encode())
+        return process
+
+
+async def _drain(process: asyncio.subprocess.Process, ready: asyncio.Future[Record]) -> None:
+    """Read a peer's output for as long as it lives (a full pipe would stop it); its first object is for `ready`."""
+    assert process.stdout is not None
+    async for line in process.stdout:
+        if not ready.done():
+            ready.set_result(json.loads(line))
+    if not ready.done():
+        ready.set_exception(FleetError("it ended"))
+
+
+@asynccontextmanager
+async def open_fleet(prefix: str = "fusion-demo-") -> AsyncIterator[Fleet]:
+    """A fleet with no process in it yet. Afterwards, whatever happened, its processes and its folder are gone."""
+    root = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        keeper = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", janitor.__file__, str(root)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+    assert keeper.stdin is not None
+    fleet = Fleet(root, keeper.stdin)
+    try:
+        yield fleet
+    finally:
+        await asyncio.shield(_close(fleet, keeper))
+
+
+async def _close(fleet: Fleet, keeper: asyncio.subprocess.Process) -> None:
+    await fleet.aclose()
+    assert keeper.stdin is not None
+    keeper.stdin.close()
+    await keeper.wait()

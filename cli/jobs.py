@@ -1,0 +1,131 @@
+"""`fusion-peer jobs`: what runs on the swarm; watch it, stop it, take its model home."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fusion.cli import ask, options
+from fusion.cli.follow import follow
+from fusion.cli.loop import run
+from fusion.cli.output import Output
+
+app = typer.Typer(help="What runs on the swarm: list, watch, stop, export.", rich_markup_mode=None)
+
+Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, or how its id starts.")]
+
+
+@app.callback(invoke_without_command=True)
+def jobs(
+    context: typer.Context,
+    peer: options.PeerAddress = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        list_jobs(peer, bootstrap, home, json, debug)
+
+
+@app.command("list")
+def list_jobs(
+    peer: options.PeerAddress = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Every job that the swarm knows."""
+    run(_list(peer, bootstrap, home, Output(as_json=json)), debug=debug)
+
+
+async def _list(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
+    async with ask.client(home, bootstrap, peer) as context:
+        await ask.working_peers(context)
+        found = sorted(await context.directory.jobs(), key=lambda job: (job.name, job.job))
+    output.emit({"jobs": [asdict(job) for job in found]})
+    output.table(
+        "Jobs",
+        ("job", "name", "kind", "state", "step", "stages", "says"),
+        [
+            (job.job[:12], job.name, job.kind, job.state, str(job.step), str(job.stages), job.message)
+            for job in found
+        ],
+    )
+
+
+@app.command()
+def watch(
+    job: Job,
+    peer: options.PeerAddress = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show how a job goes on until it has ended."""
+    run(_watch(job, peer, bootstrap, home, Output(as_json=json)), debug=debug)
+
+
+async def _watch(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
+    async with ask.client(home, bootstrap, peer) as context:
+        record = await ask.find_job(context, job)
+        last = await follow(context, record.job, output)
+    output.emit({"event": "done", "job": record.job, "state": last.state, "step": last.step})
+    output.say(f"{record.name} is {last.state} after {last.step} steps")
+
+
+@app.command()
+def stop(
+    job: Job,
+    peer: options.PeerAddress = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """End a job that was launched with this home."""
+    run(_stop(job, peer, bootstrap, home, Output(as_json=json)), debug=debug)
+
+
+async def _stop(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
+    trainer = ask.trainer_identity(home)
+    async with ask.client(home, bootstrap, peer) as context:
+        record = await ask.find_job(context, job)
+        await ask.stop(context, record, trainer)
+    output.emit({"job": record.job, "name": record.name, "state": "stopped"})
+    output.say(f"{record.name} ({record.job[:12]}) is stopped")
+
+
+@app.command()
+def export(
+    job: Job,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory for the model.")],
+    peer: options.PeerAddress = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write a job's newest weights, under the model's own names, and what `serve` needs beside them."""
+    output = Output(as_json=json)
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise ValueError(f"{directory} is not an empty directory")
+    run(_export(job, directory, peer, bootstrap, home, output), debug=debug)
+
+
+async def _export(
+    job: str, directory: Path, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
+) -> None:
+    from fusion.runtime.export import export as export_job
+
+    async with ask.client(home, bootstrap, peer) as context:
+        record = await ask.find_job(context, job)
+        step = await export_job(context, record.job, directory)
+    output.emit({"job": record.job, "name": record.name, "directory": str(directory), "step": step})
+    output.say(f"{record.name} at step {step} is in {directory}; serve it with: "
+               f"fusion-peer serve {directory} --name {record.name}")  # fmt: skip

@@ -1,0 +1,106 @@
+"""The options that commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_HOME = Path("~/.fusion-peer")
+BOOTSTRAP_FILE = "bootstrap_peers.txt"
+
+Home = Annotated[
+    Path, typer.Option("--home", metavar="DIR", help="Where identity, cache and state of this machine live.")
+]
+Bootstrap = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bootstrap",
+        metavar="FILE|ADDR",
+        help="Peers to join through: a file with one multiaddr a line, or a multiaddr; may be repeated. "
+        f"Without it {BOOTSTRAP_FILE} is read.",
+    ),
+]
+PeerAddress = Annotated[
+    str | None, typer.Option("--peer", metavar="ADDR", help="Ask this peer (a multiaddr ending in /p2p/ID).")
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print JSON, one object a line, and nothing else on stdout.")
+]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show log lines and, where something fails, the traceback.")
+]
+StopWith = Annotated[
+    int | None,
+    typer.Option("--stop-with", metavar="PID", hidden=True, help="Stop when the parent PID is gone."),
+]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{unit}i": 1024 ** (i + 1) for i, unit in enumerate("kmgt")}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4GiB", "500 MB", "2g", "1048576". ValueError for anything else or less than one byte."""
+    match = _SIZE.fullmatch(text)
+    size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
+    if size < 1:
+        raise ValueError(f"--memory: {text!r} is not a size such as 4GiB or 500MB")
+    return size
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    """Token ids of "1,2,3". ValueError for anything else, and for none at all."""
+    try:
+        ids = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--prompt-ids: {text!r} is not a list of numbers such as 1,2,3") from None
+    if min(ids) < 0:
+        raise ValueError("--prompt-ids: a token id is 0 or more")
+    return ids
+
+
+def bootstrap_addresses(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The multiaddrs to join through. Each of `given` is a file or a multiaddr; with None the default file is read
+    where there is one: in the working folder, else beside the package. ValueError names the line or the option."""
+    from fusion.swarm import bootstrap
+
+    if given is None:
+        found = next((path for path in _default_files() if path.is_file()), None)
+        return bootstrap.load(found) if found else ()
+    return tuple(dict.fromkeys(address for value in given for address in _resolved(value)))
+
+
+def _resolved(value: str) -> tuple[str, ...]:
+    from fusion.swarm import bootstrap
+
+    if "/p2p/" not in value and not Path(value).exists():
+        raise ValueError(f"--bootstrap: {value!r} is neither a file nor a multiaddr ending in /p2p/<peer id>")
+    return bootstrap.resolve(value)
+
+
+def _default_files() -> tuple[Path, ...]:
+    return Path(BOOTSTRAP_FILE), Path(__file__).resolve().parents[1] / BOOTSTRAP_FILE
+
+
+def home_folder(home: Path) -> Path:
+    """The home folder, absolute. ValueError where its name belongs to something else than a folder."""
+    path = home.expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--home: {path} is not a folder")
+    return path
+
+
+def checked_listen(address: str) -> str:
+    """ValueError for what cannot be a place to listen at; the transport knows the rest."""
+    if not re.fullmatch(r"/(ip4|ip6|dns4|dns6|dns)/[^/\s]+/(tcp|udp)/\d+(/[^\s]*)?", address):
+        raise ValueError(f"--listen: {address!r} is not a multiaddr such as /ip4/0.0.0.0/tcp/31337")
+    return address
+
+
+def debug_asked(words: Sequence[str]) -> bool:
+    """Whether --debug is on a command line that has not been parsed yet, or cannot be."""
+    return "--debug" in (words[: words.index("--")] if "--" in words else words)

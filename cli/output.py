@@ -1,0 +1,135 @@
+"""What commands print: text for people or JSON for programs, and one status line that changes as work goes on.
+
+Text goes to stdout; so does JSON, one object a line. The status line goes to stderr and is rewritten in place on a
+terminal; elsewhere each line is a log line, and equal or too frequent ones are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+QUIET_SECONDS = 5.0  # between two status lines where they cannot be rewritten in place
+
+
+@dataclass
+class Output:
+    """`as_json`: only `emit` prints to stdout, and `say` and `status` print nothing."""
+
+    as_json: bool = False
+    stdout: TextIO = field(default_factory=lambda: sys.stdout)
+    stderr: TextIO = field(default_factory=lambda: sys.stderr)
+    clock: Callable[[], float] = time.monotonic
+    _shown: str = ""
+    _shown_at: float = float("-inf")
+
+    def say(self, text: str = "") -> None:
+        if not self.as_json:
+            self._clear()
+            print(text, file=self.stdout, flush=True)
+
+    def note(self, text: str) -> None:
+        """A lasting line about the work, beside the result: stderr, for people only."""
+        if not self.as_json:
+            self._clear()
+            print(text, file=self.stderr, flush=True)
+
+    def emit(self, record: dict[str, Any]) -> None:
+        """One JSON object on a line of its own; nothing where text was asked for."""
+        if self.as_json:
+            print(json.dumps(record, ensure_ascii=False, default=str), file=self.stdout, flush=True)
+
+    def write(self, text: str) -> None:
+        """A piece of text as it comes, with no line break of ours: a generated token."""
+        if not self.as_json:
+            self._clear()
+            self.stdout.write(text)
+            self.stdout.flush()
+
+    def status(self, text: str, *, important: bool = False) -> None:
+        """What is going on now. `important` lines are printed even where others would be too frequent."""
+        if self.as_json or text == self._shown:
+            return
+        if self.stderr.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            self.stderr.write("\r\x1b[2K" + text[:width])
+        elif important or self.clock() - self._shown_at >= QUIET_SECONDS:
+            self.stderr.write(text + "\n")
+            self._shown_at = self.clock()
+        else:
+            return
+        self.stderr.flush()
+        self._shown = text
+
+    def end_status(self) -> None:
+        """Keep the last status line on the screen and go on below it."""
+        if self._shown and not self.as_json and self.stderr.isatty():
+            self.stderr.write("\n")
+            self.stderr.flush()
+        self._shown = ""
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """A table for people; a line saying so where there are no rows."""
+        if self.as_json:
+            return
+        from rich import box
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        found = list(rows)
+        if not found:
+            self.say(f"{title}: none")
+            return
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in columns:
+            table.add_column(column)
+        for row in found:
+            table.add_row(*map(escape, row))
+        self._clear()
+        # A pipe has no width: cutting cells at 80 there would lose what a script looks for.
+        width = None if self.stdout.isatty() else 200
+        Console(file=self.stdout, width=width, highlight=False).print(table)
+
+    def _clear(self) -> None:
+        if self._shown and self.stderr.isatty():
+            self.stderr.write("\r\x1b[2K")
+            self.stderr.flush()
+        self._shown = ""
+
+
+def bytes_text(count: float) -> str:
+    """ "1.5 GiB"; "0 B"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def flops_text(flops_per_second: float) -> str:
+    """ "182 GFLOP/s"."""
+    for unit in ("FLOP/s", "KFLOP/s", "MFLOP/s", "GFLOP/s"):
+        if flops_per_second < 1000:
+            return f"{flops_per_second:.3g} {unit}"
+        flops_per_second /= 1000
+    return f"{flops_per_second:.3g} TFLOP/s"
+
+
+def rate_text(per_second: float) -> str:
+    """ "950", "12.3k", "1.2M": a count a second, for a line with little room."""
+    for unit in ("", "k", "M"):
+        if per_second < 1000:
+            return f"{per_second:.0f}" if not unit else f"{per_second:.1f}{unit}"
+        per_second /= 1000
+    return f"{per_second:.1f}G"
+
+
+def busy_text(shares: Iterable[float]) -> str:
+    """Busy share of each stage: "81% 79% 84%"."""
+    return " ".join(f"{100 * share:.0f}%" for share in shares)

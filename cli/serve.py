@@ -1,0 +1,68 @@
+"""`fusion-peer serve DIR --name NAME`: put a model on the swarm, for anyone to ask."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fusion.cli import ask, options
+from fusion.cli.hand_over import offer, until_held
+from fusion.cli.loop import run
+from fusion.cli.output import Output
+
+
+def serve(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A Hugging Face model directory, or one written by `jobs export`."
+        ),
+    ],
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What to call the model.")],
+    stages: Annotated[
+        int | None, typer.Option("--stages", min=1, help="Over how many peers (as few as it fits).")
+    ] = None,
+    peer: options.PeerAddress = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Serve a model across the swarm. It returns once the peers hold the model."""
+    output = Output(as_json=json)
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory")
+    if not name.strip():
+        raise ValueError("--name: a name, such as my-model")
+    output.status("loading the runtime ...")
+    run(_serve(directory, name, stages, peer, bootstrap, home, output), debug=debug)
+
+
+async def _serve(
+    directory: Path,
+    name: str,
+    stages: int | None,
+    peer: str | None,
+    bootstrap: list[str] | None,
+    home: Path,
+    output: Output,
+) -> None:
+    from fusion.runtime.launch import prepare_serving
+
+    trainer = ask.trainer_identity(home)
+    async with ask.client(home, bootstrap, peer) as context:
+        peers = await ask.working_peers(context)
+        prepared = await asyncio.to_thread(
+            prepare_serving,
+            *(directory, name, peers, context.blobs.store),
+            stages=stages,
+            trainer=trainer.peer_id,
+            say=output.status,
+        )
+        job = await offer(context, prepared, output)
+        await until_held(context, prepared, output)
+        output.emit({"event": "serving", "job": job, "name": name})
+        output.say(f'the swarm serves it; ask it with: fusion-peer generate "..." --model {name}')

@@ -1,0 +1,70 @@
+"""`fusion-peer train job.toml`: launch a training job on the swarm and watch it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fusion.cli import ask, options
+from fusion.cli.follow import follow
+from fusion.cli.hand_over import offer, until_held
+from fusion.cli.loop import run
+from fusion.cli.output import Output
+
+if TYPE_CHECKING:
+    from fusion.runtime.spec import JobSpec
+
+
+def train(
+    job: Annotated[
+        Path, typer.Argument(metavar="JOB.TOML", help="What to train, on what, how (see examples/).")
+    ],
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once the swarm holds model, weights and data itself.")
+    ] = False,
+    peer: options.PeerAddress = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a model across the swarm. The job outlives this command; Ctrl-C only stops watching."""
+    output = Output(as_json=json)
+    output.status(f"reading {job} ...")
+    from fusion.runtime import spec
+
+    run(_train(spec.load(job), detach, peer, bootstrap, home, output), debug=debug)
+
+
+async def _train(
+    spec: JobSpec, detach: bool, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
+) -> None:
+    from fusion.runtime.launch import prepare_training
+
+    trainer = ask.trainer_identity(home)
+    async with ask.client(home, bootstrap, peer) as context:
+        peers = await ask.working_peers(context, spec.placement.peers)
+        prepared = await asyncio.to_thread(
+            prepare_training, spec, peers, context.blobs.store, trainer=trainer.peer_id, say=output.status
+        )
+        job = await offer(context, prepared, output)
+        if detach:
+            await until_held(context, prepared, output)
+            output.say(f"the swarm holds it; watch it with: fusion-peer jobs watch {job[:12]}")
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                # It trains while its last blobs are still being copied.
+                holding = tasks.create_task(until_held(context, prepared, output), name="handing over")
+                last = await follow(context, job, output)
+        except asyncio.CancelledError:
+            after = "goes on" if holding.done() else "may not go on: the swarm does not hold all of it yet"
+            output.note(f"the job {after}; watch it with: fusion-peer jobs watch {job[:12]}")
+            raise
+        output.emit({"event": "done", "job": job, "state": last.state, "step": last.step})
+        output.say(
+            f"{last.state} after {last.step} steps; take the model with: fusion-peer jobs export {job[:12]} DIR"
+        )

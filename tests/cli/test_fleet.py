@@ -1,0 +1,121 @@
+"""A fleet leaves nothing behind: not when it closes, not when it fails, not when its holder is killed outright."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fusion.cli import fleet as fleets
+from fusion.cli.fleet import Fleet, FleetError, open_fleet
+
+# Stands for `fusion-peer`: it is up at once, writes into its home, and does what its arguments say.
+STAND_IN = """
+import json, os, pathlib, signal, sys, time
+words = sys.argv[1:]
+if words[0] == "start":
+    home = pathlib.Path(words[words.index("--home") + 1])
+    home.mkdir(parents=True)
+    (home / "peer.json").write_text("{}")
+    if "--deaf" in words:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "--broken" in words:
+        sys.exit("fusion-peer: the port 80 is taken")
+    print(json.dumps({"peer_id": "p", "addresses": ["/ip4/127.0.0.1/tcp/1/p2p/p"], "pid": os.getpid()}), flush=True)
+    for i in range(100000):
+        print(json.dumps({"event": "status", "padding": "x" * 1000}), flush=True)
+        time.sleep(0.0 if i < 1000 else 0.1)
+elif words[0] == "fail":
+    print("a line\\nfusion-peer: no job is called x", file=sys.stderr)
+    sys.exit(2)
+else:
+    print(json.dumps({"words": words}))
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setattr(fleets, "COMMAND", (sys.executable, str(script)))
+    return script
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_fleet_starts_asks_and_clears_up() -> None:
+    async def main() -> tuple[Path, list[int]]:
+        async with open_fleet("fusion-test-") as fleet:
+            first = await fleet.start_peer("first")
+            second = await fleet.start_peer("second", bootstrap=[first.address])
+            [answer] = await fleet.run("jobs", "jobs", "list")
+            assert answer["words"] == ["jobs", "list", "--json"]
+            assert (second.home / "peer.json").exists()
+            return fleet.root, [first.process.pid, second.process.pid]
+
+    root, pids = asyncio.run(main())
+    assert not root.exists()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_last_words_are_the_reason() -> None:
+    roots: list[Path] = []
+
+    async def main(step: Callable[[Fleet], object]) -> None:
+        async with open_fleet("fusion-test-") as fleet:
+            roots.append(fleet.root)
+            await step(fleet)  # type: ignore[misc]
+
+    with pytest.raises(FleetError, match=r"fusion-peer fail: fusion-peer: no job is called x"):
+        asyncio.run(main(lambda fleet: fleet.run("asked", "fail")))
+    with pytest.raises(FleetError, match=r"second did not start: fusion-peer: the port 80 is taken"):
+        asyncio.run(main(lambda fleet: fleet.start_peer("second", "--broken")))
+    assert not any(root.exists() for root in roots)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_process_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "STOP_SECONDS", 0.2)
+
+    async def main() -> int:
+        async with open_fleet("fusion-test-") as fleet:
+            return (await fleet.start_peer("deaf", "--deaf")).process.pid
+
+    assert not psutil.pid_exists(asyncio.run(main()))
+
+
+def test_nothing_outlives_a_holder_that_is_killed(stand_in: Path, tmp_path: Path) -> None:
+    holder = tmp_path / "holder.py"
+    holder.write_text(
+        "import asyncio, json, sys\n"
+        "from fusion.cli import fleet as fleets\n"
+        f"fleets.COMMAND = (sys.executable, {str(stand_in)!r})\n"
+        "async def main():\n"
+        "    async with fleets.open_fleet('fusion-test-') as fleet:\n"
+        "        peers = [await fleet.start_peer(name) for name in ('a', 'b')]\n"
+        "        print(json.dumps([str(fleet.root), *[peer.process.pid for peer in peers]]), flush=True)\n"
+        "        await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    process = subprocess.Popen([sys.executable, str(holder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    root, *pids = json.loads(process.stdout.readline())
+    assert Path(root).exists() and all(psutil.pid_exists(pid) for pid in pids)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    until(lambda: not any(map(psutil.pid_exists, pids)) and not Path(root).exists())

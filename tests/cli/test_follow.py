@@ -1,0 +1,151 @@
+"""Watching a job: each loss is told once, from whichever peer leads it, until it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusion.cli import ask
+from fusion.cli.follow import Shown, progress_line
+from fusion.runtime.progress import Progress
+from fusion.swarm.errors import PeerUnreachable, StreamClosed, SwarmError
+from fusion.swarm.records import JobId, JobRecord
+from fusion.swarm.transport import Frame, PeerId
+
+JOB = JobId("ab" * 32)
+RUNNING = Progress(
+    job=JOB, state="running", step=3, steps=9, loss=2.0, recent=((2, 2.5), (3, 2.0)), tokens_per_second=12_300.0,
+    busy=(0.81, 0.79), sent_bytes=3 << 20,
+)  # fmt: skip
+DONE = replace(RUNNING, state="done", step=9, recent=((8, 1.2), (9, 1.0)))
+
+
+def record(name: str = "gpt", job: str = JOB, **changes: Any) -> JobRecord:
+    fields: dict[str, Any] = {
+        "job": JobId(job), "name": name, "kind": "train", "state": "running", "term": 1, "step": 3,
+        "lead": PeerId("lead-1"), "stages": 2, "snapshot": None, "snapshot_step": 0, "author": PeerId("lead-1"),
+    }  # fmt: skip
+    return JobRecord(**{**fields, **changes})
+
+
+def test_each_loss_is_told_once() -> None:
+    shown = Shown()
+    assert shown.record(replace(RUNNING, recent=((0, 5.5),)))["losses"] == [[0, 5.5]]
+    assert shown.record(RUNNING)["losses"] == [[2, 2.5], [3, 2.0]]
+    assert shown.record(RUNNING)["losses"] == []
+    later = replace(RUNNING, step=4, recent=((3, 2.0), (4, 1.9)))
+    assert shown.record(later)["losses"] == [[4, 1.9]]
+
+
+def test_each_validation_is_told_once() -> None:
+    shown = Shown()
+    assert shown.new_validation(RUNNING) is None
+    validated = replace(RUNNING, validation_loss=2.2, validation_step=3)
+    assert "2.2000" in str(shown.new_validation(validated))
+    assert shown.new_validation(validated) is None
+
+
+def test_the_line_says_what_matters() -> None:
+    line = progress_line(RUNNING)
+    for part in ("running", "3/9", "2.000", "12.3k tokens/s", "81% 79%", "3.0 MiB"):
+        assert part in line
+
+
+def test_pick_by_name_id_or_not_at_all() -> None:
+    jobs = [record("gpt", "aa" * 32), record("bert", "ab" * 32), record("bert", "cd" * 32)]
+    assert ask.pick(jobs, "gpt") is jobs[0]
+    assert ask.pick(jobs, "CD") is jobs[2]
+    with pytest.raises(ValueError, match="names 2 jobs"):
+        ask.pick(jobs, "bert")
+    with pytest.raises(ValueError, match="names 2 jobs"):
+        ask.pick(jobs, "a")
+    for missing in ("llama", ""):
+        with pytest.raises(ValueError, match="no job is called"):
+            ask.pick(jobs, missing)
+
+
+class Lead:
+    """A stream to a peer that says its frames and then ends."""
+
+    def __init__(self, frames: list[Frame]) -> None:
+        self._frames = iter(frames)
+        self.aborted = False
+
+    async def send(self, kind: str, header: dict[str, Any]) -> None:
+        assert (kind, header) == ("watch", {"job": JOB})
+
+    async def receive(self) -> Frame:
+        for frame in self._frames:
+            return frame
+        raise StreamClosed("it ended")
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Swarm:
+    """A directory that gives its records one after another (the last for ever), and leads by peer id."""
+
+    def __init__(self, records: list[JobRecord | None], leads: dict[str, Iterator[Lead]]) -> None:
+        self._records = records
+        self._leads = leads
+        self.transport = SimpleNamespace(open=self.open)
+        self.directory = SimpleNamespace(job=self.job)
+
+    async def job(self, job: JobId) -> JobRecord | None:
+        return self._records.pop(0) if len(self._records) > 1 else self._records[0]
+
+    async def open(self, peer: str, protocol: str) -> Lead:
+        lead = next(self._leads.get(peer, iter(())), None)
+        if lead is None:
+            raise PeerUnreachable(f"{peer} is gone")
+        return lead
+
+
+def watched(swarm: Swarm) -> list[Progress]:
+    async def collect() -> list[Progress]:
+        return [progress async for progress in ask.watch(swarm, JOB)]  # type: ignore[arg-type]
+
+    return asyncio.run(collect())
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "RETRY_SECONDS", 0.0)
+
+
+def said(progress: Progress) -> Frame:
+    return Frame("progress", progress.to_header())
+
+
+def test_watch_until_done() -> None:
+    lead = Lead([said(RUNNING), said(DONE)])
+    assert watched(Swarm([record()], {"lead-1": iter([lead])})) == [RUNNING, DONE]
+    assert lead.aborted
+
+
+def test_watch_goes_with_the_lead() -> None:
+    """The first lead dies in mid-stream; the directory then names another; a third only redirects."""
+    leads = {
+        "lead-1": iter([Lead([said(RUNNING)])]),
+        "lead-2": iter([Lead([Frame("redirect", {"lead": "lead-3"})])]),
+        "lead-3": iter([Lead([said(DONE)])]),
+    }
+    records = [record(), record(), *[record(lead=PeerId("lead-2"))] * 2, record(lead=PeerId("lead-3"))]
+    assert watched(Swarm([None, record(lead=None), *records], leads)) == [RUNNING, DONE]
+
+
+def test_watch_a_job_whose_lead_ended_and_left() -> None:
+    [last] = watched(Swarm([record(state="failed", message="stage 1: out of memory", step=7)], {}))
+    assert (last.state, last.message, last.step) == ("failed", "stage 1: out of memory", 7)
+
+
+def test_watch_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "SILENCE_SECONDS", 0.0)
+    with pytest.raises(SwarmError, match="nobody speaks"):
+        watched(Swarm([None], {}))

@@ -1,0 +1,80 @@
+"""A peer stops in order when it is asked to, when its parent is gone, and in bounded time when something blocks."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PEER = """
+import asyncio, sys, threading, time
+from fusion.cli import loop
+async def main():
+    print("up", flush=True)
+    try:
+        await asyncio.sleep(600)
+    finally:
+        print("handing over", flush=True)
+        {handover}
+        print("handed over", flush=True)
+{before}
+loop.run_until_stopped(main(), parent={parent})
+print("stopped", flush=True)
+"""
+
+
+def peer(
+    handover: str = "await asyncio.sleep(0.01)", parent: str = "None", before: str = ""
+) -> subprocess.Popen[str]:
+    code = PEER.format(handover=handover, parent=parent, before=before)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_hands_over(number: int) -> None:
+    process = peer()
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "handing over\nhanded over\nstopped\n")
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    process = peer(handover="await asyncio.sleep(600)")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "handing over\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+
+
+@pytest.mark.parametrize(
+    "handover", ["time.sleep(600)", "threading.Thread(target=time.sleep, args=(600,)).start()"]
+)
+def test_what_blocks_does_not_keep_it_alive(handover: str) -> None:
+    """A blocked loop, and a thread that would keep the interpreter from ending."""
+    process = peer(handover, before="loop.STOP_BUDGET_SECONDS = 0.3")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 1
+
+
+def test_a_peer_whose_parent_is_gone_stops() -> None:
+    parent = (
+        "import subprocess, sys, os\n"
+        f"code = {PEER.format(handover='pass', parent='PARENT', before='')!r}.replace('PARENT', str(os.getpid()))\n"
+        "child = subprocess.Popen([sys.executable, '-c', code])\n"
+        "child.wait()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    # The child holds the other end of the pipe: it ends when the child has.
+    started = time.monotonic()
+    assert process.stdout.read() == "handing over\nhanded over\nstopped\n", time.monotonic() - started

@@ -1,0 +1,192 @@
+"""What a user sees of a wrong command line and of a failure: one line, the right exit code, never a traceback."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.cli import errors, main, status
+from fusion.runtime.errors import JobError, JobFailed
+from fusion.swarm.errors import IdentityError, PeerUnreachable
+
+COMMANDS = ("start", "train", "jobs", "serve", "generate", "status", "demo")
+
+
+def one_line(captured: str) -> str:
+    lines = captured.splitlines()
+    assert len(lines) == 1, captured
+    assert lines[0].startswith("fusion-peer: ")
+    return lines[0].removeprefix("fusion-peer: ")
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"  {command} " in text
+
+
+@pytest.mark.parametrize(
+    "words", [[c] for c in COMMANDS] + [["jobs", c] for c in ("list", "watch", "stop", "export")]
+)
+def test_every_command_speaks_json_and_helps(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([*words, "--help"]) == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_no_words_is_a_question_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("fusion-peer ")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["frobnicate"], "frobnicate"),
+        (["start", "--frobnicate"], "--frobnicate"),
+        (["start", "--threads", "0"], "--threads"),
+        (["start", "--threads", "many"], "--threads"),
+        (["start", "--memory", "lots"], "--memory"),
+        (["start", "--memory", "0GiB"], "--memory"),
+        (["start", "--device", "abacus"], "--device"),
+        (["start", "--listen", "localhost:80"], "--listen"),
+        (["start", "--bootstrap", "no/such/file"], "--bootstrap"),
+        (["train"], "JOB.TOML"),
+        (["serve", "DIR"], "--name"),
+        (["serve", "no/such/dir", "--name", "x"], "no/such/dir"),
+        (["generate"], "PROMPT"),
+        (["generate", "x", "--prompt-ids", "1"], "PROMPT"),
+        (["generate", "--prompt-ids", "1,two"], "--prompt-ids"),
+        (["generate", "--prompt-ids", ""], "--prompt-ids"),
+        (["generate", "x", "--max-tokens", "0"], "--max-tokens"),
+        (["jobs", "export", "name"], "DIR"),
+        (["jobs", "dance"], "dance"),
+        (["demo", "--peers", "0"], "--peers"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(words) == 2
+    captured = capsys.readouterr()
+    assert named in one_line(captured.err)
+    assert captured.out == ""
+
+
+def test_a_job_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main.main(["train", str(tmp_path / "job.toml"), "--json"]) == 2
+    assert "job.toml" in one_line(capsys.readouterr().err)
+
+
+def test_export_does_not_write_over_anything(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    assert main.main(["jobs", "export", "name", str(tmp_path)]) == 2
+    assert "not an empty directory" in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("steps must be at least 1"), 2, "steps must be at least 1"),
+        (JobError("model.path: no config.json"), 2, "model.path: no config.json"),
+        (IdentityError("identity file x is empty; remove it"), 2, "identity file x is empty; remove it"),
+        (PeerUnreachable("nobody answers at /ip4/x"), 1, "nobody answers at /ip4/x"),
+        (JobFailed("stage 2: out of memory"), 1, "stage 2: out of memory"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (FileNotFoundError(2, "No such file or directory", "a/b"), 2, "No such file or directory: a/b"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (
+            KeyError("secret"),
+            1,
+            "KeyError: 'secret' (a mistake of ours; run it again with --debug for the details)",
+        ),
+        (
+            ZeroDivisionError(),
+            1,
+            "ZeroDivisionError (a mistake of ours; run it again with --debug for the details)",
+        ),
+        (ExceptionGroup("many", [ValueError("first")]), 2, "first"),
+    ],
+)
+def test_each_failure_has_its_line_and_code(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(status, "run", raising(error))
+    assert main.main(["status"]) == code
+    assert one_line(capsys.readouterr().err) == said
+
+
+def test_debug_shows_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status, "run", raising(KeyError("secret")))
+    assert main.main(["status", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def run(work: object, **_: object) -> None:
+        work.close()  # type: ignore[attr-defined]
+        raise error
+
+    return run
+
+
+@given(st.text())
+def test_text_from_elsewhere_is_one_printable_line(text: str) -> None:
+    line = errors.one_line(text)
+    assert "\n" not in line and "\x1b" not in line and len(line) <= 500
+    assert line.isprintable()
+
+
+def test_the_installed_command_and_interruption() -> None:
+    """A real process: SIGINT in the middle of a command ends it with 130 and one line."""
+    code = (
+        "import asyncio, sys\n"
+        "from fusion.cli import main, status\n"
+        "from fusion.cli.loop import run\n"
+        "async def wait():\n"
+        "    try:\n"
+        "        print('waiting', flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "    finally:\n"
+        "        print('closed', flush=True)\n"
+        "def again(work, debug): work.close(); return run(wait())\n"
+        "status.run = again\n"
+        "sys.exit(main.main(['status']))\n"
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (130, "closed\n", "fusion-peer: interrupted\n")
+
+
+def test_help_is_quick() -> None:
+    """No assertion on time: that nothing heavy is loaded is asserted in test_layering; this runs the real command."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "fusion.cli.main", "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "generate" in done.stdout, (done, time.monotonic() - started)

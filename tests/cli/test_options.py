@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.cli import options
+
+ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8F2dTq3vEaHs"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4GiB", 4 << 30),
+        ("500MB", 500_000_000),
+        ("2g", 2_000_000_000),
+        ("1048576", 1 << 20),
+        (" 1.5 gib ", 3 << 29),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert options.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4 cows", "-1", "0", "1e9", "0.1b", "4GiBiB", "٤GiB"])
+def test_not_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="--memory"):
+        options.parse_size(text)
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
+    try:
+        assert options.parse_size(text) >= 1
+    except ValueError as error:
+        assert str(error).startswith("--memory")
+
+
+@given(st.lists(st.integers(min_value=0, max_value=2**40), min_size=1))
+def test_ids_come_back(ids: list[int]) -> None:
+    assert options.parse_ids(",".join(map(str, ids))) == tuple(ids)
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "a", "-1", "1.5"])
+def test_not_ids(text: str) -> None:
+    with pytest.raises(ValueError, match="--prompt-ids"):
+        options.parse_ids(text)
+
+
+def test_bootstrap_takes_files_and_addresses_each_once(tmp_path: Path) -> None:
+    file = tmp_path / "peers.txt"
+    file.write_text(f"# a comment\n\n{ADDRESS}  # ours\n")
+    assert options.bootstrap_addresses([str(file), ADDRESS]) == (ADDRESS,)
+
+
+def test_an_empty_bootstrap_file_starts_a_new_swarm(tmp_path: Path) -> None:
+    (tmp_path / "peers.txt").write_text("")
+    assert options.bootstrap_addresses([str(tmp_path / "peers.txt")]) == ()
+    assert options.bootstrap_addresses(["/dev/null"]) == ()
+
+
+def test_the_default_file_is_the_one_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(options.BOOTSTRAP_FILE).write_text(ADDRESS)
+    assert options.bootstrap_addresses(None) == (ADDRESS,)
+
+
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "peers.txt").write_text(f"{ADDRESS}\nnonsense\n")
+    with pytest.raises(ValueError, match="2"):
+        options.bootstrap_addresses([str(tmp_path / "peers.txt")])
+
+
+def test_the_file_we_ship_parses() -> None:
+    shipped = Path(__file__).resolve().parents[2] / options.BOOTSTRAP_FILE
+    assert options.bootstrap_addresses([str(shipped)]) == ()
+
+
+@pytest.mark.parametrize("address", ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/31337", "/ip4/1.2.3.4/udp/1/quic-v1"])
+def test_listen(address: str) -> None:
+    assert options.checked_listen(address) == address
+
+
+@pytest.mark.parametrize(
+    "address", ["", "0.0.0.0:80", "/tcp/80", "/ip4/0.0.0.0/tcp/x", "/ip4/0.0.0.0/tcp/0\n/x"]
+)
+def test_not_listen(address: str) -> None:
+    with pytest.raises(ValueError, match="--listen"):
+        options.checked_listen(address)
+
+
+def test_home_must_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--home"):
+        options.home_folder(tmp_path / "file")
+    assert options.home_folder(tmp_path / "new") == tmp_path / "new"
+
+
+def test_debug_after_two_dashes_is_a_prompt() -> None:
+    assert options.debug_asked(["status", "--debug"])
+    assert not options.debug_asked(["generate", "--", "--debug"])

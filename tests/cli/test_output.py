@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from fusion.cli.output import Output, bytes_text, flops_text, rate_text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def output(*, as_json: bool = False, terminal: bool = False) -> Output:
+    return Output(
+        as_json=as_json, stdout=io.StringIO(), stderr=Terminal() if terminal else io.StringIO(), clock=Clock()
+    )
+
+
+def text(stream: object) -> str:
+    assert isinstance(stream, io.StringIO)
+    return stream.getvalue()
+
+
+def test_json_is_all_there_is_on_stdout() -> None:
+    out = output(as_json=True)
+    out.say("hello")
+    out.write("piece")
+    out.table("T", ("a",), [("b",)])
+    out.status("working")
+    out.note("note")
+    out.emit({"text": "é\n", "n": 1})
+    assert json.loads(text(out.stdout)) == {"text": "é\n", "n": 1}
+    assert text(out.stdout).count("\n") == 1
+    assert text(out.stderr) == ""
+
+
+def test_text_prints_no_json() -> None:
+    out = output()
+    out.emit({"a": 1})
+    out.say("hello")
+    assert text(out.stdout) == "hello\n"
+
+
+def test_status_lines_off_a_terminal_are_few() -> None:
+    out = output()
+    for step in range(100):
+        out.status(f"step {step}")
+    assert text(out.stderr) == "step 0\n"
+    out.status("handing over", important=True)
+    assert text(out.stderr) == "step 0\nhanding over\n"
+    assert isinstance(out.clock, Clock)
+    out.clock.now += 5.0
+    out.status("step 200")
+    out.status("step 200")
+    assert text(out.stderr).endswith("\nstep 200\n")
+
+
+def test_a_terminal_shows_one_line_that_changes() -> None:
+    out = output(terminal=True)
+    out.status("step 1")
+    out.status("step 1")
+    out.status("step 2")
+    assert text(out.stderr) == "\r\x1b[2Kstep 1\r\x1b[2Kstep 2"
+    out.say("done")
+    assert text(out.stderr).endswith("\r\x1b[2K") and text(out.stdout) == "done\n"
+
+
+def test_tables_show_every_cell_and_no_markup() -> None:
+    out = output()
+    out.table(
+        "Peers",
+        ("name", "id"),
+        [("[red]otter[/red]", "12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8F2dTq3vEaHs")],
+    )
+    assert "[red]otter[/red]" in text(out.stdout)
+    assert "12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8F2dTq3vEaHs" in text(out.stdout)
+    out.table("Jobs", ("name",), [])
+    assert text(out.stdout).endswith("Jobs: none\n")
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 29, "1.5 GiB"), (1 << 50, "1024.0 TiB")],
+)
+def test_bytes(count: int, said: str) -> None:
+    assert bytes_text(count) == said
+
+
+def test_speeds() -> None:
+    assert flops_text(182.4e9) == "182 GFLOP/s"
+    assert flops_text(1.5e12) == "1.5 TFLOP/s"
+    assert rate_text(950) == "950" and rate_text(12_345) == "12.3k" and rate_text(5e9) == "5.0G"
