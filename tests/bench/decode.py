@@ -1,0 +1,94 @@
+"""Tokens a second through 1, 2 and 3 stages on loopback against local `generate()` with one thread."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from baseline import baseline, peak_bytes, say
+
+from fusion.cli.fleet import open_fleet
+from fusion.runtime.generate_client import complete
+from fusion.runtime.peer import ClientConfig, open_client
+from fusion.runtime.request import GenerateRequest
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7]
+TOKENS = 128
+TARGETS = {1: 0.90, 2: 0.80, 3: 0.75}
+
+
+def make_model(path: str) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=8000,
+        max_position_embeddings=1024,
+        initializer_range=0.08,  # answers vary
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+
+
+async def measure_decode(rounds: int, device: str) -> dict[str, Any]:
+    own: list[float] = []
+    swarm: dict[int, list[float]] = {stages: [] for stages in TARGETS}
+    async with open_fleet("fusion-bench-") as fleet:
+        path = str(fleet.root / "llama")
+        make_model(path)
+        request = {"path": path, "prompt": PROMPT, "tokens": TOKENS, "repeats": 2, "device": device}
+        first = await fleet.start_peer("peer-1", "--device", device)
+        peers = [first]
+        for name in ("peer-2", "peer-3"):
+            peers.append(await fleet.start_peer(name, "--device", device, bootstrap=(first.address,)))
+        home = fleet.root / "client"
+        for stages in TARGETS:
+            where = ("--home", str(home), "--peer", first.address)
+            await fleet.run(
+                "serve", "serve", path, "--name", f"llama-{stages}", "--stages", str(stages), *where
+            )
+        async with open_client(ClientConfig(home=home, peer=first.address)) as client:
+            for number in range(rounds):
+                answer = await baseline("decode", request)
+                own.append(max(answer["tokens_per_second"]))
+                for stages, rates in swarm.items():
+                    rates.append(max([await _rate(client, first, stages, answer["ids"]) for _ in range(2)]))
+                shown = ", ".join(f"{rates[-1]:.1f}" for rates in swarm.values())
+                say(f"decode, round {number + 1}: {own[-1]:.1f} tokens/s alone, {shown} over 1, 2, 3 stages")
+        peaks = [peak_bytes(peer) for peer in peers]
+    per_token = {stages: 1 / statistics.median(rates) for stages, rates in swarm.items()}
+    return {
+        "stages": [
+            {
+                "stages": stages,
+                "target": TARGETS[stages],
+                "baseline_tokens_per_second": own,
+                "swarm_tokens_per_second": rates,
+                "ratio": statistics.median(a / b for a, b in zip(rates, own, strict=True)),
+            }
+            for stages, rates in swarm.items()
+        ],
+        # From one stage to three a token crosses three links more: two between stages and the one back to the first.
+        "hop_seconds": (per_token[3] - per_token[1]) / 3,
+        "baseline_peak_bytes": answer["peak_bytes"],
+        "peer_peak_bytes": peaks,
+    }
+
+
+async def _rate(client: Any, gateway: Any, stages: int, expected: list[int]) -> float:
+    """Tokens a second as the user sees it: from the request to the last token, prompt included."""
+    request = GenerateRequest(model=f"llama-{stages}", prompt_ids=tuple(PROMPT), max_tokens=TOKENS)
+    started = time.perf_counter()
+    answer = await complete(client.transport, gateway.peer_id, request)
+    seconds = time.perf_counter() - started
+    if list(answer.tokens) != expected:
+        raise RuntimeError(f"over {stages} stages the answer differs from generate()'s")
+    return TOKENS / seconds

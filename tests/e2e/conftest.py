@@ -1,0 +1,145 @@
+"""Real peers for the end-to-end tests: `fusion-peer` processes on loopback, and proof that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import glob
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fusion.cli.fleet import Fleet, LocalPeer, Record, open_fleet
+
+MARK = "FUSION_PEER_TEST"  # in the environment of everything that a test starts
+LEFT_SECONDS = 10.0
+CALL_SECONDS = 600.0
+
+
+class Peers:
+    """A fleet for tests that are not asynchronous: an event loop in a thread, which also keeps reading what the
+    peers print."""
+
+    def __init__(self, call: Callable[[Coroutine[Any, Any, Any]], Any], fleet: Fleet) -> None:
+        self._call = call
+        self.fleet = fleet
+
+    @property
+    def root(self) -> Path:
+        """The folder that holds the homes and the logs."""
+        return self.fleet.root
+
+    def start(self, name: str, *arguments: str, bootstrap: tuple[str, ...] = ()) -> LocalPeer:
+        """Start `fusion-peer start` and wait until it is up. FleetError with its last words if it is not."""
+        peer: LocalPeer = self._call(self.fleet.start_peer(name, *arguments, bootstrap=bootstrap))
+        return peer
+
+    def swarm(self, count: int, *arguments: str) -> list[LocalPeer]:
+        """`count` peers that know each other; the first one is where the others joined."""
+        peers = [self.start("peer-0", *arguments)]
+        for i in range(1, count):
+            peers.append(self.start(f"peer-{i}", *arguments, bootstrap=(peers[0].address,)))
+        return peers
+
+    def run(self, *arguments: str, on_record: Callable[[Record], None] = lambda record: None) -> list[Record]:
+        """Run another command with --json to its end; the objects that it printed."""
+        records: list[Record] = self._call(
+            self.fleet.run(f"{arguments[0]}-{uuid.uuid4().hex[:6]}", *arguments, on_record=on_record)
+        )
+        return records
+
+    def stop(self, peer: LocalPeer, number: int = signal.SIGTERM, seconds: float = 10.0) -> float:
+        """Send a signal and wait for the end of the process; how many seconds it took."""
+        started = time.monotonic()
+        peer.process.send_signal(number)
+        self._call(asyncio.wait_for(peer.process.wait(), seconds))
+        return time.monotonic() - started
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """Everything started in the test carries a mark and has a temporary folder of its own; at the end no marked
+    process, no file in that folder, and no socket file of a daemon may be left. Gives the mark."""
+    mark = uuid.uuid4().hex
+    # Short, and not pytest's: the path of a UNIX socket has room for about a hundred bytes.
+    folder = tempfile.mkdtemp(prefix="fe2e-", dir="/tmp")
+    monkeypatch.setenv(MARK, mark)
+    # `tmp_path` is asked for so that pytest has made its own folders before this.
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    before = _daemon_files()
+    yield mark
+    try:
+        deadline = time.monotonic() + LEFT_SECONDS
+        while (left := _left(mark, folder, before)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, f"left behind: {left}"
+    finally:
+        for process in _marked(mark):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def peers(traces: str) -> Iterator[Peers]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="fleet", daemon=True)
+    thread.start()
+
+    def call(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(CALL_SECONDS)
+
+    opening = open_fleet("fleet-")
+    fleet = call(opening.__aenter__())
+    try:
+        yield Peers(call, fleet)
+    finally:
+        ports = [_port(peer.address) for peer in fleet.peers]
+        call(opening.__aexit__(None, None, None))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+    assert not [port for port in ports if _listens(port)], "a port is still open"
+
+
+def _left(mark: str, folder: str, before: set[str]) -> list[str]:
+    processes = [
+        f"{process.pid} {' '.join(process.info['cmdline'] or [])[:200]}" for process in _marked(mark)
+    ]
+    return [*processes, *os.listdir(folder), *sorted(_daemon_files() - before)]
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """Processes that were started with the mark; zombies are gone already, their parent has only not looked."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        with contextlib.suppress(psutil.Error):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+def _daemon_files() -> set[str]:
+    """Where hivemind puts the sockets of its daemon unless it is told otherwise; ours are under TMPDIR."""
+    return set(glob.glob("/tmp/hivemind-*"))
+
+
+def _port(address: str) -> int:
+    return int(address.split("/tcp/")[1].split("/")[0])
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

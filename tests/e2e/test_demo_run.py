@@ -1,0 +1,79 @@
+"""The demo itself, short: it tells its figures, and it clears up even where it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+DEMO = (sys.executable, "-m", "fusion.cli.main", "demo", "--json")
+FIGURES = [
+    "peers",
+    "stages",
+    "steps",
+    "loss_first",
+    "loss_last",
+    "val_loss",
+    "text",
+    "tokens_per_s",
+    "seconds",
+]
+
+
+@pytest.mark.usefixtures("traces")
+def test_it_trains_and_answers() -> None:
+    done = subprocess.run(
+        [*DEMO, "--peers", "2", "--steps", "30"], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert list(figures) == FIGURES
+    assert (figures["peers"], figures["stages"], figures["steps"]) == (3, 2, 30)
+    assert figures["loss_last"] < figures["loss_first"] - 0.5
+    assert figures["val_loss"] < figures["loss_first"] - 0.5
+    assert figures["text"].startswith("def ") and len(figures["text"]) > 20
+
+
+@pytest.mark.usefixtures("traces")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_a_demo_that_is_ended(number: int) -> None:
+    process = subprocess.Popen(
+        [*DEMO, "--peers", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    _until_trained(process)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    assert "Traceback" not in said
+
+
+@pytest.mark.usefixtures("traces")
+def test_nothing_is_left_when_the_parent_of_the_demo_is_killed() -> None:
+    """As `make demo` runs it: the shell's process becomes the demo, its parent is killed."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", "sh", "-c",
+         f'exec {" ".join(DEMO)} --peers 1 --stop-with $PPID'],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    _until_trained(parent)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+
+
+def _until_trained(process: subprocess.Popen[str]) -> None:
+    """Read what the demo says until its peers train."""
+    assert process.stderr is not None
+    deadline = time.monotonic() + 240
+    for line in process.stderr:
+        if "stage 0" in line:
+            break
+        assert time.monotonic() < deadline
+    assert process.poll() is None
+    assert len(psutil.Process(process.pid).children(recursive=True)) >= 2

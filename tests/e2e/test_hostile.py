@@ -1,0 +1,529 @@
+"""A stranger with a key of its own against a working peer: whatever it sends, the peer says no and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import psutil
+import pytest
+import torch
+from support.jobs import with_client
+from support.text_job import write_job
+
+from fusion.cli.ask import trainer_identity, watch, working_peers
+from fusion.runtime import manifest as manifests
+from fusion.runtime import spec
+from fusion.runtime.capture import capture_language_model, variables_from_module
+from fusion.runtime.context import Context
+from fusion.runtime.generate_client import generate
+from fusion.runtime.job import Manifest, ServeConfig
+from fusion.runtime.launch import Prepared, launch, prepare_graph, prepare_training, wait_until_held
+from fusion.runtime.models import GPT, GPTConfig
+from fusion.runtime.peer import STATUS_PROTOCOL
+from fusion.runtime.request import Answer, GenerateRequest
+from fusion.runtime.serving_graph import serving_graph
+from fusion.swarm.blob_store import BlobStore
+from fusion.swarm.errors import TransportError
+from fusion.swarm.frame_stream import FrameStream
+from fusion.swarm.identity import Identity
+from fusion.swarm.p2p import P2PConfig, P2PTransport
+from fusion.swarm.records import Digest, JobId
+from fusion.swarm.transport import Frame, PeerId, call
+
+if TYPE_CHECKING:
+    from conftest import Peers
+
+    from fusion.cli.fleet import LocalPeer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+GROWTH_BYTES = 40 << 20
+ANSWER_SECONDS = 20.0
+PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+WAIT_SECONDS = 0.5  # for an answer to nonsense, of which there may be none
+TINY = GPTConfig(vocabulary=256, blocks=1, width=16, heads=2, sequence=32)
+PROTOCOLS = tuple(f"/fusion/{name}/1" for name in ("stage", "ring", "generate", "blob", "job", "status"))
+
+
+# --- what is sent
+
+
+def raw(kind: object, header: object, payload: bytes = b"") -> bytes:
+    packed = msgpack.packb([kind, header])
+    return struct.pack(">IQ", len(packed), len(payload)) + packed + payload
+
+
+def _no_frames() -> Iterator[tuple[str, bytes]]:
+    """Bytes that are no frame, or one that nobody may send, for any protocol."""
+    noise = random.Random(7)
+    yield "noise", noise.randbytes(5000)
+    yield "http", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    yield "zeros", bytes(4096)
+    yield "a header of 4 GiB", struct.pack(">IQ", 2**32 - 1, 0) + b"x" * 100
+    yield "a payload of 16 EiB", struct.pack(">IQ", 20, 2**64 - 1) + b"x" * 100
+    yield "a payload that never comes", struct.pack(">IQ", 8, 400 << 20) + msgpack.packb(["hello", {}])
+    yield "no header", struct.pack(">IQ", 0, 77)
+    yield "a header that is not msgpack", struct.pack(">IQ", 64, 0) + b"\xc1" * 64
+    yield "a header of noise", struct.pack(">IQ", 256, 0) + noise.randbytes(256)
+    yield "a header that is no list", struct.pack(">IQ", 1, 0) + b"\x80"
+    yield "a kind that is no text", raw(7, {})
+    yield "a kind without end", raw("x" * 1000, {})
+    yield "a header that is no map", raw("hello", [1, 2, 3])
+    yield "keys that are no text", raw("hello", {1: 2})
+    yield "a deep header", struct.pack(">IQ", 5000, 0) + b"\x92\xa1x" + b"\x91" * 4997
+    yield "a wide header", struct.pack(">IQ", 200_000, 0) + b"\xdd\x00\x03\x0d\x40" * 40_000
+    yield "half a frame", raw("hello", {"job": "x"}, b"y" * 1000)[:-500]
+
+
+NO_FRAMES = dict(_no_frames())
+HUGE = 2**63 - 1
+WRONG: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    HUGE,
+    1e308,
+    float("nan"),
+    "x\nimport os",
+    b"\xff",
+    [],
+    [[1]],
+    {"a": 1},
+)
+
+
+def fuzzed(kind: str, header: dict[str, Any], payload: bytes = b"") -> Iterator[Message]:
+    """The message, then with each of its fields wrong in many ways, or missing."""
+    yield kind, header, payload
+    for field in header:
+        yield kind, {k: v for k, v in header.items() if k != field}, payload
+        for value in WRONG:
+            yield kind, {**header, field: value}, payload
+
+
+Message = tuple[str, dict[str, Any], bytes]
+NOWHERE = JobId("0" * 64)
+
+
+def stage_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
+    hello = {"job": job, "source": 1, "target": 0, "term": 1, "target_term": 1}
+    for message in fuzzed("hello", hello):
+        yield [message]
+    tensor = {
+        "term": 1, "attempt": [1, 1], "step": 0, "microbatch": 0, "edge": "x", "dtype": "float32",
+        "shape": [2**40, 2**40], "codec": "none",
+    }  # fmt: skip
+    for kind in ("activation", "gradient", "tie", "begin", "commit", "finish", "ready", "eval", "exec"):
+        yield [("hello", hello, b""), (kind, tensor, b"z" * 64)]
+        yield [(kind, tensor, b"z" * 64)]
+
+
+def ring_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
+    sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+    opening = {
+        "session": "s", "route": [[peer, 1]], "prompt_length": 4, "max_tokens": 4, "sampling": sampling, "logits": False,
+    }  # fmt: skip
+    gateway = ("hello", {"job": job, "from": -1, "to": 0}, b"")
+    for message in fuzzed("hello", {"job": job, "from": -1, "to": 0}):
+        yield [message]
+    for message in fuzzed("open", opening):
+        yield [gateway, message]
+    for name in sampling:
+        for value in WRONG:
+            yield [gateway, ("open", {**opening, "sampling": {**sampling, name: value}}, b"")]
+    for message in fuzzed("prompt", {"session": "s"}, struct.pack("<4q", -1, HUGE, 300, 5)):
+        yield [gateway, ("open", opening, b""), message]
+    for message in fuzzed("chunk", {"session": "s", "start": 0, "length": HUGE, "sample": True}, b"z" * 64):
+        yield [("hello", {"job": job, "from": 0, "to": 0}, b""), message]
+    for message in fuzzed("token", {"session": "s", "position": HUGE, "id": HUGE}):
+        yield [("hello", {"job": job, "from": 0, "to": 0}, b""), message]
+    yield [gateway, ("eval", {"session": "s"}, b"")]
+
+
+def generate_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
+    request = {
+        "model": "answers", "prompt": "ids", "max_tokens": 10**12, "temperature": 0.0, "top_k": 0, "top_p": 1.0,
+        "seed": 0, "logits": False,
+    }  # fmt: skip
+    ids = struct.pack("<2q", 1, 2)
+    for message in fuzzed("generate", request, ids):
+        yield [message]
+    for payload in (b"", b"odd", struct.pack("<2q", -1, HUGE), struct.pack("<2q", 256, 1), bytes(8 << 20)):
+        yield [("generate", {**request, "max_tokens": 4}, payload)]
+    yield [("generate", {**request, "prompt": "text", "max_tokens": 4}, b"\xff\xfe\x00")]
+    yield [("exec", request, ids)]
+
+
+def blob_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
+    for digest in (NOWHERE, "../../identity", "x" * 70, "", job.upper(), "x\nimport os"):
+        yield [("index", {"digest": digest}, b"")]
+        yield [("get", {"digest": digest, "chunks": [0]}, b"")]
+    for message in fuzzed("get", {"digest": job, "chunks": [0]}):
+        yield [message]
+    for chunks in ([HUGE], [-1], [-HUGE], ["0"], [None], [[0]], [1.5], list(range(65)), [0, HUGE]):
+        yield [("get", {"digest": job, "chunks": chunks}, b"")]
+    yield [("put", {"digest": job}, b"z" * 1000)]
+
+
+def job_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
+    stop = {"job": job, "time": 1e9, "signature": b"x" * 64}
+    for message in fuzzed("stop", stop):
+        yield [message]
+    for value in (*WRONG, NOWHERE):
+        yield [("watch", {"job": value}, b"")]
+        yield [("launch", {"job": value}, b"")]
+    yield [("exec", {"job": job}, b"")]
+
+
+def status_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
+    for kind in ("stat", "exec", "status\n", "x" * 64):
+        yield [(kind, {"all": HUGE}, b"z" * 1000)]
+
+
+MESSAGES: dict[str, Callable[[JobId, PeerId], Iterator[Sequence[Message]]]] = {
+    "/fusion/stage/1": stage_messages,
+    "/fusion/ring/1": ring_messages,
+    "/fusion/generate/1": generate_messages,
+    "/fusion/blob/1": blob_messages,
+    "/fusion/job/1": job_messages,
+    "/fusion/status/1": status_messages,
+}
+
+
+# --- who sends it
+
+
+@dataclass
+class Stranger:
+    transport: P2PTransport
+    victim: PeerId
+
+    async def throw(self, protocol: str, data: bytes) -> str:
+        """Bytes on a stream of their own. What came of it: the kind of an answer, "ended" or "waits"."""
+        stream = await self.transport.open(self.victim, protocol)
+        assert isinstance(stream, FrameStream)
+        try:
+            await stream.write_message(data)
+            async with asyncio.timeout(WAIT_SECONDS):
+                return (await stream.receive()).kind
+        except TimeoutError:
+            return "waits"
+        except TransportError:
+            return "ended"
+        finally:
+            stream.abort()
+
+    async def say(self, protocol: str, messages: Sequence[Message]) -> list[Frame]:
+        """What the victim answered before it ended the stream, or had nothing more to say for a moment."""
+        heard: list[Frame] = []
+        stream = await self.transport.open(self.victim, protocol)
+        try:
+            with suppress(TransportError, TimeoutError):
+                for kind, header, payload in messages:
+                    await stream.send(kind, header, [payload])
+                while True:
+                    async with asyncio.timeout(WAIT_SECONDS):
+                        heard.append(await stream.receive())
+        finally:
+            stream.abort()
+        return heard
+
+
+@asynccontextmanager
+async def stranger(victim: LocalPeer) -> AsyncIterator[Stranger]:
+    config = P2PConfig(identity=Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))
+    async with P2PTransport.start(config) as transport:
+        await transport.connect(victim.address)
+        yield Stranger(transport, PeerId(victim.peer_id))
+
+
+@contextmanager
+def unharmed(peers: Peers, victim: LocalPeer) -> Iterator[None]:
+    """Afterwards the peer lives, has not grown, and has logged lines and no tracebacks."""
+    process = psutil.Process(victim.process.pid)
+    log = peers.root / f"{victim.name}.log"
+    before, said = process.memory_info().rss, len(log.read_text())
+    yield
+    assert victim.process.returncode is None
+    grown = process.memory_info().rss - before
+    lines = log.read_text()[said:].splitlines()
+    print(f"grew {grown >> 20} MiB, {len(lines)} lines", *lines[::20], sep="\n")
+    assert grown < GROWTH_BYTES, f"grew by {grown >> 20} MiB"
+    assert not [line for line in lines if "Traceback" in line or line.startswith(" ")], lines[:20]
+    assert all(line[:2] == "20" and len(line) < 700 for line in lines), [
+        line for line in lines if line[:2] != "20"
+    ]
+
+
+async def answers(context: Context, victim: LocalPeer) -> None:
+    """Good requests still get what they ask for."""
+    status = await call(context.transport, PeerId(victim.peer_id), STATUS_PROTOCOL, "status")
+    assert status.kind == "status" and len(status.header["hosted"]) == 2
+    request = GenerateRequest(model="answers", prompt_ids=(1, 2, 3), max_tokens=8)
+    pieces = [piece async for piece in generate(context.transport, PeerId(victim.peer_id), request)]
+    assert isinstance(pieces[-1], Answer) and len(pieces[-1].tokens) == 8
+
+
+async def put_to_work(context: Context, victim: LocalPeer, tmp_path: Path) -> dict[str, JobId]:
+    """An endless training job and a served model, on the victim alone."""
+    found = spec.load(write_job(tmp_path / "job.toml", "endless", steps=10**6, stages=1, snapshot_every=1000))
+    peers = await working_peers(context)
+    trainer = trainer_identity(tmp_path).peer_id
+    training = await asyncio.to_thread(prepare_training, found, peers, context.blobs.store, trainer=trainer)
+    serving = await asyncio.to_thread(served_model, context, PeerId(victim.peer_id))
+    async with asyncio.timeout(ANSWER_SECONDS):
+        for job in (training, serving):
+            await launch(context, job)
+        for job in (training, serving):
+            await wait_until_held(context, job)
+    return {"train": training.job, "serve": serving.job}
+
+
+def served_model(
+    context: Context, owner: PeerId, name: str = "answers", config: GPTConfig = TINY
+) -> Prepared:
+    torch.manual_seed(3)
+    module = GPT(config)
+    graph = capture_language_model(module, training=False, maximum_sequence=config.sequence)
+    return prepare_graph(
+        name,
+        serving_graph(graph, cache="kv", maximum_sequence=config.sequence),
+        variables_from_module(module),
+        ServeConfig(cache="kv", max_sequence=config.sequence, vocabulary=config.vocabulary),
+        context.blobs.store,
+        cuts=(),
+        proposed=[owner],
+        byte_level=True,
+    )
+
+
+def test_a_stranger_on_every_protocol(peers: Peers, tmp_path: Path) -> None:
+    victim = peers.start("victim", "--threads", "1")
+
+    async def attack(context: Context) -> None:
+        jobs = await put_to_work(context, victim, tmp_path)
+        await answers(context, victim)
+        async with stranger(victim) as enemy:
+            with unharmed(peers, victim):
+                for protocol in MESSAGES:
+                    outcomes = await asyncio.gather(*(enemy.throw(protocol, d) for d in NO_FRAMES.values()))
+                    found = dict(zip(NO_FRAMES, outcomes, strict=True))
+                    waiting = {name for name, outcome in found.items() if outcome == "waits"}
+                    print(protocol, found)
+                    assert waiting == {"a payload that never comes", "half a frame"}, (protocol, found)
+                    assert set(outcomes) <= {"error", "ended", "waits"}, (protocol, found)
+                await answers(context, victim)
+                for protocol, messages in MESSAGES.items():
+                    job = jobs["serve" if protocol in ("/fusion/ring/1", "/fusion/generate/1") else "train"]
+                    every = list(messages(job, enemy.victim))
+                    kinds = Counter[str]()
+                    for at in range(0, len(every), 64):
+                        heard = await asyncio.gather(*(enemy.say(protocol, m) for m in every[at : at + 64]))
+                        kinds.update(frame.kind for frames in heard for frame in frames)
+                    print(protocol, len(every), kinds)
+                    await answers(context, victim)
+
+    with_client(peers.root / "client", victim.address, attack)
+
+
+# --- hostile jobs
+
+
+def graph_variants(good: bytes) -> Iterator[tuple[str, bytes]]:
+    """Bytes in place of a graph, most of them a sound graph in which one thing is wrong."""
+    yield "noise", random.Random(1).randbytes(3000)
+    yield "pickle", pickle.dumps(Mischief())
+    yield "half", good[: len(good) // 2]
+    yield "huge", good[:40] + b"\xdf\x3b\x9a\xca\x00" * 50
+
+    def changed(change: Callable[[list[Any]], None]) -> bytes:
+        value = msgpack.unpackb(good)
+        change(value)
+        data: bytes = msgpack.packb(value)
+        return data
+
+    nodes = 6  # symbols 3, inputs 4, variables 5, nodes 6: see fusion.dag.wire
+
+    def name(value: list[Any]) -> None:
+        value[nodes][0][0] = "x\nimport os"
+
+    def op(value: list[Any]) -> None:
+        value[nodes][0][1] = "aten.system"
+
+    def shape(value: list[Any]) -> None:
+        value[nodes][0][3][0][1] = [1, 2, 3, 4, 5]
+
+    def constant(value: list[Any]) -> None:
+        value[nodes][0][2].append("__import__('os').system('true')")
+
+    def cycle(value: list[Any]) -> None:
+        value[nodes][0][2][0] = [0, len(value[nodes]) + 1, 0]
+
+    def symbol(value: list[Any]) -> None:
+        value[3][0] = "batch\nimport os"
+
+    for change in (name, op, shape, constant, cycle, symbol):
+        yield change.__name__, changed(change)
+
+
+class Mischief:
+    """What a pickle could do to whoever loads it."""
+
+    path = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def with_graph(store: BlobStore, prepared: Prepared, name: str, graph: bytes) -> Prepared:
+    return with_manifest(store, replace(prepared.manifest, name=name, graph=store.put(graph)))
+
+
+def with_manifest(store: BlobStore, manifest: Manifest) -> Prepared:
+    job = JobId(store.put(manifests.encode(manifest)))
+    blobs = (Digest(job), manifest.graph, *manifest.weights)
+    return Prepared(job=job, manifest=manifest, blobs=blobs, predicted_seconds=0.0, parameters=0)
+
+
+async def end_of(context: Context, job: JobId) -> str:
+    async with asyncio.timeout(ANSWER_SECONDS):
+        async for progress in watch(context, job):
+            last = progress
+    assert last.state == "failed", last
+    return last.error or last.message
+
+
+def test_jobs_that_are_traps_are_refused(peers: Peers, tmp_path: Path) -> None:
+    victim = peers.start("victim")
+    Mischief.path = str(tmp_path / "mischief")
+
+    async def attack(context: Context) -> dict[str, str]:
+        jobs = await put_to_work(context, victim, tmp_path)
+        store, us = context.blobs.store, PeerId(victim.peer_id)
+        good = {
+            kind: Prepared(
+                job=job,
+                manifest=manifests.decode(store.path(job).read_bytes()),
+                blobs=(),
+                predicted_seconds=0.0,
+                parameters=0,
+            )
+            for kind, job in jobs.items()
+        }
+        with unharmed(peers, victim):
+            traps: dict[str, JobId] = {}
+            for kind, prepared in good.items():
+                graph = store.path(prepared.manifest.graph).read_bytes()
+                for name, data in graph_variants(graph):
+                    trap = with_graph(store, prepared, f"{kind}-{name}", data)
+                    traps[trap.manifest.name] = await launch(context, trap)
+                far = replace(
+                    prepared.manifest,
+                    name=f"{kind}-cut",
+                    cuts=(10**9,),
+                    weights=prepared.manifest.weights * 2,
+                    proposed=(us, us),
+                    memory_bytes=(),
+                )
+                traps[far.name] = await launch(context, with_manifest(store, far))
+            weights = replace(
+                good["serve"].manifest, name="serve-weights", weights=(store.put(pickle.dumps(Mischief())),)
+            )
+            traps[weights.name] = await launch(context, with_manifest(store, weights))
+            for number, data in enumerate((b"", b"\x00" * 100_000, pickle.dumps(Mischief()), b"\x9f" * 3000)):
+                lure = replace(good["serve"], job=JobId(store.put(data)), blobs=())
+                await launch(context, replace(lure, manifest=replace(lure.manifest, name=f"lure-{number}")))
+            reasons = await asyncio.gather(*(end_of(context, job) for job in traps.values()))
+            await answers(context, victim)
+        return dict(zip(traps, reasons, strict=True))
+
+    reasons = with_client(peers.root / "client", victim.address, attack)
+    print(*reasons.items(), sep="\n")
+    assert not Path(Mischief.path).exists()
+    assert all(reason and "\n" not in reason for reason in reasons.values())
+
+
+# --- a disk that is full
+
+
+@contextmanager
+def small_disk(path: Path, size_bytes: int) -> Iterator[None]:
+    """A file system of its own, of that size, at `path`."""
+    path.mkdir(parents=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(path)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("this needs the right to mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill(path: Path) -> None:
+    with suppress(OSError), path.open("wb") as file:
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root mounts file systems")
+@pytest.mark.parametrize("pages", [0, 1])
+def test_a_full_disk_at_start_is_said_in_one_line(traces: str, tmp_path: Path, pages: int) -> None:
+    home = tmp_path / "home"
+    with small_disk(home, 16 * PAGE_BYTES):
+        fill(home / "big")
+        os.truncate(home / "big", (16 - pages) * PAGE_BYTES)  # one is enough for the identity alone
+        done = subprocess.run(
+            [sys.executable, "-m", "fusion.cli.main", "start", "--home", str(home), "--bootstrap", os.devnull, "--json"],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        [line] = done.stderr.splitlines()
+        assert done.returncode in (1, 2) and done.stdout == ""
+        assert "No space left" in line or "disk is full" in line
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root mounts file systems")
+def test_a_disk_that_fills_up_costs_a_job_and_not_the_peer(peers: Peers, tmp_path: Path) -> None:
+    with small_disk(peers.root / "victim", 4 << 20):
+        victim = peers.start("victim")
+
+        async def attack(context: Context) -> None:
+            us = PeerId(victim.peer_id)
+            large = GPTConfig(vocabulary=256, blocks=2, width=256, heads=2, sequence=32)
+            big = await asyncio.to_thread(served_model, context, us, "big", large)
+            assert sum(context.blobs.store.size(digest) for digest in big.manifest.weights) > 4 << 20
+            with unharmed(peers, victim):
+                await launch(context, big)
+                log = peers.root / "victim.log"
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    while "disk is full" not in log.read_text():
+                        await asyncio.sleep(0.1)
+                small = await asyncio.to_thread(served_model, context, us, "answers")
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await launch(context, small)
+                    await wait_until_held(context, small)
+                request = GenerateRequest(model="answers", prompt_ids=(1, 2, 3), max_tokens=8)
+                pieces = [piece async for piece in generate(context.transport, us, request)]
+                assert isinstance(pieces[-1], Answer)
+
+        try:
+            with_client(peers.root / "client", victim.address, attack)
+        finally:
+            peers.stop(victim)

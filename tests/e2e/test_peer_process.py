@@ -1,0 +1,89 @@
+"""One peer as a process: it starts, says where it is, stops in order, and says in one line why it cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Peers
+
+pytestmark = pytest.mark.e2e
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8F2dTq3vEaHs"
+
+
+def refused(traces: str, home: Path, *arguments: str) -> str:
+    """Run `fusion-peer start` that cannot start: exit code 1 or 2 and one line, which is returned."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fusion.cli.main", "start", "--home", str(home), "--bootstrap", os.devnull, "--json",
+         *arguments],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    lines = done.stderr.splitlines()
+    assert done.returncode in (1, 2), done
+    assert len(lines) == 1, done.stderr
+    assert done.stdout == ""
+    return lines[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_starts_and_stops_in_time(peers: Peers, number: int) -> None:
+    peer = peers.start("alone")
+    assert peer.ready["name"] and peer.ready["flops_per_second"] > 0
+    assert peers.stop(peer, number) < 5.0
+    assert peer.process.returncode == 0
+
+
+def test_others_see_it(peers: Peers) -> None:
+    first, second = peers.swarm(2)
+    [status] = peers.run("status", "--home", str(second.home))
+    assert {each["peer"] for each in status["peers"]} == {first.peer_id, second.peer_id}
+
+
+def test_killed_outright_it_takes_its_daemon_along(peers: Peers) -> None:
+    """The `traces` fixture looks for what is left."""
+    peer = peers.start("alone")
+    children = psutil.Process(peer.process.pid).children(recursive=True)
+    assert children, "no daemon?"
+    peers.stop(peer, signal.SIGKILL)
+
+
+def test_an_unreachable_bootstrap_does_not_stop_it(peers: Peers) -> None:
+    peer = peers.start("alone", bootstrap=(NOBODY,))
+    assert peer.process.returncode is None
+
+
+def test_a_taken_port_is_named(traces: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert str(port) in refused(traces, tmp_path, "--listen", f"/ip4/127.0.0.1/tcp/{port}")
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense"])
+def test_a_broken_identity_is_named(traces: str, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "identity").write_bytes(content)
+    (tmp_path / "identity").chmod(0o600)
+    assert str(tmp_path / "identity") in refused(traces, tmp_path)
+
+
+def test_an_identity_that_others_can_read_is_refused(traces: str, tmp_path: Path) -> None:
+    (tmp_path / "identity").write_bytes(b"x" * 68)
+    (tmp_path / "identity").chmod(0o644)
+    assert "chmod 600" in refused(traces, tmp_path)
+
+
+def test_a_device_that_is_not_there_is_named(traces: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    assert "cuda" in refused(traces, tmp_path, "--device", "cuda")
