@@ -150,7 +150,7 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
 
 
 async def _ask_lead(context: Context, record: JobRecord) -> AsyncIterator[Progress]:
-    from fusion.runtime.hosting import PROTOCOL
+    from fusion.runtime.hosting.hosting import PROTOCOL
     from fusion.runtime.progress import Progress
     from fusion.swarm.transport import checked
 
@@ -169,7 +169,7 @@ async def _ask_lead(context: Context, record: JobRecord) -> AsyncIterator[Progre
 
 async def stop(context: Context, record: JobRecord, trainer: Identity) -> None:
     """Ask the lead to end the job, signed with the key that launched it. SwarmError if it refuses or is gone."""
-    from fusion.runtime.hosting import PROTOCOL, stop_request
+    from fusion.runtime.hosting.hosting import PROTOCOL, stop_request
     from fusion.swarm.transport import call
 
     if record.lead is None:

@@ -12,7 +12,7 @@ from fusion.cli.loop import run
 from fusion.cli.output import Output
 
 if TYPE_CHECKING:
-    from fusion.runtime.request import Answer, GenerateRequest
+    from fusion.runtime.serving.request import Answer, GenerateRequest
     from fusion.swarm.records import PeerRecord
 
 
@@ -50,7 +50,7 @@ def generate(
         raise ValueError("give either a PROMPT or --prompt-ids")
     ids = options.parse_ids(prompt_ids) if prompt_ids is not None else None
     output.status("loading the runtime ...")
-    from fusion.runtime.request import GenerateRequest, Sampling
+    from fusion.runtime.serving.request import GenerateRequest, Sampling
 
     request = GenerateRequest(
         model=model,
@@ -66,8 +66,8 @@ def generate(
 async def _generate(
     request: GenerateRequest, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
 ) -> None:
-    from fusion.runtime.generate_client import generate as ask_gateway
-    from fusion.runtime.request import Answer
+    from fusion.runtime.serving.generate_client import generate as ask_gateway
+    from fusion.runtime.serving.request import Answer
 
     async with ask.client(home, bootstrap, peer) as context:
         gateway = await ask.gateway(context, home, peer)

@@ -9,7 +9,7 @@ from fusion.cli.output import Output
 
 if TYPE_CHECKING:
     from fusion.runtime.context import Context
-    from fusion.runtime.launch import Held, Prepared
+    from fusion.runtime.launch.launch import Held, Prepared
     from fusion.swarm.records import JobId
 
 STALL_SECONDS = 180.0  # without a stage loaded or a blob copied, handing a job over has failed
@@ -17,7 +17,7 @@ STALL_SECONDS = 180.0  # without a stage loaded or a blob copied, handing a job 
 
 async def offer(context: Context, prepared: Prepared, output: Output) -> JobId:
     """Publish the job; from now on peers take its stages and fetch its blobs from us, while we stay."""
-    from fusion.runtime.launch import launch
+    from fusion.runtime.launch.launch import launch
 
     manifest = prepared.manifest
     output.say(f"{manifest.name} ({manifest.kind}): {prepared.parameters:,} parameters in {manifest.stages} stages, "
@@ -34,7 +34,7 @@ async def offer(context: Context, prepared: Prepared, output: Output) -> JobId:
 async def until_held(context: Context, prepared: Prepared, output: Output) -> None:
     """Until the swarm holds all of the job, so that we may leave. JobFailed if it failed or nobody takes it."""
     from fusion.runtime.errors import JobFailed
-    from fusion.runtime.launch import wait_until_held
+    from fusion.runtime.launch.launch import wait_until_held
 
     def show(held: Held) -> None:
         deadline.reschedule(loop.time() + STALL_SECONDS)

@@ -50,7 +50,7 @@ async def _serve(
     home: Path,
     output: Output,
 ) -> None:
-    from fusion.runtime.launch import prepare_serving
+    from fusion.runtime.launch.launch import prepare_serving
 
     trainer = ask.trainer_identity(home)
     async with ask.client(home, bootstrap, peer) as context:

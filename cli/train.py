@@ -15,7 +15,7 @@ from fusion.cli.loop import run
 from fusion.cli.output import Output
 
 if TYPE_CHECKING:
-    from fusion.runtime.spec import JobSpec
+    from fusion.runtime.launch.spec import JobSpec
 
 
 def train(
@@ -34,7 +34,7 @@ def train(
     """Train a model across the swarm. The job outlives this command; Ctrl-C only stops watching."""
     output = Output(as_json=json)
     output.status(f"reading {job} ...")
-    from fusion.runtime import spec
+    from fusion.runtime.launch import spec
 
     run(_train(spec.load(job), detach, peer, bootstrap, home, output), debug=debug)
 
@@ -42,7 +42,7 @@ def train(
 async def _train(
     spec: JobSpec, detach: bool, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
 ) -> None:
-    from fusion.runtime.launch import prepare_training
+    from fusion.runtime.launch.launch import prepare_training
 
     trainer = ask.trainer_identity(home)
     async with ask.client(home, bootstrap, peer) as context:

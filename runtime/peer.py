@@ -23,9 +23,9 @@ import psutil
 from fusion.dag.opset import OPSET_VERSION
 from fusion.runtime.capability import Capability, measure
 from fusion.runtime.context import Context
-from fusion.runtime.hosting import Hosting
-from fusion.runtime.serving import ServingService
-from fusion.runtime.training import TrainingService
+from fusion.runtime.hosting.hosting import Hosting
+from fusion.runtime.serving.service import ServingService
+from fusion.runtime.training.service import TrainingService
 from fusion.runtime.worker import Worker
 from fusion.swarm.blob_store import BlobStore
 from fusion.swarm.blobs import Blobs

@@ -19,6 +19,15 @@ MAY_IMPORT = {
     "dag": {"dag"},
     "compression": {"compression"},
 }
+# The rooms of the runtime, and which of the others each may know. What lies in none is for all, but for the peer, which
+# puts them together.
+ROOMS = {
+    "planes": set[str](),
+    "serving": {"planes"},
+    "launch": {"planes", "serving"},
+    "training": {"planes", "launch"},
+    "hosting": {"training"},
+}
 # Which layers may import a library at all, and where it is narrower, which files.
 LIBRARY_LAYERS = {
     "torch": {"runtime", "compression"},
@@ -31,7 +40,10 @@ LIBRARY_LAYERS = {
     "typer": {"cli"},
     "rich": {"cli"},
 }
-LIBRARY_FILES = {"hivemind": {"swarm/p2p.py", "swarm/dht.py"}, "transformers": {"runtime/huggingface.py"}}
+LIBRARY_FILES = {
+    "hivemind": {"swarm/p2p.py", "swarm/dht.py"},
+    "transformers": {"runtime/launch/huggingface.py"},
+}
 # dag is arithmetic on frozen values.
 EFFECTS = {
     *(
@@ -99,6 +111,18 @@ def test_imports_point_one_way(path: Path) -> None:
             assert relative(path) in LIBRARY_FILES[parts[0]], f"{where}: only in {LIBRARY_FILES[parts[0]]}"
         if layer == "dag":
             assert parts[0] not in EFFECTS, f"{where}: dag has no effects"
+
+
+@pytest.mark.parametrize("path", (ROOT / "runtime").rglob("*.py"), ids=relative)
+def test_the_rooms_of_the_runtime_are_entered_one_way(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[1]
+    for line, name in imports(path):
+        parts = name.split(".")
+        if parts[:2] != ["fusion", "runtime"] or room == "peer.py" or len(parts) < 3 or parts[2] == room:
+            continue
+        assert parts[2] not in ROOMS or parts[2] in ROOMS.get(room, set()), (
+            f"{relative(path)}:{line} imports {name}"
+        )
 
 
 def test_no_folder_is_left_out_of_the_package() -> None:

@@ -11,7 +11,7 @@ import pytest
 from fusion.cli import demo
 from fusion.cli.fleet import FleetError
 from fusion.cli.output import Output
-from fusion.runtime import spec
+from fusion.runtime.launch import spec
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.toml"))
 

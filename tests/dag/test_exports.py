@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusion.dag import wire
 from fusion.dag.costs import node_costs
 from fusion.dag.ir import Graph
-from fusion.runtime.capture import capture_language_model
+from fusion.runtime.launch.capture import capture_language_model
 
 BATCH, SEQUENCE = 3, 24
 SIZES = {"batch": BATCH, "sequence": SEQUENCE}

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fusion.cli.ask import working_peers
 from fusion.runtime.context import Context
-from fusion.runtime.generate_client import generate
-from fusion.runtime.launch import launch, prepare_serving, wait_until_held
-from fusion.runtime.request import Answer, GenerateRequest, Piece
+from fusion.runtime.launch.launch import launch, prepare_serving, wait_until_held
+from fusion.runtime.serving.generate_client import generate
+from fusion.runtime.serving.request import Answer, GenerateRequest, Piece
 from fusion.swarm.transport import PeerId
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

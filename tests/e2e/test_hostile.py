@@ -25,16 +25,16 @@ from support.text_job import write_job
 
 from fusion.cli.ask import trainer_identity, watch, working_peers
 from fusion.runtime import manifest as manifests
-from fusion.runtime import spec
-from fusion.runtime.capture import capture_language_model, variables_from_module
 from fusion.runtime.context import Context
-from fusion.runtime.generate_client import generate
 from fusion.runtime.job import Manifest, ServeConfig
-from fusion.runtime.launch import Prepared, launch, prepare_graph, prepare_training, wait_until_held
-from fusion.runtime.models import GPT, GPTConfig
+from fusion.runtime.launch import spec
+from fusion.runtime.launch.capture import capture_language_model, variables_from_module
+from fusion.runtime.launch.launch import Prepared, launch, prepare_graph, prepare_training, wait_until_held
+from fusion.runtime.launch.models import GPT, GPTConfig
 from fusion.runtime.peer import STATUS_PROTOCOL
-from fusion.runtime.request import Answer, GenerateRequest
-from fusion.runtime.serving_graph import serving_graph
+from fusion.runtime.serving.generate_client import generate
+from fusion.runtime.serving.request import Answer, GenerateRequest
+from fusion.runtime.serving.serving_graph import serving_graph
 from fusion.swarm.blob_store import BlobStore
 from fusion.swarm.errors import TransportError
 from fusion.swarm.frame_stream import FrameStream

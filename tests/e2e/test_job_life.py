@@ -19,10 +19,10 @@ from support.jobs import run_to_end, with_client
 from support.text_job import write_job
 
 from fusion.cli.ask import find_job, trainer_identity, watch, working_peers
-from fusion.runtime import spec
 from fusion.runtime.context import Context
-from fusion.runtime.launch import Prepared, launch, prepare_training, wait_until_held
-from fusion.runtime.models import GPT, GPTConfig
+from fusion.runtime.launch import spec
+from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
+from fusion.runtime.launch.models import GPT, GPTConfig
 from fusion.runtime.peer import STATUS_PROTOCOL
 from fusion.runtime.progress import Progress
 from fusion.swarm.directory import HEARTBEAT_SECONDS

@@ -21,14 +21,14 @@ from torch.nn import functional
 
 from fusion.dag.ir import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.capture import capture_language_model, capture_module, variables_from_module
 from fusion.runtime.context import Context
 from fusion.runtime.data import Batches
 from fusion.runtime.job import DataConfig, OptimizerConfig, TrainConfig
-from fusion.runtime.launch import prepare_graph
-from fusion.runtime.models import GPT, GPTConfig
-from fusion.runtime.optimizer import learning_rate
-from fusion.runtime.plane import RngKey
+from fusion.runtime.launch.capture import capture_language_model, capture_module, variables_from_module
+from fusion.runtime.launch.launch import prepare_graph
+from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.planes.optimizer import learning_rate
+from fusion.runtime.planes.plane import RngKey
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusion.runtime.errors import JobError
-from fusion.runtime.models import GPT, GPTConfig
+from fusion.runtime.launch.models import GPT, GPTConfig
 from fusion.runtime.worker import Worker
 
 

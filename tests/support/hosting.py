@@ -11,7 +11,7 @@ from typing import Any
 
 from fusion.runtime import manifest as manifests
 from fusion.runtime.context import Context
-from fusion.runtime.hosting import Hosting, HostingConfig
+from fusion.runtime.hosting.hosting import Hosting, HostingConfig
 from fusion.runtime.job import Manifest, ServeConfig
 from fusion.runtime.progress import Progress
 from fusion.swarm.blob_index import digest_of

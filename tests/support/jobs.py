@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from fusion.cli.ask import watch
 from fusion.runtime.context import Context
-from fusion.runtime.export import export
-from fusion.runtime.launch import Prepared, launch, wait_until_held
+from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
 from fusion.runtime.peer import ClientConfig, open_client
 from fusion.runtime.progress import Progress
+from fusion.runtime.training.export import export
 
 T = TypeVar("T")
 JOB_SECONDS = 120.0

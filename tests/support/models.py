@@ -10,8 +10,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fusion.dag.ir import Graph
-from fusion.runtime import dropout
-from fusion.runtime.plane import RngKey
+from fusion.runtime.planes import dropout
+from fusion.runtime.planes.plane import RngKey
 
 
 class Chain(nn.Module):

@@ -1,0 +1,135 @@
+"""A prepared job handed to the swarm: launch it, then wait until the swarm holds everything and the launcher may leave.
+
+prepared = await asyncio.to_thread(prepare_training, spec, peers, store, trainer=key)
+job = await launch(context, prepared)
+await wait_until_held(context, prepared)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from fusion.runtime.context import Context
+from fusion.runtime.errors import JobFailed
+from fusion.runtime.launch.prepare import Prepared, prepare_graph, prepare_serving, prepare_training
+from fusion.swarm.directory import HEARTBEAT_SECONDS
+from fusion.swarm.election import winner
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.records import Digest, JobId, JobRecord, ProviderRecord
+from fusion.swarm.transport import PeerId, call
+
+__all__ = [
+    "Held",
+    "Prepared",
+    "launch",
+    "prepare_graph",
+    "prepare_serving",
+    "prepare_training",
+    "wait_until_held",
+]
+
+NUDGE_PROTOCOL = "/fusion/job/1"
+NUDGE_SECONDS = 5.0
+LOOK_SECONDS = 0.5
+OFFER_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """How far the swarm has taken a job over."""
+
+    claimed: int  # stages with a live owner
+    ready: int  # stages that are loaded
+    stages: int
+    copied: int  # blobs that some other peer holds too
+    blobs: int
+
+    @property
+    def complete(self) -> bool:
+        return self.ready == self.stages and self.copied == self.blobs
+
+
+async def launch(context: Context, prepared: Prepared) -> JobId:
+    """Offer the blobs, publish the job, nudge the proposed peers. Returns at once; see `wait_until_held`."""
+    # Afterwards the blobs announce themselves; peers should not have to wait for their next turn.
+    await asyncio.gather(*(_offer(context, digest) for digest in prepared.blobs))
+    await _publish(context, prepared)
+    await asyncio.gather(
+        *(_nudge(context, peer, prepared.job) for peer in set(prepared.manifest.proposed) if peer)
+    )
+    return prepared.job
+
+
+async def wait_until_held(
+    context: Context, prepared: Prepared, *, on_change: Callable[[Held], None] = lambda held: None
+) -> None:
+    """Until every stage is claimed and loaded and every blob lies on a peer other than us: the launcher may then
+    leave. Republishes the job meanwhile. Waits for ever; put a deadline around it. JobFailed if the job failed."""
+    last: Held | None = None
+    published = asyncio.get_running_loop().time()
+    while True:
+        held = await _look(context, prepared)
+        if held != last:
+            on_change(held)
+            last = held
+        if held.complete:
+            return
+        record = await context.directory.job(prepared.job)
+        if record is not None and record.state in ("done", "stopped"):
+            return
+        if record is not None and record.state == "failed":
+            raise JobFailed(record.message or "the job failed")
+        now = asyncio.get_running_loop().time()
+        if now - published >= HEARTBEAT_SECONDS:
+            await _publish(context, prepared)
+            published = now
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _publish(context: Context, prepared: Prepared) -> None:
+    manifest = prepared.manifest
+    await context.directory.publish(
+        JobRecord(
+            job=prepared.job,
+            name=manifest.name,
+            kind=manifest.kind,
+            state="launching",
+            term=0,
+            step=0,
+            lead=None,
+            stages=manifest.stages,
+            snapshot=None,
+            snapshot_step=-1,
+            author=context.peer_id,
+        )
+    )
+
+
+async def _offer(context: Context, digest: Digest) -> None:
+    size = context.blobs.store.size(digest)
+    record = ProviderRecord(digest=digest, peer=context.peer_id, size_bytes=size)
+    await context.directory.publish(record, ttl_seconds=OFFER_SECONDS)
+
+
+async def _nudge(context: Context, peer: PeerId, job: JobId) -> None:
+    # A peer that misses the nudge sees the job at its next heartbeat.
+    with suppress(SwarmError, TimeoutError):
+        async with asyncio.timeout(NUDGE_SECONDS):
+            await call(context.transport, peer, NUDGE_PROTOCOL, "launch", {"job": job})
+
+
+async def _look(context: Context, prepared: Prepared) -> Held:
+    stages = range(prepared.manifest.stages)
+    claims = await asyncio.gather(*(context.directory.claims(prepared.job, stage) for stage in stages))
+    owners = [owner for owner in map(winner, claims) if owner is not None]
+    providers = await asyncio.gather(*(context.directory.providers(digest) for digest in prepared.blobs))
+    return Held(
+        claimed=len(owners),
+        ready=sum(owner.ready for owner in owners),
+        stages=len(stages),
+        copied=sum(any(p.peer != context.peer_id for p in found) for found in providers),
+        blobs=len(prepared.blobs),
+    )

@@ -1,0 +1,327 @@
+"""From a job file, a model directory or a graph to the blobs and the manifest of a job: capture, place, cut, shard, pack.
+
+Blocking, for seconds; everything ends up in the local store, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from tokenizers import Tokenizer
+
+from fusion.dag import wire
+from fusion.dag.costs import cache_bytes_per_position, stage_cost
+from fusion.dag.cuts import split
+from fusion.dag.errors import UnsupportedModel
+from fusion.dag.ir import Graph
+from fusion.dag.placement import Device, place
+from fusion.dag.rewrites.clean import clean
+from fusion.dag.schedule import in_flight
+from fusion.dag.stage import Stage
+from fusion.runtime import manifest as manifests
+from fusion.runtime.data import pack_text, token_bytes
+from fusion.runtime.errors import JobError
+from fusion.runtime.job import DataConfig, Manifest, ServeConfig, TrainConfig
+from fusion.runtime.launch import sources
+from fusion.runtime.launch.capture import is_exported
+from fusion.runtime.launch.link_guess import guess_links
+from fusion.runtime.launch.sources import LanguageModel, Read
+from fusion.runtime.launch.spec import DataSpec, HuggingFaceConfig, JobSpec
+from fusion.runtime.serving.serving_graph import serving_graph
+from fusion.swarm.blob_store import BlobStore
+from fusion.swarm.identity import friendly_name
+from fusion.swarm.records import Digest, JobId, PeerRecord
+from fusion.swarm.transport import PeerId
+
+Say = Callable[[str], None]  # gets one line each time the work enters another phase
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A job whose blobs all lie in the local store."""
+
+    job: JobId
+    manifest: Manifest
+    blobs: tuple[Digest, ...]  # everything that peers will fetch, the manifest included
+    predicted_seconds: (
+        float  # a step, or the longest prompt once through, by the placement's model; 0: not known
+    )
+    parameters: int
+
+
+def prepare_training(
+    spec: JobSpec, peers: Sequence[PeerRecord], store: BlobStore, *, trainer: str = "", say: Say = _silent
+) -> Prepared:
+    """Capture the model, place it on `peers`, shard weights, pack data. Raises JobError, CaptureError,
+    PlacementError. Blocking, for seconds: run it in a thread."""
+    tokenizer = _tokenizer(spec.data.tokenizer)
+    say("capturing the model")
+    if isinstance(spec.model, HuggingFaceConfig):
+        model = sources.huggingface(spec.model, training=True, seed=spec.train.seed)
+        tokenizer = tokenizer or _tokenizer(model.tokenizer)
+    else:
+        model = sources.builtin(
+            spec.model, spec.train.seed, byte_level=tokenizer is None, tokenizer=spec.data.tokenizer
+        )
+    assert model.training is not None
+    if spec.train.sequence > model.about.max_sequence:
+        raise JobError(
+            f"train.sequence must be at most {model.about.max_sequence}, what the model was built for"
+        )
+    say("packing the data")
+    data = _pack(spec.data, tokenizer, model.about.vocabulary, spec.train.sequence, store)
+    train = spec.train
+    config = TrainConfig(
+        steps=train.steps,
+        microbatches=train.microbatches,
+        microbatch_size=train.microbatch_size,
+        sequence=train.sequence,
+        seed=train.seed,
+        optimizer=spec.optimizer,
+        data=data,
+        schedule=train.schedule,
+        snapshot_every=train.snapshot_every,
+        evaluate_every=train.evaluate_every,
+        evaluate_batches=train.evaluate_batches,
+    )
+    return prepare_graph(
+        spec.name,
+        clean(model.training),
+        model.read,
+        config,
+        store,
+        peers=_chosen(peers, spec.placement.peers),
+        stages=spec.placement.stages,
+        files=_export_files(model),
+        tokenizer=model.tokenizer,
+        byte_level=model.about.byte_level,
+        trainer=trainer,
+        say=say,
+    )
+
+
+def prepare_serving(
+    directory: Path,
+    name: str,
+    peers: Sequence[PeerRecord],
+    store: BlobStore,
+    *,
+    stages: int | None = None,
+    trainer: str = "",
+    say: Say = _silent,
+) -> Prepared:
+    """A Hugging Face model directory or one written by `jobs export`, as a job that serves it under `name`. A model
+    whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact."""
+    if not directory.is_dir():
+        raise JobError(f"{directory} is not a directory")
+    say("reading the model")
+    if sources.is_exported_directory(directory):
+        model = sources.exported(directory)
+    else:
+        model = sources.huggingface(HuggingFaceConfig(path=directory), training=False)
+    about = model.about
+    say("rewriting its graph for decoding")
+    try:
+        graph, cached = serving_graph(model.inference, cache="kv", maximum_sequence=about.max_sequence), True
+    except UnsupportedModel as reason:
+        say(f"no KV cache for this model ({reason}): each token will compute the whole prefix")
+        graph, cached = serving_graph(model.inference, cache="recompute"), False
+    config = ServeConfig(
+        cache="kv" if cached else "recompute",
+        max_sequence=about.max_sequence,
+        vocabulary=about.vocabulary,
+        end_tokens=about.end_tokens,
+    )
+    return prepare_graph(
+        name,
+        graph,
+        model.read,
+        config,
+        store,
+        peers=peers,
+        stages=stages,
+        tokenizer=model.tokenizer,
+        byte_level=about.byte_level,
+        trainer=trainer,
+        say=say,
+    )
+
+
+def prepare_graph(
+    name: str,
+    graph: Graph,
+    variables: Mapping[str, torch.Tensor] | Read,
+    config: TrainConfig | ServeConfig,
+    store: BlobStore,
+    *,
+    peers: Sequence[PeerRecord] = (),
+    cuts: Sequence[int] | None = None,
+    stages: int | None = None,
+    proposed: Sequence[PeerId] = (),
+    files: Mapping[str, bytes | Path] | None = None,
+    tokenizer: Path | None = None,
+    byte_level: bool = False,
+    trainer: str = "",
+    say: Say = _silent,
+) -> Prepared:
+    """The part that both share: any captured graph with its variables by name. With `cuts` (and `proposed`, if
+    anybody) the placement is the caller's own; otherwise the graph is placed on `peers`."""
+    sizes = _sizes(config)
+    if cuts is None:
+        say(f"placing it on {len(peers)} peers")
+        found = place(
+            graph,
+            [_device(peer) for peer in peers],
+            guess_links(peers),
+            sizes,
+            config.microbatches if isinstance(config, TrainConfig) else 1,
+            stages,
+            isinstance(config, TrainConfig),
+        )
+        cuts, proposed, seconds = (
+            found.cuts,
+            [PeerId(owner) for owner in found.owners],
+            found.predicted_seconds,
+        )
+    else:
+        seconds = 0.0
+    parts = split(graph, tuple(cuts))
+    proposed = list(proposed) or [PeerId("")] * len(parts)
+    config, memory = _fitted(config, parts, {peer.peer: peer.free_memory_bytes for peer in peers}, proposed)
+    say(f"sharding its weights into {len(parts)} stages")
+    read = variables if callable(variables) else _reader(variables)
+    data = config.data if isinstance(config, TrainConfig) else None
+    manifest = Manifest(
+        name=name,
+        kind="train" if isinstance(config, TrainConfig) else "serve",
+        graph=store.put(wire.encode(graph)),
+        cuts=tuple(cuts),
+        weights=tuple(store.put(save(_contiguous(read(part.graph.variables)))) for part in parts),
+        proposed=tuple(proposed),
+        memory_bytes=memory,
+        train=config if isinstance(config, TrainConfig) else None,
+        serve=config if isinstance(config, ServeConfig) else None,
+        tokenizer=store.put(tokenizer) if tokenizer is not None else None,
+        byte_level=byte_level,
+        files=tuple((file, store.put(content)) for file, content in (files or {}).items()),
+        trainer=trainer,
+        salt=secrets.token_hex(8),
+    )
+    job = JobId(store.put(manifests.encode(manifest)))
+    blobs = [Digest(job), manifest.graph, *manifest.weights, *(digest for _, digest in manifest.files)]
+    blobs += [d for d in (manifest.tokenizer, data and data.train, data and data.held_out) if d]
+    trained = {v.name: v for v in graph.variables if v.kind == "parameter"}
+    return Prepared(
+        job=job,
+        manifest=manifest,
+        blobs=tuple(dict.fromkeys(blobs)),
+        predicted_seconds=seconds,
+        parameters=sum(
+            math.prod(int(d) for d in v.type.shape if isinstance(d, int)) for v in trained.values()
+        ),
+    )
+
+
+def _sizes(config: TrainConfig | ServeConfig) -> dict[str, int]:
+    if isinstance(config, TrainConfig):
+        return {"batch": config.microbatch_size, "sequence": config.sequence}
+    return {"batch": 1, "sequence": config.max_sequence}
+
+
+def _fitted(
+    config: TrainConfig | ServeConfig,
+    parts: Sequence[Stage],
+    free: Mapping[PeerId, int],
+    owners: Sequence[PeerId],
+) -> tuple[TrainConfig | ServeConfig, tuple[int, ...]]:
+    """The configuration with the deepest pipeline that the owners have memory for, and what each stage needs then."""
+    while True:
+        memory = tuple(_memory_bytes(part, len(parts), config) for part in parts)
+        fits = all(need <= free.get(owner, need) for need, owner in zip(memory, owners, strict=True))
+        if fits or isinstance(config, ServeConfig) or config.depth == 1:
+            return config, memory
+        config = replace(config, depth=config.depth - 1)
+
+
+def _memory_bytes(stage: Stage, stages: int, config: TrainConfig | ServeConfig) -> int:
+    """What the owner of a stage has to set aside."""
+    sizes = _sizes(config)
+    cost = stage_cost(stage, sizes)
+    if isinstance(config, ServeConfig):
+        return cost.parameter_bytes + cache_bytes_per_position(stage.graph, sizes) * config.max_sequence
+    held = config.microbatches
+    if config.schedule == "1f1b":
+        held = in_flight(stage.index, stages, config.microbatches, config.depth)
+    static = cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
+    return static + held * cost.saved_bytes + cost.working_bytes
+
+
+def _device(peer: PeerRecord) -> Device:
+    return Device(
+        peer=peer.peer, flops_per_second=max(peer.flops_per_second, 1.0), memory_bytes=peer.free_memory_bytes
+    )
+
+
+def _chosen(peers: Sequence[PeerRecord], names: Sequence[str]) -> list[PeerRecord]:
+    """The peers of these ids or friendly names; all where none is named. JobError for one that is not there."""
+    if not names:
+        return list(peers)
+    known = {name: peer for peer in peers for name in (peer.peer, peer.name, friendly_name(peer.peer))}
+    for name in names:
+        if name not in known:
+            raise JobError(f"placement.peers: {name!r:.80} is not in the swarm now")
+    return list({known[name].peer: known[name] for name in names}.values())
+
+
+def _reader(values: Mapping[str, torch.Tensor]) -> Read:
+    return lambda variables: {v.name: values[v.name] for v in variables}
+
+
+def _contiguous(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    # A copy each: safetensors refuses tensors that share memory, as tied ones of a module do.
+    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in values.items()}
+
+
+def _tokenizer(path: Path | None) -> Tokenizer | None:
+    if path is None:
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for every kind of bad file
+        raise JobError(f"data.tokenizer: {path} cannot be read: {str(error)[:200]}") from None
+
+
+def _pack(
+    data: DataSpec, tokenizer: Tokenizer | None, vocabulary: int, sequence: int, store: BlobStore
+) -> DataConfig:
+    digests: list[Digest | None] = []
+    held_out_limit = data.limit_bytes // 10
+    for files, limit in ((data.files, data.limit_bytes - held_out_limit), (data.held_out, held_out_limit)):
+        row = pack_text(files, tokenizer, limit, vocabulary)
+        if len(row) <= sequence and files:
+            raise JobError(f"data: {len(row)} tokens in {len(files)} files; one sample needs {sequence + 1}")
+        digests.append(store.put(row.tobytes()) if files else None)
+    train, held_out = digests
+    assert train is not None  # a spec has at least one file
+    return DataConfig(kind="tokens", train=train, held_out=held_out, token_bytes=token_bytes(vocabulary))
+
+
+def _export_files(model: LanguageModel) -> dict[str, bytes | Path]:
+    """What makes an exported directory one that can be served: see `fusion.runtime.launch.sources`."""
+    files: dict[str, bytes | Path] = {path.name: path for path in model.config}
+    files[sources.GRAPH_FILE] = wire.encode(clean(model.inference))
+    files[sources.ABOUT_FILE] = model.about.to_json()
+    constants = [v for v in model.inference.variables if not is_exported(v.name)]
+    if constants:
+        files[sources.CONSTANTS_FILE] = save(_contiguous(model.read(constants)))
+    return files

@@ -1,0 +1,225 @@
+"""A graph as one Python function: each node becomes a call of an operator from our table.
+
+`torch.fx` writes the function's source from names and constants, so both are ours: every identifier is v<number>,
+values are found by position and never by name, and a constant is a number, a boolean, None, a dtype, a device or a
+list of them, of exactly these types. Nothing that came over the wire as text reaches the source.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fusion.dag.dims import Dim, Poly, bind, symbol, symbols_of
+from fusion.dag.errors import GraphError
+from fusion.dag.ir import DTYPE_BYTES, Arg, DType, Graph, Node, Ref
+from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+_MAX_SIZES = 256  # combinations of symbol sizes whose dimensions are remembered
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Program:
+    """The compiled graph. `inputs` and `variables` are the names, in order, of the tensors that `run` takes;
+    `stateful` the names of the nodes that use the state of the run (dropout masks, a cache), by their number."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        function: Callable[..., Tensors],
+        dimensions: Sequence[Poly],
+        stateful: Sequence[str],
+        source: str,
+    ) -> None:
+        self.inputs = tuple(i.name for i in graph.inputs)
+        self.variables = tuple(v.name for v in graph.variables)
+        self.stateful = tuple(stateful)
+        self.source = source
+        self._function = function
+        self._dimensions = tuple(dimensions)
+        self._types = tuple(i.type for i in graph.inputs)
+        self._dtypes = tuple(TORCH_DTYPES[t.dtype] for t in self._types)
+        self._places = _places(graph)
+        for dimension in dimensions:
+            if dimension not in self._places and not _symbols(dimension) <= self._places.keys():
+                raise GraphError(f"no input of the stage tells the size {dimension}, which its nodes need")
+        self._bound: dict[tuple[int, ...], tuple[tuple[torch.Size, ...], tuple[int, ...]]] = {}
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], variables: Sequence[torch.Tensor], state: object
+    ) -> Tensors:
+        """The outputs in order. ValueError for an input whose shape or dtype is not what the graph says."""
+        try:
+            key = tuple([inputs[i].shape[d] for i, d in self._places.values()])
+        except IndexError:
+            raise self._misfit(inputs, [torch.Size((-1,))] * len(inputs)) from None
+        shapes, dimensions = self._bound.get(key) or self._bind(key)
+        for value, shape, dtype in zip(inputs, shapes, self._dtypes, strict=True):
+            if value.shape != shape or value.dtype != dtype:
+                raise self._misfit(inputs, shapes)
+        return self._function(*inputs, *variables, *dimensions, state)
+
+    def require(self, symbol_name: str) -> None:
+        """GraphError unless `size` can tell this symbol."""
+        if symbol(symbol_name) not in self._places:
+            raise GraphError(f"no input of the stage has a dimension {symbol_name}")
+
+    def size(self, inputs: Sequence[torch.Tensor], symbol_name: str) -> int:
+        """The size of a symbol in these inputs. ValueError where its input lacks the dimension."""
+        at, dim = self._places[symbol(symbol_name)]
+        if inputs[at].dim() <= dim:
+            raise ValueError(
+                f"input {self.inputs[at]} has shape {tuple(inputs[at].shape)}, not {self._types[at]}"
+            )
+        return int(inputs[at].shape[dim])
+
+    def _bind(self, key: tuple[int, ...]) -> tuple[tuple[torch.Size, ...], tuple[int, ...]]:
+        known = dict(zip(self._places, key, strict=True))
+        sizes = {next(iter(symbols_of(p))): n for p, n in known.items() if _symbols(p) == {p}}
+        shapes = tuple(torch.Size([_bound(d, known, sizes) for d in t.shape]) for t in self._types)
+        found = shapes, tuple(_bound(d, known, sizes) for d in self._dimensions)
+        if len(self._bound) >= _MAX_SIZES:
+            self._bound.clear()
+        self._bound[key] = found
+        return found
+
+    def _misfit(self, inputs: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> ValueError:
+        for name, value, type_, shape, dtype in zip(
+            self.inputs, inputs, self._types, shapes, self._dtypes, strict=True
+        ):
+            if value.shape != shape or value.dtype != dtype:
+                return ValueError(f"input {name} is {value.dtype} {tuple(value.shape)}, not {type_}")
+        raise AssertionError
+
+
+def compile_graph(graph: Graph, device: torch.device, *, training: bool) -> Program:
+    """Generate the code of `graph` for `device`; without `training`, dropout is off and running statistics are used.
+
+    GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.wire.validate`; one
+    that has not may fail later, but still cannot place text in the source.
+    """
+    return _Writer(graph, device, training).write()
+
+
+class _Writer:
+    def __init__(self, graph: Graph, device: torch.device, training: bool) -> None:
+        self.graph = graph
+        self.device = device
+        self.training = training
+        self.code = fx.Graph()
+        self.count = 0
+        self.values: dict[Ref, fx.Node] = {}
+        self.dimensions: dict[Poly, fx.Node] = {}
+        self.stateful: list[str] = []
+
+    def write(self) -> Program:
+        graph = self.graph
+        for name in (*(i.name for i in graph.inputs), *(v.name for v in graph.variables)):
+            self.values[Ref(name)] = self.placeholder()
+        for node in graph.nodes:
+            for dim in _polynomials(node.args):
+                if dim not in self.dimensions:
+                    self.dimensions[dim] = self.placeholder()
+        state = self.placeholder()
+        for node in graph.nodes:
+            op, args = node.op, tuple(self.value(node.op, a) for a in node.args)
+            if not self.training:
+                op, args = evaluation(op, args)
+            if op in STATEFUL:
+                made = self.call(STATEFUL[op], (*args, state, *self.number(op, node.name)), {})
+            else:
+                try:
+                    made = self.call(*spell(op, args, self.device))
+                except KeyError:
+                    raise GraphError(f"unknown op {op!r:.100}") from None
+            self.results(node, op, made)
+        self.code.output(tuple(self.find(ref) for ref in graph.outputs))
+        module = fx.GraphModule(nn.Module(), self.code)
+        return Program(graph, module.forward, tuple(self.dimensions), self.stateful, module.code)
+
+    def number(self, op: str, name: str) -> tuple[int, ...]:
+        if op == "fusion.cached_attention":
+            return ()  # its slot is an argument
+        self.stateful.append(name)
+        return (len(self.stateful) - 1,)
+
+    def name(self) -> str:
+        self.count += 1
+        return f"v{self.count - 1}"
+
+    def placeholder(self) -> fx.Node:
+        name = self.name()
+        return self.code.create_node("placeholder", name, name=name)
+
+    def call(self, target: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> fx.Node:
+        return self.code.create_node("call_function", target, args, keywords, name=self.name())
+
+    def results(self, node: Node, op: str, made: fx.Node) -> None:
+        several = gives_several(op)
+        for i in range(len(node.results)):
+            self.values[Ref(node.name, i)] = self.call(operator.getitem, (made, i), {}) if several else made
+
+    def find(self, ref: Ref) -> fx.Node:
+        try:
+            return self.values[ref]
+        except KeyError:
+            raise GraphError("a node or an output reads a value that is not defined before it") from None
+
+    def value(self, op: str, arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return self.find(arg)
+        if isinstance(arg, Poly):
+            return self.dimensions[arg]
+        if isinstance(arg, DType):
+            if arg.name not in TORCH_DTYPES:
+                raise GraphError("an argument is a dtype that does not exist")
+            return TORCH_DTYPES[arg.name]
+        if type(arg) is tuple:
+            return [self.value(op, a) for a in arg]
+        if arg is None or type(arg) in (bool, int, float):
+            return arg
+        raise GraphError(f"an argument of type {type(arg).__name__} has no place in a graph")
+
+
+def _polynomials(args: tuple[Arg, ...]) -> Iterator[Poly]:
+    for arg in args:
+        if isinstance(arg, Poly):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _polynomials(arg)
+
+
+def _symbols(dim: Dim) -> frozenset[Poly]:
+    return frozenset(symbol(name) for name in symbols_of(dim))
+
+
+def _places(graph: Graph) -> dict[Poly, tuple[int, int]]:
+    """Where to read sizes: (input, dimension) for each symbol that is a dimension by itself, and for each other
+    polynomial whose symbols are not all of these."""
+    dims = [
+        (dim, (i, at))
+        for i, given in enumerate(graph.inputs)
+        for at, dim in enumerate(given.type.shape)
+        if isinstance(dim, Poly)
+    ]
+    places: dict[Poly, tuple[int, int]] = {}
+    for dim, place in dims:
+        if _symbols(dim) == {dim}:
+            places.setdefault(dim, place)
+    plain = frozenset(places)
+    for dim, place in dims:
+        if not _symbols(dim) <= plain:
+            places.setdefault(dim, place)
+    return places
+
+
+def _bound(dim: Dim, known: Mapping[Poly, int], sizes: Mapping[str, int]) -> int:
+    if isinstance(dim, Poly) and dim in known:
+        return known[dim]
+    return bind(dim, sizes)

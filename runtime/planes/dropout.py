@@ -1,0 +1,75 @@
+"""Dropout whose masks are a function of (seed, step, microbatch, node name) and of nothing else.
+
+The bits come from Philox, a counter-based generator (Salmon et al., SC 2011) whose raw output is fixed by definition:
+the same mask on every device, in every execution plane and however the model is cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from fusion.runtime.planes.plane import RngKey
+
+
+class Masks:
+    """The masks of one run of one stage. `names[i]` is the name of the node that asks with index i."""
+
+    def __init__(self, key: RngKey, names: Sequence[str]) -> None:
+        self._prefix = struct.pack("<qqq", key.seed, key.step, key.microbatch)
+        self._names = names
+
+    def draw(self, index: int, like: torch.Tensor, p: float) -> torch.Tensor:
+        """Of the shape, dtype and device of `like`: 0 with probability p, else 1 / (1 - p)."""
+        return keep_mask(self._prefix, self._names[index], like, p)
+
+
+def keep_mask(prefix: bytes, name: str, like: torch.Tensor, p: float) -> torch.Tensor:
+    if p >= 1.0:
+        return torch.zeros_like(like)
+    digest = hashlib.blake2b(prefix + name.encode(), digest_size=16).digest()
+    count = like.numel()
+    raw = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw((count + 1) // 2)
+    bits = raw.astype("<u8", copy=False).view("<u4")[:count]
+    keep = torch.from_numpy(bits >= np.uint32(min(round(p * 2**32), 2**32 - 1)))
+    return keep.to(like.device).view(like.shape).to(like.dtype).mul_(1.0 / (1.0 - p))
+
+
+def dropout(x: torch.Tensor, p: float, masks: Masks, index: int) -> torch.Tensor:
+    """`fusion.dropout` in training."""
+    return x * masks.draw(index, x.detach(), p)
+
+
+def dropout_attention(
+    query: torch.Tensor,  # (batch, heads, length, width)
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    masks: Masks,
+    index: int,
+) -> torch.Tensor:
+    """`fusion.dropout_attention` in training: scaled_dot_product_attention with dropout on the probabilities."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if attn_mask is not None:
+        scores = (
+            scores.masked_fill(~attn_mask, -torch.inf)
+            if attn_mask.dtype == torch.bool
+            else scores + attn_mask
+        )
+    probabilities = functional.softmax(scores, -1)
+    return dropout(probabilities, dropout_p, masks, index) @ value

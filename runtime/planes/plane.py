@@ -1,0 +1,84 @@
+"""An execution plane: what runs the stages of the DAG on one device. Implemented by `fusion.runtime.planes.torch_plane`.
+
+All methods are blocking and run in the device's one worker thread (`fusion.runtime.worker`). Tensors at this
+boundary are torch CPU or device tensors; the plane moves what it is given to its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fusion.dag.stage import Stage
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RngKey:
+    """Where dropout draws from: a mask is a function of (seed, step, microbatch, node name) and of nothing else."""
+
+    seed: int
+    step: int
+    microbatch: int
+
+
+class TrainingStage(Protocol):
+    """One stage with its parameters, gradients and optimizer state (RAD, FusionLLM section 3.2)."""
+
+    stage: Stage
+
+    def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
+        """Run the stage. `inputs` by input name; those of `stage.receives` that need a gradient become leaves.
+        Returns, detached, every value of `stage.sends` by edge name, and "result/<i>" for model output i made
+        here (the loss). Keeps what backward needs until `backward` or `discard`."""
+
+    def backward(self, microbatch: int, gradients: Tensors, loss_scale: float) -> dict[str, torch.Tensor]:
+        """`gradients` by edge name, already summed over consumers; if the loss is made here its gradient is
+        `loss_scale` (1 / microbatches). Adds to the parameters' gradients, frees the stash, returns the gradient
+        of each received edge that needs one, by edge name."""
+
+    def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        """Forward without gradients, dropout off. Same keys as `forward`."""
+
+    def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        """Accumulated gradients by variable name (a zero tensor where none arrived); None = all trainable."""
+
+    def set_gradients(self, gradients: Tensors) -> None:
+        """Replace the accumulated gradients of the variables named (tie groups, averaging)."""
+
+    def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
+        """Sum of squares of all accumulated gradients but those of `skip`, accumulated in float64."""
+
+    def apply(self, learning_rate: float, clip_factor: float) -> None:
+        """Scale the gradients by `clip_factor`, update the parameters with the optimizer, zero the gradients."""
+
+    def discard(self) -> None:
+        """Drop gradients and stashes; restore buffers to the last committed step."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """CPU copies of everything `load_state` needs: "variable/<name>" and "optimizer/<name>/<slot>"."""
+
+    def load_state(self, state: Tensors) -> None: ...
+
+
+class DecodingStage(Protocol):
+    """One stage of a model being served, with a KV cache per session."""
+
+    stage: Stage
+
+    def open(self, session: str, capacity: int) -> None:
+        """Reserve KV memory for `capacity` positions. MemoryError (one line) where the quota does not allow it."""
+
+    def run(self, session: str, start: int, inputs: Tensors) -> dict[str, torch.Tensor]:
+        """Run positions [start, start + n) of one session (batch 1). `start` must equal what the cache holds, or be
+        less: the cache is then cut back to `start` first. Keys as in TrainingStage.forward; "result/0" are the
+        logits (1, n or 1, vocabulary)."""
+
+    def close(self, session: str) -> None:
+        """Free the session; unknown sessions are ignored."""
+
+    def used_bytes(self) -> int: ...

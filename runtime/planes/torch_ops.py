@@ -1,0 +1,184 @@
+"""The op-set in torch: how generated code calls each operator.
+
+Most operators are called through torch's own dispatcher, with their arguments by name. Those that a model runs all
+the time have a shorter spelling below, because in decoding the cost of a call is the Python around it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from fusion.dag.opset import OPSET
+from fusion.dag.opset_spec import OpSpec
+from fusion.runtime.planes.dropout import dropout, dropout_attention
+from fusion.runtime.planes.kv_cache import cached_attention
+
+Args = tuple[Any, ...]  # positional and complete, in the order of the op-set's parameters
+Call = tuple[Callable[..., Any], Args, dict[str, Any]]
+Spelling = Callable[[Args], Call]
+
+# Operators that need the state of the run: they get it, and the number of the node among its kind, as well.
+STATEFUL: Mapping[str, Callable[..., torch.Tensor]] = {
+    "fusion.dropout": dropout,
+    "fusion.dropout_attention": dropout_attention,
+    "fusion.cached_attention": cached_attention,
+}
+
+
+def spell(op: str, args: Args, device: torch.device) -> Call:
+    """The call that computes `op` on `args`; tensors are made on `device`. KeyError for an op without one."""
+    if op in _SPELLINGS:
+        return _SPELLINGS[op](args)
+    found = _DISPATCHED[op]
+    named = dict(zip((p.name for p in OPSET[op].parameters), args, strict=True))
+    extra = {name: named[name] for name in found.keywords if named[name] is not None}
+    extra.update(found.given)
+    if OPSET[op].family == "make" and "self" not in named:
+        extra["device"] = device
+    return found.target, tuple(named[name] for name in found.positional), extra
+
+
+def gives_several(op: str) -> bool:
+    """Whether the call gives a list or tuple of tensors, be it of one."""
+    found = _DISPATCHED.get(op)
+    if found is None:
+        return False
+    returns = found.target._schema.returns
+    return len(returns) != 1 or str(returns[0].type) != "Tensor"
+
+
+def evaluation(op: str, args: Args) -> tuple[str, Args]:
+    """The operator that stands for `op` when the model is evaluated: no dropout, the running statistics in use."""
+    if op == "fusion.dropout":
+        return "aten.dropout", (*args, False)
+    if op == "fusion.dropout_attention":
+        return "aten.scaled_dot_product_attention", (*args[:4], 0.0, *args[5:])
+    if op == "aten.batch_norm" and args[3] is not None:
+        return op, (*args[:5], False, *args[6:])
+    return op, args
+
+
+def _plain(function: Callable[..., Any]) -> Spelling:
+    return lambda args: (function, args, {})
+
+
+def _arithmetic(short: Callable[..., Any], long: Callable[..., Any]) -> Spelling:
+    """self, other, alpha: the Python operator where alpha is 1."""
+    return lambda args: (short, args[:2], {}) if args[2] == 1 else (long, args[:2], {"alpha": args[2]})
+
+
+def _with_dtype(function: Callable[..., Any]) -> Spelling:
+    """..., dtype: left out where it is None."""
+    return lambda args: (function, args[:-1], {} if args[-1] is None else {"dtype": args[-1]})
+
+
+def _attention(args: Args) -> Call:
+    query, key, value, mask, _, causal, scale, grouped = args
+    named = {"attn_mask": mask, "is_causal": causal, "scale": scale, "enable_gqa": grouped}
+    return (
+        functional.scaled_dot_product_attention,
+        (query, key, value),
+        {name: value for name, value in named.items() if value is not None and value is not False},
+    )
+
+
+def _slice(args: Args) -> Call:
+    tensor, dim, start, end, step = args
+    if type(dim) is int and dim >= 0:
+        return operator.getitem, (tensor, (*[slice(None)] * dim, slice(start, end, step))), {}
+    return torch.ops.aten.slice.Tensor, args, {}
+
+
+_SPELLINGS: dict[str, Spelling] = {
+    "aten.linear": _plain(torch._C._nn.linear),
+    "aten.embedding": lambda args: (torch.embedding, (*args[:3], args[3], False), {}),
+    "aten.layer_norm": lambda args: (torch.layer_norm, (*args, False), {}),
+    "aten.rms_norm": _plain(torch.rms_norm),
+    "aten.matmul": _plain(torch.matmul),
+    "aten.scaled_dot_product_attention": _attention,
+    "aten.silu": _plain(torch._C._nn.silu),
+    "aten.gelu": _plain(torch._C._nn.gelu),
+    "fusion.gelu_tanh": lambda args: (torch._C._nn.gelu, args, {"approximate": "tanh"}),
+    "fusion.div_floor": lambda args: (torch.div, args, {"rounding_mode": "floor"}),
+    "fusion.div_trunc": lambda args: (torch.div, args, {"rounding_mode": "trunc"}),
+    "aten.add.Tensor": _arithmetic(operator.add, torch.add),
+    "aten.sub.Tensor": _arithmetic(operator.sub, torch.sub),
+    "aten.mul.Tensor": _plain(operator.mul),
+    "aten.div.Tensor": _plain(operator.truediv),
+    "aten.eq.Tensor": _plain(torch.eq),
+    "aten.ne.Tensor": _plain(torch.ne),
+    "aten.lt.Tensor": _plain(torch.lt),
+    "aten.le.Tensor": _plain(torch.le),
+    "aten.gt.Tensor": _plain(torch.gt),
+    "aten.ge.Tensor": _plain(torch.ge),
+    "aten.remainder.Tensor": _plain(torch.remainder),
+    "aten.fmod.Tensor": _plain(torch.fmod),
+    "aten.bitwise_and.Tensor": _plain(torch.bitwise_and),
+    "aten.bitwise_or.Tensor": _plain(torch.bitwise_or),
+    "aten.bitwise_xor.Tensor": _plain(torch.bitwise_xor),
+    "aten.__and__.Tensor": _plain(operator.and_),
+    "aten.__or__.Tensor": _plain(operator.or_),
+    "aten.neg": _plain(operator.neg),
+    "aten.pow.Tensor_Scalar": _plain(torch.pow),
+    "aten.rsqrt": _plain(torch.rsqrt),
+    "aten.tanh": _plain(torch.tanh),
+    "aten.relu": _plain(torch.relu),
+    "aten.sin": _plain(torch.sin),
+    "aten.cos": _plain(torch.cos),
+    "aten.mean.dim": _with_dtype(torch.mean),
+    "aten.softmax.int": _with_dtype(torch.softmax),
+    # A tensor that capture saw as contiguous need not be so here: capture drops aten.contiguous and aten.clone.
+    "aten.view": _plain(torch.reshape),
+    "aten._unsafe_view": _plain(torch.reshape),
+    "aten.reshape": _plain(torch.reshape),
+    "aten.transpose.int": _plain(torch.transpose),
+    "aten.permute": _plain(torch.permute),
+    "aten.unsqueeze": _plain(torch.unsqueeze),
+    "aten.cat": _plain(torch.cat),
+    "aten.slice.Tensor": _slice,
+    "aten.where.self": _plain(torch.where),
+    "aten.where.ScalarOther": _plain(torch.where),
+    "aten.where.ScalarSelf": _plain(torch.where),
+    "aten.where.Scalar": _plain(torch.where),
+}
+
+
+@dataclass(frozen=True)
+class _Dispatched:
+    target: Any
+    positional: tuple[str, ...]
+    keywords: tuple[str, ...]
+    given: Mapping[str, Any]
+
+
+# Parameters that torch insists on and that change no value.
+_REQUIRED: Mapping[str, Any] = {"cudnn_enabled": True}
+
+
+def _dispatched(spec: OpSpec) -> _Dispatched | None:
+    """torch's operator of that name, and which of our parameters it takes by position and which by keyword."""
+    namespace, packet, *overload = spec.name.split(".")
+    if namespace != "aten":
+        return None
+    target = getattr(getattr(torch.ops.aten, packet), *overload or ("default",))
+    ours = [p.name for p in spec.parameters]
+    schema = target._schema.arguments
+    required = {a.name for a in schema if not a.has_default_value()} - set(ours)
+    assert required <= _REQUIRED.keys(), f"{spec.name} needs {required}"
+    positional = []
+    for name, argument in zip(ours, schema, strict=False):
+        if argument.kwarg_only or argument.name != name:
+            break
+        positional.append(name)
+    given = {name: _REQUIRED[name] for name in required}
+    return _Dispatched(target, tuple(positional), tuple(ours[len(positional) :]), given)
+
+
+# Looked up by the op-set's own names, which are constants of this program: no name from a graph comes this way.
+_DISPATCHED = {name: found for name, spec in OPSET.items() if (found := _dispatched(spec)) is not None}

@@ -1,0 +1,290 @@
+"""The torch execution plane: stages as generated code on CPU or CUDA (`fusion.runtime.planes.plane` says what it promises).
+
+A training stage keeps one autograd graph for each microbatch in flight: the values it receives are the leaves, and
+`backward` runs from the values it sent (RAD, FusionLLM section 3.2). It knows no peers and no protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusion.dag.ir import Graph, Ref, Variable
+from fusion.dag.rewrites.rematerialise import written_buffers
+from fusion.dag.stage import Stage
+from fusion.runtime.errors import JobError
+from fusion.runtime.job import OptimizerConfig
+from fusion.runtime.planes.codegen import TORCH_DTYPES, Program, compile_graph
+from fusion.runtime.planes.dropout import Masks
+from fusion.runtime.planes.kv_cache import SessionCache, SlotShape
+from fusion.runtime.planes.optimizer import Optimizer
+from fusion.runtime.planes.plane import RngKey, Tensors
+
+
+@dataclass(frozen=True)
+class _Stash:
+    """What the backward pass of one microbatch needs."""
+
+    leaves: dict[str, torch.Tensor]  # received values that need a gradient, by edge name
+    outputs: tuple[torch.Tensor, ...]  # as the program gave them, still attached
+
+
+class TorchTrainingStage:
+    """A stage with its parameters, gradients and optimizer state. `variables` holds every variable of the stage's
+    graph, by name; they are copied. JobError for one that is missing or of another shape or dtype."""
+
+    def __init__(
+        self, stage: Stage, variables: Tensors, optimizer: OptimizerConfig, device: str = "cpu"
+    ) -> None:
+        self.stage = stage
+        self.device = torch.device(device)
+        graph = stage.graph
+        self._training = compile_graph(graph, self.device, training=True)
+        self._evaluation = compile_graph(graph, self.device, training=False)
+        self._values = {v.name: _own(variables, v, self.device) for v in graph.variables}
+        self._parameters = {
+            v.name: self._values[v.name] for v in graph.variables if v.kind == "parameter" and v.trainable
+        }
+        for parameter in self._parameters.values():
+            parameter.requires_grad_()
+        self._ordered = tuple(self._values[name] for name in self._training.variables)
+        # Running statistics change in every forward pass, and only a commit makes that stick.
+        self._written = {ref.name: self._values[ref.name] for ref in written_buffers(graph)}
+        self._committed = {name: value.clone() for name, value in self._written.items()}
+        self._optimizer = Optimizer(optimizer, self._parameters)
+        self._keys = _output_keys(stage)
+        self._wanting = frozenset(e.name for e in stage.receives if e.needs_gradient)
+        self._stashes: dict[int, _Stash] = {}
+
+    def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
+        leaves: dict[str, torch.Tensor] = {}
+        given = []
+        for name, value in zip(
+            self._training.inputs, _select(self._training, inputs, self.device), strict=True
+        ):
+            if name in self._wanting:
+                value = leaves[name] = value.detach().requires_grad_()
+            given.append(value)
+        masks = Masks(rng, self._training.stateful)
+        with torch.enable_grad():
+            outputs = self._training.run(given, self._ordered, masks)
+        self._stashes[microbatch] = _Stash(leaves, outputs)
+        return {key: value.detach() for key, value in zip(self._keys, outputs, strict=True)}
+
+    def backward(self, microbatch: int, gradients: Tensors, loss_scale: float) -> dict[str, torch.Tensor]:
+        """ValueError where `forward` was not run for the microbatch, or a gradient is missing or misshapen."""
+        stash = self._stashes.pop(microbatch, None)
+        if stash is None:
+            raise ValueError(f"stage {self.stage.index} holds no activations of microbatch {microbatch}")
+        sends = self.stage.sends
+        roots, seeds = [], []
+        for edge, value in zip(sends, stash.outputs, strict=False):
+            if edge.needs_gradient and value.requires_grad:
+                roots.append(value)
+                seeds.append(_seed(gradients, edge.name, value))
+        for value in stash.outputs[len(sends) :]:
+            if value.requires_grad:
+                roots.append(value)
+                seeds.append(torch.full_like(value, loss_scale))
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        return {
+            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for name, leaf in stash.leaves.items()
+        }
+
+    def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            outputs = self._evaluation.run(
+                _select(self._evaluation, inputs, self.device), self._ordered, None
+            )
+        return dict(zip(self._keys, outputs, strict=True))
+
+    def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        wanted = self._parameters if names is None else {name: self._parameter(name) for name in names}
+        return {
+            name: torch.zeros_like(p, requires_grad=False) if p.grad is None else p.grad
+            for name, p in wanted.items()
+        }
+
+    def set_gradients(self, gradients: Tensors) -> None:
+        for name, value in gradients.items():
+            parameter = self._parameter(name)
+            if value.shape != parameter.shape:
+                raise ValueError(
+                    f"a gradient of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}"
+                )
+            parameter.grad = value.detach().to(parameter.device, parameter.dtype, copy=True)
+
+    def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and name not in skip:
+                total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square()
+        return float(total)
+
+    def apply(self, learning_rate: float, clip_factor: float) -> None:
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if clip_factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, clip_factor)
+        self._optimizer.step(learning_rate)
+        self._committed = {name: value.clone() for name, value in self._written.items()}
+        self._clear()
+
+    def discard(self) -> None:
+        for name, value in self._written.items():
+            value.copy_(self._committed[name])
+        self._clear()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        # What is committed: a run of a microbatch since may have moved the statistics on.
+        values = {**self._values, **self._committed}
+        found = {f"variable/{name}": value.detach().to("cpu", copy=True) for name, value in values.items()}
+        found.update({f"optimizer/{key}": value for key, value in self._optimizer.state().items()})
+        return found
+
+    def load_state(self, state: Tensors) -> None:
+        """JobError names what is missing or does not fit; nothing has changed then."""
+        variables = {k.removeprefix("variable/"): v for k, v in state.items() if k.startswith("variable/")}
+        slots = {k.removeprefix("optimizer/"): v for k, v in state.items() if k.startswith("optimizer/")}
+        checked = {v.name: _checked(variables, v) for v in self.stage.graph.variables}
+        self._optimizer.load_state(slots)
+        with torch.no_grad():
+            for name, value in checked.items():
+                self._values[name].copy_(value)
+        self._committed = {name: value.clone() for name, value in self._written.items()}
+        self._clear()
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        try:
+            return self._parameters[name]
+        except KeyError:
+            raise ValueError(f"stage {self.stage.index} trains no parameter {name}") from None
+
+    def _clear(self) -> None:
+        self._stashes.clear()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+
+class TorchDecodingStage:
+    """A stage being served. Weights are moved to the device once; KV memory is reserved for each session within
+    `memory_bytes` (None: no limit). A stage without `fusion.cached_attention` keeps nothing between runs."""
+
+    def __init__(
+        self, stage: Stage, variables: Tensors, device: str = "cpu", memory_bytes: int | None = None
+    ) -> None:
+        self.stage = stage
+        self.device = torch.device(device)
+        self._program = compile_graph(stage.graph, self.device, training=False)
+        matrices = _matrices(stage.graph) if self.device.type == "cpu" else frozenset()
+        self._variables = tuple(
+            _laid_out(_checked(variables, v).detach().to(self.device), v.name in matrices)
+            for v in stage.graph.variables
+        )
+        self._slots = _slot_shapes(stage.graph)
+        if self._slots:
+            self._program.require("sequence")
+        self._keys = _output_keys(stage)
+        self._memory_bytes = memory_bytes
+        self._sessions: dict[str, SessionCache] = {}
+
+    def open(self, session: str, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity: at least 1 position, not {capacity}")
+        self.close(session)
+        wanted = sum(shape.bytes(capacity) for shape in self._slots.values())
+        if self._memory_bytes is not None and self.used_bytes() + wanted > self._memory_bytes:
+            raise MemoryError(
+                f"a session of {capacity} positions needs {wanted} bytes of KV cache; "
+                f"{self._memory_bytes - self.used_bytes()} of {self._memory_bytes} are free"
+            )
+        self._sessions[session] = SessionCache(self._slots, capacity, self.device)
+
+    def run(self, session: str, start: int, inputs: Tensors) -> dict[str, torch.Tensor]:
+        """ValueError for an unknown session, a gap before `start`, or positions beyond the capacity."""
+        cache = self._sessions.get(session)
+        if cache is None:
+            raise ValueError(f"session {session!r:.80} is not open")
+        given = _select(self._program, inputs, self.device)
+        if self._slots:
+            cache.begin(start, self._program.size(given, "sequence"))
+        with torch.inference_mode():
+            outputs = self._program.run(given, self._variables, cache)
+        if self._slots:
+            cache.commit()
+        return dict(zip(self._keys, outputs, strict=True))
+
+    def close(self, session: str) -> None:
+        self._sessions.pop(session, None)
+
+    def used_bytes(self) -> int:
+        return sum(cache.bytes for cache in self._sessions.values())
+
+
+def _select(program: Program, inputs: Tensors, device: torch.device) -> list[torch.Tensor]:
+    try:
+        return [inputs[name].to(device) for name in program.inputs]
+    except KeyError as missing:
+        raise ValueError(f"the stage needs an input {missing}") from None
+
+
+def _output_keys(stage: Stage) -> tuple[str, ...]:
+    return (*(e.name for e in stage.sends), *(f"result/{i}" for i in stage.results))
+
+
+def _checked(variables: Mapping[str, torch.Tensor], variable: Variable) -> torch.Tensor:
+    value = variables.get(variable.name)
+    if value is None:
+        raise JobError(f"the weights have no {variable.name}")
+    if tuple(value.shape) != variable.type.shape or value.dtype != TORCH_DTYPES[variable.type.dtype]:
+        raise JobError(
+            f"the weight {variable.name} is {value.dtype} {tuple(value.shape)}, not {variable.type}"
+        )
+    return value
+
+
+def _own(variables: Mapping[str, torch.Tensor], variable: Variable, device: torch.device) -> torch.Tensor:
+    return _checked(variables, variable).detach().to(device, copy=True, memory_format=torch.contiguous_format)
+
+
+def _matrices(graph: Graph) -> frozenset[str]:
+    """The variables that are read as the weight of a linear layer and as nothing else."""
+    read: dict[str, set[bool]] = {}
+    for node in graph.nodes:
+        for ref in node.refs():
+            read.setdefault(ref.name, set()).add(node.op == "aten.linear" and ref == node.args[1])
+    return frozenset(name for name in graph.variable_names if read.get(name) == {True})
+
+
+def _laid_out(value: torch.Tensor, matrix: bool) -> torch.Tensor:
+    """The same values in the memory order that decoding reads fastest: a product of one row with a matrix reads a
+    matrix stored by columns (of torch's (out, in) weights) a quarter to a third faster, a row-major one otherwise."""
+    return value.t().contiguous().t() if matrix else value.contiguous()
+
+
+def _seed(gradients: Tensors, name: str, value: torch.Tensor) -> torch.Tensor:
+    gradient = gradients.get(name)
+    if gradient is None or gradient.shape != value.shape:
+        raise ValueError(f"the gradient of {name} is missing or not of shape {tuple(value.shape)}")
+    return gradient.to(value.device, value.dtype)
+
+
+def _slot_shapes(graph: Graph) -> dict[int, SlotShape]:
+    """What each cached attention of the stage keeps, from the types of its keys and values."""
+    found: dict[int, SlotShape] = {}
+    for node in graph.nodes:
+        if node.op == "fusion.cached_attention":
+            key, value, slot = node.args[1], node.args[2], node.args[3]
+            assert isinstance(key, Ref) and isinstance(value, Ref) and isinstance(slot, int)
+            k, v = graph.types[key], graph.types[value]
+            if slot in found:
+                raise JobError(f"two attention nodes share slot {slot} of the KV cache")
+            numbers = (k.shape[1], k.shape[3], v.shape[3])
+            if not all(isinstance(n, int) for n in numbers):
+                raise JobError(f"the heads of attention slot {slot} have no fixed size")
+            heads, key_width, value_width = (int(n) for n in numbers if isinstance(n, int))
+            found[slot] = SlotShape(heads, key_width, value_width, TORCH_DTYPES[k.dtype])
+    return found

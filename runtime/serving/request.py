@@ -1,0 +1,202 @@
+"""What a client asks of a gateway and what it gets: the request, the pieces, the answer.
+
+Spoken over `/fusion/generate/1` (`fusion.runtime.serving.gateway` and `fusion.runtime.serving.generate_client`); loads no torch.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fusion.runtime.errors import JobError
+from fusion.swarm.transport import PeerId
+
+GENERATE = "/fusion/generate/1"
+
+MAX_SEED = (1 << 63) - 1
+MAX_PROMPT_BYTES = 8 << 20  # a million token ids, or that many characters and more
+DEFAULT_MAX_TOKENS = 64
+
+Finish = Literal["", "stop", "length"]  # not yet; an end token; as many tokens as were asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to choose each token. JobError names the field that is out of range."""
+
+    temperature: float = 0.0  # 0: greedy, the settings below do nothing
+    top_k: int = 0  # keep only the k most probable tokens; 0: all
+    top_p: float = 1.0  # keep the fewest tokens whose probabilities reach this sum; 1: all
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= 100.0:
+            raise JobError(f"temperature: between 0 (greedy) and 100, not {self.temperature}")
+        if self.top_k < 0:
+            raise JobError(f"top_k: 0 (all tokens) or more, not {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise JobError(f"top_p: above 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise JobError(f"seed: between 0 and 2**63 - 1, not {self.seed}")
+
+    def to_header(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any]) -> Sampling:
+        return cls(
+            temperature=number(header, "temperature", 0.0),
+            top_k=whole(header, "top_k", 0),
+            top_p=number(header, "top_p", 1.0),
+            seed=whole(header, "seed", 0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """What a client asks of a gateway. Exactly one of `prompt` and `prompt_ids`."""
+
+    model: str = ""  # name of the served job, or its id; "" where the swarm serves only one
+    prompt: str | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    sampling: Sampling = Sampling()
+    seeded: bool = True  # False: the gateway draws a seed
+    logits: bool = False  # send the logits that each token was chosen from (for checks: it costs bandwidth)
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.prompt_ids is None):
+            raise JobError("prompt: give either a text or token ids")
+        if self.prompt is not None and not _is_text(self.prompt):
+            raise JobError("prompt: a text that UTF-8 can hold")
+        if self.prompt_ids is not None and any(not -(2**63) <= i < 2**63 for i in self.prompt_ids):
+            raise JobError("prompt_ids: numbers of at most 64 bits")
+        if self.max_tokens < 1:
+            raise JobError(f"max_tokens: at least 1, not {self.max_tokens}")
+
+    def to_frame(self) -> tuple[dict[str, Any], bytes]:
+        """Header and payload of the `generate` frame. The prompt is the payload: UTF-8 text, or ids."""
+        header: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self.max_tokens,
+            **self.sampling.to_header(),
+        }
+        if not self.seeded:
+            del header["seed"]
+        if self.logits:
+            header["logits"] = True
+        if self.prompt is not None:
+            return {**header, "prompt": "text"}, self.prompt.encode()
+        assert self.prompt_ids is not None
+        return {**header, "prompt": "ids"}, pack_tokens(self.prompt_ids)
+
+    @classmethod
+    def from_frame(cls, header: Mapping[str, Any], payload: memoryview) -> GenerateRequest:
+        """JobError names the field that is missing or wrong."""
+        model, kind = header.get("model", ""), header.get("prompt")
+        if not isinstance(model, str):
+            raise JobError("model: a name")
+        if kind not in ("text", "ids"):
+            raise JobError("prompt: text or ids")
+        if len(payload) > MAX_PROMPT_BYTES:
+            raise JobError(f"prompt: at most {MAX_PROMPT_BYTES} bytes, not {len(payload)}")
+        try:
+            text = str(payload, "utf-8") if kind == "text" else None
+        except UnicodeDecodeError:
+            raise JobError("prompt: UTF-8 text") from None
+        return cls(
+            model=model,
+            prompt=text,
+            prompt_ids=None if text is not None else tuple(unpack_tokens(payload)),
+            max_tokens=whole(header, "max_tokens", DEFAULT_MAX_TOKENS),
+            sampling=Sampling.from_header(header),
+            seeded="seed" in header,
+            logits=header.get("logits") is True,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One token of an answer, as it is made."""
+
+    index: int  # 0 for the first token after the prompt
+    id: int
+    text: str  # what can be shown now; "" while a character is unfinished
+    logits: bytes = b""  # float32 (vocabulary,) where they were asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A finished generation; the last thing that a stream of pieces gives."""
+
+    text: str
+    tokens: tuple[int, ...]  # an end token included
+    finish: Finish
+    prompt_tokens: int
+    route: tuple[PeerId, ...]  # who ran each stage
+    seconds: float  # at the gateway, from the request to the last token
+
+
+def check_prompt(prompt: Sequence[int], max_tokens: int, vocabulary: int, max_sequence: int) -> None:
+    """JobError in one line where the model cannot take this prompt and answer with `max_tokens`."""
+    if not prompt:
+        raise JobError("prompt: at least one token")
+    for token in prompt:
+        if not 0 <= token < vocabulary:
+            raise JobError(f"prompt_ids: this model's tokens are 0 to {vocabulary - 1}, not {token}")
+    if len(prompt) + max_tokens > max_sequence:
+        raise JobError(
+            f"max_tokens: the model takes {max_sequence} positions; the prompt has {len(prompt)}, "
+            f"so at most {max(0, max_sequence - len(prompt))} tokens can follow, not {max_tokens}"
+        )
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids on the wire: little-endian signed 64-bit, as the models' inputs want them."""
+    words = array.array("q", tokens)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def unpack_tokens(payload: memoryview) -> list[int]:
+    """JobError where the bytes are not a whole number of ids."""
+    if len(payload) % 8:
+        raise JobError("token ids: 8 bytes each")
+    words = array.array("q")
+    words.frombytes(payload)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tolist()
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, as a terminal of another encoding may give
+        return False
+    return True
+
+
+def whole(header: Mapping[str, Any], name: str, default: int) -> int:
+    """An integer field of a message from outside. JobError where it is something else."""
+    value = header.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise JobError(f"{name}: a whole number, not {type(value).__name__}")
+    return value
+
+
+def number(header: Mapping[str, Any], name: str, default: float) -> float:
+    """A number field of a message from outside. JobError where it is something else."""
+    value = header.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise JobError(f"{name}: a number, not {type(value).__name__}")
+    return float(value)

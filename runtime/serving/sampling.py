@@ -1,0 +1,58 @@
+"""From logits to a token id: greedy, or temperature, top-k and top-p with a seed.
+
+A draw is a pure function of (logits, settings, position): whichever peer holds the last stage, and however often a
+position is computed again after a failure, the same token comes out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import torch
+
+from fusion.runtime.errors import JobFailed
+from fusion.runtime.serving.request import Sampling
+
+
+def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+    """The token for `position` (its place in the sequence, the prompt included).
+
+    logits: (vocabulary,), any floating dtype, on any device. JobFailed where the most probable one is not a number.
+    """
+    if sampling.temperature == 0.0:
+        best, index = logits.max(0)
+        _check(float(best))
+        return int(index)
+    # Float64 on the CPU: the sum of many small probabilities must not depend on the device.
+    scaled = logits.to(device="cpu", dtype=torch.float64)
+    # Largest first set to 0: a tiny temperature then gives -inf for the others, never inf - inf.
+    scaled = (scaled - scaled.max()) / sampling.temperature
+    ids: torch.Tensor | None = None  # None: places in `scaled` are token ids
+    if 0 < sampling.top_k < scaled.numel():
+        scaled, ids = scaled.topk(sampling.top_k)
+    probabilities = scaled.softmax(0)
+    _check(float(probabilities[0]))
+    if sampling.top_p < 1.0:
+        probabilities, order = probabilities.sort(descending=True, stable=True)
+        ids = order if ids is None else ids[order]
+        reached = probabilities.cumsum(0)
+        # A token stays if the ones before it have not reached top_p yet, so the first always stays.
+        kept = int(((reached - probabilities) < sampling.top_p).sum())
+        probabilities = probabilities[: max(1, kept)]
+    cumulative = probabilities.cumsum(0)
+    target = uniform(sampling.seed, position) * float(cumulative[-1])
+    place = int(torch.searchsorted(cumulative, target, right=True))
+    place = min(place, probabilities.numel() - 1)
+    return place if ids is None else int(ids[place])
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on the two and on nothing else: 53 bits of a hash."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _check(value: float) -> None:
+    if value != value:
+        raise JobFailed("the model's logits are not numbers (NaN)")

@@ -1,0 +1,70 @@
+"""From a captured inference graph to the one that is served: a KV cache, logits of the last position, fused norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fusion.dag.dims import Poly, bind
+from fusion.dag.errors import GraphError
+from fusion.dag.ir import Graph, Input, Node, TensorType
+from fusion.dag.rewrites.clean import clean
+from fusion.dag.rewrites.fuse import fuse
+from fusion.dag.rewrites.kv_cache import cache_attention
+from fusion.dag.rewrites.last_position import last_position
+from fusion.runtime.planes.codegen import compile_graph
+
+Array = npt.NDArray[np.generic]
+
+
+def serving_graph(
+    graph: Graph, *, cache: Literal["kv", "recompute"] = "kv", maximum_sequence: int | None = None
+) -> Graph:
+    """`graph` as `capture_language_model(training=False)` gives it, rewritten for decoding.
+
+    With "kv" every attention reads a cache: UnsupportedModel (one line) for a model in which that would change what
+    it computes. With "recompute" the whole prefix is run for each token, which is exact for any model.
+    """
+    graph = cache_attention(graph, evaluate, maximum_sequence) if cache == "kv" else clean(graph)
+    return fuse(last_position(graph))
+
+
+def evaluate(graph: Graph, inputs: Mapping[str, Array], sizes: Mapping[str, int]) -> list[Array]:
+    """Run a small graph without variables on CPU and give its outputs. Values that no input's shape tells are taken
+    from `sizes`. GraphError for a graph with variables or a missing input."""
+    if graph.variables:
+        raise GraphError("only graphs without variables can be evaluated")
+    sized = _with_sizes(graph, sizes)
+    program = compile_graph(sized, torch.device("cpu"), training=False)
+    try:
+        given = [torch.from_numpy(np.ascontiguousarray(inputs[name])) for name in program.inputs]
+    except KeyError as missing:
+        raise GraphError(f"no value for the input {missing}") from None
+    with torch.no_grad():
+        return [value.numpy() for value in program.run(given, (), None)]
+
+
+def _with_sizes(graph: Graph, sizes: Mapping[str, int]) -> Graph:
+    """The graph with every symbol replaced by its size, so that no input has to tell it."""
+
+    def fixed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(fixed(v) for v in value)
+        return bind(value, sizes) if isinstance(value, Poly) else value
+
+    def typed(type_: TensorType) -> TensorType:
+        return TensorType(fixed(type_.shape), type_.dtype)
+
+    return Graph(
+        inputs=tuple(Input(i.name, typed(i.type)) for i in graph.inputs),
+        variables=(),
+        nodes=tuple(
+            Node(n.name, n.op, fixed(n.args), tuple(typed(t) for t in n.results)) for n in graph.nodes
+        ),
+        outputs=graph.outputs,
+        symbols=graph.symbols,
+    )

@@ -1,0 +1,253 @@
+"""Remote automatic differentiation: one stage's part of a step (FusionLLM, arXiv 2410.12707, section 3.2).
+
+    FP   wait for the stage's remote inputs, run, send each output once to every consumer, keep the stash
+    BP   sum the remote gradients of each output in stage order, run backward, send each input's gradient back
+
+The order of FP and BP is a schedule of `fusion.dag.schedule`. The device's thread has the next action waiting while it
+runs one, so it never waits for the loop, for data or for a send: sends go out beside the computation that follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusion.compression.codec import codec
+from fusion.dag.schedule import Action, gpipe, one_f_one_b
+from fusion.dag.stage import Edge
+from fusion.runtime.data import Batches
+from fusion.runtime.job import TrainConfig
+from fusion.runtime.planes.plane import RngKey, TrainingStage
+from fusion.runtime.training.inbox import Inbox, Key, Plan
+from fusion.runtime.training.step import Attempt, Report
+from fusion.runtime.worker import Worker
+from fusion.swarm.transport import Buffer
+
+# An action that runs and one that is ready to: more would only make a discarded step take longer to stop.
+AHEAD = 2
+
+Send = Callable[[int, str, Mapping[str, Any], Sequence[Buffer]], None]
+Tensors = dict[str, torch.Tensor]
+
+
+class Rad:
+    """Runs the microbatches of one stage. `send(stage, kind, header, payload)` queues a frame and returns at once."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: TrainConfig,
+        plane: TrainingStage,
+        worker: Worker,
+        batches: Batches,
+        send: Send,
+    ) -> None:
+        self.inbox = Inbox(plan, config)
+        self._plan = plan
+        self._config = config
+        self._plane = plane
+        self._worker = worker
+        self._batches = batches
+        self._send = send
+        self._busy = 0.0  # seconds computed; written by the worker thread only
+        self._losses: dict[int, float] = {}
+        self._actions = _schedule(plan, config)
+        # A tied variable is held several times; its gradient counts once in the norm, at the lowest stage.
+        self._uncounted = frozenset(t.variable for t in plan.ties if t.stages[0] != plan.stage.index)
+
+    async def step(self, attempt: Attempt, step: int) -> Report:
+        """Forward and backward of every microbatch of `step`, gradients summed over tie-groups. Cancelling it leaves
+        gradients and stashes behind, for `TrainingStage.discard`."""
+        self.inbox.advance(attempt, step)
+        self._losses.clear()
+        began, busy = time.perf_counter(), self._busy
+        gate = asyncio.Semaphore(AHEAD)
+        async with _group() as group:
+            for action in self._actions:
+                work = await self._prepare(action, attempt, step)
+                await gate.acquire()
+                group.create_task(work()).add_done_callback(lambda _: gate.release())
+        await self._sum_ties(attempt, step)
+        squared_norm = await self._compute(self._plane.squared_norm, self._uncounted)
+        losses = [self._losses[m] for m in sorted(self._losses)]
+        return Report(
+            squared_norm=squared_norm,
+            loss=sum(losses) / len(losses) if losses else None,
+            busy=min(1.0, (self._busy - busy) / max(1e-9, time.perf_counter() - began)),
+        )
+
+    async def evaluate(self, attempt: Attempt, step: int) -> float | None:
+        """Mean loss over the held-out microbatches for the state of `step`; None at a stage that does not make it."""
+        self.inbox.advance(attempt, step)
+        self._losses.clear()
+        gate = asyncio.Semaphore(AHEAD)
+        async with _group() as group:
+            for batch in range(self._config.evaluate_batches):
+                received = await self._receive(step, batch, evaluate=True)
+                await gate.acquire()
+                inputs = {**self._batches.held_out(batch), **received}
+                task = group.create_task(self._evaluate(attempt, step, batch, inputs))
+                task.add_done_callback(lambda _: gate.release())
+        losses = [self._losses[m] for m in sorted(self._losses)]
+        return sum(losses) / len(losses) if losses else None
+
+    # --- waiting
+
+    async def _prepare(
+        self, action: Action, attempt: Attempt, step: int
+    ) -> Callable[[], Coroutine[Any, Any, None]]:
+        """Wait for what the action reads; the result runs it."""
+        at = action.microbatch
+        if action.kind == "forward":
+            inputs = self._batches.train(step, at)
+            inputs.update(await self._receive(step, at, evaluate=False))
+            return partial(self._forward, attempt, step, at, inputs)
+        gradients = [
+            (edge.name, [await self._gradient(edge, consumer, step, at) for consumer in edge.consumers])
+            for edge in self._plan.stage.sends
+            if edge.needs_gradient
+        ]
+        return partial(self._backward, attempt, step, at, gradients)
+
+    async def _receive(self, step: int, microbatch: int, *, evaluate: bool) -> Tensors:
+        return {
+            edge.name: await self.inbox.take(
+                Key("activation", step, microbatch, edge.name, edge.producer, evaluate)
+            )
+            for edge in self._plan.stage.receives
+        }
+
+    async def _gradient(self, edge: Edge, consumer: int, step: int, microbatch: int) -> torch.Tensor:
+        return await self.inbox.take(Key("gradient", step, microbatch, edge.name, consumer))
+
+    # --- computing, then sending while the next action computes
+
+    async def _forward(self, attempt: Attempt, step: int, microbatch: int, inputs: Tensors) -> None:
+        rng = RngKey(self._config.seed, step, microbatch)
+
+        def run() -> tuple[Tensors, float | None]:
+            return _finish(self._plane.forward(microbatch, inputs, rng))
+
+        sends, loss = await self._compute(run)
+        if loss is not None:
+            self._losses[microbatch] = loss
+        self._send_forward(attempt, step, microbatch, sends, evaluate=False)
+
+    async def _evaluate(self, attempt: Attempt, step: int, batch: int, inputs: Tensors) -> None:
+        def run() -> tuple[Tensors, float | None]:
+            return _finish(self._plane.evaluate(inputs))
+
+        sends, loss = await self._compute(run)
+        if loss is not None:
+            self._losses[batch] = loss
+        self._send_forward(attempt, step, batch, sends, evaluate=True)
+
+    async def _backward(
+        self, attempt: Attempt, step: int, microbatch: int, gradients: list[tuple[str, list[torch.Tensor]]]
+    ) -> None:
+        def run() -> Tensors:
+            summed = {name: _sum(parts) for name, parts in gradients}
+            made = self._plane.backward(microbatch, summed, 1.0 / self._config.microbatches)
+            return {name: tensor.to("cpu").contiguous() for name, tensor in made.items()}
+
+        made = await self._compute(run)
+        for edge in self._plan.stage.receives:
+            if edge.needs_gradient:
+                self._post(edge.producer, "gradient", attempt, step, microbatch, edge.name, made[edge.name])
+
+    async def _sum_ties(self, attempt: Attempt, step: int) -> None:
+        """Every member of a tie-group ends with the same sum: added up in stage order, wherever it is added."""
+        for group in self._plan.ties:
+            own = await self._compute(self._own_gradient, group.variable)
+            here = self._plan.stage.index
+            others = [member for member in group.stages if member != here]
+            for member in others:
+                self._post(member, "tie", attempt, step, 0, group.variable, own)
+            parts = {here: own}
+            for member in others:
+                parts[member] = await self.inbox.take(Key("tie", step, 0, group.variable, member))
+            ordered = [parts[member] for member in group.stages]
+            await self._compute(lambda v, p: self._plane.set_gradients({v: _sum(p)}), group.variable, ordered)
+
+    def _own_gradient(self, variable: str) -> torch.Tensor:
+        return self._plane.gradients([variable])[variable].to("cpu", copy=True).contiguous()
+
+    def _send_forward(
+        self, attempt: Attempt, step: int, microbatch: int, sends: Tensors, *, evaluate: bool
+    ) -> None:
+        for edge in self._plan.stage.sends:
+            for consumer in edge.consumers:
+                self._post(
+                    consumer, "activation", attempt, step, microbatch, edge.name, sends[edge.name], evaluate
+                )
+
+    def _post(
+        self,
+        target: int,
+        kind: str,
+        attempt: Attempt,
+        step: int,
+        microbatch: int,
+        edge: str,
+        tensor: torch.Tensor,
+        evaluate: bool = False,
+    ) -> None:
+        encoded = codec(self._plan.codec).encode(tensor)
+        header = {
+            "attempt": attempt,
+            "step": step,
+            "microbatch": microbatch,
+            "edge": edge,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": tuple(tensor.shape),
+            "codec": self._plan.codec,
+            "evaluate": evaluate,
+            **encoded.header,
+        }
+        self._send(target, kind, header, encoded.buffers)
+
+    async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
+        def timed() -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self._busy += time.perf_counter() - began
+
+        return await self._worker.run(timed)
+
+
+def _schedule(plan: Plan, config: TrainConfig) -> tuple[Action, ...]:
+    stage, stages, microbatches = plan.stage.index, plan.stages, config.microbatches
+    if config.schedule == "gpipe":
+        return gpipe(stage, stages, microbatches)
+    return one_f_one_b(stage, stages, microbatches, config.depth)
+
+
+@asynccontextmanager
+async def _group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises what went wrong first, not a group of it: one action fails, the step is over."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def _finish(made: Tensors) -> tuple[Tensors, float | None]:
+    """In the worker thread: bring what is sent to the host, and the loss to a number."""
+    loss = float(made["result/0"]) if "result/0" in made else None
+    return {name: tensor.to("cpu").contiguous() for name, tensor in made.items()}, loss
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

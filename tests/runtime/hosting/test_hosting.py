@@ -1,0 +1,459 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.hosting import FITNESS, over, swarm, until
+
+from fusion.runtime import manifest as manifests
+from fusion.runtime.errors import JobError, JobFailed
+from fusion.runtime.hosting.hosting import PROTOCOL, HostingConfig
+from fusion.runtime.manifest_shelf import ShelfConfig
+from fusion.runtime.progress import Progress
+from fusion.swarm.election import HEAD_START_SECONDS
+from fusion.swarm.errors import BlobError
+from fusion.swarm.identity import Identity
+from fusion.swarm.memory import MemoryDirectory, MemoryTransport
+from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.transport import Stream, call
+
+SNAPSHOT = Digest("5" * 64)
+
+
+# --- claiming
+
+
+def test_the_proposed_peer_claims_at_once_and_nobody_else(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours, other = await made.join(), await made.join()
+            job = await made.launch(made.manifest(ours))
+            await other.look()
+            assert other.service.begun == []
+            await ours.look()
+            await until(lambda: (job, 0) in ours.service.running)
+            await other.look()
+            assert other.service.begun == []
+            owner = await made.owner(job, 0)
+            assert owner is not None and (owner.peer, owner.score) == (ours.id, 1.0)
+            assert ours.service.terms[job, 0] == owner.term == 1
+
+    asyncio.run(main())
+
+
+def test_a_nudge_is_enough(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            job = await made.launch(made.manifest(ours))
+            reply = await call(made.client(), ours.id, PROTOCOL, "launch", {"job": job})
+            assert reply.kind == "ok"
+            await until(lambda: (job, 0) in ours.service.running)
+
+    asyncio.run(main())
+
+
+def test_a_hole_is_filled_after_the_head_start_by_whoever_sees_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            absent = Identity.generate()
+            idle = await made.join()
+            job = await made.launch(made.manifest(None, proposed=(absent.peer_id,)))
+            await idle.look()
+            made.clock.advance(HEAD_START_SECONDS - 0.1)
+            await idle.look()
+            assert idle.service.begun == []
+            made.clock.advance(0.2)
+            await idle.look()
+            await until(lambda: (job, 0) in idle.service.running)
+            owner = await made.owner(job, 0)
+            assert owner is not None and owner.score == FITNESS
+
+    asyncio.run(main())
+
+
+def test_the_head_start_counts_from_when_the_owner_left(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours, idle = await made.join(), await made.join()
+            job = await made.launch(made.manifest(ours))
+            await idle.look()
+            await ours.look()
+            made.clock.advance(HEAD_START_SECONDS + 1)
+            await idle.look()  # owned: no hole, however long ago it was one
+            await ours.leave()
+            await made.announce(job)
+            await idle.look()
+            assert idle.service.begun == []
+            made.clock.advance(HEAD_START_SECONDS)
+            await idle.look()
+            await until(lambda: (job, 0) in idle.service.running)
+            assert idle.service.terms[job, 0] == 2
+
+    asyncio.run(main())
+
+
+def test_memory_and_seats_are_respected_and_come_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join(memory_bytes=1000, seats=2)
+            big = await made.launch(made.manifest(ours, memory_bytes=(1001,), name="big"))
+            half = made.manifest(ours, ours, ours, memory_bytes=(400, 400, 400), name="half")
+            job = await made.launch(half)
+            small = await made.launch(made.manifest(ours, memory_bytes=(10,), name="small"))
+            await ours.look()
+            await until(lambda: len(ours.service.running) == 2)
+            await ours.look()
+            held = set(ours.hosting.hosted)
+            assert len(held) == 2 and (big, 0) not in held  # two seats
+            claimed = {(job, 0): 400, (job, 1): 400, (job, 2): 400, (small, 0): 10}
+            assert ours.hosting.free_memory_bytes == 1000 - sum(claimed[place] for place in held)
+            while running := list(ours.service.running):
+                ours.service.end(*running[0])
+                await over(ours, running[0])
+                await ours.look()
+                await asyncio.sleep(0)
+            assert ours.hosting.free_memory_bytes == 1000
+            assert (small, 0) in ours.service.begun and (big, 0) not in ours.service.begun
+            job = await made.launch(replace(half, name="again"))
+            other = await made.join(memory_bytes=1000)
+            await ours.look()
+            await until(lambda: len(ours.service.running) == 2)
+            job = await made.launch(replace(half, name="more", proposed=(other.id,) * 3))
+            await other.look()
+            await until(lambda: len(other.service.running) == 2)  # a third one does not fit the memory
+            assert {place[0] for place in other.hosting.hosted} == {job}
+            assert other.hosting.free_memory_bytes == 200
+
+    asyncio.run(main())
+
+
+def test_one_peer_runs_several_stages_and_several_jobs(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            one, two = await made.join(), await made.join()
+            first = await made.launch(made.manifest(one, two, one))
+            second = await made.launch(made.manifest(two, one, name="second"))
+            await asyncio.gather(one.look(), two.look())
+            wanted = {(first, 0), (first, 2), (second, 1)}, {(first, 1), (second, 0)}
+            await until(lambda: (set(one.service.running), set(two.service.running)) == wanted)
+            [status] = {(await made.record(job)).lead for job in (first,)}
+            assert status == one.id and (await made.record(second)).lead == two.id
+
+    asyncio.run(main())
+
+
+def test_of_too_many_stages_the_proposed_ones_are_looked_at_first(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join(places=3)
+            job = await made.launch(made.manifest(*[None] * 40, ours, ours, *[None] * 40))
+            await ours.look()
+            await until(lambda: set(ours.service.running) == {(job, 40), (job, 41)})
+
+    asyncio.run(main())
+
+
+# --- how a stage ends
+
+
+def test_a_stage_that_fails_cools_down_longer_each_time_and_takes_no_other_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            job = await made.launch(made.manifest(ours, ours))
+            await ours.look()
+            await until(lambda: len(ours.service.running) == 2)
+            # Whatever a service raises, also what it should not have: the graph is a stranger's.
+            for error, seconds in ((MemoryError("no room"), 5), (KeyError("x\ny"), 10), (JobError("no"), 20)):
+                ours.service.end(job, 1, error)
+                await over(ours, (job, 1))
+                assert await made.owner(job, 1) is None
+                made.clock.advance(seconds - 0.1)
+                await made.announce(job)
+                await ours.look()
+                assert (job, 1) not in ours.service.running
+                made.clock.advance(0.2)
+                await ours.look()
+                await until(lambda: (job, 1) in ours.service.running)
+            assert ours.service.begun.count((job, 0)) == 1 and (job, 0) in ours.service.running
+            lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+            assert len(lines) == 3 and not any("\n" in line for line in lines)
+            assert lines[0] == "stage 1 of work: MemoryError: no room"
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_ran_well_before_it_failed_starts_with_the_shortest_cool_down(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            job = await made.launch(made.manifest(ours))
+            for _ in range(4):
+                await ours.look()
+                await until(lambda: (job, 0) in ours.service.running)
+                made.clock.advance(61)
+                ours.service.end(job, 0, RuntimeError("bad luck"))
+                await over(ours, (job, 0))
+                made.clock.advance(5)
+                await made.announce(job)
+
+    asyncio.run(main())
+
+
+def test_a_job_that_failed_says_so_in_one_line_and_is_not_claimed_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours, idle = await made.join(), await made.join()
+            job = await made.launch(made.manifest(ours))
+            await ours.look()
+            await until(lambda: (job, 0) in ours.service.running)
+            ours.service.end(job, 0, JobFailed("the loss is\nnot a number\x07"))
+            await over(ours, (job, 0))
+            await ours.hosting.beat()
+            record = await made.record(job)
+            assert (record.state, record.message) == ("failed", "the loss is not a number")
+            made.clock.advance(HEAD_START_SECONDS + 1)
+            await made.announce(job)  # the launcher has not heard of it
+            await ours.hosting.beat()
+            for peer in (ours, idle):
+                await peer.look()
+            assert idle.service.begun == [] and len(ours.service.begun) == 1
+            assert (await made.record(job)).state == "failed"
+
+    asyncio.run(main())
+
+
+def test_a_job_that_is_done_is_remembered_and_not_claimed_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            job = await made.launch(made.manifest(ours))
+            await ours.look()
+            await until(lambda: (job, 0) in ours.service.running)
+            ours.service.figures[job] = Progress(
+                job=job, state="done", step=7, steps=7, snapshot=SNAPSHOT, snapshot_step=7
+            )
+            ours.service.end(job, 0)
+            await over(ours, (job, 0))
+            made.clock.advance(300)
+            await made.announce(job)  # every other record has run out
+            await ours.look()
+            record = await made.record(job)
+            assert (record.state, record.step, record.snapshot, record.lead) == ("done", 7, SNAPSHOT, ours.id)
+            assert len(ours.service.begun) == 1
+
+    asyncio.run(main())
+
+
+def test_an_end_that_another_peer_tells_of_ends_our_stages(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            lead, ours = await made.join(), await made.join()
+            job = await made.launch(made.manifest(lead, ours))
+            await asyncio.gather(lead.look(), ours.look())
+            await until(lambda: bool(lead.service.running and ours.service.running))
+            lead.service.figures[job] = Progress(job=job, state="done")
+            await lead.look()
+            await ours.look()
+            await over(ours, (job, 1))
+            assert lead.service.running  # our own stages end by themselves: they may have last words to say
+            await ours.look()
+            assert len(ours.service.begun) == 1
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_another_peer_won_is_given_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            job = await made.launch(made.manifest(ours))
+            await ours.look()
+            await until(lambda: (job, 0) in ours.service.running)
+            rival = Identity.generate()
+            claim = ClaimRecord(
+                job=job, stage=0, peer=rival.peer_id, role="owner", term=9, score=0.1, step=0, load=0.0
+            )
+            await MemoryDirectory(made.network, rival, made.clock).publish(claim, ttl_seconds=100.0)
+            await ours.context.leases.beat()
+            await over(ours, (job, 0))
+            await ours.look()
+            assert len(ours.service.begun) == 1 and ours.hosting.free_memory_bytes == 1000
+            reply = await call(made.client(), ours.id, PROTOCOL, "watch", {"job": job})
+            assert reply.kind == "redirect"  # it does not speak for the job any more
+
+    asyncio.run(main())
+
+
+def test_a_claim_that_is_lost_before_its_host_began_leaves_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            claim = ours.context.leases.claim
+
+            async def claim_and_lose(job: JobId, stage: int, score: float) -> ClaimRecord | None:
+                won = await claim(job, stage, score)
+                assert won is not None
+                asyncio.get_running_loop().call_soon(ours.context.leases.on_lost, won)
+                return won
+
+            ours.context.leases.claim = claim_and_lose  # type: ignore[method-assign]
+            job = await made.launch(made.manifest(ours))
+            for _ in range(20):
+                await ours.look()
+                await asyncio.sleep(0.001)
+            assert ours.service.begun == []
+            ours.context.leases.claim = claim  # type: ignore[method-assign]
+            await ours.look()
+            await until(lambda: (job, 0) in ours.service.running)
+
+    asyncio.run(main())
+
+
+def test_leaving_releases_every_claim(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            jobs = [await made.launch(made.manifest(ours, ours, name=name)) for name in ("one", "two")]
+            await ours.look()
+            await until(lambda: len(ours.service.running) == 4)
+            await ours.leave()
+            assert ours.service.running == {} and ours.context.leases.mine() == ()
+            for job in jobs:
+                for stage in range(2):
+                    [claim] = await ours.context.directory.claims(job, stage)
+                    assert claim.role == "released"
+
+    asyncio.run(main())
+
+
+# --- manifests that do not come, or are none
+
+
+def test_a_manifest_that_nobody_has_is_asked_for_now_and_then(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            missing = JobId("0" * 64)
+            asked = []
+            for second in range(40):
+                await made.announce(missing)
+                await ours.look()
+                asked.append(len(ours.blobs.asked))
+                made.clock.advance(1.0)
+                assert second < 5 or asked[-1] <= 4
+            assert asked[0] == 1 and asked[4] == 1 and asked[-1] == 4  # after 0, 5, 15 and 35 seconds
+
+    asyncio.run(main())
+
+
+def test_manifests_that_never_come_keep_nobody_waiting(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            shelf = ShelfConfig(fetches_per_author=2)
+            ours = await made.join(shelf=shelf)
+            silent = Identity.generate()  # says it has them, and never sends a byte
+
+            async def say_nothing(stream: Stream) -> None:
+                await asyncio.Event().wait()
+
+            mute = MemoryTransport(made.network, silent.peer_id)
+            await mute.serve("/fusion/blob/1", say_nothing)
+            for number in range(20):
+                await made.announce(JobId(f"{number:064x}"), silent)
+            await ours.hosting.beat()
+            job = await made.launch(made.manifest(ours))
+            await ours.hosting.beat()
+            await until(lambda: (job, 0) in ours.service.running)
+            assert len(ours.blobs.asked) == 2 + 1  # two at a time of one author's, and the good one
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("garbage", [b"", b"garbage", b"\xc1" * 2000, b"\x85" + b"\xa7version\x01" * 5])
+def test_garbage_is_refused_once_and_for_all(
+    tmp_path: Path, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            bad = await made.launch(garbage)
+            job = await made.launch(made.manifest(ours))
+            for _ in range(3):
+                await ours.look()
+                made.clock.advance(100)
+                await made.announce(bad)
+                await made.announce(job)
+            assert set(ours.service.running) == {(job, 0)}
+            assert ours.blobs.asked.count(Digest(bad)) == 1 and not ours.blobs.has(Digest(bad))
+            lines = [r.getMessage() for r in caplog.records if bad[:12] in r.getMessage()]
+            assert len(lines) == 1 and "is refused" in lines[0] and "\n" not in lines[0]
+
+    asyncio.run(main())
+
+
+def test_a_manifest_larger_than_any_is_not_fetched(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            holder, ours = await made.join(), await made.join()
+            data = b"\0" * (manifests.MAX_MANIFEST_BYTES + 1)
+            job = JobId(holder.blobs.store.put(data))
+            await made.announce(job, author=made.trainer.peer_id)
+            await ours.look()
+            assert not ours.blobs.has(Digest(job)) and ours.service.begun == []
+
+    asyncio.run(main())
+
+
+# --- trouble around it
+
+
+def test_a_directory_that_fails_costs_a_heartbeat(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            job = await made.launch(made.manifest(ours))
+            jobs = ours.context.directory.jobs
+
+            async def broken() -> tuple[JobRecord, ...]:
+                raise BlobError("no way")
+
+            ours.context.directory.jobs = broken  # type: ignore[method-assign]
+            await ours.look()
+            ours.context.directory.jobs = jobs  # type: ignore[method-assign]
+            await ours.look()
+            await until(lambda: (job, 0) in ours.service.running)
+
+    asyncio.run(main())
+
+
+def test_a_claim_that_cannot_be_made_keeps_nobody_from_the_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            claim = ours.context.leases.claim
+
+            async def refuse_first(job: JobId, stage: int, score: float) -> ClaimRecord | None:
+                if stage == 0:
+                    raise BlobError("no way")
+                return await claim(job, stage, score)
+
+            ours.context.leases.claim = refuse_first  # type: ignore[method-assign]
+            job = await made.launch(made.manifest(ours, ours))
+            await ours.look()
+            await until(lambda: set(ours.service.running) == {(job, 1)})
+
+    asyncio.run(main())
+
+
+def test_a_wrong_configuration_is_named() -> None:
+    with pytest.raises(ValueError, match="seats"):
+        HostingConfig(seats=0)
+    with pytest.raises(ValueError, match="fetches"):
+        ShelfConfig(fetches=0)

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from fusion.dag import wire
+from fusion.dag.errors import PlacementError
+from fusion.dag.placement import UNKNOWN_LINK
+from fusion.runtime import manifest as manifests
+from fusion.runtime.errors import JobError
+from fusion.runtime.launch import sources, spec
+from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
+from fusion.runtime.launch.link_guess import SAME_MACHINE, SAME_NETWORK, guess_links
+from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.swarm.blob_store import BlobStore
+from fusion.swarm.identity import friendly_name
+from fusion.swarm.records import PeerRecord
+from fusion.swarm.transport import PeerId
+
+JOB = """
+name = "small"
+[model]
+kind = "gpt"
+blocks = 2
+width = 16
+heads = 2
+[data]
+files = ["*.txt"]
+held_out = ["held.txt"]
+[train]
+steps = 10
+sequence = 8
+microbatches = 4
+[placement]
+stages = 2
+"""
+
+
+def peer(name: str, address: str = "/ip4/127.0.0.1/tcp/1", memory: int = 1 << 30) -> PeerRecord:
+    return PeerRecord(
+        peer=PeerId(name), name=friendly_name(name), addresses=(address,), role="peer", device="cpu",
+        flops_per_second=1e9, memory_bytes=memory, free_memory_bytes=memory, software="0", opset=1, started_at=0.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs", 1 << 30)
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    for name in ("a", "b", "held"):
+        (tmp_path / f"{name}.txt").write_text(f"the quick brown {name} " * 20)
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def prepared_job(job_file: Path, store: BlobStore, peers: list[PeerRecord]) -> Prepared:
+    return prepare_training(spec.load(job_file), peers, store, trainer="me")
+
+
+def test_a_job_file_becomes_blobs_that_hold_everything(job_file: Path, store: BlobStore) -> None:
+    said: list[str] = []
+    prepared = prepare_training(
+        spec.load(job_file), [peer("A"), peer("B")], store, trainer="me", say=said.append
+    )
+    manifest = manifests.decode(store.path(prepared.job).read_bytes())  # type: ignore[arg-type]
+    assert manifest == prepared.manifest and manifest.trainer == "me" and manifest.byte_level
+    assert manifest.stages == 2 and set(manifest.proposed) == {"A", "B"}
+    assert all(b > 0 for b in manifest.memory_bytes) and prepared.predicted_seconds > 0
+    assert all(store.has(digest) for digest in prepared.blobs)
+    graph = wire.decode(store.path(manifest.graph).read_bytes())
+    names: set[str] = set()
+    for digest in manifest.weights:
+        with safe_open(store.path(digest), framework="pt") as file:
+            names |= set(file.keys())
+    assert names == {variable.name for variable in graph.variables}
+    assert prepared.parameters == sum(
+        p.numel() for p in GPT(GPTConfig(blocks=2, width=16, heads=2, sequence=8)).parameters()
+    )
+    assert manifest.train is not None and manifest.train.data.held_out is not None
+    assert b"held" in store.path(manifest.train.data.held_out).read_bytes()
+    assert b"held" not in store.path(manifest.train.data.train).read_bytes()
+    assert {name for name, _ in manifest.files} == {"inference.graph", "fusion.json"}
+    assert any("placing" in line for line in said)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_job_id(job_file: Path, store: BlobStore) -> None:
+    one = prepared_job(job_file, store, [peer("A"), peer("B")])
+    torch.manual_seed(123)
+    two = prepared_job(job_file, store, [peer("A"), peer("B")])
+    assert one.manifest.weights == two.manifest.weights and one.job != two.job
+
+
+def test_what_cannot_be_placed_is_said(job_file: Path, store: BlobStore) -> None:
+    with pytest.raises(PlacementError):
+        prepared_job(job_file, store, [peer("A")])  # two stages were asked for
+    with pytest.raises(PlacementError):
+        prepared_job(job_file, store, [peer("A", memory=1000), peer("B", memory=1000)])
+    job_file.write_text(JOB + 'peers = ["C"]\n')
+    with pytest.raises(JobError, match="'C' is not in the swarm"):
+        prepared_job(job_file, store, [peer("A"), peer("B")])
+
+
+def test_the_pipeline_is_no_deeper_than_memory_allows(job_file: Path, store: BlobStore) -> None:
+    job_file.write_text(JOB.replace("sequence = 8", "sequence = 8\nmicrobatch_size = 64"))
+    roomy = prepared_job(job_file, store, [peer("A"), peer("B")]).manifest
+    room = max(roomy.memory_bytes) - 1
+    tight = prepared_job(job_file, store, [peer("A", memory=room), peer("B", memory=room)]).manifest
+    assert roomy.train is not None and tight.train is not None
+    assert roomy.train.depth == 2 and tight.train.depth == 1 and max(tight.memory_bytes) <= room
+
+
+def test_only_the_peers_that_were_named_take_part(job_file: Path, store: BlobStore) -> None:
+    job_file.write_text(JOB + f'peers = ["C", "{friendly_name("A")}"]\n')
+    prepared = prepared_job(job_file, store, [peer("A"), peer("B"), peer("C")])
+    assert set(prepared.manifest.proposed) == {"A", "C"}
+
+
+def test_data_too_short_for_one_sample_is_refused(job_file: Path, store: BlobStore) -> None:
+    for name in ("a", "b"):
+        (job_file.parent / f"{name}.txt").write_text("x")
+    with pytest.raises(JobError, match="one sample needs 9"):
+        prepared_job(job_file, store, [peer("A"), peer("B")])
+
+
+def test_a_directory_as_export_writes_it_is_served(job_file: Path, store: BlobStore, tmp_path: Path) -> None:
+    prepared = prepared_job(job_file, store, [peer("A"), peer("B")])
+    directory = tmp_path / "exported"
+    directory.mkdir()
+    for name, digest in prepared.manifest.files:
+        (directory / name).write_bytes(store.path(digest).read_bytes())
+    module = GPT(GPTConfig(blocks=2, width=16, heads=2, sequence=8))
+    save_file(
+        {name: value.clone() for name, value in module.state_dict().items()}, directory / "model.safetensors"
+    )
+    served = prepare_serving(directory, "small", [peer("A"), peer("B")], store, stages=2)
+    assert served.manifest.kind == "serve" and served.manifest.byte_level
+    assert served.manifest.serve is not None and served.manifest.serve.cache == "kv"
+    assert served.manifest.serve.vocabulary == 256 and served.manifest.serve.max_sequence == 8
+    about = json.loads((directory / "fusion.json").read_text())
+    (directory / "fusion.json").write_text(json.dumps({**about, "format": 2}))
+    with pytest.raises(JobError, match="format 2"):
+        prepare_serving(directory, "small", [peer("A")], store)
+    (directory / "fusion.json").write_text("{}")
+    with pytest.raises(JobError, match="vocabulary is missing"):
+        prepare_serving(directory, "small", [peer("A")], store)
+
+
+def test_a_directory_that_is_no_model_is_refused_in_one_line(tmp_path: Path, store: BlobStore) -> None:
+    with pytest.raises(JobError, match="is not a directory"):
+        prepare_serving(tmp_path / "nowhere", "x", [peer("A")], store)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(JobError, match=r"no config\.json"):
+        prepare_serving(tmp_path / "empty", "x", [peer("A")], store)
+
+
+def test_links_are_guessed_from_addresses() -> None:
+    here, beside = peer("A", "/ip4/192.168.1.7/tcp/1"), peer("B", "/ip4/192.168.1.8/tcp/1")
+    twin, far = peer("C", "/ip4/192.168.1.7/tcp/2"), peer("D", "/ip4/1.2.3.4/tcp/1")
+    links = guess_links([here, beside, twin, far])
+    assert links["A", "C"] == SAME_MACHINE and links["A", "B"] == SAME_NETWORK
+    assert links["A", "D"] == links["D", "B"] == UNKNOWN_LINK
+    assert guess_links([peer("E"), peer("F")])["E", "F"] == SAME_MACHINE
+    assert guess_links([here, peer("G", "/dns4/example.org/tcp/1")])["A", "G"] == UNKNOWN_LINK
+
+
+def test_held_is_complete_once_all_is_loaded_and_copied() -> None:
+    assert Held(claimed=2, ready=2, stages=2, copied=5, blobs=5).complete
+    assert not Held(claimed=2, ready=1, stages=2, copied=5, blobs=5).complete
+    assert not Held(claimed=2, ready=2, stages=2, copied=4, blobs=5).complete
+
+
+def test_sources_read_only_what_a_stage_asks_for(tmp_path: Path) -> None:
+    model = sources.builtin(
+        GPTConfig(blocks=1, width=8, heads=1, sequence=8), 0, byte_level=True, tokenizer=None
+    )
+    wanted = [v for v in model.inference.variables if v.name.startswith("blocks.0")]
+    assert set(model.read(wanted)) == {v.name for v in wanted}

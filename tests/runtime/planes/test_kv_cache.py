@@ -1,0 +1,100 @@
+"""The cache and the stages that decode with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from fusion.dag.cuts import split
+from fusion.runtime.launch.capture import capture_language_model, variables_from_module
+from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.planes.kv_cache import SessionCache, SlotShape
+from fusion.runtime.planes.torch_plane import TorchDecodingStage
+from fusion.runtime.serving.serving_graph import serving_graph
+
+SLOT = SlotShape(heads=2, key_width=8, value_width=8, dtype=torch.float32)
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    length = q.shape[2]
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    visible = (distance >= 0) & (distance < (window or length))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=0.3)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 50])
+@pytest.mark.parametrize("pieces", [[20], [1] * 20, [7, 1, 1, 11], [3, 17], [19, 1]])
+def test_pieces_attend_as_the_whole_does(pieces: list[int], window: int | None) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
+    cache = SessionCache({7: SLOT}, 24, torch.device("cpu"))
+    found = []
+    at = 0
+    for count in pieces:
+        cache.begin(at, count)
+        part = slice(at, at + count)
+        found.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], 7, 0.3, window))
+        cache.commit()
+        at += count
+    assert cache.length == 20
+    torch.testing.assert_close(torch.cat(found, 2), reference(q, k, v, window))
+
+
+def test_a_gap_or_too_many_positions_is_an_error() -> None:
+    cache = SessionCache({0: SLOT}, 4, torch.device("cpu"))
+    with pytest.raises(ValueError, match="cannot go on at position 1"):
+        cache.begin(1, 1)
+    with pytest.raises(ValueError, match="room for 4 positions"):
+        cache.begin(0, 5)
+
+
+def gpt_stages(memory_bytes: int | None = None) -> list[TorchDecodingStage]:
+    torch.manual_seed(0)
+    module = GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=32))
+    graph = serving_graph(
+        capture_language_model(module, training=False, maximum_sequence=32), maximum_sequence=32
+    )
+    variables = variables_from_module(module)
+    stages = split(graph, [len(graph.nodes) // 2])
+    return [TorchDecodingStage(s, variables, memory_bytes=memory_bytes) for s in stages]
+
+
+def logits(stages: list[TorchDecodingStage], session: str, start: int, tokens: list[int]) -> torch.Tensor:
+    values = {
+        "input_ids": torch.tensor([tokens]),
+        "position_ids": torch.arange(start, start + len(tokens))[None],
+    }
+    for stage in stages:
+        values.update(stage.run(session, start, values))
+    return values["result/0"][0, -1]
+
+
+def test_a_session_can_be_cut_back_and_run_on_otherwise() -> None:
+    stages = gpt_stages()
+    for stage in stages:
+        stage.open("a", 16)
+        stage.open("b", 16)
+    logits(stages, "a", 0, [1, 2, 3, 4, 5])
+    again = logits(stages, "a", 2, [9, 8])
+    logits(stages, "b", 0, [7])  # another session in between changes nothing
+    torch.testing.assert_close(again, logits(stages, "b", 0, [1, 2, 9, 8]))
+    with pytest.raises(ValueError, match="cannot go on at position 9"):
+        logits(stages, "a", 9, [1])
+
+
+def test_memory_is_reserved_within_the_quota_and_given_back() -> None:
+    per_position = 2 * 16 * 4  # keys and values of one block, float32
+    stage = gpt_stages(memory_bytes=per_position * 20)[0]
+    stage.open("a", 12)
+    assert stage.used_bytes() == 12 * per_position
+    with pytest.raises(MemoryError, match="a session of 12 positions") as refusal:
+        stage.open("b", 12)
+    assert "\n" not in str(refusal.value)
+    stage.close("a")
+    stage.close("never opened")
+    assert stage.used_bytes() == 0
+    stage.open("b", 12)
+    with pytest.raises(ValueError, match="not open"):
+        stage.run("a", 0, {})

@@ -1,0 +1,355 @@
+"""Stages of generated code against plain autograd of the module that they were captured from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.models import Chain, Diamond, SameMasks, gpt2
+from torch import nn
+from torch.nn import functional
+
+from fusion.dag.cuts import split, tie_groups
+from fusion.dag.ir import Graph
+from fusion.dag.rewrites.clean import clean
+from fusion.dag.stage import Stage
+from fusion.runtime.errors import JobError
+from fusion.runtime.job import OptimizerConfig
+from fusion.runtime.launch.capture import capture_language_model, capture_module, variables_from_module
+from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.planes.optimizer import clip_factor, learning_rate
+from fusion.runtime.planes.plane import RngKey
+from fusion.runtime.planes.torch_plane import TorchTrainingStage
+
+SEED = 5
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
+
+@dataclass
+class Case:
+    module: nn.Module
+    graph: Graph
+    batch: Callable[[int], dict[str, torch.Tensor]]  # of microbatch i
+    loss: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+
+
+_graphs: dict[str, Graph] = {}  # capture takes longer than all else here
+
+
+def vectors(name: str, module: nn.Module, outputs: int) -> Case:
+    def batch(i: int) -> dict[str, torch.Tensor]:
+        made = torch.Generator().manual_seed(i)
+        return {"x": torch.randn(4, 6, generator=made), "targets": torch.randn(4, outputs, generator=made)}
+
+    if name not in _graphs:
+        _graphs[name] = capture_module(module, batch(0), nn.MSELoss())
+    return Case(module, _graphs[name], batch, lambda m, b: functional.mse_loss(m(b["x"]), b["targets"]))
+
+
+def language(name: str, module: nn.Module) -> Case:
+    def batch(i: int) -> dict[str, torch.Tensor]:
+        made = torch.Generator().manual_seed(i)
+        tokens = torch.randint(0, 32, (2, 13), generator=made)
+        positions = torch.arange(12).repeat(2, 1)
+        return {"input_ids": tokens[:, :-1], "position_ids": positions, "targets": tokens[:, 1:]}
+
+    def loss(m: nn.Module, b: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = m(input_ids=b["input_ids"], position_ids=b["position_ids"])
+        logits = out if isinstance(out, torch.Tensor) else out.logits
+        return functional.cross_entropy(logits.flatten(0, 1), b["targets"].flatten())
+
+    if name not in _graphs:
+        _graphs[name] = clean(capture_language_model(module, training=True, maximum_sequence=16))
+    return Case(module, _graphs[name], batch, loss)
+
+
+def make(name: str) -> Case:
+    torch.manual_seed(1)
+    match name:
+        case "chain":
+            return vectors(name, Chain(), 3)
+        case "diamond":
+            return vectors(name, Diamond(), 6)
+        case "tied":
+            return language(name, GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=16)))
+        case "dropout":
+            return language(
+                name, GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=16, dropout=0.2))
+            )
+    assert name == "gpt2"
+    return language(name, gpt2())
+
+
+def planes(
+    stages: Sequence[Stage], module: nn.Module, config: OptimizerConfig, device: str
+) -> list[TorchTrainingStage]:
+    return [TorchTrainingStage(s, variables_from_module(module), config, device) for s in stages]
+
+
+def run_microbatch(
+    staged: Sequence[TorchTrainingStage], values: dict[str, torch.Tensor], key: RngKey, scale: float
+) -> float:
+    """One forward and backward through all the stages, as the peers do it. Returns the loss."""
+    values = dict(values)
+    for plane in staged:
+        values.update(plane.forward(key.microbatch, values, key))
+    gradients: dict[str, torch.Tensor] = {}
+    for plane in reversed(staged):
+        mine = {e.name: gradients[e.name] for e in plane.stage.sends if e.needs_gradient}
+        for name, gradient in plane.backward(key.microbatch, mine, scale).items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return float(values["result/0"])
+
+
+def share_ties(staged: Sequence[TorchTrainingStage]) -> None:
+    for group in tie_groups([p.stage for p in staged]):
+        total = sum(staged[s].gradients([group.variable])[group.variable] for s in group.stages)
+        for s in group.stages:
+            staged[s].set_gradients({group.variable: total})
+
+
+def norm(staged: Sequence[TorchTrainingStage]) -> float:
+    seen: set[str] = set()
+    total = 0.0
+    for plane in staged:
+        total += plane.squared_norm(frozenset(seen))
+        seen.update(plane.gradients())
+    return total
+
+
+def even_cuts(graph: Graph, stages: int) -> list[int]:
+    return [len(graph.nodes) * i // stages for i in range(1, stages)]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.cpu() - b.cpu()).norm() / b.norm().clamp_min(1e-12))
+
+
+def own_gradients(case: Case, microbatches: int) -> tuple[float, dict[str, torch.Tensor]]:
+    case.module.train()
+    case.module.zero_grad()
+    total = 0.0
+    for i in range(microbatches):
+        with SameMasks(case.graph, RngKey(SEED, 0, i)):
+            loss = case.loss(case.module, case.batch(i)) / microbatches
+        loss.backward()
+        total += loss.item()
+    found = {n: p.grad.clone() for n, p in case.module.named_parameters() if p.grad is not None}
+    return total, found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 3), (3, 8), (4, 2)])
+@pytest.mark.parametrize("name", ["chain", "diamond", "tied", "dropout", "gpt2"])
+def test_gradients_are_those_of_one_process(name: str, stages: int, microbatches: int, device: str) -> None:
+    case = make(name)
+    staged = planes(split(case.graph, even_cuts(case.graph, stages)), case.module, OptimizerConfig(), device)
+    loss = 0.0
+    for i in range(microbatches):
+        loss += run_microbatch(staged, case.batch(i), RngKey(SEED, 0, i), 1 / microbatches) / microbatches
+    share_ties(staged)
+    wanted_loss, wanted = own_gradients(case, microbatches)
+    assert loss == pytest.approx(wanted_loss, rel=1e-5)
+    found = {k: v for plane in staged for k, v in plane.gradients().items()}
+    assert found.keys() == wanted.keys()
+    for parameter, gradient in wanted.items():
+        assert relative(found[parameter], gradient) <= 1e-5, parameter
+
+
+def test_a_skip_edge_goes_straight_to_each_stage_that_reads_it() -> None:
+    case = make("diamond")
+    stages = split(case.graph, even_cuts(case.graph, 4))
+    assert any(max(e.consumers) - e.producer >= 2 for s in stages for e in s.sends)
+
+
+@pytest.mark.parametrize("name", ["tied", "gpt2"])
+def test_any_cut_gives_the_same_loss_and_gradients(name: str) -> None:
+    case = make(name)
+    config = OptimizerConfig()
+    key = RngKey(SEED, 3, 0)
+    whole = planes(split(case.graph, []), case.module, config, "cpu")
+    loss = run_microbatch(whole, case.batch(0), key, 1.0)
+    wanted = whole[0].gradients()
+    choose = random.Random(0)
+    for _ in range(6):
+        cuts = sorted(choose.sample(range(1, len(case.graph.nodes)), choose.randint(1, 4)))
+        staged = planes(split(case.graph, cuts), case.module, config, "cpu")
+        assert run_microbatch(staged, case.batch(0), key, 1.0) == pytest.approx(loss, rel=1e-6)
+        share_ties(staged)
+        for plane in staged:
+            for parameter, gradient in plane.gradients().items():
+                assert relative(gradient, wanted[parameter]) <= 1e-5, (cuts, parameter)
+
+
+def train(
+    case: Case, staged: Sequence[TorchTrainingStage], config: OptimizerConfig, steps: range, total: int
+) -> Iterator[float]:
+    for step in steps:
+        losses = [
+            run_microbatch(staged, case.batch(2 * step + i), RngKey(SEED, step, i), 0.5) for i in range(2)
+        ]
+        share_ties(staged)
+        factor = clip_factor(config, norm(staged))
+        for plane in staged:
+            plane.apply(learning_rate(config, step, total), factor)
+        yield sum(losses) / 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OptimizerConfig(learning_rate=3e-3, weight_decay=0.1, schedule="cosine", warmup_steps=5),
+        OptimizerConfig(kind="sgd", learning_rate=0.1, momentum=0.9, clip_norm=0.5, schedule="linear"),
+    ],
+    ids=["adamw", "sgd"],
+)
+def test_losses_of_fifty_steps_are_those_of_one_process(config: OptimizerConfig) -> None:
+    case = make("dropout")
+    staged = planes(split(case.graph, even_cuts(case.graph, 3)), case.module, config, "cpu")
+    losses = list(train(case, staged, config, range(50), 50))
+    wanted = list(own_training(case, config, 50))
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert losses[-1] < losses[0]
+
+
+def own_training(case: Case, config: OptimizerConfig, steps: int) -> Iterator[float]:
+    parameters = list(case.module.parameters())
+    if config.kind == "adamw":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        )
+    else:
+        optimizer = torch.optim.SGD(parameters, momentum=config.momentum, weight_decay=config.weight_decay)
+    for step in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for i in range(2):
+            with SameMasks(case.graph, RngKey(SEED, step, i)):
+                loss = case.loss(case.module, case.batch(2 * step + i)) / 2
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(parameters, config.clip_norm or float("inf"))
+        optimizer.param_groups[0]["lr"] = learning_rate(config, step, steps)
+        optimizer.step()
+        yield total
+
+
+@pytest.mark.parametrize(
+    "config", [OptimizerConfig(), OptimizerConfig(kind="sgd", momentum=0.9)], ids=["adamw", "sgd"]
+)
+def test_state_carries_a_run_on_bit_for_bit(config: OptimizerConfig) -> None:
+    case = make("dropout")
+    stages = split(case.graph, even_cuts(case.graph, 2))
+    first = planes(stages, case.module, config, "cpu")
+    list(train(case, first, config, range(3), 6))
+    second = planes(stages, case.module, config, "cpu")
+    for old, new in zip(first, second, strict=True):
+        new.load_state(old.state())
+    assert list(train(case, first, config, range(3, 6), 6)) == list(
+        train(case, second, config, range(3, 6), 6)
+    )
+    for old, new in zip(first, second, strict=True):
+        a, b = old.state(), new.state()
+        assert a.keys() == b.keys() and any(k.startswith("optimizer/") for k in a)
+        assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_discarded_step_leaves_no_trace() -> None:
+    config = OptimizerConfig()
+    case = make("dropout")
+    stages = split(case.graph, even_cuts(case.graph, 2))
+    clean_run, disturbed = (
+        planes(stages, case.module, config, "cpu"),
+        planes(stages, case.module, config, "cpu"),
+    )
+    run_microbatch(disturbed, case.batch(9), RngKey(SEED, 0, 0), 1.0)
+    disturbed[0].forward(1, case.batch(9), RngKey(SEED, 0, 1))
+    for plane in disturbed:
+        plane.discard()
+    assert list(train(case, clean_run, config, range(2), 2)) == list(
+        train(case, disturbed, config, range(2), 2)
+    )
+    with pytest.raises(ValueError, match="holds no activations of microbatch 1"):
+        disturbed[0].backward(1, {}, 1.0)
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(
+            functional.max_pool2d(functional.relu(self.norm(self.convolution(x))), 2).mean((2, 3))
+        )
+
+
+def test_running_statistics_follow_commits_only() -> None:
+    torch.manual_seed(0)
+    module = Normalised()
+    batch = {"x": torch.randn(4, 2, 6, 6), "targets": torch.tensor([0, 2, 1, 0])}
+    graph = capture_module(module, batch, nn.CrossEntropyLoss())
+    (plane,) = planes(split(graph, []), module, OptimizerConfig(), "cpu")
+    before = plane.state()["variable/norm.running_mean"]
+    run_microbatch([plane], batch, RngKey(0, 0, 0), 1.0)
+    assert torch.equal(plane.state()["variable/norm.running_mean"], before)
+    plane.discard()
+    assert torch.equal(plane.state()["variable/norm.running_mean"], before)
+    run_microbatch([plane], batch, RngKey(0, 0, 0), 1.0)
+    plane.apply(0.0, 1.0)
+    module.train()
+    module(batch["x"])
+    assert torch.equal(plane.state()["variable/norm.running_mean"], module.norm.running_mean)
+    module.eval()
+    wanted = functional.cross_entropy(module(batch["x"]), batch["targets"])
+    assert float(plane.evaluate(batch)["result/0"]) == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_evaluation_drops_nothing_out_and_keeps_no_graph() -> None:
+    case = make("dropout")
+    (plane,) = planes(split(case.graph, []), case.module, OptimizerConfig(), "cpu")
+    found = plane.evaluate(case.batch(0))["result/0"]
+    case.module.eval()
+    assert float(found) == pytest.approx(float(case.loss(case.module, case.batch(0))), rel=1e-6)
+    assert not found.requires_grad
+
+
+def test_what_does_not_fit_is_named() -> None:
+    case = make("chain")
+    (stage,) = split(case.graph, [])
+    variables = variables_from_module(case.module)
+    with pytest.raises(JobError, match=r"no layers\.0\.weight"):
+        TorchTrainingStage(
+            stage, {k: v for k, v in variables.items() if k != "layers.0.weight"}, OptimizerConfig()
+        )
+    with pytest.raises(JobError, match=r"layers\.0\.weight"):
+        TorchTrainingStage(stage, {**variables, "layers.0.weight": torch.zeros(2, 2)}, OptimizerConfig())
+    plane = TorchTrainingStage(stage, variables, OptimizerConfig())
+    with pytest.raises(ValueError, match="input x"):
+        plane.forward(0, {"x": torch.zeros(4, 7), "targets": torch.zeros(4, 3)}, RngKey(0, 0, 0))
+    with pytest.raises(ValueError, match="input x"):
+        plane.forward(0, {"x": torch.zeros(4), "targets": torch.zeros(4, 3)}, RngKey(0, 0, 0))
+    with pytest.raises(ValueError, match="needs an input 'targets'"):
+        plane.forward(0, {"x": torch.zeros(4, 6)}, RngKey(0, 0, 0))
+    with pytest.raises(JobError, match="belongs to no parameter"):
+        plane.load_state({**plane.state(), "optimizer/layers.0.weight/__class__": torch.zeros(1)})
+
+
+def test_frozen_parameters_get_no_gradient_and_stay() -> None:
+    case_module = Chain()
+    case_module.layers[0].weight.requires_grad_(False)
+    case = vectors("frozen", case_module, 3)
+    (plane,) = planes(split(case.graph, []), case.module, OptimizerConfig(), "cpu")
+    before = plane.state()["variable/layers.0.weight"]
+    run_microbatch([plane], case.batch(0), RngKey(0, 0, 0), 1.0)
+    assert "layers.0.weight" not in plane.gradients()
+    plane.apply(0.1, 1.0)
+    assert torch.equal(plane.state()["variable/layers.0.weight"], before)

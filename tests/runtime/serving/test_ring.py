@@ -1,0 +1,628 @@
+"""The ring over the in-memory transport, with a plane whose arithmetic is exact and whose cache is checked.
+
+Every stage sums what it has seen of a session, so a position that is lost, repeated or sent to the wrong session
+changes every later token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fusion.dag.dims import symbol
+from fusion.dag.ir import Graph, Input, Ref, TensorType
+from fusion.dag.stage import Edge, Stage
+from fusion.runtime.errors import JobError
+from fusion.runtime.job import ServeConfig
+from fusion.runtime.serving.request import Sampling, pack_tokens
+from fusion.runtime.serving.ring import RingStage, Seat
+from fusion.runtime.serving.ring_frames import plan_ring
+from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends
+from fusion.runtime.serving.sampling import sample
+from fusion.runtime.serving.session import Hop, Opening, SessionId
+from fusion.runtime.worker import Worker
+from fusion.swarm.errors import StaleTerm, SwarmError
+from fusion.swarm.memory import MemoryNetwork, MemoryTransport
+from fusion.swarm.records import JobId
+from fusion.swarm.transport import Frame, PeerId, Stream
+
+VOCABULARY = 31
+JOB = JobId("a" * 64)
+GREEDY = Sampling()
+HIDDEN = TensorType((symbol("batch"), symbol("sequence"), 3), "float32")
+
+
+def make_stages(count: int, *, skip: bool = False, ids_at: Sequence[int] = (0,)) -> tuple[Stage, ...]:
+    """A chain; with `skip` every stage after the second also reads what stage 0 made."""
+    edges = [
+        Edge(
+            f"h{i}/0",
+            Ref(f"h{i}"),
+            HIDDEN,
+            i,
+            tuple(range(1, count)) if skip and i == 0 else (i + 1,),
+            False,
+        )
+        for i in range(count - 1)
+    ]
+    ids = TensorType((symbol("batch"), symbol("sequence")), "int64")
+    stages = []
+    for i in range(count):
+        receives = tuple(e for e in edges if i in e.consumers)
+        inputs = [Input("input_ids", ids)] if i in ids_at else []
+        inputs += [Input("position_ids", ids)] if i == 0 else []
+        inputs += [Input(e.name, e.type) for e in receives]
+        sends = tuple(e for e in edges if e.producer == i)
+        stages.append(
+            Stage(i, Graph(tuple(inputs), (), (), ()), receives, sends, (0,) if i == count - 1 else ())
+        )
+    return tuple(stages)
+
+
+def arithmetic(stage: Stage, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The stage over a whole sequence, position t a function of positions 0..t; whole numbers, so exact."""
+    x = torch.zeros(1, next(iter(inputs.values())).shape[1], 3)
+    for k, name in enumerate(sorted(inputs)):
+        value = inputs[name].float()
+        x = x + (k + 2) * (value if value.dim() == 3 else torch.stack([value, 2 * value, value + 1], -1))
+    y = (3 * x + x.cumsum(1) + stage.index) % 97
+    found = {edge.name: y for edge in stage.sends}
+    if stage.results:
+        score = y.sum(-1, keepdim=True) + 7 * y[..., :1]
+        found["result/0"] = ((score + 1) * torch.arange(1, VOCABULARY + 1) ** 2 % 101)[:, -1:] / 20
+    return found
+
+
+class ToyPlane:
+    def __init__(self, stage: Stage, on_run: Callable[[str, int, int], None] = lambda *_: None) -> None:
+        self.stage = stage
+        self.seen: dict[str, dict[str, torch.Tensor]] = {}
+        self.capacity: dict[str, int] = {}
+        self.full = False
+        self.broken = False
+        self._on_run = on_run
+
+    def open(self, session: str, capacity: int) -> None:
+        if self.full:
+            raise MemoryError("no room for another session's cache")
+        self.seen[session], self.capacity[session] = {}, capacity
+
+    def run(self, session: str, start: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.broken:
+            raise RuntimeError("the device is on fire")
+        length = next(iter(inputs.values())).shape[1]
+        self._on_run(session, start, length)
+        cache = self.seen[session]
+        for name, value in inputs.items():
+            old = cache.get(name, value[:, :0])
+            assert old.shape[1] >= start and start + length <= self.capacity[session]
+            cache[name] = torch.cat([old[:, :start], value.clone()], 1)
+        whole = arithmetic(self.stage, cache)
+        return {name: v if name.startswith("result") else v[:, start:] for name, v in whole.items()}
+
+    def close(self, session: str) -> None:
+        self.seen.pop(session, None)
+
+    def used_bytes(self) -> int:
+        return len(self.seen)
+
+
+def reference(
+    stages: Sequence[Stage],
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling = GREEDY,
+    end: int = -1,
+) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        values = {"input_ids": torch.tensor([tokens]), "position_ids": torch.arange(len(tokens))[None]}
+        for stage in stages:
+            values |= arithmetic(stage, {i.name: values[i.name] for i in stage.graph.inputs})
+        tokens.append(sample(values["result/0"][0, -1], sampling, len(tokens)))
+        if tokens[-1] == end:
+            break
+    return tokens[len(prompt) :]
+
+
+class Ring:
+    """Stages on peers p0, p1, ... and a gateway's end of the protocol, by hand."""
+
+    def __init__(self, network: MemoryNetwork, stages: Sequence[Stage], serve: ServeConfig) -> None:
+        self.network = network
+        self.stages = stages
+        self.serve = serve
+        self.rings: list[RingStage] = []
+        self.planes: list[ToyPlane] = []
+        self.route = tuple(Hop(PeerId(f"p{i}"), 5 + i) for i in range(len(stages)))
+        self.gateway = MemoryTransport(network, PeerId("gateway"))
+        self.tasks: list[asyncio.Task[None]] = []
+        self._names = itertools.count()
+
+    async def connect(self, transport: MemoryTransport | None = None) -> list[Stream]:
+        streams: list[Stream] = []
+        for i, hop in enumerate(self.route):
+            stream = await (transport or self.gateway).open(hop.peer, RING)
+            await stream.send("hello", Ends(JOB, GATEWAY, i, hop.peer).to_header())
+            streams.append(stream)
+        return streams
+
+    def opening(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Opening:
+        fields: dict[str, Any] = {
+            "session": SessionId(f"s{next(self._names)}"),
+            "sampling": GREEDY,
+            **options,
+        }
+        return Opening(route=self.route, prompt_length=len(prompt), max_tokens=max_tokens, **fields)
+
+    async def open(self, streams: Sequence[Stream], opening: Opening) -> None:
+        for stream in streams:
+            await stream.send("open", opening.to_header())
+        for stream in streams:
+            frame = await stream.receive()
+            if frame.kind != "opened":
+                raise Refused(frame)
+
+    async def prompt(self, streams: Sequence[Stream], opening: Opening, prompt: Sequence[int]) -> None:
+        await streams[0].send("prompt", {"session": opening.session}, [pack_tokens(prompt)])
+
+    async def tokens(self, stream: Stream) -> list[int]:
+        found = []
+        while True:
+            frame = await stream.receive()
+            if frame.kind != "token":
+                raise Refused(frame)
+            found.append(frame.header["id"])
+            if frame.header["finish"]:
+                return found
+
+    async def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> list[int]:
+        streams = await self.connect()
+        opening = self.opening(prompt, max_tokens, **options)
+        await self.open(streams, opening)
+        await self.prompt(streams, opening, prompt)
+        tokens = await self.tokens(streams[-1])
+        for stream in streams:
+            await stream.send("close", {"session": opening.session})
+        return tokens
+
+    async def freed(self) -> None:
+        """Until no stage that lives holds any session; the test's deadline is the limit."""
+        async with asyncio.timeout(10):
+            alive = [i for i, hop in enumerate(self.route) if hop.peer in self.network.transports]
+            while any(self.rings[i].sessions or self.planes[i].seen for i in alive):
+                await asyncio.sleep(0.001)
+
+
+class Refused(Exception):
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(f"{frame.kind}: {frame.header.get('message')}")
+
+
+@asynccontextmanager
+async def ring_of(
+    stages: Sequence[Stage],
+    *,
+    on_run: Callable[[int, str, int, int], None] = lambda *_: None,
+    **serve: Any,
+) -> AsyncIterator[Ring]:
+    settings: dict[str, Any] = {
+        "cache": "kv",
+        "max_sequence": 64,
+        "vocabulary": VOCABULARY,
+        "prefill_chunk": 4,
+    }
+    ring = Ring(MemoryNetwork(), stages, ServeConfig(**{**settings, **serve}))
+    workers = []
+    for i, hop in enumerate(ring.route):
+        transport = MemoryTransport(ring.network, hop.peer)
+        plane = ToyPlane(stages[i], lambda *run, i=i: on_run(i, *run))
+        seat = Seat(job=JOB, name="toy", serve=ring.serve, peer=hop.peer, term=hop.term)
+        workers.append(Worker())
+        stage = RingStage(transport, workers[-1], plane, plan_ring(stages, i), seat)
+
+        async def handler(stream: Stream, stage: RingStage = stage) -> None:
+            ends = Ends.from_hello(await stream.receive(), PeerId("us"))
+            await stage.attend(stream, ends.sender)
+
+        await transport.serve(RING, handler)
+        ring.planes.append(plane)
+        ring.rings.append(stage)
+        ring.tasks.append(asyncio.create_task(stage.run()))
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(30):
+            yield ring
+    finally:
+        for task in ring.tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*ring.tasks, return_exceptions=True)
+        for transport in list(ring.network.transports.values()):
+            await transport.aclose()
+        for worker in workers:
+            await worker.aclose()
+        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
+
+
+SHAPES = {
+    "one": make_stages(1),
+    "two": make_stages(2),
+    "three": make_stages(3),
+    "skip": make_stages(4, skip=True),
+    "late-ids": make_stages(3, ids_at=(0, 2)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5, top_k=12, top_p=0.9, seed=5)])
+def test_tokens_are_those_of_the_whole_model(shape: str, sampling: Sampling) -> None:
+    async def main() -> None:
+        stages = SHAPES[shape]
+        async with ring_of(stages) as ring:
+            for prompt in ([3], [1, 2, 3, 4, 5, 6, 7], list(range(17))):
+                tokens = await ring.generate(prompt, 12, sampling=sampling)
+                assert tokens == reference(stages, prompt, 12, sampling)
+                assert len(set(tokens)) > 3, "an answer that does not vary proves nothing"
+            await ring.freed()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("shape", ["one", "three", "skip"])
+def test_a_model_without_a_cache_is_recomputed_from_the_start_each_time(shape: str) -> None:
+    runs: list[tuple[int, int, int]] = []
+
+    async def main() -> None:
+        stages = SHAPES[shape]
+        async with ring_of(
+            stages, cache="recompute", on_run=lambda i, _, start, length: runs.append((i, start, length))
+        ) as ring:
+            assert await ring.generate([5, 6, 7, 8, 9, 1], 4) == reference(stages, [5, 6, 7, 8, 9, 1], 4)
+        assert [run[1:] for run in runs if run[0] == 0] == [(0, 6), (0, 7), (0, 8), (0, 9)]
+
+    asyncio.run(main())
+
+
+def test_sessions_at_once_do_not_touch_each_other() -> None:
+    async def main() -> None:
+        stages = SHAPES["skip"]
+        async with ring_of(stages) as ring:
+            prompts = [[(i * 7 + j) % VOCABULARY for j in range(1 + i * 2)] for i in range(8)]
+            answers = await asyncio.gather(*(ring.generate(p, 10) for p in prompts))
+            assert answers == [reference(stages, p, 10) for p in prompts]
+            await ring.freed()
+
+    asyncio.run(main())
+
+
+def test_a_long_prompt_lets_others_through_between_its_chunks() -> None:
+    order: list[tuple[str, int]] = []
+
+    async def main() -> None:
+        async with ring_of(
+            SHAPES["one"], on_run=lambda _, session, start, length: order.append((session, start))
+        ) as ring:
+            streams = await ring.connect()
+            long, short = list(range(30)), [1]
+            openings = [ring.opening(long, 1, session="long"), ring.opening(short, 4, session="short")]
+            for opening in openings:
+                await ring.open(streams, opening)
+            await ring.prompt(streams, openings[0], long)
+            await ring.prompt(streams, openings[1], short)
+            await ring.tokens(streams[-1])
+            await ring.tokens(streams[-1])
+
+    asyncio.run(main())
+    last_of_long = max(i for i, (session, _) in enumerate(order) if session == "long")
+    assert sum(session == "short" for session, _ in order[:last_of_long]) == 4
+
+
+def test_chunks_of_a_prompt_overlap_across_stages() -> None:
+    third = threading.Event()
+
+    def on_run(stage: int, session: str, start: int, length: int) -> None:
+        if stage == 0 and start == 8:
+            third.set()
+        if stage == 1 and start == 0:
+            assert third.wait(10), "stage 1 had the first chunk only after stage 0 had run them all"
+
+    async def main() -> None:
+        async with ring_of(SHAPES["two"], on_run=on_run) as ring:
+            assert await ring.generate(list(range(14)), 2) == reference(SHAPES["two"], list(range(14)), 2)
+
+    asyncio.run(main())
+
+
+def test_an_end_token_stops_the_answer_and_is_its_last() -> None:
+    async def main() -> None:
+        stages = SHAPES["two"]
+        free = reference(stages, [4, 2], 12)
+        end = free[5]
+        async with ring_of(stages, end_tokens=(end,)) as ring:
+            tokens = await ring.generate([4, 2], 12)
+        assert tokens == free[: free.index(end) + 1]
+
+    asyncio.run(main())
+
+
+def test_logits_come_with_each_token_where_asked_for() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            streams = await ring.connect()
+            opening = ring.opening([1, 2], 3, logits=True)
+            await ring.open(streams, opening)
+            await ring.prompt(streams, opening, [1, 2])
+            for _ in range(3):
+                frame = await streams[-1].receive()
+                logits = torch.frombuffer(bytearray(frame.payload), dtype=torch.float32)
+                assert logits.shape == (VOCABULARY,) and int(logits.argmax()) == frame.header["id"]
+
+    asyncio.run(main())
+
+
+# --- what goes wrong
+
+
+def test_a_gateway_that_vanishes_frees_its_sessions_and_no_others() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["three"]) as ring:
+            lost = MemoryTransport(ring.network, PeerId("lost"))
+            theirs, ours = await ring.connect(lost), await ring.connect()
+            await ring.open(theirs, ring.opening([1], 40, session="theirs"))
+            await ring.prompt(theirs, ring.opening([1], 40, session="theirs"), [1])
+            await ring.open(ours, ring.opening([1], 4, session="ours"))
+            ring.network.kill(PeerId("lost"))
+            async with asyncio.timeout(10):
+                while any("theirs" in plane.seen for plane in ring.planes):
+                    await asyncio.sleep(0.001)
+            assert all("ours" in plane.seen for plane in ring.planes)
+            await ring.prompt(ours, ring.opening([1], 4, session="ours"), [1])
+            assert await ring.tokens(ours[-1]) == reference(SHAPES["three"], [1], 4)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_stage_that_vanishes_ends_the_session_on_those_beside_it(victim: int) -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["three"]) as ring:
+            streams = await ring.connect()
+            opening = ring.opening([1], 60, session="s")
+            await ring.open(streams, opening)
+            ring.network.kill(ring.route[victim].peer)
+            before = (victim - 1) % 3
+            with pytest.raises(Refused, match=f"failed: stage {victim} of toy on .* vanished"):
+                await ring.tokens(streams[before])
+            with pytest.raises(SwarmError):
+                await streams[victim].receive()
+            for stream in streams:
+                stream.abort()  # what a gateway does next
+            await ring.freed()
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_leaves_says_so() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["one"]) as ring:
+            streams = await ring.connect()
+            await ring.open(streams, ring.opening([1], 5, session="s"))
+            ring.tasks[0].cancel()
+            with pytest.raises(Refused, match=r"failed: stage 0 of toy on .* is leaving"):
+                await ring.tokens(streams[0])
+            with pytest.raises(SwarmError):
+                await streams[0].receive()
+
+    asyncio.run(main())
+
+
+def test_no_memory_is_one_line_for_the_gateway() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            ring.planes[1].full = True
+            streams = await ring.connect()
+            with pytest.raises(Refused, match=r"stage 1 of toy on .*no room for another session's cache"):
+                await ring.open(streams, ring.opening([1], 5))
+            ring.planes[1].full = False
+            assert await ring.generate([1], 5) == reference(SHAPES["two"], [1], 5)
+
+    asyncio.run(main())
+
+
+def test_an_error_in_the_plane_fails_that_session_and_the_stage_goes_on() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            streams = await ring.connect()
+            opening = ring.opening([1], 5, session="s")
+            await ring.open(streams, opening)
+            ring.planes[0].broken = True
+            await ring.prompt(streams, opening, [1])
+            with pytest.raises(Refused, match=r"stage 0 of toy on .*the device is on fire"):
+                await ring.tokens(streams[0])
+            ring.planes[0].broken = False
+            assert await ring.generate([1], 5) == reference(SHAPES["two"], [1], 5)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"route": [["p0", 4], ["p1", 6]]}, "term"),
+        ({"route": [["p9", 5], ["p1", 6]]}, "term"),
+        ({"route": [["p0", 5]]}, "route"),
+        ({"route": [["p0", "5"], ["p1", 6]]}, "route"),
+        ({"max_tokens": 64}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_length": -3}, "max_tokens"),
+        ({"session": ""}, "session"),
+        ({"session": 7}, "session"),
+        ({"sampling": {"temperature": -1.0}}, "temperature"),
+        ({"sampling": None}, "sampling"),
+    ],
+)
+def test_an_opening_that_does_not_fit_is_refused(change: dict[str, Any], reason: str) -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            stream = (await ring.connect())[0]
+            await stream.send("open", {**ring.opening([1], 5, session="s").to_header(), **change})
+            frame = await stream.receive()
+            assert frame.kind == "failed" and reason in frame.header["message"]
+            assert not ring.rings[0].sessions
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [VOCABULARY], [-1], []])
+def test_a_prompt_that_was_not_announced_or_is_outside_the_vocabulary_is_refused(prompt: list[int]) -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["one"]) as ring:
+            streams = await ring.connect()
+            opening = ring.opening([1], 5, session="s")
+            await ring.open(streams, opening)
+            await ring.prompt(streams, opening, prompt)
+            with pytest.raises(Refused, match="failed: prompt: "):
+                await ring.tokens(streams[0])
+            await ring.freed()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("sender", "kind", "header", "size"),
+    [
+        (0, "chunk", {"start": 0, "length": 2}, 11),  # not the bytes of two positions
+        (0, "chunk", {"start": 0, "length": 10**9}, 24),
+        (0, "chunk", {"start": -1, "length": 2}, 24),
+        (0, "chunk", {"start": 0, "length": 0}, 0),
+        (2, "chunk", {"start": 0, "length": 1}, 12),  # the wrong stage
+        (0, "chunk", {"start": "0", "length": 2}, 24),
+        (0, "surprise", {}, 0),
+    ],
+)
+def test_frames_that_the_plan_does_not_foresee_end_the_stream(
+    sender: int, kind: str, header: dict[str, Any], size: int
+) -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            await ring.open(await ring.connect(), ring.opening([1, 2], 5, session="s"))
+            forger = await ring.network.transports[PeerId("p0")].open(PeerId("p1"), RING)
+            await forger.send("hello", Ends(JOB, sender, 1, PeerId("p1")).to_header())
+            await forger.send(kind, {"session": "s", **header}, [bytes(size)])
+            assert (await forger.receive()).kind == "error"
+            with pytest.raises(SwarmError):
+                await forger.receive()
+
+    asyncio.run(main())
+
+
+def test_only_the_peers_of_the_route_may_speak_for_its_stages() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            await ring.open(await ring.connect(), ring.opening([1], 5, session="s"))
+            stranger = MemoryTransport(ring.network, PeerId("stranger"))
+            for stage, kind, header, size, reason in (
+                (1, "chunk", {"start": 0, "length": 1}, 12, "does not feed"),
+                (0, "token", {"id": 1, "position": 1}, 0, "only the last stage"),
+            ):
+                stream = await stranger.open(ring.route[stage].peer, RING)
+                await stream.send("hello", Ends(JOB, 1 - stage, stage, PeerId("x")).to_header())
+                await stream.send(kind, {"session": "s", **header}, [bytes(size)])
+                frame = await stream.receive()
+                assert frame.kind == "error" and reason in frame.header["message"]
+            meddler = await ring.connect(stranger)
+            await meddler[0].send("prompt", {"session": "s"}, [pack_tokens([3])])
+            assert (await meddler[0].receive()).kind == "failed"
+            assert ring.rings[0].sessions == 1
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_is_not_running_refuses_streams() -> None:
+    stages = SHAPES["one"]
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        transport = MemoryTransport(network, PeerId("p0"))
+        seat = Seat(
+            job=JOB,
+            name="toy",
+            serve=ServeConfig(cache="kv", max_sequence=8, vocabulary=VOCABULARY),
+            peer=PeerId("p0"),
+            term=1,
+        )
+        async with Worker() as worker:
+            stage = RingStage(transport, worker, ToyPlane(stages[0]), plan_ring(stages, 0), seat)
+            with pytest.raises(StaleTerm, match="not served here now"):
+                await stage.attend(await _silent_stream(network), GATEWAY)
+
+    asyncio.run(main())
+
+
+async def _silent_stream(network: MemoryNetwork) -> Stream:
+    async def handler(stream: Stream) -> None:
+        await asyncio.Event().wait()
+
+    other = MemoryTransport(network, PeerId("other"))
+    await other.serve(RING, handler)
+    return await MemoryTransport(network, PeerId("asker")).open(PeerId("other"), RING)
+
+
+# --- plans
+
+
+def test_a_skip_edge_goes_straight_to_its_consumers() -> None:
+    plans = [plan_ring(SHAPES["skip"], i) for i in range(4)]
+    assert [p.consumer for p in plans[0].outgoing] == [1, 2, 3]
+    assert [[p.producer for p in plan.incoming] for plan in plans] == [[], [0], [0, 1], [0, 2]]
+    assert all(not parcel.ids for plan in plans for parcel in plan.outgoing)
+
+
+def test_ids_travel_as_far_as_the_last_stage_that_reads_them() -> None:
+    plans = [plan_ring(make_stages(4, ids_at=(0, 2)), i) for i in range(4)]
+    assert [p.ids for plan in plans for p in plan.outgoing] == [True, True, False]
+
+
+def test_parcels_of_every_dtype_come_back_as_they_were() -> None:
+    batch, sequence = symbol("batch"), symbol("sequence")
+    dtypes = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "bool"]
+    edges = tuple(
+        Edge(f"e{i}/0", Ref(f"e{i}"), TensorType((batch, 2, sequence + 1), dtype), 0, (1,), False)
+        for i, dtype in enumerate(dtypes)
+    )
+    inputs = tuple(Input(e.name, e.type) for e in edges)
+    stages = (
+        Stage(0, Graph((), (), (), ()), (), edges, ()),
+        Stage(1, Graph((*inputs, Input("input_ids", HIDDEN)), (), (), ()), edges, (), (0,)),
+    )
+    parcel = plan_ring(stages, 0).outgoing[0]
+    sent = {
+        e.name: (torch.arange(8).view(2, 1, 4).transpose(0, 1) % 2).to(getattr(torch, d))
+        for e, d in zip(edges, dtypes, strict=True)
+    }
+    payload = b"".join(parcel.pack(sent, memoryview(pack_tokens([7, 8, 9]))))
+    assert len(payload) == parcel.size_bytes(3)
+    found: dict[str, torch.Tensor] = {}
+    ids = parcel.unpack(memoryview(bytearray(payload)), 3, found)
+    assert ids is not None and bytes(ids) == pack_tokens([7, 8, 9])
+    assert all(
+        torch.equal(found[name], sent[name]) and found[name].dtype == sent[name].dtype for name in sent
+    )
+
+
+def test_models_that_cannot_be_served_this_way_are_refused() -> None:
+    odd = TensorType((symbol("batch"), 3), "float32")
+    graph = Graph((Input("pixels", odd),), (), (), ())
+    with pytest.raises(JobError, match="pixels"):
+        plan_ring([Stage(0, graph, (), (), (0,))], 0)
+    with pytest.raises(JobError, match="last stage"):
+        plan_ring(
+            [Stage(0, Graph((), (), (), ()), (), (), (0,)), Stage(1, Graph((), (), (), ()), (), (), ())], 0
+        )

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.dag.ir import Graph, TensorType, Variable
+from fusion.dag.stage import Stage
+from fusion.runtime.errors import JobError
+from fusion.runtime.training import snapshot
+from fusion.swarm.records import Digest, JobId
+
+JOB = JobId("a" * 64)
+D = [Digest(c * 64) for c in "0123456789"]
+STAGE = Stage(
+    0, Graph((), (Variable("w", TensorType((2, 3), "float32")), Variable("n", TensorType((), "int64"))), (), ()), (), (), ()
+)  # fmt: skip
+WEIGHTS = {"w": torch.ones(2, 3), "n": torch.tensor(4)}
+STATE = {
+    "variable/w": torch.ones(2, 3),
+    "variable/n": torch.tensor(4),
+    "optimizer/w/exp_avg": torch.zeros(2, 3),
+    "optimizer/w/step": torch.tensor(2.0),
+}
+
+
+def test_an_index_round_trips_and_belongs_to_its_job() -> None:
+    index = snapshot.Index(job=JOB, step=7, shards=(D[1], D[2]))
+    data = snapshot.encode_index(index)
+    assert snapshot.decode_index(data, JOB, 2) == index
+    with pytest.raises(JobError, match="another job"):
+        snapshot.decode_index(data, JobId("b" * 64), 2)
+    with pytest.raises(JobError):
+        snapshot.decode_index(data, JOB, 1)
+    with pytest.raises(JobError, match="version"):
+        snapshot.decode_index(msgpack.packb({"job": JOB, "step": 7, "shards": D[:2], "version": 2}), JOB, 2)
+
+
+@given(st.binary(max_size=100))
+@settings(max_examples=60, deadline=None)
+def test_other_bytes_are_no_index(data: bytes) -> None:
+    with pytest.raises(JobError):
+        snapshot.decode_index(data, JOB, 2)
+
+
+def test_weights_and_state_round_trip(tmp_path: Path) -> None:
+    snapshot.save(WEIGHTS, tmp_path / "weights")
+    snapshot.save(STATE, tmp_path / "state")
+    assert torch.equal(snapshot.load_weights(tmp_path / "weights", STAGE)["w"], WEIGHTS["w"])
+    state = snapshot.load_state(tmp_path / "state", STAGE)
+    assert set(state) == set(STATE) and set(snapshot.variables(state)) == {"w", "n"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"variable/w": None}, "lacks variable/w"),
+        ({"variable/w": torch.ones(3, 2)}, "the graph says"),
+        ({"variable/w": torch.ones(2, 3, dtype=torch.float64)}, "the graph says"),
+        ({"variable/x": torch.ones(2, 3)}, "'variable/x'"),
+        ({"optimizer/x/exp_avg": torch.ones(2, 3)}, "'optimizer/x/exp_avg'"),
+        ({"optimizer/w/exp_avg": torch.ones(10_000)}, "not the state of an optimizer"),
+    ],
+)
+def test_a_shard_that_does_not_fit_its_stage_is_refused(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], says: str
+) -> None:
+    state = {name: value for name, value in {**STATE, **changes}.items() if value is not None}
+    snapshot.save(state, tmp_path / "state")
+    with pytest.raises(JobError) as error:
+        snapshot.load_state(tmp_path / "state", STAGE)
+    assert says in str(error.value)
+
+
+def test_what_is_not_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"\x80\x04\x95 pickled")
+    with pytest.raises(JobError, match="not safetensors"):
+        snapshot.load_weights(tmp_path / "weights", STAGE)
+
+
+def test_a_snapshot_counts_once_every_stage_holds_its_copies() -> None:
+    books = snapshot.Collector(stages=2).shard(0, 3, D[0])
+    assert not books.complete
+    assert books.held(0, 3) == books  # nothing to hold yet
+    books = books.shard(1, 3, D[1])
+    assert books.complete and books.index(JOB).shards == (D[0], D[1]) and not books.durable
+    books = books.held(0, 3)
+    assert not books.durable and books.held(1, 2) == books
+    assert books.held(1, 3).durable
+
+
+def test_a_newer_snapshot_replaces_one_under_way_and_an_older_one_is_ignored() -> None:
+    books = snapshot.Collector(stages=2).shard(0, 3, D[0]).shard(0, 6, D[1])
+    assert books.step == 6 and books.shards == {0: D[1]}
+    assert books.shard(1, 3, D[2]) == books
+
+
+def test_a_shard_that_changes_has_to_be_copied_again() -> None:
+    books = snapshot.Collector(stages=1).shard(0, 3, D[0]).held(0, 3)
+    assert books.durable and books.shard(0, 3, D[0]).durable
+    assert not books.shard(0, 3, D[1]).durable
