@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from fusion.swarm.blob_index import decode_index
 from fusion.swarm.blob_store import BadChunk, PartialBlob
@@ -16,26 +17,53 @@ from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call, check
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/fusion/blob/1"
+HEDGE_SECONDS = 0.3  # of silence before the next holder is asked for an index, too
 WINDOW = 16  # chunks asked of one holder and not yet here
+PATIENCE = 100  # times that a holder may ask us to wait for one chunk
 
 
 async def ask_index(
     transport: Transport, holders: Sequence[PeerId], digest: Digest, timeout_seconds: float
 ) -> bytes:
-    """The blob's index from the first holder that has it. Raises BlobError if none has."""
+    """The blob's index from whichever holder answers first; another one is asked whenever those before it are silent
+    for a moment. Raises BlobError if none has it."""
     trouble = "nobody announces it"
-    for holder in holders:
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                frame = await call(transport, holder, PROTOCOL, "index", {"digest": digest})
-            decode_index(frame.payload, digest)
-            return bytes(frame.payload)
-        except TimeoutError:
-            trouble = f"{holder} did not answer"
-        except SwarmError as error:
-            trouble = str(error)
-        logger.debug("no index of blob %.8s from %s: %s", digest, holder, trouble)
+    waiting: set[asyncio.Task[bytes]] = set()
+    left = deque(holders)
+    try:
+        while left or waiting:
+            if left:
+                waiting.add(
+                    asyncio.create_task(_index_from(transport, left.popleft(), digest, timeout_seconds))
+                )
+            done, waiting = await asyncio.wait(
+                waiting, timeout=HEDGE_SECONDS if left else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                error = task.exception()
+                if error is None:
+                    return task.result()
+                if not isinstance(error, BlobError):
+                    raise error
+                trouble = str(error)
+                logger.debug("no index of blob %.8s: %s", digest, trouble)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
     raise BlobError(trouble)
+
+
+async def _index_from(transport: Transport, holder: PeerId, digest: Digest, timeout_seconds: float) -> bytes:
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            frame = await call(transport, holder, PROTOCOL, "index", {"digest": digest})
+        decode_index(frame.payload, digest)
+        return bytes(frame.payload)
+    except TimeoutError:
+        raise BlobError(f"{holder} did not answer") from None
+    except SwarmError as error:
+        raise BlobError(str(error)) from None
 
 
 class Fetch:
@@ -54,22 +82,29 @@ class Fetch:
         self._queue: deque[int] = deque()
         self._changed = asyncio.Event()
 
-    async def round(self, holders: Sequence[PeerId], shunned: set[PeerId]) -> None:
-        """Ask these holders until all chunks are here or all holders have failed. A holder whose bytes do not match
-        is added to `shunned`. Raises QuotaExceeded."""
+    async def round(
+        self, holders: Sequence[PeerId], shunned: set[PeerId], more: asyncio.Future[list[PeerId]], limit: int
+    ) -> None:
+        """Ask these holders, and `more` of them once they are known, at most `limit` at once, until all chunks are
+        here or all have failed. A holder whose bytes do not match is added to `shunned`. Raises QuotaExceeded."""
         self._queue = deque(sorted(self.partial.missing))
         self._asked = {}
-        workers = [asyncio.create_task(self._pull(holder, shunned)) for holder in holders]
-        waiting: set[asyncio.Task[None]] = set(workers)
+        workers = {peer: asyncio.create_task(self._pull(peer, shunned)) for peer in list(holders)[:limit]}
+        waiting: set[asyncio.Future[Any]] = {more, *workers.values()}
         try:
             while waiting and self.partial.missing:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                for task in done - {more}:
                     task.result()
+                known = more.result() if more.done() else []
+                fresh = [peer for peer in known if peer not in workers and peer not in shunned]
+                for peer in fresh[: limit - len(waiting - {more})]:
+                    workers[peer] = asyncio.create_task(self._pull(peer, shunned))
+                    waiting.add(workers[peer])
         finally:
-            for task in workers:
+            for task in workers.values():
                 task.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            await asyncio.gather(*workers.values(), return_exceptions=True)
 
     async def _pull(self, holder: PeerId, shunned: set[PeerId]) -> None:
         outstanding: deque[int] = deque()
@@ -80,9 +115,7 @@ class Fetch:
             while self.partial.missing:
                 await self._ask(stream, outstanding)
                 if outstanding:
-                    async with asyncio.timeout(self._chunk_seconds):
-                        frame = checked(await stream.receive())
-                    await self._accept(frame, outstanding, holder, shunned)
+                    await self._accept(await self._chunk(stream), outstanding, holder, shunned)
                 else:
                     self._changed.clear()
                     await self._changed.wait()
@@ -100,6 +133,15 @@ class Fetch:
             self._changed.set()
             if stream is not None:
                 stream.abort()
+
+    async def _chunk(self, stream: Stream) -> Frame:
+        """The next frame that is a chunk. A holder that keeps within an upload budget says that we must wait."""
+        for _ in range(PATIENCE):
+            async with asyncio.timeout(self._chunk_seconds):
+                frame = checked(await stream.receive())
+            if frame.kind != "wait":
+                return frame
+        raise FrameError(f"{stream.remote} keeps us waiting")
 
     async def _ask(self, stream: Stream, outstanding: deque[int]) -> None:
         if len(outstanding) > WINDOW // 2:

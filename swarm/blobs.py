@@ -4,7 +4,8 @@ Every chunk is checked against the digest by itself, so a holder can waste a lit
 
     protocol /fusion/blob/1, asked by the fetching side on a stream of its own per holder
         index {digest}          -> index {}, payload: the canonical index
-        get {digest, chunks}    -> chunk {index}, payload, for each chunk in the order asked
+        get {digest, chunks}    -> chunk {index}, payload, for each chunk in the order asked; between them `wait` {},
+                                   every few seconds, while the upload budget lets nothing through
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from fusion.swarm.blob_fetch import PROTOCOL, Fetch, ask_index
 from fusion.swarm.blob_index import decode_index
@@ -23,10 +24,13 @@ from fusion.swarm.directory import Directory
 from fusion.swarm.errors import BlobError, FrameError, StreamClosed, SwarmError
 from fusion.swarm.records import Digest, ProviderRecord, is_digest
 from fusion.swarm.transport import PeerId, Stream, Transport
+from fusion.swarm.upload_budget import UploadBudget
 
 logger = logging.getLogger(__name__)
 
 MAX_CHUNKS_ASKED = 64  # in one request
+HINT_SECONDS = 1.0  # for those who probably have a blob, before the directory is asked for others
+WAIT_SECONDS = 5.0  # between two words to a reader whom the upload budget keeps waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +41,14 @@ class BlobConfig:
     chunk_seconds: float = 30.0  # a holder that sends no chunk for so long is left
     announce_seconds: float = 20.0
     uploads: int = 8  # chunks read from disk at once for others
+    upload_bytes_per_second: float | None = None  # to all others together; None: as much as the network takes
 
     def __post_init__(self) -> None:
         for name in ("holders", "attempts", "chunk_seconds", "announce_seconds", "uploads"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.upload_bytes_per_second is not None and self.upload_bytes_per_second <= 0:
+            raise ValueError(f"upload_bytes_per_second must be positive, not {self.upload_bytes_per_second}")
         if self.retry_seconds < 0:
             raise ValueError(f"retry_seconds must be at least 0, not {self.retry_seconds}")
 
@@ -51,8 +58,14 @@ class Blobs:
     it; without it `put` and `fetch` work all the same."""
 
     def __init__(
-        self, store: BlobStore, transport: Transport, directory: Directory, config: BlobConfig | None = None
+        self,
+        store: BlobStore,
+        transport: Transport,
+        directory: Directory,
+        config: BlobConfig | None = None,
+        budget: UploadBudget | None = None,
     ) -> None:
+        """`budget`: for tests that drive its clock; by default it is made from the config."""
         self.store = store
         self._transport = transport
         self._directory = directory
@@ -60,6 +73,8 @@ class Blobs:
         self._fetches: dict[Digest, asyncio.Task[Path]] = {}
         self._waiting: dict[Digest, int] = {}
         self._uploads = asyncio.Semaphore(self._config.uploads)
+        self._budget = budget or UploadBudget(self._config.upload_bytes_per_second)
+        self._announcing: set[asyncio.Task[None]] = set()
         self._announcer: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -72,23 +87,24 @@ class Blobs:
 
     async def aclose(self) -> None:
         """Stop announcing and every fetch; what came of them stays for the next time. Idempotent."""
-        tasks = [*self._fetches.values()]
+        tasks: list[asyncio.Task[Any]] = [*self._fetches.values(), *self._announcing]
         if self._announcer is not None:
-            tasks.append(self._announcer)  # type: ignore[arg-type]
+            tasks.append(self._announcer)
             self._announcer = None
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._budget.aclose()
 
     def has(self, digest: Digest) -> bool:
         return self.store.has(digest)
 
     async def put(self, data: bytes | Path) -> Digest:
-        """Keep the bytes, or a copy of the file, and tell the swarm that we hold them.
+        """Keep the bytes, or a copy of the file; the swarm is told in the background that we hold them.
         Raises QuotaExceeded, BlobError."""
         digest = await asyncio.to_thread(self.store.put, data)
-        await self._announce(digest)
+        self._announce_soon(digest)
         return digest
 
     async def drop(self, digest: Digest) -> None:
@@ -147,20 +163,22 @@ class Blobs:
         shunned: set[PeerId] = set()  # sent bytes that do not match the digest
         fruitless = 0
         reason = "nobody announces it"
+        likely = [peer for peer in hints if peer != self._transport.peer_id]
+        lookup = self._look_up(digest, hints)
         try:
             while True:
                 left = len(fetch.partial.missing) if fetch is not None else None
-                holders = [peer for peer in await self._holders(digest, hints) if peer not in shunned]
+                # A dial is quicker than the directory: at first only those are asked who probably have the blob.
+                first, likely = likely[: self._config.holders], []
+                holders = first or [peer for peer in await lookup if peer not in shunned]
                 try:
                     if fetch is None and holders:
-                        data = await ask_index(self._transport, holders, digest, self._config.chunk_seconds)
-                        size = decode_index(data, digest).size_bytes
-                        if max_bytes is not None and size > max_bytes:
-                            raise TooLarge(f"blob {digest[:8]} has {size} bytes; at most {max_bytes} allowed")
-                        partial = await asyncio.to_thread(self.store.begin, data, digest)
-                        fetch = Fetch(self._transport, partial, self._config.chunk_seconds)
+                        patience = min(HINT_SECONDS, self._config.chunk_seconds)
+                        fetch = await self._begin(
+                            digest, holders, patience if first else self._config.chunk_seconds, max_bytes
+                        )
                     if fetch is not None:
-                        await fetch.round(holders[: self._config.holders], shunned)
+                        await fetch.round(holders, shunned, lookup, self._config.holders)
                         reason = fetch.trouble or reason
                 except TooLarge:
                     raise
@@ -168,15 +186,33 @@ class Blobs:
                     reason = str(error)
                 if fetch is not None and not fetch.partial.missing:
                     break
+                if first and fetch is None:
+                    continue  # with those whom the directory knows
                 fruitless = 0 if fetch is not None and len(fetch.partial.missing) != left else fruitless + 1
                 if fruitless >= self._config.attempts:
                     raise BlobError(f"cannot fetch blob {digest[:8]}: {reason}")
                 await asyncio.sleep(self._config.retry_seconds)
+                lookup = self._look_up(digest, hints)
         finally:
+            lookup.cancel()
             if fetch is not None:
                 await asyncio.shield(asyncio.to_thread(fetch.partial.close))
-        await self._announce(digest)
+        self._announce_soon(digest)
         return self.store.path(digest)
+
+    async def _begin(
+        self, digest: Digest, holders: Sequence[PeerId], patience_seconds: float, max_bytes: int | None
+    ) -> Fetch:
+        """Raises BlobError where none of the holders has the blob, TooLarge, QuotaExceeded."""
+        data = await ask_index(self._transport, holders, digest, patience_seconds)
+        size = decode_index(data, digest).size_bytes
+        if max_bytes is not None and size > max_bytes:
+            raise TooLarge(f"blob {digest[:8]} has {size} bytes; at most {max_bytes} allowed")
+        partial = await asyncio.to_thread(self.store.begin, data, digest)
+        return Fetch(self._transport, partial, self._config.chunk_seconds)
+
+    def _look_up(self, digest: Digest, hints: Sequence[PeerId]) -> asyncio.Task[list[PeerId]]:
+        return asyncio.create_task(self._holders(digest, hints), name=f"holders of {digest[:8]}")
 
     async def _holders(self, digest: Digest, hints: Sequence[PeerId]) -> list[PeerId]:
         try:
@@ -186,6 +222,12 @@ class Blobs:
             records = ()
         peers = dict.fromkeys([*hints, *(record.peer for record in records)])
         return [peer for peer in peers if peer != self._transport.peer_id]
+
+    def _announce_soon(self, digest: Digest) -> None:
+        """A store in the directory takes long beside all that a stage waits for."""
+        task = asyncio.create_task(self._announce(digest), name=f"announce {digest[:8]}")
+        self._announcing.add(task)
+        task.add_done_callback(self._announcing.discard)
 
     async def _announce(self, digest: Digest) -> None:
         try:
@@ -230,7 +272,22 @@ class Blobs:
                 raise FrameError("a blob request that is not one")
             async with self._uploads:
                 data = await asyncio.to_thread(self.store.read_chunk, digest, chunk)
+            await self._wait_for_budget(stream, len(data))
             await stream.send("chunk", {"index": chunk}, [data])
+
+    async def _wait_for_budget(self, stream: Stream, count: int) -> None:
+        """Tell the reader now and then that we are still there: it leaves a holder that says nothing."""
+        if not self._budget.limited:
+            return
+        spending = asyncio.ensure_future(self._budget.spend(stream.remote, count))
+        try:
+            while True:
+                done, _ = await asyncio.wait([spending], timeout=WAIT_SECONDS)
+                if done:
+                    return
+                await stream.send("wait")
+        finally:
+            spending.cancel()
 
 
 class TooLarge(BlobError):

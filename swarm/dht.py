@@ -52,6 +52,7 @@ from fusion.swarm.records import (
     shard,
     subkey_of,
     unseal,
+    unseal_anywhere,
 )
 from fusion.swarm.transport import PeerId
 
@@ -192,12 +193,8 @@ class HivemindDirectory:
     async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
         """As in `Directory`. A record never ends sooner than an earlier version of it would have.
         Raises PeerUnreachable for a client when no node took the record."""
-        if not 0 < ttl_seconds <= MAX_TTL_SECONDS:
-            raise RecordError(f"ttl_seconds must lie between 0 and {MAX_TTL_SECONDS:g}, not {ttl_seconds}")
         key, subkey = key_of(record), subkey_of(record)
-        expires_at = max(self.now() + ttl_seconds, self._expiries.get((key, subkey), 0.0) + 0.001)
-        data = seal(record, self._identity, expires_at)
-        self._remember_expiry((key, subkey), expires_at)
+        data, expires_at = self._seal(record, ttl_seconds)
         stored_until = expires_at + CLOCK_TOLERANCE_SECONDS
         if not self._config.client:  # what we say about ourselves can always be had from us
             self._protocol.storage.store_subkey(DHTID(key_id(key)), subkey, data, stored_until)
@@ -217,6 +214,22 @@ class HivemindDirectory:
         overtaken = self._expiries.get((key, subkey), 0.0) > expires_at
         if self._config.client and not any(taken) and not overtaken:
             raise PeerUnreachable("no peer of the swarm took the record")
+
+    def sealed(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> bytes:
+        """As in `Directory`. Whatever we publish later ends later: who stores what was shown to him displaces nothing."""
+        return self._seal(record, ttl_seconds)[0]
+
+    def unsealed(self, data: bytes) -> Record:
+        return unseal_anywhere(data, self.now()).record
+
+    def _seal(self, record: Record, ttl_seconds: float) -> tuple[bytes, float]:
+        if not 0 < ttl_seconds <= MAX_TTL_SECONDS:
+            raise RecordError(f"ttl_seconds must lie between 0 and {MAX_TTL_SECONDS:g}, not {ttl_seconds}")
+        slot = key_of(record), subkey_of(record)
+        expires_at = max(self.now() + ttl_seconds, self._expiries.get(slot, 0.0) + 0.001)
+        data = seal(record, self._identity, expires_at)
+        self._remember_expiry(slot, expires_at)
+        return data, expires_at
 
     async def peers(self) -> tuple[PeerRecord, ...]:
         return await self._records(PEER_KEYS, PeerRecord)

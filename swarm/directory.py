@@ -35,6 +35,13 @@ class Directory(Protocol):
     async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
         """Sign with our key and store. The record's author must be us (RecordError otherwise)."""
 
+    def sealed(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> bytes:
+        """The record signed with our key as `publish` would store it, to be shown to a peer directly. RecordError as
+        there."""
+
+    def unsealed(self, data: bytes) -> Record:
+        """The record that a peer showed us, if it passes every check now. Raises RecordError."""
+
     async def peers(self) -> tuple[PeerRecord, ...]: ...
 
     async def jobs(self) -> tuple[JobRecord, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+from fusion.swarm.directory import HEARTBEAT_SECONDS
 from fusion.swarm.records import ClaimRecord
 from fusion.swarm.transport import PeerId
 
@@ -32,22 +33,52 @@ def next_term(claims: Iterable[ClaimRecord], floor: int = 0) -> int:
     return 1 + max([floor, *(claim.term for claim in claims)])
 
 
+def latest(known: ClaimRecord | None, shown: ClaimRecord) -> ClaimRecord:
+    """Which of two claims of one peer it made last: `known` from the directory, `shown` to us directly as the owner's.
+
+    A peer's terms only rise, and at one term it owns the stage, then releases it, then stands by.
+    """
+    return known if known is not None and known.term >= shown.term else shown
+
+
+def rivals(claims: Iterable[ClaimRecord], peer: PeerId, over: int) -> list[ClaimRecord]:
+    """The claims that a new one of `peer` must reckon with: not its own, nor those of owners that are known to be gone,
+    whose term is at most `over`."""
+    return [
+        claim for claim in claims if claim.peer != peer and not (claim.role == "owner" and claim.term <= over)
+    ]
+
+
+def heirs(claims: Iterable[ClaimRecord]) -> tuple[ClaimRecord, ...]:
+    """Who takes the stage over when its owner is gone, best first: the standbys that own no stage, so that work and the
+    copies of it spread; then those that are ready, then by the step that they have, then by score."""
+    standbys = [claim for claim in claims if claim.role == "standby"]
+    return tuple(sorted(standbys, key=_fitness, reverse=True))
+
+
 def should_claim(claims: Iterable[ClaimRecord], peer: PeerId, *, score: float, vacant_seconds: float) -> bool:
     """Whether `peer` should claim the stage now. `vacant_seconds`: how long it has been seen without an owner.
 
     A stage with an owner is left alone, whatever the scores: moving it would cost more than it gains. A vacant one is
-    for the proposed peer (score 1.0) at once, for others after a head start; the best standby goes before the rest.
+    for the proposed peer (score 1.0) and the best standby at once, for each other standby a heartbeat later than for
+    the one before it, for others after a head start.
     """
     claims = tuple(claims)
     if winner(claims) is not None:
         return False
-    standbys = [claim for claim in claims if claim.role == "standby"]
-    best = max(
-        standbys, key=lambda claim: (claim.step, claim.score, _lot(claim.peer, claim.stage)), default=None
-    )
-    if score >= 1.0 or (best is not None and best.peer == peer):
+    if score >= 1.0 or vacant_seconds >= HEAD_START_SECONDS:
         return True
-    return vacant_seconds >= HEAD_START_SECONDS
+    order = [claim.peer for claim in heirs(claims)]
+    return peer in order and vacant_seconds >= order.index(peer) * HEARTBEAT_SECONDS
+
+
+def is_idle(standby: ClaimRecord) -> bool:
+    """Whether the peer that stands by owns no stage."""
+    return standby.load == 0
+
+
+def _fitness(claim: ClaimRecord) -> tuple[bool, bool, int, float, bytes]:
+    return is_idle(claim), claim.ready, claim.step, claim.score, _lot(claim.peer, claim.stage)
 
 
 def _lot(peer: str, stage: int) -> bytes:

@@ -2,6 +2,7 @@
 
 SwarmError
   TransportError            the wire
+    DaemonDied                p2pd ended by itself: this peer has to be opened anew
     PeerUnreachable           dialled, and nobody answered
     StreamBroken              the other end vanished: reset, timeout, dead process
     StreamClosed              the other end finished cleanly (end of stream)
@@ -22,6 +23,10 @@ class SwarmError(Exception):
 
 
 class TransportError(SwarmError):
+    pass
+
+
+class DaemonDied(TransportError):
     pass
 
 

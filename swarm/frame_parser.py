@@ -32,6 +32,10 @@ class FrameParser:
         self.ready_bytes = 0
         self.ended = False  # the sender said that no more frames come
         self.preamble: bytes | None = None
+        self.allowed = limits.payload_bytes
+        self.refused = (
+            0  # the size of a payload over `allowed`, which is not read: nothing behind it is parsed
+        )
         self._limits = limits
         self._wants_preamble = preamble
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
@@ -70,6 +74,13 @@ class FrameParser:
                 self._scratch[:rest] = bytes(self._scratch[self._start : self._end])
             self._start, self._end = 0, rest
 
+    def allow(self, payload_bytes: int) -> None:
+        """Change the cap on payloads, never above the limits; what waited for that is parsed. Raises FrameError."""
+        self.allowed = min(payload_bytes, self._limits.payload_bytes)
+        if self.refused and self.refused <= self.allowed:
+            self.refused = 0
+            self.advance(0)
+
     def take(self) -> tuple[Frame, int]:
         """The oldest frame and its size in bytes; there must be one in `ready`."""
         frame, size = self.ready.popleft()
@@ -97,6 +108,9 @@ class FrameParser:
                 self.ended = True
                 return True
         header_bytes, payload_bytes = self._lengths
+        if payload_bytes > self.allowed:
+            self.refused = payload_bytes
+            return False
         if self._header is None:
             if self._end - self._start < header_bytes:
                 if header_bytes + HEAD_BYTES > SCRATCH_BYTES:

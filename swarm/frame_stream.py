@@ -38,13 +38,16 @@ class FrameStream(asyncio.BufferedProtocol):
         opened: Callable[[FrameStream, bytes | None], None],
         remote: PeerId = PeerId(""),  # noqa: B008
         protocol: str = "",
+        allowed: int | None = None,
     ) -> None:
+        """`allowed`: the largest payload to take at first; see `Stream.allow`."""
         self.remote = remote
         self.protocol = protocol
         self._limits = limits
         self._traffic = traffic
         self._opened: Callable[[FrameStream, bytes | None], None] | None = opened
         self._parser = FrameParser(limits, preamble=True)
+        self._parser.allow(limits.payload_bytes if allowed is None else allowed)
         self._socket: asyncio.Transport | None = None
         self._failure: FrameError | None = None
         self._closed = False
@@ -84,6 +87,8 @@ class FrameStream(asyncio.BufferedProtocol):
             self._over.set()
         if self._closed:
             self._parser.forget()
+            if self._parser.refused:
+                self._drop()
         elif self._full() and not self._reading_paused and not socket.is_closing():
             self._reading_paused = True
             socket.pause_reading()
@@ -113,6 +118,11 @@ class FrameStream(asyncio.BufferedProtocol):
 
     # What the rest of the project calls.
 
+    @property
+    def broke(self) -> bool:
+        """Whether it ended, and neither side had said so."""
+        return self.lost.done() and not self._closed and not self._parser.ended
+
     async def send(
         self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
     ) -> None:
@@ -136,6 +146,11 @@ class FrameStream(asyncio.BufferedProtocol):
         while not self._parser.ready or self._closed:
             if self._closed:
                 raise StreamClosed(f"{self.protocol}: we closed this stream")
+            if self._parser.refused and self._failure is None:
+                self._failure = FrameError(
+                    f"a payload of {self._parser.refused} bytes; at most {self._parser.allowed} are allowed now"
+                )
+                self._drop()
             if self._failure is not None:
                 raise FrameError(f"{self.remote} on {self.protocol}: {self._failure}") from self._failure
             if self._parser.ended or self.lost.done():
@@ -149,17 +164,26 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._reader = None
         frame, size = self._parser.take()
         self._traffic.received(self.remote, size)
-        if self._reading_paused and not self._full() and self._socket is not None:
-            self._reading_paused = False
-            if not self._socket.is_closing():
-                self._socket.resume_reading()
+        self._read_on()
         return frame
+
+    def allow(self, payload_bytes: int) -> None:
+        try:
+            self._parser.allow(payload_bytes)
+        except FrameError as error:
+            self._failure = error
+            self._drop()
+        self._read_on()
+        self._wake_reader()
 
     async def aclose(self) -> None:
         if self._closed:
             return
         self._close()
         if self.lost.done() or self._socket is None:
+            return
+        if self._parser.refused:
+            self._drop()  # it would be read to its end, only to be thrown away
             return
         # What comes in until the other end answers is thrown away; a socket closed with unread bytes would lose
         # the sent ones. Then our half is shut: p2pd ends the stream and hangs up.
@@ -188,7 +212,15 @@ class FrameStream(asyncio.BufferedProtocol):
 
     # Inside.
 
+    def _read_on(self) -> None:
+        if self._reading_paused and not self._full() and self._socket is not None:
+            self._reading_paused = False
+            if not self._socket.is_closing():
+                self._socket.resume_reading()
+
     def _full(self) -> bool:
+        if self._parser.refused:
+            return True
         return self._parser.ready_bytes >= UNREAD_BYTES or len(self._parser.ready) >= _UNREAD_FRAMES
 
     async def _write(self, *parts: Buffer) -> None:

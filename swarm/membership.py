@@ -2,7 +2,8 @@
 
 No bootstrap peer is ever necessary for a peer to run: it starts alone, tries its seeds and the peers it met in
 earlier runs for ever in the background, and lets others find it. Seeds are probed also while all is well, since a
-swarm that lost its seeds for a while may have become two.
+swarm that lost its seeds for a while may have become two; and so are, every few seconds, peers that were listed and
+are no longer (see `fusion.swarm.roll`).
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from fusion.swarm.bootstrap import load_cached, save_cached
+from fusion.swarm.bootstrap import MAX_CACHED, load_cached, save_cached
 from fusion.swarm.directory import HEARTBEAT_SECONDS, Directory
 from fusion.swarm.errors import SwarmError, TransportError
 from fusion.swarm.records import PeerRecord
+from fusion.swarm.roll import Roll, RollConfig
 from fusion.swarm.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
+
+_ADDRESSES_EACH = 4  # of one peer, tried or remembered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +37,11 @@ class MembershipConfig:
     first_retry_seconds: float = 0.5  # doubling, while no seed answers
     longest_retry_seconds: float = 10.0
     probe_seconds: float = 30.0  # between probes of all seeds while there are neighbours
+    look_seconds: float = 5.0  # between looks at who is listed
+    search_seconds: float = 1.0  # between looks at which missing peer is to be tried
     remember_seconds: float = 60.0
     seeds_at_once: int = 16
+    roll: RollConfig = RollConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         for name in (
@@ -41,6 +49,8 @@ class MembershipConfig:
             "first_retry_seconds",
             "longest_retry_seconds",
             "probe_seconds",
+            "look_seconds",
+            "search_seconds",
             "remember_seconds",
             "seeds_at_once",
         ):
@@ -75,8 +85,10 @@ class Membership:
         neighbourhood: Neighbourhood,
         describe: Callable[[], PeerRecord] | None,
         config: MembershipConfig,
+        learn: Callable[[PeerId, Sequence[str]], None] = lambda peer, addresses: None,
     ) -> None:
-        """`describe` None: a client, which is in the swarm without being announced."""
+        """`describe` None: a client, which is in the swarm without being announced. `learn` is told where each listed
+        peer listens."""
         self.announced = asyncio.Event()
         self.joined = asyncio.Event()
         self._transport = transport
@@ -84,6 +96,9 @@ class Membership:
         self._neighbourhood = neighbourhood
         self._describe = describe
         self._config = config
+        self._learn = learn
+        self._roll = Roll(transport.peer_id, config.roll)
+        self._remembered_at = float("-inf")
         self._cached: tuple[str, ...] = ()
         self._complained = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,7 +106,7 @@ class Membership:
     async def __aenter__(self) -> Self:
         if self._config.cache_path is not None:
             self._cached = await asyncio.to_thread(load_cached, self._config.cache_path)
-        loops = [self._join_for_ever(), self._remember_for_ever()]
+        loops = [self._join_for_ever(), self._look_for_ever(), self._search_for_ever()]
         if self._describe is not None:
             loops.append(self._announce_for_ever())
         self._tasks = [asyncio.create_task(loop) for loop in loops]
@@ -147,20 +162,42 @@ class Membership:
         self.joined.set()
         return True
 
-    async def remember(self) -> None:
-        """Note the peers that the directory lists now, for the next start and for when all seeds are gone."""
+    async def look(self) -> None:
+        """Read who is listed: whoever no longer is will be looked for. Now and then they are noted for the next start,
+        and for when all seeds are gone."""
         try:
             records = await self._directory.peers()
         except SwarmError as error:
             logger.debug("peers not read: %s", error)
             return
-        await self._note([r for r in records if r.role == "peer" and r.peer != self._transport.peer_id])
-
-    async def _note(self, records: Sequence[PeerRecord]) -> None:
-        fresh = [address for record in records for address in record.addresses[:4]]
-        if fresh:
-            self._cached = tuple(dict.fromkeys([*fresh, *self._cached]))[:64]
+        others = [r for r in records if r.role == "peer" and r.peer != self._transport.peer_id]
+        for record in others:
+            self._learn(record.peer, record.addresses)
+        now = time.monotonic()
+        self._roll.call(others, now)
+        if not others:
+            return
+        # In a large swarm not all peers should remember the same few.
+        chosen = random.sample(others, len(others))
+        fresh = [address for record in chosen for address in record.addresses[:_ADDRESSES_EACH]]
+        self._cached = tuple(dict.fromkeys([*fresh, *self._cached]))[:MAX_CACHED]
+        if now - self._remembered_at >= self._config.remember_seconds:
+            self._remembered_at = now
             await self._save()
+
+    async def search(self) -> None:
+        """Try the missing peers whose turn it is; whoever answers becomes a neighbour again."""
+        limit = asyncio.Semaphore(self._config.seeds_at_once)
+        due = self._roll.due(time.monotonic())
+        answered = await asyncio.gather(
+            *(self._try_any(addresses[:_ADDRESSES_EACH], limit) for addresses in due.values())
+        )
+        back = [peer for peer, there in zip(due, answered, strict=True) if there]
+        for peer in back:
+            self._roll.found(peer)
+        if back:
+            logger.info("%d peers that were missing answer again", len(back))
+            await self.announce()  # those around them need not wait for our next heartbeat
 
     async def _save(self) -> None:
         if self._config.cache_path is None or not self._cached:
@@ -172,12 +209,22 @@ class Membership:
                 "cannot remember peers in %s: %s", self._config.cache_path, error.strerror or error
             )
 
-    async def _try(self, seed: str, limit: asyncio.Semaphore) -> None:
+    async def _try(self, seed: str, limit: asyncio.Semaphore) -> bool:
+        return await self._try_any((seed,), limit)
+
+    async def _try_any(self, addresses: Sequence[str], limit: asyncio.Semaphore) -> bool:
+        """Dial one peer at all of its addresses; whether it is our neighbour then."""
         async with limit:
-            try:
-                await self._neighbourhood.join(await self._transport.connect(seed))
-            except (TransportError, ValueError) as error:
-                logger.debug("seed %s: %s", seed, error)
+            tried = await asyncio.gather(
+                *(self._transport.connect(address) for address in addresses), return_exceptions=True
+            )
+            for address, outcome in zip(addresses, tried, strict=True):
+                if not isinstance(outcome, BaseException):
+                    return await self._neighbourhood.join(outcome)
+                if not isinstance(outcome, (TransportError, ValueError)):
+                    raise outcome
+                logger.debug("%s: %s", address, outcome)
+            return False
 
     async def _announce_for_ever(self) -> None:
         while True:
@@ -204,9 +251,13 @@ class Membership:
         while self._neighbourhood.neighbours() and loop.time() < until:
             await asyncio.sleep(self._config.heartbeat_seconds)
 
-    async def _remember_for_ever(self) -> None:
+    async def _look_for_ever(self) -> None:
         await self.joined.wait()
         while True:
-            await asyncio.sleep(min(self._config.remember_seconds, 2 * self._config.heartbeat_seconds))
-            await self.remember()
-            await asyncio.sleep(self._config.remember_seconds)
+            await self.look()
+            await asyncio.sleep(self._config.look_seconds)
+
+    async def _search_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.search_seconds)
+            await self.search()

@@ -34,6 +34,7 @@ from fusion.swarm.records import (
     shard,
     subkey_of,
     unseal,
+    unseal_anywhere,
 )
 from fusion.swarm.traffic import TrafficCounter
 from fusion.swarm.transport import Handler, PeerId, Traffic
@@ -199,6 +200,12 @@ class MemoryDirectory:
         now = self._clock()
         data = seal(record, self._identity, now + ttl_seconds)
         self._network.store(self._identity.peer_id, key_of(record), subkey_of(record), data, now)
+
+    def sealed(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> bytes:
+        return seal(record, self._identity, self._clock() + ttl_seconds)
+
+    def unsealed(self, data: bytes) -> Record:
+        return unseal_anywhere(data, self._clock()).record
 
     async def peers(self) -> tuple[PeerRecord, ...]:
         return tuple(

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fusion.swarm import frames
-from fusion.swarm.errors import StreamBroken, StreamClosed, TransportError
+from fusion.swarm.errors import FrameError, StreamBroken, StreamClosed, TransportError
 from fusion.swarm.frames import DEFAULT_LIMITS, FrameLimits
 from fusion.swarm.traffic import TrafficCounter
-from fusion.swarm.transport import Buffer, Frame, PeerId
+from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, PeerId
 
 BUFFERED_BYTES = 1 << 20  # what a stream holds before its sender has to wait; one frame always fits
 
@@ -59,6 +59,7 @@ class MemoryStream:
         outgoing: _Pipe,
         limits: FrameLimits,
         traffic: TrafficCounter,
+        allowed: int,
     ) -> None:
         self.remote = remote
         self.protocol = protocol
@@ -66,6 +67,7 @@ class MemoryStream:
         self._outgoing = outgoing
         self._limits = limits
         self._traffic = traffic
+        self._allowed = allowed
         self._turn = asyncio.Lock()
         self._closed = False
 
@@ -95,9 +97,18 @@ class MemoryStream:
                 raise self._ended(pipe.end)
             await pipe.changed.wait()
         head, payload = pipe.take()
+        if len(payload) > self._allowed:
+            self.abort()
+            raise FrameError(
+                f"{self.remote} on {self.protocol}: a payload of {len(payload)} bytes; at most {self._allowed} "
+                "are allowed now"
+            )
         self._traffic.received(self.remote, len(head) + len(payload))
         kind, header = frames.decode_header(memoryview(head)[frames.HEAD_BYTES :])
         return Frame(kind, header, memoryview(payload))
+
+    def allow(self, payload_bytes: int) -> None:
+        self._allowed = min(payload_bytes, self._limits.payload_bytes)
 
     async def aclose(self) -> None:
         self._finish("closed")
@@ -135,10 +146,10 @@ def stream_pair(
     limits: FrameLimits = DEFAULT_LIMITS,
     traffic: tuple[TrafficCounter, TrafficCounter] | None = None,
 ) -> tuple[MemoryStream, MemoryStream]:
-    """Two ends of one stream: the first is held by `here`, the second by `there`."""
+    """Two ends of one stream: the first is held by `here`, who opened it, the second by `there`."""
     ours, theirs = traffic or (TrafficCounter(), TrafficCounter())
     one, two = _Pipe(), _Pipe()
     return (
-        MemoryStream(there, protocol, one, two, limits, ours),
-        MemoryStream(here, protocol, two, one, limits, theirs),
+        MemoryStream(there, protocol, one, two, limits, ours, limits.payload_bytes),
+        MemoryStream(here, protocol, two, one, limits, theirs, min(UNASKED_BYTES, limits.payload_bytes)),
     )

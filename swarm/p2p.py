@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hivemind.hivemind_cli
 from google.protobuf.message import DecodeError
@@ -23,20 +23,25 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_sa
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
+from fusion.swarm.contacts import Contacts, knock, tcp_target
 from fusion.swarm.daemon import Daemon
-from fusion.swarm.errors import PeerUnreachable, TransportError
+from fusion.swarm.detour import detour
+from fusion.swarm.errors import DaemonDied, PeerUnreachable, TransportError
 from fusion.swarm.frame_stream import FrameStream
 from fusion.swarm.frames import FrameLimits
 from fusion.swarm.handlers import Handlers, one_line
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory_stream import stream_pair
 from fusion.swarm.traffic import TrafficCounter
-from fusion.swarm.transport import Handler, PeerId, Stream, Traffic
+from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traffic
 
 logger = logging.getLogger(__name__)
 
 _CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
 _ADDRESS_SECONDS = 10.0  # libp2p learns its outside addresses little by little
+_GONE = "p2pd is gone"
+_KNOCK_SECONDS = 3.0
+_CONNECTED_SECONDS = 0.05  # how old an answer of p2pd's may be for the many small calls of the DHT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,9 @@ class P2PTransport:
         self.p2p = p2p  # for the DHT, which runs in this loop
         self._config = config
         self._daemon = daemon
+        self._contacts = Contacts(self._list_connected, self._dial)
+        p2p.before_call = self._before_call
+        daemon.ended.add_done_callback(lambda _: p2p.bury())
         self._handlers = Handlers(per_peer=config.streams_per_peer)
         self._counter = TrafficCounter()
         self._listen_path = daemon.directory / "s.sock"
@@ -122,21 +130,31 @@ class P2PTransport:
     def addresses(self) -> tuple[str, ...]:
         return self._addresses
 
-    async def failed(self) -> TransportError:
+    async def failed(self) -> DaemonDied:
         """Waits until p2pd dies by itself; the error says why. Nothing works after that."""
-        return TransportError(await asyncio.shield(self._daemon.ended))
+        return DaemonDied(await asyncio.shield(self._daemon.ended))
+
+    @property
+    def alive(self) -> bool:
+        """Whether p2pd runs; see `failed`."""
+        return not self._daemon.ended.done()
+
+    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """A peer listens at these multiaddrs: with that known, one that comes back is reached at once."""
+        if peer != self.peer_id:
+            self._contacts.learn(peer, addresses)
 
     async def connect(self, address: str) -> PeerId:
-        where, peer = split_address(address)
+        _, peer = split_address(address)
         if peer == self.peer_id:
             return peer
-        request = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=[where.to_bytes()])
-        request.timeout = _whole_seconds(self._config.dial_seconds)
+        self._contacts.hint(peer, address)  # even if it is dead now: p2pd should not dial it in vain
         try:
             async with asyncio.timeout(self._config.dial_seconds):
-                if not await self._connected(peer):
-                    await _knock(address)
-                    await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
+                if peer not in await self._contacts.connected():
+                    await knock(address, min(_KNOCK_SECONDS, self._config.dial_seconds))
+                    await self._dial(peer, [address])
+                    self._contacts.doubt()
         except TimeoutError:
             raise PeerUnreachable(
                 f"{address} did not answer within {self._config.dial_seconds:g} s"
@@ -162,6 +180,7 @@ class P2PTransport:
         stream: FrameStream | None = None
         try:
             async with asyncio.timeout(self._config.dial_seconds):
+                await self._contacts.reach(peer)
                 _, stream = await loop.create_unix_connection(
                     lambda: FrameStream(self._config.limits, self._counter, opened, peer, protocol),
                     path=str(self._daemon.control_path),
@@ -177,7 +196,7 @@ class P2PTransport:
                     f"{peer} did not answer within {self._config.dial_seconds:g} s"
                 ) from None
             if isinstance(error, OSError):
-                raise PeerUnreachable(f"cannot reach {peer}: p2pd is gone") from error
+                raise PeerUnreachable(f"cannot reach {peer}: {_GONE}") from error
             if isinstance(error, TransportError) and not isinstance(error, PeerUnreachable):
                 raise PeerUnreachable(f"cannot reach {peer}: {error}") from error
             raise
@@ -198,6 +217,7 @@ class P2PTransport:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        await self._contacts.aclose()
         await self._handlers.aclose()
         if self._server is not None:
             self._server.close()
@@ -210,7 +230,7 @@ class P2PTransport:
     # Streams.
 
     def _incoming(self) -> FrameStream:
-        return FrameStream(self._config.limits, self._counter, self._accept)
+        return FrameStream(self._config.limits, self._counter, self._accept, allowed=UNASKED_BYTES)
 
     def _accept(self, stream: FrameStream, data: bytes | None) -> None:
         """p2pd's first message on a new incoming stream: who opens it, for which protocol."""
@@ -229,7 +249,11 @@ class P2PTransport:
 
     def _hold(self, stream: FrameStream) -> None:
         self._streams.add(stream)
-        stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
+        stream.lost.add_done_callback(lambda _: self._let_go(stream))
+
+    def _let_go(self, stream: FrameStream) -> None:
+        self._streams.discard(stream)
+        self._contacts.doubt(stream.remote if stream.broke else None)
 
     def _open_here(self, protocol: str) -> Stream:
         if protocol not in self._handlers:
@@ -241,11 +265,37 @@ class P2PTransport:
 
     # p2pd.
 
-    async def _connected(self, peer: PeerId) -> bool:
+    async def _list_connected(self) -> frozenset[PeerId]:
         try:
-            return any(info.peer_id.to_base58() == peer for info in await self.p2p.list_peers())
+            return frozenset(PeerId(info.peer_id.to_base58()) for info in await self.p2p.list_peers())
         except (OSError, asyncio.IncompleteReadError, P2PDaemonError) as error:
-            raise TransportError("p2pd is gone") from error
+            raise PeerUnreachable(_GONE) from error
+
+    async def _dial(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        try:
+            await self._connect_to(peer, addresses)
+        except PeerUnreachable as error:
+            target = next(filter(None, map(tcp_target, addresses)), None)
+            if "dial backoff" not in str(error) or target is None:
+                raise
+            async with detour(*target) as around:
+                await self._connect_to(peer, [f"{around}/p2p/{peer}"])
+                request = p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer))
+                await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+            await self._connect_to(peer, addresses)
+
+    async def _connect_to(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        request = p2pd_pb2.ConnectRequest(
+            peer=_peer_bytes(peer), addrs=[split_address(address)[0].to_bytes() for address in addresses]
+        )
+        request.timeout = _whole_seconds(self._config.dial_seconds)
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
+
+    async def _before_call(self, peer: PeerID) -> None:
+        try:
+            await self._contacts.reach(PeerId(peer.to_base58()), max_age_seconds=_CONNECTED_SECONDS)
+        except TransportError as error:
+            raise P2PDaemonError(str(error)) from error
 
     async def _ask(self, request: p2pd_pb2.Request) -> None:
         response = p2pd_pb2.Response()
@@ -288,21 +338,39 @@ def split_address(address: str) -> tuple[Multiaddr, PeerId]:
         raise ValueError(f"{address!r} is not a multiaddr that ends in /p2p/<peer id>") from error
 
 
-async def _knock(address: str) -> None:
-    """Raises PeerUnreachable if nothing listens at a TCP address. libp2p refuses to dial an address again for up to
-    five minutes after it failed, so p2pd is not asked to dial one that cannot work."""
-    _, family, host, transport, port, *rest = address.split("/")
-    if family not in ("ip4", "ip6") or transport != "tcp" or len(rest) != 2:
-        return
-    try:
-        _, writer = await asyncio.open_connection(host, int(port))
-    except OSError as error:
-        raise PeerUnreachable(f"{host} port {port}: {os.strerror(error.errno or 0).lower()}") from error
-    writer.close()
+class _Attached(P2P):  # type: ignore[misc]
+    """hivemind's P2P, which asks us before it calls another peer, and fails at once when p2pd is dead: by itself it
+    would wait for answers until every caller's time is up."""
+
+    async def _nothing(self, peer: PeerID) -> None:
+        return None
+
+    before_call = _nothing
+    dead = False
+
+    async def call_protobuf_handler(self, peer_id: PeerID, *arguments: Any, **options: Any) -> Any:
+        if self.dead:
+            raise P2PDaemonError(_GONE)
+        await self.before_call(peer_id)
+        return await super().call_protobuf_handler(peer_id, *arguments, **options)
+
+    async def remove_protobuf_handler(self, *arguments: Any, **options: Any) -> None:
+        if not self.dead:
+            await super().remove_protobuf_handler(*arguments, **options)
+
+    def bury(self) -> None:
+        self.dead = True
+        control = self._client.control
+        for task in (control._read_task, control._write_task):
+            if task is not None:  # they end with an error that nobody asks for
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        for call in control._pending_calls.values():
+            if not call.done():
+                call.set_exception(P2PDaemonError(_GONE))
 
 
 async def _attach(daemon: Daemon) -> P2P:
-    class Attached(P2P):  # type: ignore[misc]
+    class Attached(_Attached):
         _UNIX_SOCKET_PREFIX = f"/unix{daemon.directory}/"
 
     async with asyncio.timeout(_CONTROL_SECONDS):

@@ -125,7 +125,7 @@ def seal(record: Record, identity: Signer, expires_at: float) -> bytes:
         raise RecordError(
             f"a {_KIND[type(record)]} record of {author_of(record)} cannot be signed by {identity.peer_id}"
         )
-    _check_fields(record)
+    check_fields(record)
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     body = msgpack.packb([RECORD_VERSION, _KIND[type(record)], values])
     expires_at = float(expires_at)
@@ -261,11 +261,12 @@ def _decode_body(body: bytes) -> Record:
     if isinstance(values.get("addresses"), list):
         values["addresses"] = tuple(values["addresses"])
     record: Record = made(**values)
-    _check_fields(record)
+    check_fields(record)
     return record
 
 
-def _check_fields(record: Record) -> None:
+def check_fields(record: Record) -> None:
+    """Raises RecordError naming the first field whose value no record may carry."""
     for name, check in _CHECKS[type(record)].items():
         if not check(getattr(record, name)):
             raise RecordError(f"a {_KIND[type(record)]} record with a bad {name}")

@@ -13,6 +13,8 @@ from typing import Any, NewType, Protocol
 
 from fusion.swarm.errors import RemoteError
 
+UNASKED_BYTES = 64 * 1024
+
 PeerId = NewType("PeerId", str)  # base58 text of the libp2p peer id
 Buffer = bytes | bytearray | memoryview
 Header = dict[str, Any]  # msgpack-able: str keys; None, bool, int, float, str, bytes, list, dict values
@@ -40,6 +42,11 @@ class Stream(Protocol):
     async def receive(self) -> Frame:
         """The next frame. Raises StreamClosed at a clean end, StreamBroken if the other end vanished, FrameError
         for bytes that break a cap (the stream is then closed)."""
+
+    def allow(self, payload_bytes: int) -> None:
+        """Take frames with payloads up to this size from now on, also one that waits to be received already; for a
+        larger one `receive` raises FrameError. A stream that a stranger opened takes UNASKED_BYTES until its handler
+        knows who that is; one that we opened takes what the transport's limits allow."""
 
     async def aclose(self) -> None:
         """Finish our side after what was sent has gone out. Idempotent."""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.swarm.blob_fetch import PROTOCOL
+from fusion.swarm.blob_fetch import PATIENCE, PROTOCOL
 from fusion.swarm.blob_index import (
     CHUNK_BYTES,
     MAX_INDEX_BYTES,
@@ -28,6 +28,7 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.memory import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
 from fusion.swarm.records import Digest, ProviderRecord
 from fusion.swarm.transport import PeerId, Stream, call
+from fusion.swarm.upload_budget import BURST_SECONDS, UploadBudget
 
 QUOTA = 64 << 20
 PROMPT = BlobConfig(retry_seconds=0, attempts=2, chunk_seconds=5)
@@ -43,12 +44,14 @@ class Room:
         self.network = MemoryNetwork()
         self.tasks: list[Blobs] = []
 
-    async def peer(self, quota_bytes: int = QUOTA, config: BlobConfig = PROMPT) -> Blobs:
+    async def peer(
+        self, quota_bytes: int = QUOTA, config: BlobConfig = PROMPT, budget: UploadBudget | None = None
+    ) -> Blobs:
         identity = Identity.generate()
         transport = MemoryTransport(self.network, identity.peer_id)
         directory = MemoryDirectory(self.network, identity, self.clock)
         store = BlobStore(self.root / identity.peer_id, quota_bytes)
-        blobs = Blobs(store, transport, directory, config)
+        blobs = Blobs(store, transport, directory, config, budget)
         await blobs.__aenter__()
         self.tasks.append(blobs)
         return blobs
@@ -390,6 +393,8 @@ def test_a_fetch_stops_when_nobody_waits_and_goes_on_later(tmp_path: Path) -> No
                 given.set()
                 await asyncio.sleep(60)
 
+            while holder._announcing:
+                await asyncio.sleep(0)
             room.clock.advance(1000)
             await room.hostile(digest, stops_half_way)
             fetching = asyncio.create_task(ours.fetch(digest))
@@ -408,6 +413,93 @@ def test_a_fetch_stops_when_nobody_waits_and_goes_on_later(tmp_path: Path) -> No
             assert before is None
             assert await ours.read(digest, len(BIG), [id_of(holder)]) == BIG
             assert ours._transport.traffic()[id_of(holder)].received_bytes < len(BIG)
+
+    asyncio.run(scenario())
+
+
+def test_the_upload_budget_paces_what_others_get(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            passed = ManualClock(0.0)
+
+            async def sleep(seconds: float) -> None:
+                passed.advance(seconds)
+                await asyncio.sleep(0)
+
+            holder = await room.peer(budget=UploadBudget(1e6, passed, sleep))
+            one, two = await room.peer(), await room.peer()
+            digest = await holder.put(BIG)
+            both = (one.read(digest, len(BIG), [id_of(holder)]), two.read(digest, len(BIG), [id_of(holder)]))
+            assert await asyncio.gather(*both) == [BIG, BIG]
+            # Each has become a holder for the other one meanwhile: at least one copy came from here.
+            assert passed.now >= len(BIG) / 1e6 - BURST_SECONDS - 2 * CHUNK_BYTES / 1e6
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("times", "patient"), [(3, True), (PATIENCE, False)])
+def test_a_holder_may_ask_for_patience_but_not_for_ever(tmp_path: Path, times: int, patient: bool) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            ours, digest = await room.peer(), digest_of(b"data")
+
+            async def handler(stream: Stream) -> None:
+                frame = await stream.receive()
+                if frame.kind == "index":
+                    await stream.send("index", {}, [index_of([b"data"]).encode()])
+                    return
+                for _ in range(times):
+                    await stream.send("wait")
+                await stream.send("chunk", {"index": 0}, [b"data"])
+                await asyncio.sleep(60)
+
+            peer = await room.hostile(digest, handler)
+            if patient:
+                assert await ours.read(digest, 4, [peer]) == b"data"
+            else:
+                with pytest.raises(BlobError, match="keeps us waiting"):
+                    await ours.read(digest, 4, [peer])
+
+    asyncio.run(scenario())
+
+
+def test_likely_holders_are_asked_before_the_directory(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer()
+            digest = await holder.put(BIG)
+            looked_up = asyncio.Event()
+
+            async def never(_: Digest) -> tuple[ProviderRecord, ...]:
+                looked_up.set()
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            ours._directory.providers = never  # type: ignore[method-assign]
+            assert await ours.read(digest, len(BIG), [id_of(holder)]) == BIG
+            assert looked_up.is_set()  # all the same, for the case that the hint is wrong
+
+    asyncio.run(scenario())
+
+
+def test_a_frozen_peer_among_the_likely_ones_holds_nothing_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer(config=BlobConfig(chunk_seconds=600))
+            digest = await holder.put(BIG)
+            index = holder.store.index(digest)
+
+            async def freezes(stream: Stream) -> None:
+                frame = await stream.receive()
+                if frame.kind == "index":
+                    await stream.send("index", {}, [index])
+                await asyncio.sleep(600)
+
+            room.clock.advance(1000)
+            await holder._announce(digest)
+            frozen = await room.hostile(digest, freezes)
+            async with asyncio.timeout(10):
+                assert await ours.read(digest, len(BIG), [frozen]) == BIG
 
     asyncio.run(scenario())
 

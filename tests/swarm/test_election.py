@@ -4,7 +4,16 @@ from directory_records import claim_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.swarm.election import HEAD_START_SECONDS, next_term, should_claim, winner
+from fusion.swarm.directory import HEARTBEAT_SECONDS
+from fusion.swarm.election import (
+    HEAD_START_SECONDS,
+    heirs,
+    latest,
+    next_term,
+    rivals,
+    should_claim,
+    winner,
+)
 from fusion.swarm.identity import Identity
 from fusion.swarm.records import ClaimRecord
 
@@ -26,11 +35,13 @@ def claim_sets(draw: st.DrawFn) -> list[ClaimRecord]:
     ]
 
 
-@given(claim_sets(), st.randoms())
+@given(claim_sets(), st.permutations(range(5)))
 @settings(max_examples=100, deadline=None)
-def test_everyone_who_sees_the_same_claims_elects_the_same(claims: list[ClaimRecord], random: object) -> None:
-    shuffled = list(claims)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
+def test_everyone_who_sees_the_same_claims_elects_the_same(
+    claims: list[ClaimRecord], order: list[int]
+) -> None:
+    shuffled = [claims[at] for at in order if at < len(claims)]
+    assert heirs(shuffled) == heirs(claims)
     best = winner(claims)
     assert best == winner(shuffled)
     owners = [claim for claim in claims if claim.role == "owner"]
@@ -77,3 +88,46 @@ def test_a_vacant_stage_goes_to_the_proposed_peer_then_the_best_standby_then_any
     assert not should_claim([mine, theirs], other.peer_id, score=0.5, vacant_seconds=0)
     released = claim_record(other, role="released")
     assert should_claim([released], me, score=1.0, vacant_seconds=0)
+
+
+@given(claim_sets(), st.integers(0, 4))
+@settings(max_examples=100, deadline=None)
+def test_rivals_are_all_others_but_the_owners_that_are_gone(claims: list[ClaimRecord], over: int) -> None:
+    us = PEERS[0].peer_id
+    left = rivals(claims, us, over)
+    for claim in claims:
+        gone = claim.role == "owner" and claim.term <= over
+        assert (claim in left) == (claim.peer != us and not gone)
+    # A claim above `over` and above what is left wins, whatever the dead said.
+    term = next_term(left, over)
+    ours = claim_record(PEERS[0], term=term, score=0.2)
+    assert winner([*left, ours]) == ours
+
+
+def test_standbys_follow_each_other_a_heartbeat_apart_the_ready_ones_first() -> None:
+    cold = claim_record(PEERS[0], role="standby", step=50, score=0.9)
+    old = claim_record(PEERS[1], role="standby", step=10, score=0.9, ready=True)
+    best = claim_record(PEERS[2], role="standby", step=20, score=0.1, ready=True)
+    claims = [cold, old, best, claim_record(PEERS[3], role="released")]
+    assert heirs(claims) == (best, old, cold)
+    for place, claim in enumerate(heirs(claims)):
+        turn = place * HEARTBEAT_SECONDS
+        assert should_claim(claims, claim.peer, score=0.5, vacant_seconds=turn)
+        assert place == 0 or not should_claim(claims, claim.peer, score=0.5, vacant_seconds=turn - 0.1)
+    busy = claim_record(PEERS[3], role="standby", step=90, score=0.9, ready=True, load=1.0)
+    assert heirs([busy, *claims]) == (best, old, cold, busy)  # it owns stages already
+    stranger = PEERS[4].peer_id
+    assert not should_claim(claims, stranger, score=0.5, vacant_seconds=2 * HEARTBEAT_SECONDS)
+
+
+def test_of_two_claims_of_one_peer_the_later_counts() -> None:
+    shown = claim_record(PEERS[0], term=3)
+    assert latest(None, shown) == shown
+    assert latest(claim_record(PEERS[0], term=2), shown) == shown
+    for later in (
+        claim_record(PEERS[0], term=3, step=9),
+        claim_record(PEERS[0], term=3, role="released"),
+        claim_record(PEERS[0], term=3, role="standby"),
+        claim_record(PEERS[0], term=5),
+    ):
+        assert latest(later, shown) == later

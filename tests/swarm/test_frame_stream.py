@@ -185,6 +185,7 @@ def test_a_sender_waits_for_a_reader_that_does_not_read(runner: Any) -> None:
 def test_a_sender_blocked_on_a_dead_peer_is_freed(runner: Any) -> None:
     async def main() -> None:
         one, two, _ = await pair()
+        two.allow(0)  # it stops reading
         sending = asyncio.create_task(one.send("k", {}, (bytes(50_000_000),)))
         await asyncio.sleep(0.05)
         assert not sending.done()
@@ -217,8 +218,8 @@ def test_the_payload_may_be_changed_once_send_returns(runner: Any) -> None:
 def test_a_large_frame_cut_short_breaks_the_stream(runner: Any) -> None:
     async def main() -> None:
         one, two, _ = await pair()
-        sending = asyncio.create_task(one.send("k", {}, (bytes(50_000_000),)))
-        await asyncio.sleep(0.02)
+        sending = asyncio.create_task(one.send("k", {}, (bytes(500_000_000),)))
+        await asyncio.sleep(0.01)
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
@@ -233,11 +234,66 @@ def test_a_close_ends_though_the_other_end_never_reads(runner: Any, monkeypatch:
 
     async def main() -> None:
         one, two, _ = await pair()
+        two.allow(0)  # it stops reading
         sending = asyncio.create_task(one.send("k", {}, (bytes(50_000_000),)))
         await asyncio.sleep(0.02)
         await one.aclose()
         with pytest.raises(StreamClosed):
             await sending
         two.abort()
+
+    runner(main())
+
+
+def test_a_payload_over_what_is_allowed_waits_to_be_allowed_and_is_refused_where_it_is_not(
+    runner: Any,
+) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        two.allow(1000)
+        await one.send("hello")
+        sending = asyncio.create_task(one.send("large", {}, (b"x" * 3_000_000,)))
+        await asyncio.sleep(0.01)  # it is there before anybody has said that it may come
+        assert (await two.receive()).kind == "hello"
+        two.allow(3_000_000)
+        assert bytes((await two.receive()).payload) == b"x" * 3_000_000
+        await sending
+        await one.send("after")
+        assert (await two.receive()).kind == "after"
+        two.allow(1000)
+        await one.send("small", {}, (b"y" * 1000,))
+        sending = asyncio.create_task(one.send("large", {}, (b"x" * 3_000_000,)))
+        assert len((await two.receive()).payload) == 1000
+        with pytest.raises(FrameError, match="3000000 bytes; at most 1000 are allowed now"):
+            await two.receive()
+        with pytest.raises((StreamBroken, StreamClosed)):
+            await sending
+
+    runner(main())
+
+
+def test_a_stream_with_a_refused_payload_closes_at_once(runner: Any) -> None:
+    async def main() -> None:
+        for refused_first in (True, False):
+            one, two, _ = await pair()
+            two.allow(10)
+            sending = asyncio.create_task(one.send("large", {}, (b"x" * 3_000_000,)))
+            if refused_first:
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(1.5):
+                await two.aclose()
+            with pytest.raises((StreamBroken, StreamClosed)):
+                await sending
+
+    runner(main())
+
+
+def test_no_more_is_allowed_than_the_limits_say(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair(SMALL)
+        two.allow(1 << 40)
+        await one.write_message((8).to_bytes(4, "big") + (1 << 39).to_bytes(8, "big"))
+        with pytest.raises(FrameError, match="are allowed"):
+            await two.receive()
 
     runner(main())

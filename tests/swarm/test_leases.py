@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
-from directory_records import JOB, claim_record
+from directory_records import JOB, claim_record, provider_record
 
 from fusion.swarm.directory import RECORD_TTL_SECONDS
-from fusion.swarm.election import winner
+from fusion.swarm.election import rank, winner
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
 from fusion.swarm.leases import LeaseConfig, Leases
 from fusion.swarm.memory import ManualClock, MemoryDirectory, MemoryNetwork
-from fusion.swarm.records import ClaimRecord, JobId
+from fusion.swarm.records import ClaimRecord, JobId, Record
 
 PROMPT = LeaseConfig(confirm_seconds=0)
 
@@ -25,14 +26,35 @@ class DistantDirectory(MemoryDirectory):
         return claims
 
 
+class SlowDirectory(MemoryDirectory):
+    """Every call takes a while on its way there and on its way back, a different one each time."""
+
+    dice = random.Random(0)
+
+    async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
+        await self.pause()
+        await super().publish(record, ttl_seconds=ttl_seconds)
+        await self.pause()
+
+    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+        await self.pause()
+        claims = await super().claims(job, stage)
+        await self.pause()
+        return claims
+
+    async def pause(self) -> None:
+        for _ in range(self.dice.choice((0, 1, 2, 5, 20))):
+            await asyncio.sleep(0)
+
+
 class Room:
     """Some peers, their directories and leases, and the clock they share."""
 
-    def __init__(self, peers: int) -> None:
+    def __init__(self, peers: int, kind: type[MemoryDirectory] = DistantDirectory) -> None:
         self.clock = ManualClock()
         self.network = MemoryNetwork()
         self.identities = [Identity.generate() for _ in range(peers)]
-        self.directories = [DistantDirectory(self.network, i, self.clock) for i in self.identities]
+        self.directories = [kind(self.network, i, self.clock) for i in self.identities]
         self.lost: list[list[ClaimRecord]] = [[] for _ in range(peers)]
         self.leases = [self.restart(peer) for peer in range(peers)]
 
@@ -105,6 +127,277 @@ def test_of_many_claiming_at_once_exactly_one_wins() -> None:
             assert owner is not None and owner.peer == winners[0].peer
         # Those it beat may not have looked yet when they published: the winner's term is its own.
         assert winners[0].term == 2
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_200_duels_leave_one_owner_and_never_two_of_one_term(over: int) -> None:
+    async def duel(seed: int) -> int:
+        SlowDirectory.dice = dice = random.Random(seed)
+        room = Room(dice.choice((2, 2, 3, 4)), SlowDirectory)
+        if over:
+            dead = MemoryDirectory(room.network, gone := Identity.generate(), room.clock)
+            await dead.publish(claim_record(gone, term=over))
+        held: list[ClaimRecord] = []
+
+        async def claim(leases: Leases) -> None:
+            for _ in range(dice.choice((0, 1, 3, 40))):
+                await asyncio.sleep(0)
+            won = await leases.claim(JOB, 0, dice.choice((0.3, 0.5, 1.0)), over=over)
+            if won is not None:
+                held.append(won)
+
+        await asyncio.gather(*(claim(leases) for leases in room.leases))
+        assert held and len({claim.term for claim in held}) == len(held)
+        assert all(claim.term > over for claim in held)
+        for _ in range(2):
+            await asyncio.gather(*(leases.beat() for leases in room.leases))
+        [owner] = [claim for leases in room.leases for claim in leases.mine()]
+        assert owner == max(held, key=rank)
+        for leases in room.leases:
+            assert await leases.owner(JOB, 0) == owner
+        return len(held)
+
+    async def scenario() -> None:
+        held = [await duel(seed) for seed in range(200)]
+        assert held.count(1) > 100  # mostly the first answer is the last
+
+    asyncio.run(scenario())
+
+
+def test_over_a_term_the_claims_up_to_it_count_as_gone() -> None:
+    async def scenario() -> None:
+        room = Room(3)
+        dead, heir, late = room.leases
+        await dead.claim(JOB, 0, 1.0)
+        assert await heir.claim(JOB, 0, 0.1) is None
+        taken = await heir.claim(JOB, 0, 0.1, over=1)
+        assert taken is not None and taken.term == 2 and await late.owner(JOB, 0) == taken
+        # Another who knows of a later owner that is gone does not move the heir from what it hosts under its claim.
+        assert await heir.claim(JOB, 0, 0.1, over=2) == taken
+        assert await late.claim(JOB, 0, 1.0, over=1) is None  # somebody followed already
+        assert await late.claim(JOB, 0, 1.0, over=2) is not None
+        # Nor is a term taken that somebody has held and released since.
+        await late.release(JOB, 0)
+        await heir.beat()
+        newcomer = room.restart(0)
+        again = await newcomer.claim(JOB, 0, 1.0, over=1)
+        assert again is not None and again.term == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_takes_no_record_holds_up_no_takeover() -> None:
+    class Stuck(MemoryDirectory):
+        async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
+            await super().publish(record, ttl_seconds=ttl_seconds)
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        room = Room(1, Stuck)
+        config = LeaseConfig(confirm_seconds=0, patience_seconds=0.001)
+        leases = Leases(room.identities[0].peer_id, room.directories[0], config)
+        claim = await leases.claim(JOB, 0, 1.0, over=4)
+        assert claim is not None and claim.term == 5
+        closing = asyncio.create_task(leases.aclose())
+        await asyncio.sleep(0.01)
+        assert not leases._slow and not leases.mine()
+        closing.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_stage_that_its_owner_hands_over_is_claimed_without_a_look() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        owner, heir = room.leases
+        await owner.claim(JOB, 0, 1.0)
+
+        async def nothing(job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+            raise AssertionError("nothing is read")
+
+        room.directories[1].claims = nothing  # type: ignore[method-assign]
+        claim = await heir.claim(JOB, 0, 0.1, over=1, confirm=False)
+        assert claim is not None and claim.term == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_standby_says_so_until_it_owns_the_stage_or_stands_down() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        ours, other = room.leases
+        ours.stand_by(JOB, 0, score=0.4, step=3)
+        await room.beat()
+        [claim] = await other.claims(JOB, 0)
+        assert (claim.role, claim.score, claim.step, claim.ready) == ("standby", 0.4, 3, False)
+        assert ours.standing() == (claim,) and ours.mine() == ()
+        ours.update(JOB, 0, step=9, ready=True)
+        for _ in range(9):
+            await room.beat()
+        [claim] = await other.claims(JOB, 0)
+        assert (claim.step, claim.ready) == (9, True)
+        owned = await ours.claim(JOB, 0, 0.4)
+        assert owned is not None and ours.standing() == ()
+        ours.stand_by(JOB, 0, score=0.4, step=3)  # an owner does not
+        await room.beat()
+        assert ours.standing() == () and await other.claims(JOB, 0) == (owned,)
+        other.stand_by(JOB, 0, score=0.4, step=3)
+        other.stand_by(JOB, 1, score=0.4, step=3)
+        await room.beat()
+        other.stand_down(JOB, 0)
+        await room.beat()
+        assert {c.peer: c.role for c in await ours.claims(JOB, 0)}[other.peer_id] == "released"
+        assert [claim.role for claim in await ours.claims(JOB, 1)] == ["standby"]
+        await other.aclose()
+        assert [claim.role for claim in await ours.claims(JOB, 1)] == ["released"]
+
+    asyncio.run(scenario())
+
+
+def test_whoever_fails_to_claim_stands_by_again() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        ours, other = room.leases
+        ours.stand_by(JOB, 0, score=0.4, step=3)
+        owned = await other.claim(JOB, 0, 1.0)
+        assert owned is not None and await ours.claim(JOB, 0, 0.4, over=0) is None
+        claiming = asyncio.create_task(ours.claim(JOB, 0, 0.4, over=owned.term))
+        await asyncio.sleep(0)
+        other.credit(room.directories[0].sealed(claim_record(room.identities[0], term=1)))
+        rival = Identity.generate()
+        high = claim_record(rival, term=owned.term + 1, score=1.0)
+        ours.credit(MemoryDirectory(room.network, rival, room.clock).sealed(high))
+        ours.stand_by(JOB, 0, score=0.4, step=99)  # in the middle of it: not said over the claim
+        assert await claiming is None
+        [standing] = ours.standing()
+        assert standing.role == "standby" and standing.step == 3
+        await room.beat()
+        assert {c.peer: c.role for c in await other.claims(JOB, 0)}[ours.peer_id] == "standby"
+
+    asyncio.run(scenario())
+
+
+def test_what_changes_is_said_at_once_and_nothing_else() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        identity, directory = room.identities[0], room.directories[0]
+        published: list[ClaimRecord] = []
+        publish = directory.publish
+
+        async def counted(record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
+            assert isinstance(record, ClaimRecord)
+            published.append(record)
+            await publish(record, ttl_seconds=ttl_seconds)
+
+        directory.publish = counted  # type: ignore[method-assign]
+        async with Leases(identity.peer_id, directory, LeaseConfig(heartbeat_seconds=3600)) as leases:
+            for stage in range(3):
+                leases.stand_by(JOB, stage, score=0.5, step=0)
+            async with asyncio.timeout(5):
+                while len(published) < 3:
+                    await asyncio.sleep(0.001)
+                leases.update(JOB, 1, step=5)
+                leases.stand_by(JOB, 2, score=0.5, step=0)  # said already
+                leases.update(JOB, 1, step=6, ready=True)
+                while len(published) < 4:
+                    await asyncio.sleep(0.001)
+            assert (published[3].stage, published[3].step, published[3].ready) == (1, 6, True)
+            await asyncio.sleep(0.01)
+            assert len(published) == 4
+
+    asyncio.run(scenario())
+
+
+# --- claims that are shown
+
+
+def test_a_claim_that_was_shown_counts_before_the_directory_has_it() -> None:
+    async def scenario() -> None:
+        room = Room(3)
+        owner, reader, heir = room.leases
+        ids = [identity.peer_id for identity in room.identities]
+        old = await owner.claim(JOB, 0, 1.0)
+        await reader.claims(JOB, 0)
+        room.network.partition(
+            ids[:1] + ids[2:], ids[1:2]
+        )  # from here on the reader's directory learns nothing
+        new = await heir.claim(JOB, 0, 0.2, over=1)
+        data = heir.sealed(JOB, 0)
+        assert old is not None and new is not None and data is not None
+        assert await reader.owner(JOB, 0) == old
+        assert reader.credit(data) == new
+        assert await reader.owner(JOB, 0) == new and winner(reader.recent(JOB, 0)) == new
+        older = owner.sealed(JOB, 0)
+        assert older is not None and reader.credit(older) == old  # true once, and outranked
+        assert await reader.owner(JOB, 0) == new
+        assert reader.known_term(JOB, 0) == 2
+        room.clock.advance(RECORD_TTL_SECONDS)
+        assert await reader.owner(JOB, 0) is None and reader.known_term(JOB, 0) == 2
+        with pytest.raises(RecordError):
+            reader.credit(data)
+
+    asyncio.run(scenario())
+
+
+def test_what_the_directory_says_later_of_the_same_peer_outweighs_what_was_shown() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        owner, reader = room.leases
+        await owner.claim(JOB, 0, 1.0)
+        data = owner.sealed(JOB, 0)
+        assert data is not None
+        reader.credit(data)
+        owner.update(JOB, 0, step=8, ready=True)
+        await owner.beat()
+        seen = await reader.owner(JOB, 0)
+        assert seen is not None and (seen.step, seen.ready) == (8, True)
+        await owner.release(JOB, 0)
+        assert await reader.owner(JOB, 0) is None and owner.sealed(JOB, 0) is None
+        owner.stand_by(JOB, 0, score=0.1, step=8)
+        await owner.beat()
+        assert [claim.role for claim in await reader.claims(JOB, 0)] == ["standby"]
+
+    asyncio.run(scenario())
+
+
+def test_a_higher_claim_that_is_shown_to_an_owner_costs_it_the_stage() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        owner, heir = room.leases
+        held = await owner.claim(JOB, 0, 1.0)
+        await heir.claim(JOB, 0, 0.1, over=1)
+        data = heir.sealed(JOB, 0)
+        assert data is not None
+        owner.credit(data)
+        assert owner.mine() == () and room.lost[0] == [held]
+        await owner.beat()
+        claims = {c.peer: c.role for c in await heir.claims(JOB, 0)}
+        assert claims == {owner.peer_id: "released", heir.peer_id: "owner"}
+
+    asyncio.run(scenario())
+
+
+def test_only_an_owner_s_own_sound_claim_is_credited() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        leases, (one, two) = room.leases[0], room.directories
+        standby = two.sealed(claim_record(room.identities[1], role="standby"))
+        good = two.sealed(claim_record(room.identities[1], term=5))
+        for data in (
+            b"",
+            b"garbage",
+            standby,
+            good[:-1] + bytes([good[-1] ^ 1]),
+            two.sealed(provider_record(room.identities[1])),
+        ):
+            with pytest.raises(RecordError):
+                leases.credit(data)
+        assert leases.known_term(JOB, 0) == 0
+        assert leases.credit(good).term == 5
+        with pytest.raises(RecordError):
+            one.sealed(claim_record(room.identities[1]))
 
     asyncio.run(scenario())
 

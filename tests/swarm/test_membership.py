@@ -11,7 +11,10 @@ from fusion.swarm.bootstrap import load_cached, save_cached
 from fusion.swarm.identity import Identity
 from fusion.swarm.membership import Membership, MembershipConfig
 from fusion.swarm.memory import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.roll import RollConfig
 from fusion.swarm.transport import PeerId
+
+QUICK = RollConfig(first_seconds=0.005, share=0.001)
 
 
 class Neighbours:
@@ -122,7 +125,7 @@ def test_peers_met_are_seeds_of_the_next_start(tmp_path: Path) -> None:
         await directory.publish(peer_record(identity, addresses=(met,)))
         membership, *_ = room.peer(cache_path=cache)
         assert membership.seeds == ()
-        await membership.remember()
+        await membership.look()
         assert membership.seeds == load_cached(cache) == (met,)
 
     asyncio.run(scenario())
@@ -157,6 +160,51 @@ def test_seeds_are_probed_while_all_is_well() -> None:
     asyncio.run(scenario())
 
 
+def test_the_halves_of_a_swarm_find_each_other_again_without_a_seed() -> None:
+    async def scenario() -> None:
+        room = Room()
+        first, _, first_near, seed = room.peer(look_seconds=0.005, search_seconds=0.005, roll=QUICK)
+        second, _, second_near, other = room.peer(
+            bootstrap=(address(seed),),
+            look_seconds=0.005,
+            search_seconds=0.005,
+            probe_seconds=1e6,
+            roll=QUICK,
+        )
+        third, *_ = room.peer(bootstrap=(address(seed),))
+        async with asyncio.timeout(10), first, second, third:
+            await second.joined.wait()
+            await third.joined.wait()
+            first_near.known.add(other.peer_id)
+            while not (first.seeds and second.seeds):
+                await asyncio.sleep(0.001)
+            room.network.partition([seed.peer_id], [other.peer_id])
+            for _ in range(20):
+                room.clock.advance(0.05)  # what the other side said runs out
+                await asyncio.sleep(0.005)
+            joins = len(second_near.joins)
+            room.network.heal()
+            while len(second_near.joins) == joins:
+                await asyncio.sleep(0.001)
+            assert seed.peer_id in second_near.joins[joins:]
+
+    asyncio.run(scenario())
+
+
+def test_a_listed_peers_addresses_are_told() -> None:
+    async def scenario() -> None:
+        room = Room()
+        one, _, _, seed = room.peer()
+        await one.announce()
+        membership, *_ = room.peer()
+        told: list[tuple[PeerId, tuple[str, ...]]] = []
+        membership._learn = lambda peer, addresses: told.append((peer, tuple(addresses)))
+        await membership.look()
+        assert told == [(seed.peer_id, (address(seed),))]
+
+    asyncio.run(scenario())
+
+
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         room = Room()
@@ -164,7 +212,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, caplog: pyte
         other, *_ = room.peer()
         await other.announce()
         membership, *_ = room.peer(cache_path=tmp_path / "file" / "peers.json")
-        await membership.remember()
+        await membership.look()
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())

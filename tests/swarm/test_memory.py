@@ -28,6 +28,7 @@ ECHO = "/fusion/echo/1"
 
 
 async def echo(stream: Stream) -> None:
+    stream.allow(1 << 30)
     while True:
         frame = await stream.receive()
         if frame.kind == "fail":
@@ -125,6 +126,7 @@ def test_the_three_ends_of_a_stream() -> None:
 def test_a_sender_waits_for_a_reader_that_does_not_read() -> None:
     async def main() -> None:
         one, two = stream_pair(A, B, ECHO)
+        two.allow(100_000)
         sent = 0
 
         async def flood() -> None:
@@ -181,6 +183,30 @@ def test_a_partition_breaks_what_crosses_it_and_heals() -> None:
             assert (await inside.receive()).kind == "still"
             network.heal()
             assert (await call(three, B, ECHO, "hi")).kind == "hi"
+
+    asyncio.run(main())
+
+
+def test_a_strangers_large_payload_is_refused_until_the_handler_allows_it() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+
+        async def careful(stream: Stream) -> None:
+            if (await stream.receive()).kind == "friend":
+                stream.allow(100_000)
+            await stream.send("got", {"size": len((await stream.receive()).payload)})
+
+        async with MemoryTransport(network, A) as one, MemoryTransport(network, B) as two:
+            await two.serve(ECHO, careful)
+            for kind in ("friend", "stranger"):
+                stream = await one.open(B, ECHO)
+                await stream.send(kind)
+                await stream.send("gift", {}, [bytes(100_000)])
+                if kind == "friend":
+                    assert (await stream.receive()).header["size"] == 100_000
+                else:
+                    with pytest.raises(StreamBroken):
+                        await stream.receive()
 
     asyncio.run(main())
 

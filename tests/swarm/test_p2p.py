@@ -34,6 +34,7 @@ NOBODY = Identity.generate().peer_id
 
 
 async def echo(stream: Stream) -> None:
+    stream.allow(1 << 30)
     while True:
         frame = await stream.receive()
         if frame.kind == "fail":
@@ -145,6 +146,7 @@ def test_a_clean_end_and_a_broken_one_differ(place: Path) -> None:
 
             async def drain(stream: Stream) -> None:
                 size = 0
+                stream.allow(1_000_000)
                 try:
                     await stream.send("ready")
                     while True:
@@ -212,6 +214,38 @@ def test_a_frame_over_the_caps_ends_the_stream(place: Path) -> None:
     uvloop.run(main())
 
 
+def test_a_strangers_large_payload_is_not_even_read(place: Path) -> None:
+    async def main() -> None:
+        async with two(place) as (one, other):
+            ends: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+
+            async def careful(stream: Stream) -> None:
+                hello = await stream.receive()
+                if hello.kind == "friend":
+                    stream.allow(3_000_000)
+                try:
+                    ends.put_nowait(("", len((await stream.receive()).payload)))
+                except FrameError as error:
+                    ends.put_nowait((str(error), 0))
+
+            await other.serve("/fusion/careful/1", careful)
+            for kind in ("friend", "stranger"):
+                stream = await one.open(other.peer_id, "/fusion/careful/1")
+                await stream.send(kind)
+                sending = asyncio.create_task(stream.send("gift", {}, (bytes(3_000_000),)))
+                text, size = await ends.get()
+                if kind == "friend":
+                    assert size == 3_000_000
+                else:
+                    assert "a payload of 3000000 bytes; at most 65536 are allowed now" in text
+                    with pytest.raises((StreamBroken, StreamClosed)):
+                        await stream.receive()
+                await asyncio.wait([sending])
+                stream.abort()
+
+    uvloop.run(main())
+
+
 def test_a_sender_waits_for_a_reader_that_does_not_read(place: Path) -> None:
     async def main() -> None:
         async with two(place) as (one, other):
@@ -221,6 +255,7 @@ def test_a_sender_waits_for_a_reader_that_does_not_read(place: Path) -> None:
             async def idle(stream: Stream) -> None:
                 nonlocal taken
                 await release.wait()
+                stream.allow(1_000_000)
                 while True:
                     taken += len((await stream.receive()).payload)
 

@@ -18,7 +18,9 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
+from fusion.swarm.dht import DhtConfig, HivemindDirectory
 from fusion.swarm.errors import (
     PeerUnreachable,
     StreamBroken,
@@ -31,6 +33,7 @@ from fusion.swarm.transport import Stream
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ECHO = "/fusion/echo/1"
 GONE_SECONDS = 2.0
+SLOW = DhtConfig(call_seconds=60.0)
 
 
 async def echo(stream: Stream) -> None:
@@ -178,6 +181,64 @@ def test_we_learn_that_p2pd_or_its_keeper_was_killed(place: Path) -> None:
                     await one.connect(other.addresses[0])
             assert os.listdir(place) == []
             assert not alive(daemon.pid)
+
+    uvloop.run(main())
+
+
+def test_calls_of_the_dht_fail_at_once_when_p2pd_is_dead(place: Path) -> None:
+    """hivemind would leave each to its time-out, and a peer that is opened anew would wait for all of them."""
+
+    async def main() -> None:
+        async with two(place) as (one, other):
+            far = await HivemindDirectory.start(other.p2p, other._config.identity, SLOW)
+            near = await HivemindDirectory.start(one.p2p, one._config.identity, SLOW)
+            assert await near.join(other.peer_id)
+            os.kill(other._daemon.pid, signal.SIGSTOP)
+            while psutil.Process(other._daemon.pid).status() != psutil.STATUS_STOPPED:
+                await asyncio.sleep(0.01)
+            waiting = asyncio.create_task(near._ping(other.peer_id))
+            await asyncio.sleep(0.05)
+            os.kill(one._daemon.pid, signal.SIGKILL)
+            async with asyncio.timeout(GONE_SECONDS):
+                with pytest.raises(P2PDaemonError, match="p2pd is gone"):
+                    await waiting
+                with pytest.raises(P2PDaemonError, match="p2pd is gone"):
+                    await near._ping(other.peer_id)
+                await near.aclose()
+            assert not one.alive
+            os.kill(other._daemon.pid, signal.SIGKILL)
+            async with asyncio.timeout(GONE_SECONDS):
+                await far.aclose()
+
+    uvloop.run(main())
+    assert os.listdir(place) == []
+
+
+def test_a_peer_that_is_back_is_reached_at_once(place: Path) -> None:
+    """libp2p would not dial an address again for 6 s after it failed."""
+
+    async def main() -> None:
+        identity = Identity.generate()
+        config = P2PConfig(identity=Identity.generate(), listen=LOOPBACK, runtime_dir=place)
+        async with P2PTransport.start(config) as one:
+            listen = LOOPBACK
+            for _ in range(2):
+                back = P2PConfig(identity=identity, listen=listen, runtime_dir=place)
+                async with P2PTransport.start(back) as other:
+                    await other.serve(ECHO, echo)
+                    address = other.addresses[0]
+                    one.learn(other.peer_id, other.addresses)
+                    async with asyncio.timeout(GONE_SECONDS):
+                        stream = await one.open(other.peer_id, ECHO)
+                        await stream.send("k")
+                        await stream.receive()
+                    os.kill(other._daemon.pid, signal.SIGKILL)
+                    with pytest.raises(StreamBroken):
+                        await stream.receive()
+                for _ in range(3):
+                    with pytest.raises(PeerUnreachable, match="refused"):
+                        await one.open(other.peer_id, ECHO)
+                listen = (address.rpartition("/p2p/")[0],)
 
     uvloop.run(main())
 

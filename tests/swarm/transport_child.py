@@ -23,6 +23,7 @@ from fusion.swarm.transport import Stream
 
 
 async def echo(stream: Stream) -> None:
+    stream.allow(1 << 30)
     while True:
         frame = await stream.receive()
         await stream.send(frame.kind, frame.header, (frame.payload,))

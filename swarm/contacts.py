@@ -1,0 +1,180 @@
+"""Whom p2pd is connected to, and where the others listen, so that it never dials in vain.
+
+libp2p refuses to dial an address again for 6 s after it failed, then 9, 14, ... up to five minutes: a peer that is
+back after a second, or a swarm that a cut link had divided, would stay out of reach for that long. So whatever may
+make p2pd dial asks `reach` first, which knocks at the peer's known addresses itself; p2pd dials what answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from fusion.swarm.errors import PeerUnreachable
+from fusion.swarm.transport import PeerId
+
+BANNER = b"\x13/multistream/1.0.0\n"  # what a libp2p host says to whoever connects, before it is asked
+
+Connected = Callable[[], Awaitable[frozenset[PeerId]]]
+Dial = Callable[[PeerId, Sequence[str]], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContactsConfig:
+    knock_seconds: float = 3.0  # for an address to answer; busy machines take their time
+    remember_seconds: float = 60.0  # after which p2pd may try what it knows by itself
+    shaken_seconds: float = 1.0  # after a stream broke, for p2pd to learn that the connection did too
+    addresses_per_peer: int = 8
+    peers: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("knock_seconds", "remember_seconds", "shaken_seconds", "addresses_per_peer", "peers"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+
+
+class Contacts:
+    """`connected()` asks p2pd whom it is connected to, `dial(peer, addresses)` makes it dial. Both raise
+    TransportError."""
+
+    def __init__(
+        self,
+        connected: Connected,
+        dial: Dial,
+        config: ContactsConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask_connected = connected
+        self._dial = dial
+        self._config = config or ContactsConfig()
+        self._clock = clock
+        self._book: dict[PeerId, tuple[float, tuple[str, ...]]] = {}
+        self._connected: frozenset[PeerId] = frozenset()
+        self._asked_at = float("-inf")
+        self._dialling: dict[PeerId, asyncio.Task[None]] = {}
+        self._shaken: dict[PeerId, float] = {}  # when a stream to it broke
+
+    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """The peer says, or we were told, that it listens at these multiaddrs (that end in /p2p/<peer id>)."""
+        where = [address for address in addresses if tcp_target(address) is not None]
+        if where:
+            self._book.pop(peer, None)
+            self._book[peer] = (self._clock(), tuple(where[: self._config.addresses_per_peer]))
+            while len(self._book) > self._config.peers:
+                del self._book[next(iter(self._book))]
+
+    def hint(self, peer: PeerId, address: str) -> None:
+        """As `learn`, of one address that somebody gave us, to be tried beside those that the peer itself named."""
+        learned_at, addresses = self._book.get(peer, (float("-inf"), ()))
+        if self._clock() - learned_at > self._config.remember_seconds:
+            self.learn(peer, [address])
+        elif address not in addresses and tcp_target(address) is not None:
+            kept = addresses[: self._config.addresses_per_peer - 1]
+            self._book[peer] = (learned_at, (*kept, address))
+
+    def doubt(self, peer: PeerId | None = None) -> None:
+        """A connection may be gone: ask p2pd anew before the next dial. With `peer`: a stream to it broke, and p2pd may
+        not know yet that the connection has."""
+        self._asked_at = float("-inf")
+        if peer is not None:
+            now = self._clock()
+            self._shaken = {p: at for p, at in self._shaken.items() if now - at < self._config.shaken_seconds}
+            self._shaken[peer] = now
+
+    async def connected(self, *, max_age_seconds: float = 0.0) -> frozenset[PeerId]:
+        """The peers that p2pd was connected to at most so long ago."""
+        if self._clock() - self._asked_at >= max_age_seconds:
+            asked_at = self._clock()
+            self._connected = await self._ask_connected()
+            self._asked_at = asked_at
+        return self._connected
+
+    async def reach(self, peer: PeerId, *, max_age_seconds: float = 0.0) -> None:
+        """Returns once p2pd is connected to the peer, or where we know of no address to try, so that p2pd has to find
+        one. Raises PeerUnreachable if no address that we know answers."""
+        connected = peer in await self.connected(max_age_seconds=max_age_seconds)
+        if connected and self._clock() - self._shaken.get(peer, float("-inf")) >= self._config.shaken_seconds:
+            return
+        learned_at, addresses = self._book.get(peer, (float("-inf"), ()))
+        if self._clock() - learned_at > self._config.remember_seconds:
+            return
+        task = self._dialling.get(peer)
+        if task is None:  # those who want the same peer at the same time share one dial
+            task = asyncio.create_task(self._knock_and_dial(peer, addresses), name=f"dial {peer}")
+            self._dialling[peer] = task
+            task.add_done_callback(lambda done: self._dialled(peer, done))
+        await asyncio.shield(task)
+
+    async def aclose(self) -> None:
+        tasks = list(self._dialling.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _dialled(self, peer: PeerId, task: asyncio.Task[None]) -> None:
+        self._dialling.pop(peer, None)
+        self.doubt()
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; perhaps nobody does any longer
+
+    async def _knock_and_dial(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        knocks = [asyncio.create_task(knock(address, self._config.knock_seconds)) for address in addresses]
+        waiting = set(knocks)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if any(task.exception() is None for task in done):
+                    break
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*knocks, return_exceptions=True)
+        answered = [a for a, task in zip(addresses, knocks, strict=True) if _went_well(task)]
+        if not answered:
+            reasons = [str(task.exception()) for task in knocks if not task.cancelled()]
+            raise PeerUnreachable(f"cannot reach {peer}: {reasons[0] if reasons else 'nobody answers'}")
+        await self._dial(peer, answered)
+
+
+async def knock(address: str, seconds: float) -> None:
+    """Raises PeerUnreachable unless a libp2p host answers at a TCP multiaddr; says nothing about others' kinds."""
+    target = tcp_target(address)
+    if target is None:
+        return
+    host, port = target
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_connection(host, port)
+            said = await reader.readexactly(len(BANNER))
+    except TimeoutError:
+        raise PeerUnreachable(f"{host} port {port}: no answer in {seconds:g} s") from None
+    except asyncio.IncompleteReadError as error:
+        raise PeerUnreachable(f"{host} port {port}: it hung up") from error
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise PeerUnreachable(f"{host} port {port}: {reason}") from error
+    finally:
+        if writer is not None:
+            with suppress(OSError):
+                writer.transport.abort()
+    if said != BANNER:
+        raise PeerUnreachable(f"{host} port {port}: no peer answers there")
+
+
+def tcp_target(address: str) -> tuple[str, int] | None:
+    """Host and port of a plain TCP multiaddr, with or without its /p2p/<peer id>; None for other kinds."""
+    where = address.rpartition("/p2p/")[0] or address
+    parts = where.split("/")
+    if len(parts) != 5 or parts[1] not in ("ip4", "ip6") or parts[3] != "tcp" or not parts[4].isdecimal():
+        return None
+    port = int(parts[4])
+    return (parts[2], port) if 0 < port < 65536 else None
+
+
+def _went_well(task: asyncio.Task[None]) -> bool:
+    return not task.cancelled() and task.exception() is None

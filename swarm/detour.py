@@ -1,0 +1,53 @@
+"""A way around libp2p's refusal to dial an address that failed a moment ago: the same host under another address.
+
+p2pd dials lost peers by itself as well, so a peer that is back may be refused for 6 s and more though it answers. Any
+connection to it ends the refusal; one through a forwarding port of ours is as good, and is given up for a direct one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+_PIECE_BYTES = 64 * 1024
+
+
+@asynccontextmanager
+async def detour(host: str, port: int) -> AsyncIterator[str]:
+    """A loopback multiaddr whose connections are forwarded to `host` and `port` for the length of the block."""
+    running: set[asyncio.Task[None]] = set()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        running.add(task)
+        writers = [writer]
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, port)
+            writers.append(far_writer)
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_pipe(reader, far_writer))
+                both.create_task(_pipe(far_reader, writer))
+        except (OSError, ExceptionGroup):
+            pass  # whoever dialled sees the connection end
+        finally:
+            running.discard(task)
+            for each in writers:
+                each.transport.abort()
+
+    server = await asyncio.start_server(forward, "127.0.0.1", 0)
+    try:
+        yield f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in list(running):
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while piece := await reader.read(_PIECE_BYTES):
+        writer.write(piece)
+        await writer.drain()
+    raise ConnectionResetError  # one direction over: both are

@@ -1,0 +1,82 @@
+"""How many bytes a second of blobs a peer gives away, shared fairly between those who ask.
+
+A token bucket that may go into debt by one chunk: chunks are sent whole. Readers take turns, one chunk each, however
+many streams one of them has open. What is small (an index, a manifest) need not wait for its turn, but is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from fusion.swarm.transport import PeerId
+
+BURST_SECONDS = 0.5  # of the rate that may be given at once after a pause
+SMALL_BYTES = 64 << 10
+
+
+class UploadBudget:
+    """`bytes_per_second` None: as much as the network takes. `clock` gives seconds that only rise; `sleep` waits."""
+
+    def __init__(
+        self,
+        bytes_per_second: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self._rate = bytes_per_second
+        self._clock = clock
+        self._sleep = sleep
+        self._left = BURST_SECONDS * (bytes_per_second or 0.0)  # bytes that may be given now; below 0: debt
+        self._filled_at = clock()
+        self._waiting: dict[
+            PeerId, deque[tuple[int, asyncio.Future[None]]]
+        ] = {}  # whose turn is next comes first
+        self._granting: asyncio.Task[None] | None = None
+
+    @property
+    def limited(self) -> bool:
+        return self._rate is not None
+
+    async def spend(self, reader: PeerId, count: int) -> None:
+        """Wait until `reader` may be given `count` bytes."""
+        if self._rate is None:
+            return
+        self._fill(self._rate)
+        if count <= SMALL_BYTES or (self._left > 0 and not self._waiting):
+            self._left -= count
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(reader, deque()).append((count, turn))
+        if self._granting is None or self._granting.done():
+            self._granting = asyncio.create_task(self._grant(self._rate), name="upload budget")
+        await turn
+
+    async def aclose(self) -> None:
+        """Those who wait are left waiting: they are being cancelled, too. Idempotent."""
+        if self._granting is not None:
+            self._granting.cancel()
+            await asyncio.wait([self._granting])
+            self._granting = None
+
+    async def _grant(self, rate: float) -> None:
+        while self._waiting:
+            self._fill(rate)
+            if self._left <= 0:
+                await self._sleep(-self._left / rate + 1e-3)
+                continue
+            reader = next(iter(self._waiting))
+            asked = self._waiting.pop(reader)
+            count, turn = asked.popleft()
+            if asked:
+                self._waiting[reader] = asked  # behind everybody else
+            if not turn.done():  # else whoever asked has gone
+                self._left -= count
+                turn.set_result(None)
+
+    def _fill(self, rate: float) -> None:
+        now = self._clock()
+        self._left = min(self._left + (now - self._filled_at) * rate, BURST_SECONDS * rate)
+        self._filled_at = now
