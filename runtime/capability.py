@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-MEASURE_SECONDS = 0.15
+MEASURE_SECONDS = 0.05
 # A volunteer who says nothing lends half of what is free now: the machine stays usable.
 LENT_SHARE = 0.5
 
@@ -21,7 +21,7 @@ class Capability:
 
 
 def measure(device: str, threads: int, memory_bytes: int | None) -> Capability:
-    """Run a short matrix benchmark on `device` in the calling thread (the worker's). About 0.2 s."""
+    """Run a short matrix benchmark on `device` in the calling thread (the worker's). About 0.1 s."""
     cuda = device.startswith("cuda")
     name = (
         f"cuda: {torch.cuda.get_device_name(device)}"

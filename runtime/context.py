@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from fusion.runtime.worker import Worker
 from fusion.swarm.blobs import Blobs
 from fusion.swarm.directory import Directory
 from fusion.swarm.leases import Leases
+from fusion.swarm.records import ClaimRecord, JobId
 from fusion.swarm.transport import PeerId, Transport
+
+
+class Succession(Protocol):
+    """How whoever sees the owner of a stage vanish finds the next one. `fusion.runtime.hosting.succession` implements it."""
+
+    async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
+        """`peer`, who held the stage under `term`, does not answer us: ask its standbys to take over. The claim of the
+        new owner (which `Leases.owner` knows of then, too), or None where nobody can take over now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +33,7 @@ class Context:
     device: str = "cpu"
     memory_bytes: int = 4 << 30  # what the volunteer lends, in all
     home: Path = Path(".")
+    succession: Succession | None = None  # None in a client: it holds nothing
 
     @property
     def compute(self) -> Worker:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,12 @@ def token_bytes(vocabulary: int) -> int:
 def sample_indices(seed: int, step: int, microbatch: int, config: TrainConfig, samples: int) -> list[int]:
     """The samples of one microbatch: every sample once an epoch, in an order that (seed, epoch) shuffles."""
     first = (step * config.microbatches + microbatch) * config.microbatch_size
-    return [_shuffled(seed, *divmod(first + i, samples), samples) for i in range(config.microbatch_size)]
+    return list(_window(seed, first, config.microbatch_size, samples))
+
+
+@lru_cache(maxsize=1024)  # the lead asks again, to check what was fed
+def _window(seed: int, first: int, count: int, samples: int) -> tuple[int, ...]:
+    return tuple(_shuffled(seed, *divmod(first + i, samples), samples) for i in range(count))
 
 
 def held_out_indices(batch: int, config: TrainConfig, samples: int) -> list[int]:
@@ -125,14 +131,24 @@ class Batches:
         """Whether a stage with these inputs reads the data blobs at all."""
         return bool(set(inputs) - ({"position_ids"} if config.data.kind == "tokens" else set()))
 
+    @property
+    def samples(self) -> int | None:
+        """In the training data; None where the stage reads none of it."""
+        return None if self._train is None else self._train.samples
+
     def train(self, step: int, microbatch: int) -> dict[str, torch.Tensor]:
         """Tensors by input name, the first dimension `microbatch_size`."""
+        return self.read(self.indices(step, microbatch))
+
+    def indices(self, step: int, microbatch: int) -> list[int]:
+        """The numbers of the samples of a microbatch; none where the stage reads none."""
         if self._train is None:
-            return self._positions()
-        config = self._config
-        return self._train.read(
-            sample_indices(config.seed, step, microbatch, config, self._train.samples), self._inputs
-        )
+            return []
+        return sample_indices(self._config.seed, step, microbatch, self._config, self._train.samples)
+
+    def read(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The inputs made of these samples of the training data, as `train` gives them."""
+        return self._positions() if self._train is None else self._train.read(indices, self._inputs)
 
     def held_out(self, batch: int) -> dict[str, torch.Tensor]:
         if self._held_out is None:

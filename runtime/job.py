@@ -48,7 +48,7 @@ class TrainConfig:
     data: DataConfig
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     depth: int = 2  # of 1f1b: microbatches in flight for each stage ahead; above 1 hides the latency of links
-    snapshot_every: int = 50
+    snapshot_every: int = 0  # steps; 0: as often as the losses that were seen make worth while
     evaluate_every: int = 0  # 0: only at the end
     evaluate_batches: int = 8
 

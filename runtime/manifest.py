@@ -92,7 +92,7 @@ def validate(manifest: Manifest) -> None:
 def _validate_train(train: TrainConfig) -> None:
     for name, low, high in (
         ("steps", 1, 10**9), ("microbatches", 1, 4096), ("microbatch_size", 1, 1 << 20), ("sequence", 0, 1 << 24),
-        ("seed", 0, 2**63 - 1), ("snapshot_every", 1, 10**9), ("evaluate_every", 0, 10**9),
+        ("seed", 0, 2**63 - 1), ("snapshot_every", 0, 10**9), ("evaluate_every", 0, 10**9),
         ("evaluate_batches", 1, 4096), ("depth", 1, 64),
     ):  # fmt: skip
         _require(low <= getattr(train, name) <= high, f"train.{name}", f"from {low} to {high}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import os
 import shutil
 import time
@@ -23,14 +24,16 @@ import psutil
 from fusion.dag.opset import OPSET_VERSION
 from fusion.runtime.capability import Capability, measure
 from fusion.runtime.context import Context
-from fusion.runtime.hosting.hosting import Hosting
+from fusion.runtime.hosting.hosting import Hosting, Service
+from fusion.runtime.hosting.job_files import JobFiles
+from fusion.runtime.hosting.succession import Successor
 from fusion.runtime.serving.service import ServingService
 from fusion.runtime.training.service import TrainingService
 from fusion.runtime.worker import Worker
 from fusion.swarm.blob_store import BlobStore
-from fusion.swarm.blobs import Blobs
+from fusion.swarm.blobs import BlobConfig, Blobs
 from fusion.swarm.dht import DhtConfig, HivemindDirectory
-from fusion.swarm.errors import PeerUnreachable
+from fusion.swarm.errors import PeerUnreachable, SwarmError
 from fusion.swarm.identity import Identity, friendly_name
 from fusion.swarm.leases import Leases
 from fusion.swarm.membership import Membership, MembershipConfig
@@ -42,6 +45,10 @@ STATUS_PROTOCOL = "/fusion/status/1"
 PEER_FILE = "peer.json"
 CACHED_PEERS_FILE = "peers.txt"
 BLOB_QUOTA_BYTES = 50 << 30
+BLAME_SECONDS = 0.5
+LEAVE_SECONDS = 14.0  # for all stages together; see HAND_OVER_SECONDS in `fusion.cli.start`
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +60,15 @@ class PeerConfig:
     memory_bytes: int | None = None  # None: half of what is free
     device: str = "cpu"
     blob_quota_bytes: int = BLOB_QUOTA_BYTES
+    upload_mbps: float | None = None  # for blobs that others fetch; None: unlimited
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ValueError(f"memory must be positive, not {self.memory_bytes}")
+        if self.upload_mbps is not None and not self.upload_mbps > 0:
+            raise ValueError(f"upload_mbps must be positive, not {self.upload_mbps}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,8 @@ class Peer:
         daemon = asyncio.ensure_future(self.transport.failed())
         try:
             await asyncio.wait([daemon, self.work], return_when=asyncio.FIRST_COMPLETED)
+            # What p2pd's end broke may be noticed before the end itself.
+            await asyncio.wait([daemon], timeout=BLAME_SECONDS)
             if daemon.done():
                 return daemon.result()
             return self.work.exception() or RuntimeError("the hosting ended")
@@ -130,7 +142,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
         Worker(threads, config.device) as worker,
         P2PTransport.start(network) as transport,
         await HivemindDirectory.start(transport.p2p, identity) as directory,
-        Blobs(store, transport, directory) as blobs,
+        Blobs(store, transport, directory, _blob_config(config)) as blobs,
         Leases(identity.peer_id, directory) as leases,
     ):
         capability = await worker.run(measure, config.device, threads, config.memory_bytes)
@@ -144,9 +156,10 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             device=config.device,
             memory_bytes=capability.memory_bytes,
             home=config.home,
+            succession=Successor(transport, leases),
         )
         ways = MembershipConfig(bootstrap=config.bootstrap, cache_path=config.home / CACHED_PEERS_FILE)
-        membership = Membership(transport, directory, directory, lambda: peer.record(), ways)
+        membership = Membership(transport, directory, directory, lambda: peer.record(), ways, transport.learn)
         async with _working(context, transport, capability, membership) as peer, membership:
             with _written_down(config.home / PEER_FILE, context):
                 yield peer
@@ -157,14 +170,15 @@ async def _working(
     context: Context, transport: P2PTransport, capability: Capability, membership: Membership
 ) -> AsyncIterator[Peer]:
     training, serving = TrainingService(context), ServingService(context)
-    hosting = Hosting(context, {"train": training, "serve": serving}, _fitness(capability))
+    services: dict[str, Service] = {"train": training, "serve": serving}
+    files = JobFiles(context.home / "jobs")
+    hosting = Hosting(context, services, _fitness(capability), files=files)
     try:
         await training.start()
         await serving.start()
         await hosting.start()
         # Generated code and its tensors sit in cycles: hundreds of MiB would wait for a collection by chance. What
-        # is there already will stay, and need not be looked at each time.
-        gc.collect()
+        # is there already will stay, and need not be looked at, now or each time.
         gc.freeze()
         hosting.on_rest = gc.collect
         work = asyncio.create_task(hosting.run(), name="hosting")
@@ -173,11 +187,29 @@ async def _working(
         try:
             yield peer
         finally:
+            if transport.alive and not work.done():
+                await _hand_over(hosting)
             work.cancel()
             await asyncio.wait([work])
     finally:
         await training.aclose()
         await serving.aclose()
+
+
+async def _hand_over(hosting: Hosting) -> None:
+    """Give our stages to their standbys, in bounded time. What fails here, the others recover from."""
+    try:
+        async with asyncio.timeout(LEAVE_SECONDS):
+            await hosting.leave()
+    except TimeoutError:
+        log.warning("not everything was handed over within %.0f s", LEAVE_SECONDS)
+    except SwarmError as error:
+        log.warning("not handed over: %s", error)
+
+
+def _blob_config(config: PeerConfig) -> BlobConfig:
+    budget = None if config.upload_mbps is None else config.upload_mbps * 1e6 / 8
+    return BlobConfig(upload_bytes_per_second=budget)
 
 
 def _fitness(capability: Capability) -> float:
@@ -197,6 +229,7 @@ def _written_down(path: Path, context: Context) -> Iterator[None]:
         )
         scratch.replace(path)
     except OSError as error:
+        scratch.unlink(missing_ok=True)
         raise OSError(
             f"cannot write {path}: {error.strerror}; free some space or choose another --home"
         ) from error
@@ -250,7 +283,9 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
             memory_bytes=0,
             home=config.home,
         )
-        membership = Membership(transport, directory, directory, None, MembershipConfig(bootstrap=ways))
+        membership = Membership(
+            transport, directory, directory, None, MembershipConfig(bootstrap=ways), transport.learn
+        )
         async with membership:
             try:
                 async with asyncio.timeout(config.join_seconds):

@@ -32,6 +32,12 @@ class Progress:
     attempts: int = 0  # how often a step was begun after the first time: discards and restores
     snapshot: Digest | None = None  # blob: index of the newest snapshot that all stages hold
     snapshot_step: int = 0
+    samples: int = 0  # that the committed steps were made of
+    ledger: str = ""  # head of the ledger of samples (`fusion.runtime.training.ledger`), hex
+    discarded: int = 0  # steps that were begun and not committed
+    replayed: int = 0  # steps committed again after going back to a snapshot
+    losses: int = 0  # stages whose owner vanished
+    recoveries: int = 0  # times that work went on after an interruption
     message: str = ""  # one line: what it waits for
     error: str = ""  # one line: why it failed
 

@@ -59,14 +59,14 @@ class TrainSpec:
     microbatch_size: int = 4
     seed: int = 0
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    snapshot_every: int = 50
+    snapshot_every: int = 0  # steps; 0, or left out: the lead decides from costs and losses
     evaluate_every: int = 0
     evaluate_batches: int = 8
 
     def __post_init__(self) -> None:
         for name, low in (
             ("steps", 1), ("sequence", 1), ("microbatches", 1), ("microbatch_size", 1), ("seed", 0),
-            ("snapshot_every", 1), ("evaluate_every", 0), ("evaluate_batches", 1),
+            ("snapshot_every", 0), ("evaluate_every", 0), ("evaluate_batches", 1),
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise JobError(f"{name} must be at least {low}, not {getattr(self, name)}")

@@ -8,6 +8,7 @@ that memory is bounded by the plan: at most this step and the next of the curren
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import torch
 
 from fusion.compression.codec import codec
 from fusion.dag.dims import bind
-from fusion.dag.ir import TensorType
+from fusion.dag.ir import DTYPE_BYTES, TensorType
 from fusion.dag.stage import Stage, TieGroup
 from fusion.runtime.fields import build
 from fusion.runtime.job import TrainConfig
@@ -34,6 +35,9 @@ class Plan:
     ties: tuple[TieGroup, ...]  # those that this stage belongs to
     sizes: Mapping[str, int]  # of the symbols: batch is a microbatch's
     codec: str = "none"
+    memory_bytes: tuple[
+        int, ...
+    ] = ()  # what each stage of the job needs, as its launcher estimates it; or nothing
 
     @property
     def partners(self) -> frozenset[int]:
@@ -74,6 +78,11 @@ class Inbox:
         self._ahead_step = 0
         self._held: dict[Attempt, dict[Key, torch.Tensor]] = {}
         self._waiting: dict[Key, asyncio.Future[torch.Tensor]] = {}
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of the tensors that may arrive."""
+        return max((math.prod(s) * DTYPE_BYTES[dtype] for s, dtype in self._expected.values()), default=0)
 
     def advance(self, attempt: Attempt, step: int) -> None:
         """From now on this stage works on `step` in `attempt`; what belongs to earlier ones is dropped."""

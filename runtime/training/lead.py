@@ -1,13 +1,12 @@
 """The lead of a job: the owner of stage 0, which holds the data placeholder. Elected like any other stage owner.
 
 The rules of a step are `fusion.runtime.training.step.lead` and those of a snapshot `fusion.runtime.training.snapshot.Collector`, both
-pure; here they meet messages, the blobs of snapshot indices, and the figures that people watch.
+pure, as is when to take the next (`fusion.runtime.training.snapshot_period`); here they meet messages, the blobs of snapshot indices, and the figures that people watch.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
@@ -17,18 +16,24 @@ from fusion.runtime.job import TrainConfig
 from fusion.runtime.progress import RECENT, Progress
 from fusion.runtime.training import messages as m
 from fusion.runtime.training import step as steps
+from fusion.runtime.training.baton import Baton
+from fusion.runtime.training.point import Point
 from fusion.runtime.training.snapshot import Collector, encode_index
+from fusion.runtime.training.snapshot_period import SnapshotPeriod
+from fusion.runtime.training.tally import CLEAN
 from fusion.swarm.records import Digest, JobId, one_line
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # of one step, at any stage, before the job fails
 SPEED_STEPS = 8  # the speed shown is that of so many steps
 
 
 class Lead:
     """`send(stage, message)` reaches every stage, the lead's own too, and returns at once; `spawn` runs a coroutine
-    beside the loop; `put` stores a blob; `changed` is called when the progress did."""
+    beside the loop; `put` stores a blob; `changed` is called when the progress did; `clock` counts seconds.
+
+    `newest` is the snapshot that our stage was loaded from, or knows of beside the `baton` that it took over with;
+    `samples`: in the training data, None where our stage reads none of it."""
 
     def __init__(
         self,
@@ -36,15 +41,17 @@ class Lead:
         config: TrainConfig,
         stages: int,
         term: int,
-        newest: m.Point,
+        newest: Point,
+        baton: Baton | None = None,
         *,
+        samples: int | None,
         send: Callable[[int, m.Message], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         put: Callable[[bytes], Awaitable[Digest]],
         changed: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         self.losses: list[tuple[int, float]] = []  # (step, loss) of the steps that this lead committed
-        self.newest = newest
         self._job = job
         self._config = config
         self._stages = stages
@@ -52,21 +59,41 @@ class Lead:
         self._spawn = spawn
         self._put = put
         self._changed = changed
-        self._state = steps.LeadState(config=config, stages=stages, term=term)
+        self._clock = clock
+        self._state = steps.LeadState(
+            config=config,
+            stages=stages,
+            term=term,
+            samples=samples,
+            newest=newest,
+            ledger=newest.ledger if baton is None else baton.ledger,
+            tally=CLEAN if baton is None else baton.tally,
+            heir=baton is not None,
+        )
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None
-        self._failures = 0
+        self._period = SnapshotPeriod(began=clock(), taken=clock())
+        self._watched = clock()  # until when the tally counts the seconds
         self._finishing = False
         self._times: deque[float] = deque(maxlen=SPEED_STEPS + 1)
         self.progress = Progress(
             job=job, state="running", steps=config.steps, stages=stages,
-            snapshot=newest.digest, snapshot_step=newest.step, step=newest.step,
+            snapshot=newest.digest, snapshot_step=newest.step,
+            step=newest.step if baton is None else baton.step,
         )  # fmt: skip
+        self._tell_books()
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        """The stages that have not joined."""
-        return self._state.missing
+    def waiting_for(self) -> str:
+        """One line for people: why no step is under way; empty while one is."""
+        if self._state.missing:
+            return f"waiting for stage {', '.join(map(str, self._state.missing))}"
+        return "waiting for all stages to find each other" if self._state.phase == "gathering" else ""
+
+    @property
+    def books(self) -> tuple[steps.Ledger, steps.Tally]:
+        """What the next lead needs, if we hand over."""
+        return self._state.ledger, self._state.tally
 
     def stop(self) -> None:
         """End the job after the step that is under way, with a snapshot."""
@@ -84,23 +111,39 @@ class Lead:
     def receive(self, stage: int, message: m.Message) -> None:
         """A control message from a stage. ValueError for one that only the lead may send."""
         match message:
-            case m.JoinMessage(step=step, newest=newest):
-                if (newest.step, newest.digest or "") > (self.newest.step, self.newest.digest or ""):
-                    self._set_newest(newest)
-                self._event(steps.Joined(stage, step))
-            case m.SuspectMessage(text=text):
+            case m.JoinMessage():
+                self._watch()
+                self._event(
+                    steps.Joined(
+                        stage=stage, step=message.step, entry=message.entry, links=message.links,
+                        attempt=message.attempt,
+                        abandoned=message.abandoned, newest=message.newest, before=message.before,
+                        tally=message.tally,
+                    )
+                )  # fmt: skip
+                self._tell_books()
+            case m.SuspectMessage(text=text, entry=entry):
                 log.info("stage %d: %s", stage, text)
-                self._event(steps.Lost(stage))
+                self._event(steps.Lost(stage, entry))
+                self._tell_books()
             case m.ReadyMessage(attempt=attempt, step=step, report=report):
+                self._look_at_the_clock()
                 self._event(steps.Ready(stage, attempt, step, report))
             case m.EvaluatedMessage(step=step, loss=loss):
                 self.tell(validation_loss=loss, validation_step=step)
-            case m.ShardMessage(step=step, digest=digest):
-                self._shard(stage, step, digest)
+            case m.ShardMessage(step=step, digest=digest, seconds=seconds):
+                self._shard(stage, step, digest, seconds)
             case m.HeldMessage(step=step, index=index):
                 self._held(stage, step, index)
-            case m.FailedMessage(text=text):
-                self._failed(stage, text)
+            case m.FailedMessage(text=text, attempt=attempt):
+                log.warning("stage %d failed: %s", stage, text)
+                self._event(steps.Failed(stage, attempt, text))
+            case m.LeavingMessage(entry=entry):
+                log.info("the owner of stage %d is leaving", stage)
+                self._event(steps.Leaving(stage, entry))
+            case m.LackMessage(attempt=attempt, text=text):
+                log.warning("stage %d cannot go back: %s", stage, text)
+                self._event(steps.Lacking(stage, attempt))
             case _:
                 raise ValueError(f"{type(message).__name__} is for the lead to send")
 
@@ -113,14 +156,18 @@ class Lead:
 
     def _act(self, action: steps.LeadAction) -> None:
         match action:
-            case steps.Begin(attempt, step, after):
+            case steps.Begin(attempt, step, after, tally):
+                now = self._clock()
                 self._times.clear()
-                self._times.append(time.monotonic())
-                if after.snapshot:  # every stage will save this step, again if it has before
-                    self._collector, self._index = Collector(stages=self._stages), None
-                self._everyone(m.BeginMessage(attempt=attempt, step=step, after=after))
-                self.tell(step=step, attempts=self._state.count, message="")
+                self._times.append(now)
+                self._period = self._period.seen(now, tally.seconds, tally.losses).give_up()
+                # Whoever was saving may be gone, and the next owner does not know of it.
+                self._collector, self._index = Collector(stages=self._stages), None
+                self._snapshot(after)
+                self._everyone(m.BeginMessage(attempt=attempt, step=step, after=after, tally=tally))
+                self.tell(step=step, attempts=self._state.count, message="", **self._books())
             case steps.Commit(attempt, step, rate, clip, after):
+                self._snapshot(after)
                 self._everyone(
                     m.CommitMessage(
                         attempt=attempt, step=step, learning_rate=rate, clip_factor=clip, after=after
@@ -130,11 +177,45 @@ class Lead:
                 self._committed(action)
             case steps.Discard(attempt):
                 self._everyone(m.DiscardMessage(attempt=attempt))
-            case steps.Restore():
-                log.info("the stages are at unlike steps: back to step %d", self.newest.step)
-                self._everyone(m.RestoreMessage(point=self.newest))
+            case steps.Hold(attempt, stage, entry):
+                self._send(stage, m.HoldMessage(attempt=attempt, stage=stage, entry=entry))
+            case steps.Restore(attempt, point):
+                log.info("not everybody has the state of one step: back to step %d", point.step)
+                self._period = self._period.restored(self._clock())
+                self._everyone(m.RestoreMessage(attempt=attempt, point=point))
+                self.tell(snapshot=point.digest, snapshot_step=point.step)
+            case steps.FellBack(lost):
+                log.warning(
+                    "nobody holds the snapshot of step %d any more: back to the one before", lost.step
+                )
             case steps.Fail(message):
                 self.finish("failed", message)
+
+    def _look_at_the_clock(self) -> None:
+        now = self._clock()
+        if self._period.overdue(now):
+            log.warning("the snapshot of step %d was not held in time", self._collector.step)
+            self._period = self._period.give_up()
+            self._event(steps.SnapshotLost())
+        if self._config.snapshot_every == 0 and self._period.due(now):
+            self._event(steps.SnapshotDue())
+
+    def _watch(self) -> None:
+        """Count the time that this job was watched."""
+        now, tally = self._clock(), self._state.tally
+        tally = replace(tally, seconds=tally.seconds + now - self._watched)
+        self._state, self._watched = replace(self._state, tally=tally), now
+
+    def _books(self) -> dict[str, object]:
+        ledger, tally = self.books
+        return {
+            "samples": ledger.samples, "ledger": ledger.head, "discarded": tally.discarded,
+            "replayed": tally.replayed, "losses": tally.losses, "recoveries": tally.recoveries,
+        }  # fmt: skip
+
+    def _tell_books(self) -> None:
+        point = self._state.newest
+        self.tell(snapshot=point.digest, snapshot_step=point.step, **self._books())
 
     def _everyone(self, message: m.Message) -> None:
         # The others first: our own stage starts to compute at once, theirs have a link to cross.
@@ -144,8 +225,8 @@ class Lead:
     def _committed(self, committed: steps.Committed) -> None:
         reports = [committed.reports[s] for s in range(self._stages)]
         loss = next((report.loss for report in reports if report.loss is not None), None)
-        self._failures = 0
-        self._times.append(time.monotonic())
+        self._times.append(self._clock())
+        self._period = self._period.stepped(self._times[-1] - self._times[-2])
         config = self._config
         tokens = config.microbatches * config.microbatch_size * max(1, config.sequence)
         seconds = self._times[-1] - self._times[0]
@@ -161,37 +242,41 @@ class Lead:
             busy=tuple(round(report.busy, 4) for report in reports),
             sent_bytes=sum(report.sent_bytes for report in reports),
             received_bytes=sum(report.received_bytes for report in reports),
+            **self._books(),
         )
-
-    def _failed(self, stage: int, text: str) -> None:
-        self._failures += 1
-        log.warning("stage %d failed: %s", stage, text)
-        self._event(steps.Lost(stage))
-        if self._failures >= MAX_FAILURES:
-            self.finish("failed", f"stage {stage}: {text}")
 
     # --- snapshots
 
-    def _shard(self, stage: int, step: int, digest: Digest) -> None:
+    def _snapshot(self, after: steps.After) -> None:
+        """Whether everybody is told to save the state of the step that the ledger is of."""
+        if after.snapshot:
+            self._collector = Collector(stages=self._stages, ledger=self._state.ledger)
+            self._index = None
+            self._period = self._period.ask(self._clock())
+
+    def _shard(self, stage: int, step: int, digest: Digest, seconds: float) -> None:
         before = self._collector
-        self._collector = before.shard(stage, step, digest)
-        if self._collector.complete and self._collector != before:
+        self._collector = before.shard(stage, step, digest, seconds)
+        if self._collector.complete and self._collector.shards != before.shards:
             self._index = None
             self._spawn(self._write_index(self._collector))
 
     async def _write_index(self, collector: Collector) -> None:
         index = await self._put(encode_index(collector.index(self._job)))
-        if self._collector.shards == collector.shards and self._collector.step == collector.step:
+        if self._collector.shards == collector.shards and self._collector.ledger == collector.ledger:
             self._index = index
             self._everyone(m.ReplicateMessage(step=collector.step, index=index))
 
     def _held(self, stage: int, step: int, index: Digest) -> None:
-        if index != self._index:
+        if index != self._index or self._collector.durable:
             return
         self._collector = self._collector.held(stage, step)
         if self._collector.durable:
-            self._set_newest(m.Point(step=step, digest=index))
-            self._everyone(m.SavedMessage(point=self.newest))
+            point = self._collector.index(self._job).point(index)
+            self._period = self._period.durable(self._clock(), self._collector.seconds)
+            self._event(steps.Saved(point))
+            self._everyone(m.SavedMessage(point=point))
+            self.tell(snapshot=point.digest, snapshot_step=point.step)
             if self._state.phase == "running" and self._ends_at(step):
                 self.finish("done" if step >= self._config.steps else "stopped")
 
@@ -199,10 +284,6 @@ class Lead:
         return (
             step == self._state.step and steps.after(self._config, step, stopping=self._state.stopping).finish
         )
-
-    def _set_newest(self, point: m.Point) -> None:
-        self.newest = point
-        self.tell(snapshot=point.digest, snapshot_step=point.step)
 
     # --- the end
 

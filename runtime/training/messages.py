@@ -4,10 +4,10 @@ A stream carries one direction between two stages of one job: the sending stage 
 answers `welcome`, then only the opener speaks. Every frame carries the term that its sender holds its stage under.
 
     activation, gradient, tie        tensors, see `TensorHeader`
-    begin commit discard restore     the lead to the others
-    saved finish failed replicate
+    begin commit discard hold        the lead to the others
+    restore replicate saved finish
     join suspect ready evaluated     the others to the lead
-    shard held failed
+    shard held failed leaving lack
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fusion.runtime.fields import build, plain
-from fusion.runtime.training.step import After, Attempt, Report
+from fusion.runtime.training.point import START
+from fusion.runtime.training.point import Point as Point
+from fusion.runtime.training.step_events import NO_ENTRY, After, Entry, Links, Report
+from fusion.runtime.training.tally import CLEAN, NO_ATTEMPT, Attempt, Tally
 from fusion.swarm.records import Digest, JobId
 from fusion.swarm.transport import Frame
 
@@ -34,6 +37,10 @@ class Hello:
     target: int
     term: int
     target_term: int  # the term under which the opener believes the receiver to hold its stage
+    host: int = 0  # drawn when the opener began its stage: not twice, even where it used a term twice
+    claim: bytes = (
+        b""  # of the opener, sealed (`Leases.sealed`): the receiver need not look for it in the directory
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +59,6 @@ class TensorHeader:
     evaluate: bool = False  # of the held-out data, forward only
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A snapshot that all stages hold: the blob of its index; step 0 without one is the initial weights."""
-
-    step: int = 0
-    digest: Digest | None = None
-
-
 # --- control, the lead to the others
 
 
@@ -68,6 +67,7 @@ class BeginMessage:
     attempt: Attempt
     step: int
     after: After
+    tally: Tally = CLEAN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,17 @@ class DiscardMessage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HoldMessage:
+    """No step is under way: hand your stage over, if `entry` is your newest join."""
+
+    attempt: Attempt
+    stage: int
+    entry: Entry
+
+
+@dataclass(frozen=True, kw_only=True)
 class RestoreMessage:
+    attempt: Attempt
     point: Point
 
 
@@ -117,11 +127,18 @@ class FinishMessage:
 class JoinMessage:
     step: int
     newest: Point  # the newest snapshot that this stage knows to be held
+    before: Point = START  # the one before it
+    entry: Entry = NO_ENTRY
+    links: Links = ()  # the term under which each stage that it works with is held, as it knows
+    attempt: Attempt = NO_ATTEMPT
+    abandoned: bool = False
+    tally: Tally = CLEAN
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuspectMessage:
     text: str
+    entry: Entry = NO_ENTRY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +158,7 @@ class EvaluatedMessage:
 class ShardMessage:
     step: int
     digest: Digest
+    seconds: float = 0.0  # that saving kept the device from the steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +169,24 @@ class HeldMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class FailedMessage:
-    """A stage cannot go on, and another owner could not either: the job fails."""
+    """Our arithmetic failed in this attempt; we give the stage up."""
 
+    text: str
+    attempt: Attempt = NO_ATTEMPT
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavingMessage:
+    """Our peer leaves: hand the stage over at the next step boundary."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class LackMessage:
+    """Nobody holds our shard of what the restore `attempt` asked for."""
+
+    attempt: Attempt
     text: str
 
 
@@ -160,6 +194,7 @@ _CONTROL: Mapping[str, type[Any]] = {
     "begin": BeginMessage,
     "commit": CommitMessage,
     "discard": DiscardMessage,
+    "hold": HoldMessage,
     "restore": RestoreMessage,
     "replicate": ReplicateMessage,
     "saved": SavedMessage,
@@ -171,13 +206,16 @@ _CONTROL: Mapping[str, type[Any]] = {
     "shard": ShardMessage,
     "held": HeldMessage,
     "failed": FailedMessage,
+    "leaving": LeavingMessage,
+    "lack": LackMessage,
 }
 _KIND: Mapping[type[Any], str] = {made: kind for kind, made in _CONTROL.items()}
-FROM_LEAD = frozenset({"begin", "commit", "discard", "restore", "replicate", "saved", "finish"})
+FROM_LEAD = frozenset({"begin", "commit", "discard", "hold", "restore", "replicate", "saved", "finish"})
 
 Message = (
-    BeginMessage | CommitMessage | DiscardMessage | RestoreMessage | ReplicateMessage | SavedMessage | FinishMessage
-    | JoinMessage | SuspectMessage | ReadyMessage | EvaluatedMessage | ShardMessage | HeldMessage | FailedMessage
+    BeginMessage | CommitMessage | DiscardMessage | HoldMessage | RestoreMessage | ReplicateMessage | SavedMessage
+    | FinishMessage | JoinMessage | SuspectMessage | ReadyMessage | EvaluatedMessage | ShardMessage | HeldMessage
+    | FailedMessage | LeavingMessage | LackMessage
 )  # fmt: skip
 
 

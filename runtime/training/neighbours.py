@@ -1,28 +1,32 @@
 """The streams of one hosted stage: one to and one from each stage that it works with.
 
-Every stage dials all its partners and is dialled by them, for as long as it is hosted: a link that breaks is dialled
-again, at whoever owns the other stage then. The stage is *linked* while all of them are up.
+Every stage dials all its partners and is dialled by them, for as long as it is hosted. The stage is *linked* while all
+of them are up.
 
-Fencing: a `hello` is welcomed only from the peer that the directory names as the owner of the stage it speaks for,
-at the term it names; a term below the highest one seen, or another peer's at that one, is refused with `stale` {term},
-and a higher one ends the streams of the owner before it. An owner that knew no better, because it joined after the
-claims of the one before had run out, gives the stage up and claims it anew above that term.
+A stream that breaks is dialled again at once, first at the same peer. Where that does not answer, whoever may replace
+the owner is asked to look at it (`Succession.suspect`), while the dialling goes on; what works first wins. A new owner
+says hello with its sealed claim, and one that we are told of is dialled at once, so nobody waits for the directory. A
+stream that is merely silent is left alone, and so is a peer that answers, whatever went wrong on our side: it takes
+the owner's own silence towards a standby to replace it.
+
+Who is welcome here, and who no longer is, `fusion.runtime.training.fence` says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from fusion.runtime.context import Context
 from fusion.runtime.fields import plain
+from fusion.runtime.training.fence import Fence, Later, Overtaken
+from fusion.runtime.training.link import Ended, Link, needs
 from fusion.runtime.training.messages import PROTOCOL, Hello
-from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
+from fusion.swarm.election import winner
+from fusion.swarm.errors import FrameError, StaleTerm, SwarmError, TransportError
 from fusion.swarm.records import ClaimRecord, JobId
 from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, checked
 
@@ -31,38 +35,18 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.1  # doubled up to the longest, from one failed dial to the next
 LONGEST_RETRY_SECONDS = 1.6
 HELLO_SECONDS = 10.0
+PATIENCE_SECONDS = 0.1  # for a peer whose stream broke to answer once more, before it is suspected
+SUSPECT_SECONDS = 6.0  # for the answer of those who may replace it
+SUSPECT_AGAIN_SECONDS = 2.0
 
 Deliver = Callable[[int, Frame], None]
 
 
-@dataclass
-class _Outgoing:
-    """Frames for one partner, sent in order by one task while its stream is up."""
-
-    stream: Stream
-    claim: ClaimRecord
-    frames: deque[tuple[str, Mapping[str, Any], Sequence[Buffer]]] = field(default_factory=deque)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass
-class _Incoming:
-    stream: Stream
-    term: int
-
-
-class Overtaken(StaleTerm):
-    """The stage was held under a term that ours does not exceed, as its neighbours remember."""
-
-    def __init__(self, stage: int, ours: int, term: int) -> None:
-        super().__init__(f"stage {stage} was held under term {term}, not {ours}")
-        self.term = term
-
-
 class Neighbours:
     """`deliver(stage, frame)` gets every frame whose term is right; a ValueError or SwarmError from it ends that
-    stream. `changed(linked)` is called, in the loop, whenever the stage becomes linked or unlinked."""
+    stream. `changed(linked)` is called, in the loop, whenever the stage becomes linked or unlinked. `largest_bytes`: of
+    the payloads that a partner may send. `memory_bytes`: what each stage of the job needs, for people; or nothing.
+    `host`: drawn anew whenever a peer begins the stage, to tell it from an earlier time under the same term."""
 
     def __init__(
         self,
@@ -73,21 +57,38 @@ class Neighbours:
         partners: Iterable[int],
         deliver: Deliver,
         changed: Callable[[bool], None],
+        *,
+        largest_bytes: int,
+        memory_bytes: Sequence[int] = (),
+        host: int = 0,
     ) -> None:
         self.job, self.stage, self.term = job, stage, term
         self.partners = tuple(sorted(set(partners) - {stage}))
-        self.sent_bytes = 0
         self.received_bytes = 0
         self._context = context
+        self._host = host
+        self._fence = Fence(context.leases, job, stage, term, self.partners)
         self._deliver = deliver
         self._changed = changed
-        self._outgoing: dict[int, _Outgoing] = {}
-        self._incoming: dict[int, _Incoming] = {}
-        # The highest term that each partner has spoken under, and who it was then.
-        self._terms: dict[int, tuple[int, PeerId]] = {}
+        self._largest_bytes = largest_bytes
+        self._memory_bytes = tuple(memory_bytes)
+        self._outgoing: dict[int, Link] = {}
+        self._incoming: dict[int, Stream] = {}
+        self._shown: dict[int, ClaimRecord] = {}  # the owner to dial next, as it or another peer told us
+        self._last: dict[int, ClaimRecord] = {}  # the owner that we dialled last
+        self._news = {partner: asyncio.Event() for partner in self.partners}
+        self._suspicions: dict[int, asyncio.Task[None]] = {}
+        # Who of each stage was suspected last, under which term, and when.
+        self._suspected: dict[int, tuple[tuple[PeerId, int], float]] = {}
+        self._group: asyncio.TaskGroup | None = None
         self._linked = False
         self._finished = False
+        self._sent_bytes = 0  # on links that are no more
         self._waits: dict[int, str] = {}  # partner -> why it is not linked, for people
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes + sum(link.sent_bytes for link in self._outgoing.values())
 
     @property
     def owners(self) -> dict[int, PeerId]:
@@ -95,119 +96,242 @@ class Neighbours:
         return {stage: out.claim.peer for stage, out in self._outgoing.items() if stage in self._incoming}
 
     @property
+    def linked_terms(self) -> dict[int, int]:
+        """The term of the owner at the other end, of each partner that we are linked to; the lower one where a stream
+        of the owner before has not ended yet."""
+        return {s: min(self._outgoing[s].claim.term, self._fence.highest(s)) for s in self.owners}
+
+    @property
     def waiting_for(self) -> str:
         """One line for people: what is missing; empty while linked."""
         missing = [s for s in self.partners if s not in self._outgoing or s not in self._incoming]
-        return "; ".join(f"stage {s}: {self._waits.get(s, 'not linked yet')}" for s in missing[:4])
+        return "; ".join(self._waits.get(s, f"stage {s}: not linked yet") for s in missing[:4])
 
     def post(self, target: int, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
         """Queue a frame for a partner and return at once. While the link is down the frame is dropped: whatever was
         under way is void then, and both sides start anew when the link is back."""
-        out = self._outgoing.get(target)
-        if out is not None:
-            out.frames.append((kind, header, payload))
-            out.idle.clear()
-            out.wake.set()
+        link = self._outgoing.get(target)
+        if link is not None:
+            link.post(kind, header, payload)
 
     async def flush(self, seconds: float) -> None:
         """Wait, at most so long, until what was posted has been handed to the transport."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                for out in list(self._outgoing.values()):
-                    await out.idle.wait()
+                for link in list(self._outgoing.values()):
+                    await link.idle.wait()
 
     async def finish(self, seconds: float) -> None:
         """Send what was posted, then end our streams cleanly, so that the last frames arrive; no link comes back."""
         self._finished = True
         await self.flush(seconds)
-        for out in list(self._outgoing.values()):
-            await out.stream.aclose()
+        for link in list(self._outgoing.values()):
+            await link.stream.aclose()
 
     async def run(self) -> None:
         """Keep every stream up until cancelled. Raises Overtaken."""
         self._update()
         try:
-            async with asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as self._group:
                 for partner in self.partners:
-                    group.create_task(self._keep(partner), name=f"link {self.stage}->{partner}")
+                    self._group.create_task(self._keep(partner), name=f"link {self.stage}->{partner}")
         finally:
-            for incoming in self._incoming.values():
-                incoming.stream.abort()
+            self._group = None
+            self.close()
+
+    def close(self) -> None:
+        """The stage is not hosted here any more: nobody is to believe it linked, nor to be welcomed from now on."""
+        self._finished = True
+        for stream in self._incoming.values():
+            stream.abort()
 
     # --- our side: dial, say hello, send
 
     async def _keep(self, target: int) -> None:
-        retry = RETRY_SECONDS
+        loop, pause, broke = asyncio.get_running_loop(), RETRY_SECONDS, False
         while not self._finished:
+            self._news[target].clear()
             try:
-                stream, claim = await self._dial(target)
+                link = await self._dial(target, broke)
             except Overtaken:
                 raise
             except (SwarmError, ValueError, TimeoutError) as error:
-                self._waits[target] = str(error) or "no answer"
-                await asyncio.sleep(retry)
-                retry = min(2 * retry, LONGEST_RETRY_SECONDS)
+                said = str(error) or "no answer"
+                self._waits[target] = said if isinstance(error, _Vacant) else f"stage {target}: {said}"
+                self._shown.pop(target, None)
+                told = await self._told(target, pause)
+                pause = RETRY_SECONDS if told else min(2 * pause, LONGEST_RETRY_SECONDS)
                 continue
-            retry = RETRY_SECONDS
-            await self._use(target, _Outgoing(stream, claim))
-            await asyncio.sleep(
-                RETRY_SECONDS
-            )  # a partner that welcomes and then refuses is not dialled in a spin
+            if link is None:  # another peer owns the stage now
+                continue
+            began, pause = loop.time(), RETRY_SECONDS
+            broke = await self._use(target, link)
+            if loop.time() - began < RETRY_SECONDS:
+                await self._told(
+                    target, RETRY_SECONDS
+                )  # whoever welcomes and then refuses is not dialled in a spin
 
-    async def _dial(self, target: int) -> tuple[Stream, ClaimRecord]:
-        claim = await self._context.leases.owner(self.job, target)
-        if claim is None:
-            raise SwarmError("no peer holds it")
-        if claim.term < self._highest(target):
-            raise StaleTerm(f"term {claim.term} is over")
-        stream = await self._context.transport.open(claim.peer, PROTOCOL)
-        hello = Hello(job=self.job, source=self.stage, target=target, term=self.term, target_term=claim.term)
+    async def _told(self, target: int, seconds: float) -> bool:
+        """Wait so long, or until somebody tells us of an owner of the stage."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news[target].wait()
+        return self._news[target].is_set()
+
+    async def _dial(self, target: int, broke: bool) -> Link | None:
+        """A link to the owner of the stage; None where we hear of another owner meanwhile. `broke`: whether a stream
+        to it was lost, not closed."""
+        claim = await self._owner(target)
+        last = self._last.get(target)
+        suspect = broke and last is not None and (last.peer, last.term) == (claim.peer, claim.term)
+        self._last[target] = claim
+        link: Link | None = None
+        dialling = asyncio.ensure_future(self._greet(target, claim))
+        news = asyncio.ensure_future(self._overtaken(target, claim))
         try:
-            async with asyncio.timeout(HELLO_SECONDS):
+            done, _ = await asyncio.wait(
+                (dialling, news),
+                timeout=PATIENCE_SECONDS if suspect else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not done:
+                self._suspect(target, claim)
+                done, _ = await asyncio.wait((dialling, news), return_when=asyncio.FIRST_COMPLETED)
+            if not news.done():
+                link = Link(await dialling, claim)
+            return link
+        except (TransportError, TimeoutError) as error:
+            if not isinstance(error, FrameError):
+                self._suspect(target, claim)
+            raise
+        finally:
+            for task in (dialling, news):
+                task.cancel()
+            await asyncio.wait((dialling, news))
+            if link is None and not dialling.cancelled() and dialling.exception() is None:
+                dialling.result().abort()
+
+    async def _overtaken(self, target: int, claim: ClaimRecord) -> None:
+        """Until we are told of an owner that follows the one of `claim`."""
+        while (shown := self._shown.get(target)) is None or not self._fence.follows(shown, claim):
+            self._news[target].clear()
+            await self._news[target].wait()
+
+    async def _owner(self, target: int) -> ClaimRecord:
+        """Whom to dial: the owner that was shown to us, or the directory's. Raises SwarmError where there is none."""
+        leases, last = self._context.leases, self._last.get(target)
+        claim = self._shown.get(target)
+        if claim is None and last is None:
+            claim = winner(leases.recent(self.job, target))
+        if claim is not None and not self._fence.is_over(claim):
+            return claim
+        claims = await leases.claims(self.job, target)
+        claim = winner(claims)
+        if claim is None:
+            if last is not None:
+                self._suspect(target, last)
+            if not any(other.role == "standby" for other in claims):
+                raise _Vacant(needs(target, self._memory_bytes))
+            raise SwarmError("no peer holds it; a standby is about to")
+        # Another peer's than spoke to us under the same term is dialled all the same: one of us will be told that it was
+        # overtaken, and claim its stage above that. If neither dialled, both would wait for ever.
+        if claim.term < self._fence.highest(target):
+            raise StaleTerm(f"term {claim.term} is over")
+        return claim
+
+    async def _greet(self, target: int, claim: ClaimRecord) -> Stream:
+        leases = self._context.leases
+        async with asyncio.timeout(HELLO_SECONDS):
+            stream = await self._context.transport.open(claim.peer, PROTOCOL)
+            try:
+                hello = Hello(
+                    job=self.job, source=self.stage, target=target, term=self.term, target_term=claim.term,
+                    host=self._host, claim=leases.sealed(self.job, self.stage) or b"",
+                )  # fmt: skip
                 await stream.send("hello", plain(hello))
                 reply = checked(await stream.receive())
-            term = reply.header.get("term")
-            if reply.kind == "stale" and isinstance(term, int):
-                self._context.leases.observe(self.job, self.stage, term)
-                raise Overtaken(self.stage, self.term, term)
-            if reply.kind != "welcome":
-                raise SwarmError(str(reply.header.get("message", "refused"))[:200])
-        except BaseException:
-            stream.abort()
-            raise
-        return stream, claim
+                term = reply.header.get("term")
+                if reply.kind == "stale" and isinstance(term, int):
+                    leases.observe(self.job, self.stage, term)
+                    raise Overtaken(self.stage, self.term, term)
+                if reply.kind != "welcome":
+                    raise SwarmError(str(reply.header.get("message", "refused"))[:200])
+            except BaseException:
+                stream.abort()
+                raise
+        return stream
 
-    async def _use(self, target: int, out: _Outgoing) -> None:
-        self._outgoing[target] = out
+    async def _use(self, target: int, link: Link) -> bool:
+        """Until the link ends: whether the other end vanished, rather than closed or refused it."""
+        self._trust(target)
+        self._outgoing[target] = link
+        self._shown[target] = link.claim
         self._waits.pop(target, None)
-        out.idle.set()
         self._update()
-        watch = asyncio.ensure_future(out.stream.receive())  # says nothing more: ends when the stream does
-        send = asyncio.ensure_future(self._send(out))
+        ended = Ended("ended")
         try:
-            done, _ = await asyncio.wait((watch, send), return_when=asyncio.FIRST_COMPLETED)
-            self._waits[target] = _reason(done)
-            log.info("stage %d lost stage %d: %s", self.stage, target, self._waits[target])
+            ended = await link.run()
+            self._waits[target] = f"stage {target}: {ended.reason}"
+            log.info("stage %d lost stage %d: %s", self.stage, target, ended.reason)
         finally:
-            for task in (watch, send):
-                task.cancel()
             if not self._finished:
-                out.stream.abort()
-            out.idle.set()
-            if self._outgoing.get(target) is out:
+                link.stream.abort()
+            link.idle.set()
+            self._sent_bytes += link.sent_bytes
+            if self._outgoing.get(target) is link:
                 del self._outgoing[target]
             self._update()
-            await asyncio.wait((watch, send))
+        return ended.vanished
 
-    async def _send(self, out: _Outgoing) -> None:
-        while True:
-            while out.frames:
-                kind, header, payload = out.frames.popleft()
-                await out.stream.send(kind, header, payload)
-                self.sent_bytes += sum(memoryview(buffer).nbytes for buffer in payload)
-            out.idle.set()
-            out.wake.clear()
-            await out.wake.wait()
+    # --- who may be gone
+
+    def _suspect(self, target: int, claim: ClaimRecord) -> None:
+        """Have others look at the owner of `claim`, which does not answer us, unless that is under way."""
+        if self._context.succession is None or self._group is None or self._finished:
+            return
+        now = asyncio.get_running_loop().time()
+        who = (claim.peer, claim.term)
+        before, at = self._suspected.get(target, ((PeerId(""), 0), 0.0))
+        if who == before and (target in self._suspicions or now - at < SUSPECT_AGAIN_SECONDS):
+            return
+        self._trust(target)
+        self._suspected[target] = (who, now)
+        task = self._group.create_task(self._ask(target, claim), name=f"suspecting stage {target}")
+        self._suspicions[target] = task
+        task.add_done_callback(lambda done: self._asked(target, done))
+
+    async def _ask(self, target: int, claim: ClaimRecord) -> None:
+        succession = self._context.succession
+        assert succession is not None
+        try:
+            async with asyncio.timeout(SUSPECT_SECONDS):
+                heir = await succession.suspect(self.job, target, claim.peer, claim.term)
+        except (SwarmError, ValueError, TimeoutError) as error:
+            log.debug("stage %d: nobody to replace the owner of stage %d: %s", self.stage, target, error)
+            return
+        if heir is not None and heir.term > max(claim.term, self._fence.highest(target)):
+            self._hear(target, heir)
+
+    def _asked(self, target: int, task: asyncio.Task[None]) -> None:
+        if self._suspicions.get(target) is task:
+            del self._suspicions[target]
+
+    def _trust(self, target: int) -> None:
+        """The owner answers after all, or is not the one that we thought of."""
+        task = self._suspicions.pop(target, None)
+        if task is not None:
+            task.cancel()
+
+    def _hear(self, target: int, claim: ClaimRecord) -> None:
+        """That peer owns the stage, not one whose time is over: link to it now."""
+        link, shown = self._outgoing.get(target), self._shown.get(target)
+        if link is not None:
+            if not self._fence.follows(claim, link.claim):
+                return
+            link.stream.abort()  # it leads to an owner that another has followed
+        if shown is None or shown.term <= claim.term:
+            self._shown[target] = claim
+            self._news[target].set()
 
     # --- the other side: welcome, check, receive
 
@@ -215,16 +339,20 @@ class Neighbours:
         """Serve an incoming stream whose first frame was `hello`, until it ends. Raises StaleTerm, FrameError and
         what `deliver` raises: the transport tells the other end."""
         try:
-            refusal = await self._refusal(stream, hello)
+            claim = await self._fence.claim_of(stream.remote, hello)
+            self._check_open()
         except Overtaken as error:
             await stream.send("stale", {"term": error.term})
             raise
-        if refusal:
-            await stream.send("later", {"message": refusal})
+        except Later as error:
+            await stream.send("later", {"message": str(error)})
             await stream.aclose()
             return
+        stream.allow(self._largest_bytes)
         await stream.send("welcome", {"term": self.term})
-        self._admit(hello, stream)
+        self._check_open()
+        self._fence.admit(stream.remote, hello)  # another may have said hello while our welcome went out
+        self._admit(claim, stream)
         try:
             while True:
                 frame = checked(await stream.receive())
@@ -232,55 +360,31 @@ class Neighbours:
                 self.received_bytes += frame.payload.nbytes
                 self._deliver(hello.source, frame)
         finally:
-            current = self._incoming.get(hello.source)
-            if current is not None and current.stream is stream:
+            if self._incoming.get(hello.source) is stream:
                 del self._incoming[hello.source]
-                self._waits.setdefault(hello.source, "its stream ended")
+                self._waits.setdefault(hello.source, f"stage {hello.source}: its stream ended")
                 self._update()
 
-    async def _refusal(self, stream: Stream, hello: Hello) -> str:
-        """Why the other end should try again later; empty to welcome it. StaleTerm where it never will be."""
-        if hello.source not in self.partners:
-            raise FrameError(f"stage {hello.source} has nothing to say to stage {self.stage}")
-        if hello.target_term < self.term:
-            raise StaleTerm(f"stage {self.stage} is under term {self.term}, not {hello.target_term}")
-        if hello.target_term > self.term:
-            return f"stage {self.stage} is here under term {self.term}"
-        self._fence(stream.remote, hello)
-        owner = await self._context.leases.owner(self.job, hello.source)
-        self._fence(stream.remote, hello)  # somebody may have said hello under a higher term while we looked
-        if owner is not None and owner.term > hello.term:
-            raise StaleTerm(f"stage {hello.source} is under term {owner.term}, not {hello.term}")
-        if owner is None or (owner.peer, owner.term) != (stream.remote, hello.term):
-            return f"no claim of stage {hello.source} at term {hello.term} seen yet"
-        return ""
+    def _check_open(self) -> None:
+        """Raises Later once the stage is not hosted here any more, or about not to be."""
+        if self._finished:
+            raise Later(f"stage {self.stage} is over here")
 
-    def _highest(self, stage: int) -> int:
-        return self._terms[stage][0] if stage in self._terms else 0
-
-    def _fence(self, peer: PeerId, hello: Hello) -> None:
-        highest, holder = self._terms.get(hello.source, (0, peer))
-        if hello.term < highest or (hello.term == highest and peer != holder):
-            raise Overtaken(hello.source, hello.term, highest)
-
-    def _admit(self, hello: Hello, stream: Stream) -> None:
-        source = hello.source
-        self._terms[source] = (hello.term, stream.remote)
+    def _admit(self, claim: ClaimRecord, stream: Stream) -> None:
+        source = claim.stage
         before = self._incoming.pop(source, None)
         if before is not None:
-            before.stream.abort()
+            before.abort()
             self._update()  # whatever was under way on the old stream is lost
-        out = self._outgoing.get(source)
-        if out is not None and out.claim.term < hello.term:
-            out.stream.abort()  # it leads to an owner that another has followed
-        self._incoming[source] = _Incoming(stream, hello.term)
+        self._incoming[source] = stream
+        self._hear(source, claim)
         self._update()
 
     def _check_term(self, peer: PeerId, hello: Hello, frame: Frame) -> None:
         term = frame.header.get("term")
         if term != hello.term:
             raise StaleTerm(f"a frame of term {term!r:.20} on a stream of term {hello.term}")
-        self._fence(peer, hello)
+        self._fence.check(peer, hello)
 
     def _update(self) -> None:
         linked = all(s in self._outgoing and s in self._incoming for s in self.partners)
@@ -289,15 +393,5 @@ class Neighbours:
             self._changed(linked)
 
 
-def _reason(done: Iterable[asyncio.Future[Any]]) -> str:
-    for task in done:
-        if task.cancelled():
-            continue
-        error = task.exception()
-        if error is None:
-            frame = task.result()  # the receiver speaks only to refuse what we sent
-            return str(frame.header.get("message", "refused"))[:200]
-        if not isinstance(error, SwarmError):
-            raise error
-        return str(error)
-    return "ended"
+class _Vacant(SwarmError):
+    """Nobody holds a stage, and nobody is about to."""

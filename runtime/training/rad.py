@@ -25,7 +25,9 @@ from fusion.runtime.data import Batches
 from fusion.runtime.job import TrainConfig
 from fusion.runtime.planes.plane import RngKey, TrainingStage
 from fusion.runtime.training.inbox import Inbox, Key, Plan
-from fusion.runtime.training.step import Attempt, Report
+from fusion.runtime.training.ledger import fed_digest
+from fusion.runtime.training.step_events import Report
+from fusion.runtime.training.tally import Attempt
 from fusion.runtime.worker import Worker
 from fusion.swarm.transport import Buffer
 
@@ -57,6 +59,7 @@ class Rad:
         self._send = send
         self._busy = 0.0  # seconds computed; written by the worker thread only
         self._losses: dict[int, float] = {}
+        self._fed: dict[int, list[int]] = {}  # microbatch -> the samples that went into its forward
         self._actions = _schedule(plan, config)
         # A tied variable is held several times; its gradient counts once in the norm, at the lowest stage.
         self._uncounted = frozenset(t.variable for t in plan.ties if t.stages[0] != plan.stage.index)
@@ -66,6 +69,7 @@ class Rad:
         gradients and stashes behind, for `TrainingStage.discard`."""
         self.inbox.advance(attempt, step)
         self._losses.clear()
+        self._fed.clear()
         began, busy = time.perf_counter(), self._busy
         gate = asyncio.Semaphore(AHEAD)
         async with _group() as group:
@@ -79,6 +83,9 @@ class Rad:
         return Report(
             squared_norm=squared_norm,
             loss=sum(losses) / len(losses) if losses else None,
+            fed=None
+            if self._batches.samples is None
+            else fed_digest(self._fed[m] for m in sorted(self._fed)),
             busy=min(1.0, (self._busy - busy) / max(1e-9, time.perf_counter() - began)),
         )
 
@@ -105,9 +112,10 @@ class Rad:
         """Wait for what the action reads; the result runs it."""
         at = action.microbatch
         if action.kind == "forward":
-            inputs = self._batches.train(step, at)
+            indices = self._batches.indices(step, at)
+            inputs = self._batches.read(indices)
             inputs.update(await self._receive(step, at, evaluate=False))
-            return partial(self._forward, attempt, step, at, inputs)
+            return partial(self._forward, attempt, step, at, inputs, indices)
         gradients = [
             (edge.name, [await self._gradient(edge, consumer, step, at) for consumer in edge.consumers])
             for edge in self._plan.stage.sends
@@ -128,13 +136,16 @@ class Rad:
 
     # --- computing, then sending while the next action computes
 
-    async def _forward(self, attempt: Attempt, step: int, microbatch: int, inputs: Tensors) -> None:
+    async def _forward(
+        self, attempt: Attempt, step: int, microbatch: int, inputs: Tensors, indices: list[int]
+    ) -> None:
         rng = RngKey(self._config.seed, step, microbatch)
 
         def run() -> tuple[Tensors, float | None]:
             return _finish(self._plane.forward(microbatch, inputs, rng))
 
         sends, loss = await self._compute(run)
+        self._fed[microbatch] = indices
         if loss is not None:
             self._losses[microbatch] = loss
         self._send_forward(attempt, step, microbatch, sends, evaluate=False)

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from fusion.dag import wire
-from fusion.dag.cuts import split, tie_groups
-from fusion.dag.errors import GraphError
-from fusion.dag.stage import Stage, TieGroup
 from fusion.runtime.context import Context
-from fusion.runtime.data import Batches
 from fusion.runtime.errors import JobError, JobFailed
 from fusion.runtime.fields import build
-from fusion.runtime.job import Manifest, TrainConfig
-from fusion.runtime.planes.torch_plane import TorchTrainingStage
+from fusion.runtime.job import Manifest
 from fusion.runtime.progress import Progress
 from fusion.runtime.training import messages as m
-from fusion.runtime.training import snapshot
-from fusion.runtime.training.inbox import Plan
-from fusion.runtime.training.stage_files import StageFiles, sweep
-from fusion.runtime.training.stage_host import Loaded, TrainingHost
+from fusion.runtime.training.baton import Baton
+from fusion.runtime.training.stage_files import sweep
+from fusion.runtime.training.stage_host import TrainingHost
+from fusion.runtime.training.stage_loader import Place, StageLoader, load_stages
 from fusion.swarm.errors import FrameError
-from fusion.swarm.records import JobId
-from fusion.swarm.transport import Stream
+from fusion.swarm.identity import is_peer_id
+from fusion.swarm.records import JobId, JobRecord
+from fusion.swarm.transport import PeerId, Stream
+
+__all__ = ["TrainingService", "load_stages"]
 
 log = logging.getLogger(__name__)
 
-MAX_GRAPH_BYTES = 64 << 20
 REMEMBERED = 100  # ended jobs whose last progress is kept
 HELLO_SECONDS = 10.0
+LOADING_SECONDS = 5.0  # that a neighbour's hello waits for a stage which is being loaded here
+CLAIMING_SECONDS = 1.0  # and for one that we stand by for
+BATON_PEER = "peer"  # in a baton's header: who has its blob
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ class _Ended:
 class TrainingService:
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._hosts: dict[tuple[JobId, int], TrainingHost] = {}
+        self._loader = StageLoader(context)
+        self._hosts: dict[Place, TrainingHost] = {}
+        self._loading: set[Place] = set()
+        self._came = asyncio.Event()  # set, and replaced, whenever a stage has been loaded or cannot be
         self._ended: dict[JobId, _Ended] = {}
         self._changes: dict[JobId, asyncio.Event] = {}
 
@@ -52,34 +56,70 @@ class TrainingService:
         await asyncio.to_thread(sweep, self._context)
         await self._context.transport.serve(m.PROTOCOL, self._serve)
 
-    async def host(self, job: JobId, manifest: Manifest, stage: int, term: int) -> None:
+    async def host(
+        self, job: JobId, manifest: Manifest, stage: int, term: int, baton: Mapping[str, Any] | None = None
+    ) -> None:
         """Run one stage under our claim's `term` until its job ends (returns), we are cancelled, or it fails: raises
-        JobFailed for the whole job; JobError, SwarmError, MemoryError or RuntimeError where only we cannot go on."""
-        if manifest.train is None or not 0 <= stage < manifest.stages:
-            raise JobError(f"stage {stage} of {manifest.name} is no stage of a training job")
-        loaded = await self._load(job, manifest, manifest.train, stage)
-        host = TrainingHost(self._context, job, manifest.train, term, loaded, lambda: self._signal(job))
-        self._hosts[job, stage] = host
+        JobFailed for the whole job; JobError, SwarmError, MemoryError or RuntimeError where only we cannot go on.
+        `baton`: what the owner before gave us when it left (`pass_on`)."""
         try:
-            self._context.leases.update(job, stage, step=loaded.start.step, ready=True)
-            self._signal(job)
-            await host.run()
-        except JobFailed as error:
-            if host.lead is not None:
-                host.lead.tell(state="failed", error=str(error)[:300])
-            raise
+            host = await self._load(job, manifest, stage, term, baton)
+            try:
+                await host.run()
+            except JobFailed as error:
+                if host.lead is not None:
+                    host.lead.tell(state="failed", error=str(error)[:300])
+                raise
+            finally:
+                if self._hosts.get((job, stage)) is host:
+                    del self._hosts[job, stage]
+                if host.lead is not None:
+                    self._remember(job, _Ended(host.lead.progress, tuple(host.lead.losses)))
+                elif host.progress.finished and not self._has_ended(job):
+                    self._remember(job, _Ended(host.progress, self.losses(job)))  # the lead may vanish now
+                self._signal(job)
         finally:
-            if self._hosts.get((job, stage)) is host:
-                del self._hosts[job, stage]
-            if host.lead is not None:
-                self._remember(job, _Ended(host.lead.progress, tuple(host.lead.losses)))
+            self._loader.release(job, stage)
+
+    async def _load(
+        self, job: JobId, manifest: Manifest, stage: int, term: int, baton: Mapping[str, Any] | None
+    ) -> TrainingHost:
+        self._loading.add((job, stage))
+        try:
+            loaded = await self._loader.load(job, manifest, stage, *_read(baton))
+            assert manifest.train is not None, "it would not have loaded"
+            host = TrainingHost(self._context, job, manifest.train, term, loaded, lambda: self._signal(job))
+            self._hosts[job, stage] = host
+            self._context.leases.update(job, stage, step=loaded.step, ready=True)
             self._signal(job)
+            return host
+        finally:
+            self._loading.discard((job, stage))
+            self._came.set()
+            self._came = asyncio.Event()
+
+    async def prepare(self, job: JobId, manifest: Manifest, stage: int, record: JobRecord) -> int:
+        """Stand by for a stage: its newest snapshot, data and code here, in memory where there is room. Idempotent;
+        called again for each new snapshot. The step that is here then. Raises SwarmError, JobError, JobFailed."""
+        return await self._loader.prepare(job, manifest, stage, record)
+
+    def forget(self, job: JobId, stage: int) -> None:
+        """No longer stand by for the stage."""
+        self._loader.forget(job, stage)
+
+    async def pass_on(self, job: JobId, stage: int) -> Mapping[str, Any]:
+        """Stop a stage that runs here at a step boundary, for a successor: the baton that its `host` wants. JobError
+        where it cannot."""
+        host = self._hosts.get((job, stage))
+        if host is None:
+            raise JobError(f"stage {stage} of job {job[:12]} does not run here")
+        return {**(await host.pass_on()).to_header(), BATON_PEER: self._context.peer_id}
 
     def progress(self, job: JobId) -> Progress | None:
         """How a job stands: everything where we lead it or led it to its end, the step and the newest snapshot where
         we run another of its stages, None for a job that is not here."""
         lead, ended = self._hosts.get((job, 0)), self._ended.get(job)
-        if lead is None and ended is not None and ended.progress.finished:
+        if lead is None and ended is not None and self._has_ended(job):
             return ended.progress  # the other stages of it that run here will hear of the end any moment
         host = lead or next((h for (j, _), h in self._hosts.items() if j == job), None)
         if host is not None:
@@ -117,49 +157,6 @@ class TrainingService:
         """Nothing of ours outlives the tasks in which `host` runs."""
         self._ended.clear()
 
-    # --- loading
-
-    async def _load(self, job: JobId, manifest: Manifest, config: TrainConfig, index: int) -> Loaded:
-        try:
-            stages, ties = await load_stages(self._context, manifest)
-        except GraphError as error:
-            raise JobFailed(f"the graph of {manifest.name}: {error}") from None
-        stage = stages[index]
-        plan = Plan(
-            stage=stage,
-            stages=len(stages),
-            ties=tuple(group for group in ties if index in group.stages),
-            sizes={"batch": config.microbatch_size, "sequence": config.sequence},
-        )
-        record = await self._context.directory.job(job)
-        start = m.Point()
-        if record is not None and record.snapshot is not None:
-            start = m.Point(step=record.snapshot_step, digest=record.snapshot)
-        files = StageFiles(self._context, job, manifest, stage)
-        state = await files.load(start, {})
-        batches = await self._batches(manifest, config, stage)
-        plane = await self._context.compute.run(
-            TorchTrainingStage,
-            stage,
-            snapshot.variables(state),
-            config.optimizer,
-            device=self._context.device,
-        )
-        if start.digest is not None:
-            await self._context.compute.run(plane.load_state, state)
-        return Loaded(plan=plan, plane=plane, batches=batches, files=files, start=start)
-
-    async def _batches(self, manifest: Manifest, config: TrainConfig, stage: Stage) -> Batches:
-        received = {edge.name for edge in stage.receives}
-        inputs = [i.name for i in stage.graph.inputs if i.name not in received]
-        train = held_out = None
-        if Batches.needs_blobs(config, inputs):
-            hints = [peer for peer in manifest.proposed if peer]
-            train = await self._context.blobs.fetch(config.data.train, hints)
-            if config.data.held_out is not None:
-                held_out = await self._context.blobs.fetch(config.data.held_out, hints)
-        return await asyncio.to_thread(Batches, config, inputs, train, held_out)
-
     # --- streams
 
     async def _serve(self, stream: Stream) -> None:
@@ -168,12 +165,23 @@ class TrainingService:
         if frame.kind != "hello":
             raise FrameError(f"{m.PROTOCOL} begins with hello, not {frame.kind[:40]!r}")
         hello = build(m.Hello, frame.header, "hello")
-        host = self._hosts.get((hello.job, hello.target))
+        place = (hello.job, hello.target)
+        host = await self._host_of(place)
         if host is None:
             await stream.send("later", {"message": f"stage {hello.target} is not loaded here"})
             await stream.aclose()
             return
         await host.accept(stream, hello)
+
+    async def _host_of(self, place: Place) -> TrainingHost | None:
+        """Who runs the stage here, now or soon: in a takeover its neighbours may be quicker than the device, or even
+        know of our claim before we have won it."""
+        patience = LOADING_SECONDS if place in self._loading else CLAIMING_SECONDS
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                while place not in self._hosts and (place in self._loading or self._loader.is_ahead(*place)):
+                    await self._came.wait()
+        return self._hosts.get(place)
 
     # --- books
 
@@ -182,6 +190,9 @@ class TrainingService:
         if event is not None:
             event.set()
 
+    def _has_ended(self, job: JobId) -> bool:
+        return job in self._ended and self._ended[job].progress.finished
+
     def _remember(self, job: JobId, ended: _Ended) -> None:
         self._ended.pop(job, None)
         self._ended[job] = ended
@@ -189,14 +200,14 @@ class TrainingService:
             del self._ended[next(iter(self._ended))]
 
 
-async def load_stages(context: Context, manifest: Manifest) -> tuple[tuple[Stage, ...], tuple[TieGroup, ...]]:
-    """The stages of a job's graph as its manifest cuts it, with the variables that several of them hold.
-    Raises BlobError, GraphError."""
-    hints = [peer for peer in manifest.proposed if peer]
-    data = await context.blobs.read(manifest.graph, MAX_GRAPH_BYTES, hints)
-
-    def cut() -> tuple[tuple[Stage, ...], tuple[TieGroup, ...]]:
-        stages = split(wire.decode(data), manifest.cuts)
-        return stages, tie_groups(stages)
-
-    return await asyncio.to_thread(cut)
+def _read(baton: Mapping[str, Any] | None) -> tuple[Baton | None, PeerId | None]:
+    """What a leaving owner said, and who it is; nothing where it makes no sense: a snapshot will do."""
+    if baton is None:
+        return None, None
+    words = dict(baton)
+    peer = words.pop(BATON_PEER, None)
+    try:
+        return Baton.read(words), PeerId(peer) if is_peer_id(peer) else None
+    except JobError as error:
+        log.warning("the last owner's words are ignored: %s", error)
+        return None, None

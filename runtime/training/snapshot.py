@@ -1,13 +1,14 @@
 """The state of a job at a step, as blobs: one safetensors shard per stage and an index that names them.
 
-A shard holds `variable/<name>` and `optimizer/<name>/<slot>` (`TrainingStage.state`). The index is msgpack. A snapshot
-counts only once every shard lies on two peers, where there are two: `Collector` keeps the lead's books of that.
+A shard holds `variable/<name>` and `optimizer/<name>/<slot>` (`TrainingStage.state`): all the state there is, as what is
+drawn at random is a function of (seed, step, microbatch, node), and the codec in use keeps none (`codec/<edge>/<slot>` is
+the place for one that does). The index is msgpack, and has the ledger of the step beside the shards. A snapshot counts only once every shard lies on two peers, where there are two: `Collector` keeps the lead's books of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from fusion.dag.ir import TensorType
 from fusion.dag.stage import Stage
 from fusion.runtime.errors import JobError
 from fusion.runtime.fields import build, plain
+from fusion.runtime.training.ledger import Ledger
+from fusion.runtime.training.point import Point
 from fusion.swarm.records import Digest, JobId, is_digest
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2  # 1 had no ledger
 MAX_INDEX_BYTES = 1 << 20
 VARIABLE = "variable/"
 OPTIMIZER = "optimizer/"
+CODEC = "codec/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,12 @@ class Index:
     job: JobId
     step: int
     shards: tuple[Digest, ...]  # by stage
+    ledger: Ledger  # of `step`
     version: int = INDEX_VERSION
+
+    def point(self, digest: Digest) -> Point:
+        """What the index, whose blob has this digest, says that everybody can go back to."""
+        return Point(step=self.step, digest=digest, ledger=self.ledger)
 
 
 def encode_index(index: Index) -> bytes:
@@ -49,11 +58,13 @@ def decode_index(data: bytes, job: JobId, stages: int) -> Index:
             data[: MAX_INDEX_BYTES + 1], strict_map_key=True, max_str_len=128, max_array_len=stages, max_map_len=8,
             max_bin_len=0, max_ext_len=0,
         )  # fmt: skip
+        version = value.get("version") if isinstance(value, dict) else None
+        if isinstance(version, int) and version != INDEX_VERSION:
+            raise JobError(f"the index of a snapshot of version {version}: this peer knows {INDEX_VERSION}")
         index = build(Index, value)
+        _check_ledger(index)
     except (ValueError, msgpack.UnpackException) as error:
         raise JobError(f"not the index of a snapshot: {error}") from None
-    if index.version != INDEX_VERSION:
-        raise JobError(f"the index of a snapshot of version {index.version}: this peer knows {INDEX_VERSION}")
     if (
         index.job != job
         or len(index.shards) != stages
@@ -64,6 +75,13 @@ def decode_index(data: bytes, job: JobId, stages: int) -> Index:
             f"the index of a snapshot of another job ({index.job[:12]}, {len(index.shards)} stages)"
         )
     return index
+
+
+def _check_ledger(index: Index) -> None:
+    if index.ledger.steps != index.step or index.ledger.samples < 0:
+        raise ValueError(f"a ledger of {index.ledger.steps} steps with the state of step {index.step}")
+    if not is_digest(Digest(index.ledger.head)):
+        raise ValueError("the head of a ledger is a SHA-256 in hex")
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -117,6 +135,8 @@ def _check(
         if shape != list(kind.shape) or _DTYPES.get(dtype) != kind.dtype:
             raise JobError(f"{name} is {dtype}{shape}: the graph says {kind}")
         return
+    if name.startswith(CODEC):
+        raise JobError(f"{name[:200]}: no codec of this version keeps state")
     owner, _, _ = name.removeprefix(OPTIMIZER).rpartition("/")
     if not name.startswith(OPTIMIZER) or owner not in slots:
         raise JobError(f"a weights blob has {name[:200]!r}, which the stage does not")
@@ -135,22 +155,34 @@ _DTYPES = {
 assert set(_DTYPES.values()) == set(DTYPES)
 
 
+UNASKED = Ledger(steps=-1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Collector:
-    """Pure: the lead's books of the snapshots that are being made; an older one is given up for a newer one."""
+    """Pure: the lead's books of the snapshot that is being made. A new one gives up the one before."""
 
     stages: int
-    step: int = -1
+    ledger: Ledger = UNASKED  # of the step that was asked for
     shards: Mapping[int, Digest] = field(default_factory=dict)
     holders: frozenset[int] = frozenset()
+    seconds: float = 0.0  # the longest that it kept a stage's device
 
-    def shard(self, stage: int, step: int, digest: Digest) -> Collector:
+    @property
+    def step(self) -> int:
+        return self.ledger.steps
+
+    def shard(self, stage: int, step: int, digest: Digest, seconds: float = 0.0) -> Collector:
         """`stage` has saved its shard of `step`."""
-        if step < self.step:
+        if step != self.step:
             return self
-        before = self.shards if step == self.step else {}
-        held = self.holders if before.get(stage, digest) == digest and step == self.step else frozenset()
-        return Collector(stages=self.stages, step=step, shards={**before, stage: digest}, holders=held)
+        held = self.holders if self.shards.get(stage, digest) == digest else frozenset()
+        return replace(
+            self,
+            shards={**self.shards, stage: digest},
+            holders=held,
+            seconds=max(self.seconds, seconds),
+        )
 
     @property
     def complete(self) -> bool:
@@ -158,15 +190,14 @@ class Collector:
         return len(self.shards) == self.stages
 
     def index(self, job: JobId) -> Index:
-        return Index(job=job, step=self.step, shards=tuple(self.shards[s] for s in range(self.stages)))
+        shards = tuple(self.shards[s] for s in range(self.stages))
+        return Index(job=job, step=self.step, shards=shards, ledger=self.ledger)
 
     def held(self, stage: int, step: int) -> Collector:
         """`stage` holds the index, its own shard and the one before."""
         if step != self.step or not self.complete:
             return self
-        return Collector(
-            stages=self.stages, step=self.step, shards=self.shards, holders=self.holders | {stage}
-        )
+        return replace(self, holders=self.holders | {stage})
 
     @property
     def durable(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,10 +47,24 @@ class StageFiles:
             path = await blobs.fetch(self._manifest.weights[stage.index], proposed)
             weights = await asyncio.to_thread(snapshot.load_weights, path, stage)
             return {snapshot.VARIABLE + name: tensor for name, tensor in weights.items()}
-        index = await self._index(point.digest, owners)
-        path = await blobs.fetch(index.shards[stage.index], self._near(stage.index, owners))
-        self._keep(index.step, point.digest, index.shards[stage.index])
+        digest = await self._shard_of(point.digest, owners)
+        path = await blobs.fetch(digest, self._near(stage.index, owners))
         return await asyncio.to_thread(snapshot.load_state, path, stage)
+
+    async def load_shard(self, digest: Digest, step: int, near: Sequence[PeerId]) -> dict[str, torch.Tensor]:
+        """The state of our stage at `step` from one shard, which the peers of `near` hold. Raises BlobError, JobError."""
+        path = await self._context.blobs.fetch(digest, near)
+        self._keep(step, digest)
+        return await asyncio.to_thread(snapshot.load_state, path, self._stage)
+
+    async def fetch(self, point: Point, owners: Mapping[int, PeerId]) -> None:
+        """Bring here what `load` would read. Raises BlobError, JobError."""
+        if point.digest is None:
+            proposed = [peer for peer in self._manifest.proposed if peer]
+            await self._context.blobs.fetch(self._manifest.weights[self._stage.index], proposed)
+            return
+        digest = await self._shard_of(point.digest, owners)
+        await self._context.blobs.fetch(digest, self._near(self._stage.index, owners))
 
     async def save(self, step: int, state: Mapping[str, torch.Tensor]) -> Digest:
         """Store the state of our stage at `step` as a blob. Raises BlobError, QuotaExceeded, OSError."""
@@ -77,11 +91,12 @@ class StageFiles:
 
     async def replicate(self, index_digest: Digest, owners: Mapping[int, PeerId]) -> None:
         """Hold the index of a snapshot and, beside our own shard, that of the stage before us (the first stage: of
-        the last), so that no single departure takes a shard along. Raises BlobError, JobError."""
+        the last; more where its owner has several), so that no single departure takes a shard along. Raises BlobError,
+        JobError."""
         index = await self._index(index_digest, owners)
-        before = (self._stage.index - 1) % self._manifest.stages
-        await self._context.blobs.fetch(index.shards[before], self._near(before, owners))
-        self._keep(index.step, index_digest, index.shards[before])
+        for stage in copies_at(self._stage.index, self._manifest.stages, owners):
+            await self._context.blobs.fetch(index.shards[stage], self._near(stage, owners))
+            self._keep(index.step, index_digest, index.shards[stage])
 
     async def forget_before(self, point: Point) -> None:
         """Delete what belongs to snapshots older than the newest few."""
@@ -105,6 +120,12 @@ class StageFiles:
             except SwarmError as error:
                 log.warning("stage %d of %s holds no copy of a file: %s", stage, manifest.name, error)
 
+    async def _shard_of(self, index_digest: Digest, owners: Mapping[int, PeerId]) -> Digest:
+        """Our own shard of a snapshot, which is kept from now on."""
+        index = await self._index(index_digest, owners)
+        self._keep(index.step, index_digest, index.shards[self._stage.index])
+        return index.shards[self._stage.index]
+
     async def _index(self, digest: Digest, owners: Mapping[int, PeerId]) -> snapshot.Index:
         data = await self._context.blobs.read(digest, snapshot.MAX_INDEX_BYTES, self._near(0, owners))
         return snapshot.decode_index(data, self._job, self._manifest.stages)
@@ -116,6 +137,19 @@ class StageFiles:
 
     def _keep(self, step: int, *digests: Digest) -> None:
         self._by_step.setdefault(step, set()).update(digests)
+
+
+def copies_at(stage: int, stages: int, owners: Mapping[int, PeerId]) -> list[int]:
+    """The stages of whose shards the owner of `stage` holds the second copy: the one before it and, where another peer
+    owns that one and more before it, those too, for their copies at each other lie on one disk."""
+    found = [(stage - 1) % stages]
+    while len(found) < stages - 1:
+        last, before = found[-1], (found[-1] - 1) % stages
+        owner = owners.get(last)
+        if owner is None or owner == owners.get(stage) or owners.get(before) != owner:
+            break
+        found.append(before)
+    return found
 
 
 def scratch_folder(context: Context) -> Path:

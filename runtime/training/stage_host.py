@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -23,10 +25,14 @@ from fusion.runtime.job import TrainConfig
 from fusion.runtime.planes.plane import TrainingStage
 from fusion.runtime.progress import Progress
 from fusion.runtime.training import messages as m
+from fusion.runtime.training import snapshot
 from fusion.runtime.training import step as steps
+from fusion.runtime.training.baton import Baton
 from fusion.runtime.training.inbox import Plan
 from fusion.runtime.training.lead import Lead
+from fusion.runtime.training.ledger import UNTRAINED
 from fusion.runtime.training.neighbours import Neighbours
+from fusion.runtime.training.point import START, Point
 from fusion.runtime.training.rad import Rad
 from fusion.runtime.training.stage_files import StageFiles
 from fusion.swarm.errors import StaleTerm, SwarmError
@@ -36,12 +42,8 @@ from fusion.swarm.transport import Frame, PeerId, Stream
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0
+RETRY_SECONDS = 1.0  # before a snapshot that could not be saved or held is tried again
 WAIT_SECONDS = 1.0  # how often what we wait for is put in words
-
-_FROM_LEAD = (
-    m.BeginMessage, m.CommitMessage, m.DiscardMessage, m.RestoreMessage, m.ReplicateMessage, m.SavedMessage,
-    m.FinishMessage,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,13 @@ class Loaded:
     plane: TrainingStage
     batches: Batches
     files: StageFiles
-    start: m.Point
+    start: Point  # the newest snapshot; the ledger may be left out
+    baton: Baton | None = None  # the owner before handed over: the state is that of the baton's step
+
+    @property
+    def step(self) -> int:
+        """That the state is of."""
+        return self.start.step if self.baton is None else self.baton.step
 
 
 class TrainingHost:
@@ -70,29 +78,43 @@ class TrainingHost:
     ) -> None:
         plan = loaded.plan
         self.job, self.stage, self.term = job, plan.stage.index, term
-        self.newest = loaded.start
+        self.newest, self.before = loaded.start, START
         self._context = context
         self._config = config
         self._plan = plan
         self._plane = loaded.plane
         self._files = loaded.files
         self._changed = changed
-        self._state = steps.StageState(step=loaded.start.step)
+        self._end: Literal["running", "done", "stopped"] = "running"
+        self._baton = loaded.baton
+        host = int(secrets.token_hex(7), 16)
+        self._state = steps.StageState(step=loaded.step, stage=self.stage, term=term, host=host)
+        if loaded.baton is not None:
+            self._state = replace(self._state, tally=loaded.baton.tally)
         self._events: asyncio.Queue[tuple[int, m.Message | steps.StageEvent]] = asyncio.Queue()
-        self._neighbours = Neighbours(
-            context, job, self.stage, term, plan.partners, self._deliver, self._link_changed
-        )
         self._rad = Rad(plan, config, loaded.plane, context.compute, loaded.batches, self._send_tensor)
+        self._neighbours = Neighbours(
+            context, job, self.stage, term, plan.partners, self._deliver, self._link_changed,
+            largest_bytes=self._rad.inbox.largest_bytes, memory_bytes=plan.memory_bytes, host=host,
+        )  # fmt: skip
         self._work: asyncio.Task[None] | None = None
         self._apply: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._save_step = -1  # the newest that we were asked to save
+        self._replica: Digest | None = None  # the newest index that we were asked to hold
+        self._lacked = ""  # why the last restore failed
+        self._restoring: asyncio.Task[None] | None = None
+        self._passing: asyncio.Future[Baton] | None = None  # while we leave
         self._group: asyncio.TaskGroup | None = None
-        self.lead: Lead | None = None
-        if self.stage == 0:
-            self.lead = Lead(
-                job, config, plan.stages, term, loaded.start,
-                send=self._send, spawn=self._spawn, put=loaded.files.put, changed=changed,
-            )  # fmt: skip
+        self._samples = loaded.batches.samples
+        self.lead: Lead | None = self._new_lead(loaded.start) if self.stage == 0 else None
+
+    def _new_lead(self, start: Point) -> Lead:
+        return Lead(
+            self.job, self._config, self._plan.stages, self.term, start, self._baton,
+            samples=self._samples, send=self._send, spawn=self._spawn, put=self._files.put,
+            changed=self._changed, clock=asyncio.get_running_loop().time,
+        )  # fmt: skip
 
     @property
     def progress(self) -> Progress:
@@ -100,7 +122,7 @@ class TrainingHost:
         if self.lead is not None:
             return self.lead.progress
         return Progress(
-            job=self.job, state="running", step=self._state.step, steps=self._config.steps,
+            job=self.job, state=self._end, step=self._state.step, steps=self._config.steps,
             stages=self._plan.stages, snapshot=self.newest.digest, snapshot_step=self.newest.step,
         )  # fmt: skip
 
@@ -109,11 +131,21 @@ class TrainingHost:
         if self.lead is not None:
             self.lead.stop()
 
+    async def pass_on(self) -> Baton:
+        """Hand the stage over: stop at the next step boundary, store the state, say what the next owner needs. From
+        then on this host does nothing but send what it has stored. JobError where that cannot be; how long it may
+        take is for the caller to say."""
+        if self._passing is None:
+            self._passing = asyncio.get_running_loop().create_future()
+            self._events.put_nowait((self.stage, steps.Leave()))
+        return await asyncio.shield(self._passing)
+
     async def accept(self, stream: Stream, hello: m.Hello) -> None:
         await self._neighbours.accept(stream, hello)
 
     async def run(self) -> None:
         try:
+            await self._complete_start()
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 group.create_task(self._neighbours.run(), name=f"streams of stage {self.stage}")
@@ -130,6 +162,18 @@ class TrainingHost:
                 raise first from None
         finally:
             self._group = None
+            self._neighbours.close()  # it may have welcomed some before it ran
+            self._pass_failed("the job has ended")
+
+    async def _complete_start(self) -> None:
+        """A job record has no room for the ledger of its snapshot: the snapshot itself has."""
+        if self.newest.digest is None or self.newest.sound:
+            return
+        data = await self._context.blobs.read(self.newest.digest, snapshot.MAX_INDEX_BYTES)
+        index = snapshot.decode_index(data, self.job, self._plan.stages)
+        self.newest = index.point(self.newest.digest)
+        if self.lead is not None:
+            self.lead = self._new_lead(self.newest)
 
     # --- events
 
@@ -141,25 +185,31 @@ class TrainingHost:
                     await self._stop_work()
                     if state == "failed":
                         raise JobFailed(text)
+                    self._end = state
                     return
-                case m.BeginMessage(attempt=attempt, step=step, after=after):
-                    await self._event(steps.Begin(attempt, step, after))
+                case m.BeginMessage(attempt=attempt, step=step, after=after, tally=tally):
+                    await self._event(steps.Begin(attempt, step, after, tally))
                 case m.CommitMessage(
                     attempt=attempt, step=step, learning_rate=rate, clip_factor=clip, after=after
                 ):
                     await self._event(steps.Commit(attempt, step, rate, clip, after))
                 case m.DiscardMessage(attempt=attempt):
                     await self._event(steps.Discard(attempt))
-                case m.RestoreMessage(point=point):
-                    self.newest = point
-                    await self._event(steps.Restore())
+                case m.HoldMessage(attempt=attempt, stage=stage, entry=entry):
+                    await self._event(steps.Hold(attempt, stage, entry))
+                case m.RestoreMessage(attempt=attempt, point=point):
+                    await self._event(steps.Restore(attempt, point))
                 case m.ReplicateMessage(step=step, index=index):
                     self._spawn(self._replicate(step, index))
                 case m.SavedMessage(point=point):
-                    self.newest = point
+                    if point.rank > self.newest.rank:
+                        self.newest, self.before = point, self.newest
                     self._spawn(self._files.forget_before(point))
                     self._changed()
-                case steps.Linked() | steps.Unlinked() | steps.Completed() | steps.Restored():
+                case (
+                    steps.Linked() | steps.Unlinked() | steps.Completed() | steps.Restored() | steps.LoadFailed()
+                    | steps.Leave() | steps.Stay()
+                ):  # fmt: skip
                     await self._event(event)
                 case _:
                     assert self.lead is not None
@@ -172,10 +222,14 @@ class TrainingHost:
 
     async def _act(self, action: steps.StageAction) -> None:
         match action:
-            case steps.Join(step):
-                self._send(0, m.JoinMessage(step=step, newest=self.newest))
-            case steps.Suspect():
-                self._send(0, m.SuspectMessage(text=self._neighbours.waiting_for[:300]))
+            case steps.Join(step, entry, links, attempt, abandoned, tally):
+                join = m.JoinMessage(
+                    step=step, newest=self.newest, before=self.before, entry=entry, links=links, attempt=attempt,
+                    abandoned=abandoned, tally=tally,
+                )  # fmt: skip
+                self._send(0, join)
+            case steps.Suspect(entry):
+                self._send(0, m.SuspectMessage(text=self._neighbours.waiting_for[:300], entry=entry))
             case steps.Run(attempt, step, after):
                 self._work = self._spawn(self._run(attempt, step, after))
             case steps.SendReady(attempt, step, report):
@@ -188,8 +242,20 @@ class TrainingHost:
                 await self._stop_work()
                 self._rad.inbox.drop()
                 await self._context.compute.run(self._plane.discard)
-            case steps.Load():
-                self._spawn(self._restore(self.newest))
+            case steps.Load(attempt, point):
+                if point.rank < self.newest.rank:
+                    log.warning(
+                        "stage %d goes back beyond the newest snapshot, to step %d", self.stage, point.step
+                    )
+                self.newest = point
+                before, self._restoring = self._restoring, None
+                self._restoring = self._spawn(self._restore(attempt, point, before))
+            case steps.SendLeaving(entry):
+                self._send(0, m.LeavingMessage(entry=entry))
+            case steps.Lack(attempt):
+                self._send(0, m.LackMessage(attempt=attempt, text=self._lacked[:300]))
+            case steps.HandOver(step):
+                self._spawn(self._hand_over(step))
 
     async def _stop_work(self) -> None:
         if self._work is not None:
@@ -214,53 +280,100 @@ class TrainingHost:
                 return
             report = await self._rad.step(attempt, step)
         except (RuntimeError, ValueError, MemoryError) as error:
-            if await self._fail(error):
+            if await self._fail(attempt, error):
                 raise
             return
         traffic = self._neighbours
-        report = steps.Report(
-            squared_norm=report.squared_norm, loss=report.loss, busy=report.busy,
-            sent_bytes=traffic.sent_bytes, received_bytes=traffic.received_bytes,
-        )  # fmt: skip
+        report = replace(report, sent_bytes=traffic.sent_bytes, received_bytes=traffic.received_bytes)
         self._events.put_nowait((self.stage, steps.Completed(attempt, step, report)))
 
-    async def _fail(self, error: Exception) -> bool:
+    async def _fail(self, attempt: steps.Attempt, error: Exception) -> bool:
         """Our arithmetic failed. Whether this peer should give the stage up: another may have more luck (memory,
         say). What fails at the lead for another reason fails the job."""
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if self.lead is not None and not isinstance(error, MemoryError):
             self.lead.finish("failed", f"stage 0: {text}")
             return False
-        self._send(0, m.FailedMessage(text=text))
+        self._send(0, m.FailedMessage(text=text, attempt=attempt))
         await self._neighbours.flush(FLUSH_SECONDS)
         return True
 
     async def _snapshot(self, step: int) -> None:
-        state = await self._context.compute.run(self._plane.state)
+        state, seconds = await self._context.compute.run(self._timed_state)
+        self._save_step = step
         if self._saving is not None:
             await self._saving
-        self._saving = self._spawn(self._save(step, state))
+        self._saving = self._spawn(self._save(step, state, seconds))
 
-    async def _save(self, step: int, state: Mapping[str, torch.Tensor]) -> None:
-        try:
-            digest = await self._files.save(step, state)
-        except (SwarmError, OSError) as error:
-            log.warning("stage %d could not save step %d: %s", self.stage, step, error)
+    def _timed_state(self) -> tuple[Mapping[str, torch.Tensor], float]:
+        began = time.perf_counter()
+        state = self._plane.state()
+        return state, time.perf_counter() - began
+
+    async def _save(self, step: int, state: Mapping[str, torch.Tensor], seconds: float) -> None:
+        while self._save_step == step:
+            try:
+                digest = await self._files.save(step, state)
+            except (SwarmError, OSError) as error:
+                log.warning("stage %d could not save step %d: %s", self.stage, step, error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._send(0, m.ShardMessage(step=step, digest=digest, seconds=seconds))
             return
-        self._send(0, m.ShardMessage(step=step, digest=digest))
 
     async def _replicate(self, step: int, index: Digest) -> None:
-        try:
-            await self._files.replicate(index, self._owners())
-        except (SwarmError, JobError) as error:
-            log.warning("stage %d could not hold the snapshot of step %d: %s", self.stage, step, error)
+        """Until it is done, or a newer snapshot is asked for: without the last one the job could not end."""
+        self._replica = index
+        while self._replica == index:
+            try:
+                await self._files.replicate(index, self._owners())
+            except (SwarmError, JobError) as error:
+                log.warning("stage %d could not hold the snapshot of step %d: %s", self.stage, step, error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._send(0, m.HeldMessage(step=step, index=index))
             return
-        self._send(0, m.HeldMessage(step=step, index=index))
 
-    async def _restore(self, point: m.Point) -> None:
-        state = await self._files.load(point, self._owners())
-        await self._context.compute.run(self._plane.load_state, state)
-        self._events.put_nowait((self.stage, steps.Restored(point.step)))
+    async def _restore(self, attempt: steps.Attempt, point: Point, before: asyncio.Task[None] | None) -> None:
+        if before is not None:  # its point is not the one to go back to any more
+            before.cancel()
+            await asyncio.wait([before])
+        event: steps.StageEvent = steps.Restored(attempt, point.step)
+        try:
+            state = await self._files.load(point, self._owners())
+            await self._context.compute.run(self._plane.load_state, state)
+        except (SwarmError, JobError, OSError) as error:
+            self._lacked = str(error)
+            event = steps.LoadFailed(attempt)
+        self._events.put_nowait((self.stage, event))
+
+    async def _hand_over(self, step: int) -> None:
+        if self._apply is not None:
+            await self._apply
+        state = await self._context.compute.run(self._plane.state)
+        if self._saving is not None:  # the others may be waiting for it
+            self._save_step = step
+            await self._saving
+        try:
+            shard = await self._files.save(step, state)
+        except (SwarmError, OSError) as error:
+            self._pass_failed(f"stage {self.stage} could not store its state: {error}")
+            self._events.put_nowait((self.stage, steps.Stay()))
+            return
+        await self._neighbours.flush(
+            FLUSH_SECONDS
+        )  # what the others still need of the step that was committed
+        ledger, tally = (UNTRAINED, self._state.tally) if self.lead is None else self.lead.books
+        if self._passing is not None and not self._passing.done():
+            self._passing.set_result(
+                Baton(step=step, shard=shard, point=self.newest, ledger=ledger, tally=tally)
+            )
+
+    def _pass_failed(self, text: str) -> None:
+        if self._passing is not None and not self._passing.done():
+            self._passing.set_exception(JobError(text))
+            self._passing.exception()  # nobody may be waiting any more: that is no error of its own
+            self._passing = None
 
     # --- messages
 
@@ -278,12 +391,19 @@ class TrainingHost:
             self._rad.inbox.offer(source, frame)
             return
         message = m.decode(frame)
-        if isinstance(message, _FROM_LEAD) != (source == 0) or (self.stage != 0 and source != 0):
+        if (frame.kind in m.FROM_LEAD) != (source == 0) or (self.stage != 0 and source != 0):
             raise StaleTerm(f"stage {source} may not send {frame.kind} to stage {self.stage}")
         self._events.put_nowait((source, message))
 
     def _link_changed(self, linked: bool) -> None:
-        self._events.put_nowait((self.stage, steps.Linked() if linked else steps.Unlinked()))
+        self._events.put_nowait(
+            (
+                self.stage,
+                steps.Linked(tuple(sorted(self._neighbours.linked_terms.items())))
+                if linked
+                else steps.Unlinked(),
+            )
+        )
         self._tell_owners()
 
     def _tell_owners(self) -> None:
@@ -298,8 +418,7 @@ class TrainingHost:
         while True:
             await asyncio.sleep(WAIT_SECONDS)
             if self.lead is not None and not self.lead.progress.finished:
-                missing = ", ".join(map(str, self.lead.missing))
-                waiting = self._neighbours.waiting_for or (f"waiting for stage {missing}" if missing else "")
+                waiting = self._neighbours.waiting_for or self.lead.waiting_for
                 self.lead.tell(message=waiting[:300])
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

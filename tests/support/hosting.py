@@ -11,7 +11,10 @@ from typing import Any
 
 from fusion.runtime import manifest as manifests
 from fusion.runtime.context import Context
+from fusion.runtime.hosting.departure import DepartureConfig
 from fusion.runtime.hosting.hosting import Hosting, HostingConfig
+from fusion.runtime.hosting.job_files import JobFiles
+from fusion.runtime.hosting.succession import SuccessionConfig, Successor
 from fusion.runtime.job import Manifest, ServeConfig
 from fusion.runtime.progress import Progress
 from fusion.swarm.blob_index import digest_of
@@ -29,18 +32,27 @@ Place = tuple[JobId, int]
 
 
 class Pretence:
-    """A service whose stages run until the test says how they end."""
+    """A service whose stages run until the test says how they end. With `leases` it says that they are ready."""
 
-    def __init__(self) -> None:
+    def __init__(self, leases: Leases | None = None) -> None:
+        self.leases = leases
+        self.batons: dict[Place, Any] = {}
+        self.prepared: list[Place] = []
+        self.passed_on: list[Place] = []
+        self.on_host: Callable[[JobId, int], object] = lambda job, term: None
         self.running: dict[Place, asyncio.Future[None]] = {}
         self.terms: dict[Place, int] = {}
         self.begun: list[Place] = []
         self.figures: dict[JobId, Progress] = {}
 
-    async def host(self, job: JobId, manifest: Manifest, stage: int, term: int) -> None:
+    async def host(self, job: JobId, manifest: Manifest, stage: int, term: int, baton: Any = None) -> None:
         place = (job, stage)
         self.begun.append(place)
         self.terms[place] = term
+        self.batons[place] = baton
+        self.on_host(job, term)
+        if self.leases is not None:
+            self.leases.update(job, stage, ready=True)
         self.running[place] = asyncio.get_running_loop().create_future()
         try:
             await self.running[place]
@@ -49,6 +61,17 @@ class Pretence:
 
     def progress(self, job: JobId) -> Progress | None:
         return self.figures.get(job)
+
+    async def prepare(self, job: JobId, manifest: Manifest, stage: int, record: JobRecord) -> int:
+        self.prepared.append((job, stage))
+        return max(record.snapshot_step, 0)
+
+    def forget(self, job: JobId, stage: int) -> None:
+        self.prepared.remove((job, stage))
+
+    async def pass_on(self, job: JobId, stage: int) -> dict[str, Any]:
+        self.passed_on.append((job, stage))
+        return {"step": 7}
 
     def end(self, job: JobId, stage: int, error: BaseException | None = None) -> None:
         future = self.running[job, stage]
@@ -76,6 +99,7 @@ class Peer:
     blobs: CountedBlobs
     service: Pretence
     hosting: Hosting
+    identity: Identity
     work: asyncio.Task[None] | None = None
 
     @property
@@ -104,10 +128,20 @@ class Swarm:
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
     trainer: Identity = field(default_factory=Identity.generate)
     peers: list[Peer] = field(default_factory=list)
+    pooled: bool = False  # stages become ready, so that idle peers stand by for them
+    checks: SuccessionConfig = SuccessionConfig(check_seconds=0.05)  # noqa: RUF009 - frozen
 
-    async def join(self, memory_bytes: int = 1000, **config: Any) -> Peer:
-        """A peer at work that looks only when it is told to, or nudged."""
-        identity = Identity.generate()
+    async def join(
+        self,
+        memory_bytes: int = 1000,
+        *,
+        identity: Identity | None = None,
+        persistent: bool = False,
+        **config: Any,
+    ) -> Peer:
+        """A peer at work that looks only when it is told to, or nudged. `identity`: of a peer that starts again, with
+        the disk that it had."""
+        identity = identity or Identity.generate()
         transport = MemoryTransport(self.network, identity.peer_id)
         directory = MemoryDirectory(self.network, identity, self.clock)
         store = BlobStore(self.root / identity.peer_id, 1 << 30)
@@ -122,9 +156,11 @@ class Swarm:
             leases=leases,
             worker=None,
             memory_bytes=memory_bytes,
+            succession=Successor(transport, leases, self.checks),
         )
-        service = Pretence()
-        config = {"heartbeat_seconds": 3600.0, "nudge_seconds": 0.0, **config}
+        service = Pretence(leases if self.pooled else None)
+        departure = DepartureConfig(settle_seconds=0.05, look_seconds=0.01)
+        config = {"heartbeat_seconds": 3600.0, "nudge_seconds": 0.0, "departure": departure, **config}
         hosting = Hosting(
             context,
             {"serve": service},
@@ -132,9 +168,10 @@ class Swarm:
             HostingConfig(**config),
             clock=self.clock,
             now=self.clock,
+            files=JobFiles(self.root / identity.peer_id / "jobs") if persistent else None,
         )
         await hosting.start()
-        peer = Peer(context, blobs, service, hosting, asyncio.create_task(hosting.run()))
+        peer = Peer(context, blobs, service, hosting, identity, asyncio.create_task(hosting.run()))
         self.peers.append(peer)
         await asyncio.sleep(0)  # its first look
         return peer
@@ -185,9 +222,9 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(root: Path) -> AsyncIterator[Swarm]:
+async def swarm(root: Path, **options: Any) -> AsyncIterator[Swarm]:
     async with asyncio.timeout(30), AsyncExitStack() as stack:
-        made = Swarm(root, stack)
+        made = Swarm(root, stack, **options)
         yield made
         for peer in made.peers:
             if peer.work is not None:

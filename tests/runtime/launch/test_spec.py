@@ -42,6 +42,11 @@ def test_a_sound_job_file(base: Path) -> None:
     assert len(job.data.held_out) == 1 and len(job.data.files) == 9
     assert not set(job.data.held_out) & set(job.data.files)
     assert job.data.tokenizer is None and job.placement.stages is None
+    assert job.train.snapshot_every == 0  # the lead decides
+    assert (
+        spec.parse(SOUND.replace("steps = 10", "steps = 10\nsnapshot_every = 4"), base).train.snapshot_every
+        == 4
+    )
 
 
 def test_held_out_files_by_pattern_are_not_trained_on(base: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -12,6 +13,8 @@ from fusion.dag.ir import Graph, TensorType, Variable
 from fusion.dag.stage import Stage
 from fusion.runtime.errors import JobError
 from fusion.runtime.training import snapshot
+from fusion.runtime.training.ledger import Ledger
+from fusion.runtime.training.point import Point
 from fusion.swarm.records import Digest, JobId
 
 JOB = JobId("a" * 64)
@@ -28,16 +31,29 @@ STATE = {
 }
 
 
+LEDGER = Ledger(steps=7, samples=28, head="e" * 64)
+
+
 def test_an_index_round_trips_and_belongs_to_its_job() -> None:
-    index = snapshot.Index(job=JOB, step=7, shards=(D[1], D[2]))
+    index = snapshot.Index(job=JOB, step=7, shards=(D[1], D[2]), ledger=LEDGER)
     data = snapshot.encode_index(index)
     assert snapshot.decode_index(data, JOB, 2) == index
+    assert index.point(D[3]) == Point(step=7, digest=D[3], ledger=LEDGER) and index.point(D[3]).sound
     with pytest.raises(JobError, match="another job"):
         snapshot.decode_index(data, JobId("b" * 64), 2)
     with pytest.raises(JobError):
         snapshot.decode_index(data, JOB, 1)
-    with pytest.raises(JobError, match="version"):
-        snapshot.decode_index(msgpack.packb({"job": JOB, "step": 7, "shards": D[:2], "version": 2}), JOB, 2)
+    with pytest.raises(JobError, match="version 1"):
+        snapshot.decode_index(msgpack.packb({"job": JOB, "step": 7, "shards": D[:2], "version": 1}), JOB, 2)
+
+
+@pytest.mark.parametrize(
+    "ledger", [replace(LEDGER, steps=6), replace(LEDGER, head="x"), replace(LEDGER, samples=-1)]
+)
+def test_an_index_whose_ledger_is_not_that_of_its_step_is_refused(ledger: Ledger) -> None:
+    data = snapshot.encode_index(snapshot.Index(job=JOB, step=7, shards=(D[1], D[2]), ledger=ledger))
+    with pytest.raises(JobError, match="ledger"):
+        snapshot.decode_index(data, JOB, 2)
 
 
 @given(st.binary(max_size=100))
@@ -61,6 +77,7 @@ def test_weights_and_state_round_trip(tmp_path: Path) -> None:
         ({"variable/w": None}, "lacks variable/w"),
         ({"variable/w": torch.ones(3, 2)}, "the graph says"),
         ({"variable/w": torch.ones(2, 3, dtype=torch.float64)}, "the graph says"),
+        ({"codec/x/residual": torch.ones(2, 3)}, "no codec of this version keeps state"),
         ({"variable/x": torch.ones(2, 3)}, "'variable/x'"),
         ({"optimizer/x/exp_avg": torch.ones(2, 3)}, "'optimizer/x/exp_avg'"),
         ({"optimizer/w/exp_avg": torch.ones(10_000)}, "not the state of an optimizer"),
@@ -82,24 +99,29 @@ def test_what_is_not_safetensors_is_refused(tmp_path: Path) -> None:
         snapshot.load_weights(tmp_path / "weights", STAGE)
 
 
+def collecting(step: int) -> snapshot.Collector:
+    return snapshot.Collector(stages=2, ledger=replace(LEDGER, steps=step))
+
+
 def test_a_snapshot_counts_once_every_stage_holds_its_copies() -> None:
-    books = snapshot.Collector(stages=2).shard(0, 3, D[0])
+    books = collecting(3).shard(0, 3, D[0], 0.5)
     assert not books.complete
     assert books.held(0, 3) == books  # nothing to hold yet
-    books = books.shard(1, 3, D[1])
+    books = books.shard(1, 3, D[1], 0.25)
     assert books.complete and books.index(JOB).shards == (D[0], D[1]) and not books.durable
+    assert books.index(JOB).ledger.steps == 3 and books.seconds == 0.5
     books = books.held(0, 3)
     assert not books.durable and books.held(1, 2) == books
     assert books.held(1, 3).durable
 
 
-def test_a_newer_snapshot_replaces_one_under_way_and_an_older_one_is_ignored() -> None:
-    books = snapshot.Collector(stages=2).shard(0, 3, D[0]).shard(0, 6, D[1])
-    assert books.step == 6 and books.shards == {0: D[1]}
-    assert books.shard(1, 3, D[2]) == books
+def test_only_shards_of_the_step_that_was_asked_for_count() -> None:
+    books = collecting(4).shard(0, 4, D[0])
+    assert books.shard(1, 3, D[1]) == books and books.shard(1, 5, D[1]) == books
+    assert snapshot.Collector(stages=1).shard(0, 0, D[0]) == snapshot.Collector(stages=1)
 
 
-def test_a_shard_that_changes_has_to_be_copied_again() -> None:
-    books = snapshot.Collector(stages=1).shard(0, 3, D[0]).held(0, 3)
-    assert books.durable and books.shard(0, 3, D[0]).durable
-    assert not books.shard(0, 3, D[1]).durable
+def test_a_shard_that_is_saved_anew_must_be_held_anew() -> None:
+    books = collecting(4).shard(0, 4, D[0]).shard(1, 4, D[1]).held(0, 4)
+    assert books.shard(1, 4, D[1]) == books
+    assert books.shard(1, 4, D[2]).holders == frozenset()

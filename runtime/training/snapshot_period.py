@@ -1,0 +1,95 @@
+"""When the next snapshot is worth its price: Young's rule (1974), with the failure rate that this job has seen.
+
+    period = sqrt(2 * cost * mean time between losses)
+
+minimises what snapshots cost plus what is replayed after a loss, to first order (Daly 2006 refines it where the cost is
+not small beside the mean time between losses: there `OVERHEAD` rules). Pure: the lead tells the time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+PRIOR_SECONDS = 60.0  # one loss in so many seconds is believed before anything was seen
+OVERHEAD = 0.05  # share of the time that snapshots may cost at most
+FIRST_COST_SECONDS = 0.1  # believed before the first was measured
+USUAL_SECONDS = 5.0  # until durable, believed before the first was
+GIVE_UP = 10  # times the usual: then a snapshot that is not durable is given up
+FORGET = 0.5  # weight of the newest measurement of a snapshot
+FORGET_STEP = 0.1  # of a step
+
+
+def period_seconds(cost_seconds: float, mean_seconds_between_losses: float) -> float:
+    """The time from one snapshot to the next."""
+    return max(math.sqrt(2.0 * cost_seconds * mean_seconds_between_losses), cost_seconds / OVERHEAD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotPeriod:
+    """The lead's books of what snapshots cost and how often stages are lost. Times are of one monotonic clock."""
+
+    began: float  # since when the losses are counted
+    taken: float  # when the state of the newest durable snapshot was taken
+    losses: int = 0
+    cost_seconds: float = FIRST_COST_SECONDS  # by which a snapshot delays the job
+    usual_seconds: float = USUAL_SECONDS  # from asking for one until it is durable
+    step_seconds: float | None = None  # a step while no snapshot is under way
+    asked: float | None = None  # when the snapshot that is under way was asked for
+    delay_seconds: float = 0.0  # by which steps have been late since
+
+    def period(self, now: float) -> float:
+        """Seconds from one snapshot to the next, by what was seen until now."""
+        between = (max(0.0, now - self.began) + PRIOR_SECONDS) / (self.losses + 1)
+        return period_seconds(self.cost_seconds, between)
+
+    def due(self, now: float) -> bool:
+        """Whether the next step should be preceded by a snapshot: never while one is under way."""
+        return self.asked is None and now - self.taken >= self.period(now)
+
+    def overdue(self, now: float) -> bool:
+        """Whether the snapshot under way takes so long that it had better be given up."""
+        return self.asked is not None and now - self.asked >= GIVE_UP * self.usual_seconds
+
+    def seen(self, now: float, seconds: float, losses: int) -> SnapshotPeriod:
+        """So many stages were lost in the last so many seconds."""
+        return replace(self, began=now - seconds, losses=losses)
+
+    def restored(self, now: float) -> SnapshotPeriod:
+        """Everybody is back at the newest snapshot: nothing can be lost yet."""
+        return replace(self, taken=now, asked=None)
+
+    def stepped(self, seconds: float) -> SnapshotPeriod:
+        """A step took so long, from one commit to the next."""
+        if self.asked is not None:
+            late = 0.0 if self.step_seconds is None else seconds - self.step_seconds
+            return replace(self, delay_seconds=self.delay_seconds + late)
+        return replace(self, step_seconds=_smooth(self.step_seconds, seconds, FORGET_STEP))
+
+    def ask(self, now: float) -> SnapshotPeriod:
+        """All stages were told to save their state."""
+        return replace(self, asked=now, delay_seconds=0.0)
+
+    def give_up(self) -> SnapshotPeriod:
+        """The snapshot under way will never be whole."""
+        return replace(self, asked=None)
+
+    def durable(self, now: float, computing_seconds: float) -> SnapshotPeriod:
+        """It is whole, and held twice; `computing_seconds`: the longest that it kept a stage's device busy."""
+        if self.asked is None:
+            return self
+        took = max(0.0, now - self.asked)
+        # What saving and sending beside the steps cost shows in the steps; a stall for another reason must not count
+        # as more than the time that the snapshot took.
+        cost = max(computing_seconds, min(self.delay_seconds, took))
+        return replace(
+            self,
+            taken=self.asked,
+            asked=None,
+            cost_seconds=max(1e-4, _smooth(self.cost_seconds, cost)),
+            usual_seconds=max(0.1, _smooth(self.usual_seconds, took)),
+        )
+
+
+def _smooth(before: float | None, new: float, weight: float = FORGET) -> float:
+    return new if before is None else (1.0 - weight) * before + weight * new

@@ -1,0 +1,62 @@
+"""What a job went through so far: losses, recoveries, steps discarded and replayed.
+
+The lead counts and tells everyone with each `begin`; every stage counts the commits and discards that it hears of on
+its own copy, and brings it along when it joins. So the counts outlive any lead: the next one takes the highest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+Attempt = tuple[int, int]  # (term of the lead, how many it had begun)
+NO_ATTEMPT: Attempt = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """Every field only grows."""
+
+    high: int = 0  # the most steps that were ever committed
+    discarded: int = 0  # steps that were begun and not committed
+    replayed: int = 0  # steps committed again, after going back to a snapshot
+    losses: int = 0  # stages whose owner vanished
+    recoveries: int = 0  # times that work went on after it had been interrupted
+    last_discard: Attempt = NO_ATTEMPT  # the newest attempt that is among `discarded`
+    failed: tuple[int, int] = (-1, 0)  # the step at which some stage's arithmetic failed, and how often
+    seconds: float = 0.0  # that the leads so far have watched the job
+
+    def commit(self, step: int) -> Tally:
+        if step < self.high:
+            return replace(self, replayed=self.replayed + 1)
+        return replace(self, high=step + 1)
+
+    def discard(self, attempt: Attempt) -> Tally:
+        """An attempt has at most one step that is begun and not committed; telling it twice counts once."""
+        if attempt <= self.last_discard:
+            return self
+        return replace(self, discarded=self.discarded + 1, last_discard=attempt)
+
+    def lose(self) -> Tally:
+        return replace(self, losses=self.losses + 1)
+
+    def recover(self) -> Tally:
+        return replace(self, recoveries=self.recoveries + 1)
+
+    def fail(self, step: int) -> Tally:
+        return replace(self, failed=(step, self.failed[1] + 1 if self.failed[0] == step else 1))
+
+    def merge(self, other: Tally) -> Tally:
+        """The highest of both, field by field."""
+        return Tally(
+            high=max(self.high, other.high),
+            discarded=max(self.discarded, other.discarded),
+            replayed=max(self.replayed, other.replayed),
+            losses=max(self.losses, other.losses),
+            recoveries=max(self.recoveries, other.recoveries),
+            last_discard=max(self.last_discard, other.last_discard),
+            failed=max(self.failed, other.failed),
+            seconds=max(self.seconds, other.seconds),
+        )
+
+
+CLEAN = Tally()

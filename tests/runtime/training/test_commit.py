@@ -1,0 +1,186 @@
+"""The books of a run whose owners come and go: which samples it was made of, and what it went through."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from support.training import (
+    LONG,
+    TINY,
+    Job,
+    Peer,
+    assert_bit_identical,
+    language_job,
+    reached,
+    record_of,
+    stopped,
+    swarm,
+    undisturbed,
+    until,
+)
+
+from fusion.runtime.data import Batches
+from fusion.runtime.launch.launch import launch
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.progress import Progress
+from fusion.runtime.training import lead as leads
+from fusion.runtime.training import snapshot
+from fusion.runtime.training import step as steps
+from fusion.runtime.training.ledger import UNTRAINED, Ledger
+from fusion.runtime.training.snapshot_period import SnapshotPeriod
+from fusion.runtime.training.step_lead import expected
+
+
+def planned(work: Job, steps: int) -> Ledger:
+    """What the ledger has to say after so many steps, by the plan alone."""
+    train = work.prepared.manifest.train
+    assert train is not None
+    samples = Batches(train, ["input_ids"], work.train, None).samples
+    assert samples is not None
+    ledger = UNTRAINED
+    for step in range(steps):
+        ledger = ledger.commit(
+            step, expected(train, step, samples), train.microbatches * train.microbatch_size
+        )
+    return ledger
+
+
+async def begun(owners: list[Peer], train: object = LONG) -> tuple[Job, torch.nn.Module]:
+    torch.manual_seed(1)
+    module = GPT(TINY)
+    work = language_job(owners[0], module, train, len(owners))  # type: ignore[arg-type]
+    await launch(owners[0].context, work.prepared)
+    for stage, owner in enumerate(owners):
+        await owner.host(work.prepared, stage)
+    return work, module
+
+
+def progress_at(peer: Peer, work: Job) -> Progress:
+    progress = peer.service.progress(work.prepared.job)
+    assert progress is not None
+    return progress
+
+
+async def index_at(peer: Peer, work: Job) -> snapshot.Index:
+    """Of the newest snapshot."""
+    digest = progress_at(peer, work).snapshot
+    assert digest is not None
+    data = await peer.context.blobs.read(digest, snapshot.MAX_INDEX_BYTES)
+    return snapshot.decode_index(data, work.prepared.job, work.prepared.manifest.stages)
+
+
+def assert_books(progress: Progress, work: Job) -> None:
+    ledger = planned(work, progress.step)
+    assert (progress.samples, progress.ledger) == (ledger.samples, ledger.head)
+
+
+def test_the_lead_is_handed_over_with_its_books_and_nothing_shows(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path / "rough", 4) as made:
+            *owners, spare = made.peers
+            lead = owners[0]
+            work, module = await begun(owners)
+            job = work.prepared.job
+            left = await reached(lead, work, 5, snapshot_step=3)
+            await spare.stand_by(work.prepared, 0, record_of(lead, work, left))
+            baton = await lead.service.pass_on(job, 0)
+            early = dict(lead.service.losses(job))
+            await spare.take_over(job, 0, lead.holds(job, 0), baton)
+            await until(lambda: spare.holds(job, 0) > 0)
+            await reached(spare, work, int(baton["step"]) + 3)
+            lead.tasks.pop(0).cancel()
+            losses = await stopped(made, spare, work)
+            assert min(losses) == baton["step"] == max(early) + 1
+            ended = progress_at(spare, work)
+            assert (ended.discarded, ended.replayed, ended.losses, ended.recoveries) == (0, 0, 0, 0)
+            assert_books(ended, work)
+            assert (await index_at(spare, work)).ledger == planned(work, ended.step)
+        calm = await undisturbed(tmp_path / "calm", module, 3, max(losses) + 1)
+        assert_bit_identical({**early, **losses}, calm)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_after_a_loss_the_ledger_is_that_of_the_plan_and_the_loss_is_counted(
+    tmp_path: Path, victim: int
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 3) as made:
+            *owners, spare = made.peers
+            work, _ = await begun(owners)
+            job = work.prepared.job
+            left = await reached(owners[1], work, 5, snapshot_step=3)
+            await spare.stand_by(work.prepared, victim, record_of(owners[0], work, left))
+            await made.kill(owners[victim])
+            lead = spare if victim == 0 else owners[0]
+            await until(lambda: spare.holds(job, victim) > 0)
+            await until(lambda: lead.service.progress(job) is not None)
+            await reached(lead, work, left.step + 3)
+            await stopped(made, lead, work)
+            ended = progress_at(lead, work)
+            assert ended.losses == 1 and ended.recoveries >= 1
+            assert ended.discarded >= 1  # the step that was under way
+            assert_books(ended, work)
+
+    asyncio.run(main())
+
+
+def test_snapshots_come_by_themselves_at_a_period_that_losses_and_costs_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leads, "SnapshotPeriod", partial(SnapshotPeriod, cost_seconds=1e-4))
+
+    async def main() -> None:
+        async with swarm(tmp_path, 2) as made:
+            work, _ = await begun(made.peers, replace(LONG, snapshot_every=0))
+            first = await reached(made.peers[0], work, 1, snapshot_step=1)
+            await reached(made.peers[0], work, 1, snapshot_step=first.snapshot_step + 1)
+            index = await index_at(made.peers[0], work)
+            assert index.ledger == planned(work, index.step)
+            await stopped(made, made.peers[0], work)
+            assert_books(progress_at(made.peers[0], work), work)
+
+    asyncio.run(main())
+
+
+def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 2) as made:
+            lead, other = made.peers
+            work, _ = await begun([lead, other])
+            first = await reached(lead, work, 3, snapshot_step=3)
+            await reached(lead, work, 3, snapshot_step=first.snapshot_step + 1)
+            host = other.service._hosts[work.prepared.job, 1]
+            load, lost = host._files.load, []
+
+            async def broken(point: leads.Point, owners: object) -> object:
+                if not lost:
+                    lost.append(point)
+                if point == lost[0]:
+                    raise snapshot.JobError("nobody announces it")
+                return await load(point, owners)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(host._files, "load", broken)
+            # The other stage joins at another step: everybody goes back.
+            at = progress_at(lead, work).step
+            host._state = replace(host._state, step=0)
+            links = tuple(host._neighbours.linked_terms.items())
+            for event in (steps.Unlinked(), steps.Linked(links)):
+                host._events.put_nowait((1, event))
+            await until(lambda: bool(lost))
+            await until(lambda: progress_at(lead, work).snapshot_step < lost[0].step)
+            assert progress_at(lead, work).snapshot_step > 0
+            await until(lambda: progress_at(lead, work).step > at)
+            await stopped(made, lead, work)
+            assert_books(progress_at(lead, work), work)
+            assert progress_at(lead, work).replayed > 0
+
+    asyncio.run(main())

@@ -1,0 +1,315 @@
+"""The two machines of `fusion.runtime.training.step` for all stages of a job, over a network that a seed drives.
+
+A link carries messages in order or breaks, and then both ends notice, each at a time of its own. Beyond what a
+transport does, copies of messages come again later, for as long as both ends are the owners that they were. Stages
+work with their neighbours in the pipeline and with the lead. Everything that must never happen is asserted here.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from fusion.runtime.job import TrainConfig
+from fusion.runtime.training import step as s
+from fusion.runtime.training.ledger import Ledger
+from fusion.runtime.training.point import START, Point
+from fusion.runtime.training.step_lead import expected
+from fusion.swarm.records import Digest
+
+SAMPLES = 11
+
+
+@cache
+def ledger_of(config: TrainConfig, step: int) -> Ledger:
+    """What the ledger of a step has to be, by the plan alone."""
+    if step == 0:
+        return Ledger()
+    fed = expected(config, step - 1, SAMPLES)
+    return ledger_of(config, step - 1).commit(step - 1, fed, config.microbatches * config.microbatch_size)
+
+
+@dataclass
+class Owner:
+    state: s.StageState
+    newest: Point
+    before: Point = START
+    alive: bool = True
+    applied: list[int] = field(default_factory=list)  # the steps that its parameters are made of
+    work: s.Run | None = None
+    local: list[s.StageEvent] = field(default_factory=list)  # what its own peer tells it, in order
+
+
+@dataclass
+class Model:
+    config: TrainConfig
+    stages: int
+    chance: random.Random
+    copies: float = 0.1  # of the messages come again later
+    lead: s.LeadState = field(init=False)
+    owners: list[Owner] = field(init=False)
+    up: set[frozenset[int]] = field(default_factory=set)  # pairs of stages with a link
+    to_stage: list[list[Any]] = field(init=False)
+    to_lead: list[list[Any]] = field(init=False)
+    late: list[tuple[bool, int, int, int, Any]] = field(default_factory=list)
+    ready: set[tuple[int, s.Attempt, int]] = field(default_factory=set)
+    commits: dict[tuple[s.Attempt, int], s.Commit] = field(default_factory=dict)
+    saving: tuple[int, set[int]] = (-1, set())
+    record: Point = START  # what a new owner starts from
+    announced: Point = START  # by the lead of now
+    discards: int = 0
+    restores: int = 0
+    batons: dict[int, tuple[int, list[int], Point, s.LeadState | None, s.Tally]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.owners = [Owner(s.StageState(step=0, stage=i), START) for i in range(self.stages)]
+        self.to_stage = [[] for _ in range(self.stages)]
+        self.to_lead = [[] for _ in range(self.stages)]
+        self.lead = s.LeadState(config=self.config, stages=self.stages, term=1, samples=SAMPLES)
+        for i in range(self.stages):
+            self.link(i)
+
+    # --- links
+
+    def partners(self, i: int) -> set[int]:
+        beside = {j for j in (i - 1, i + 1, 0) if 0 <= j < self.stages}
+        return (set(range(self.stages)) if i == 0 else beside) - {i}
+
+    def link(self, i: int) -> None:
+        for j in self.partners(i):
+            if self.owners[i].alive and self.owners[j].alive:
+                self.up.add(frozenset((i, j)))
+        for j in {i, *self.partners(i)}:
+            self.notice(j)
+
+    def notice(self, i: int) -> None:
+        owner = self.owners[i]
+        if not owner.alive:
+            return
+        linked = all(frozenset((i, j)) in self.up for j in self.partners(i))
+        links = tuple((j, self.owners[j].state.term) for j in sorted(self.partners(i)))
+        known = [e for e in owner.local if isinstance(e, s.Linked | s.Unlinked)]
+        now = isinstance(known[-1], s.Linked) if known else owner.state.linked
+        if linked != now:
+            owner.local.append(s.Linked(links) if linked else s.Unlinked())
+
+    def cut(self, i: int, j: int) -> None:
+        self.up.discard(frozenset((i, j)))
+        if 0 in (i, j):
+            self.to_stage[max(i, j)].clear()
+            self.to_lead[max(i, j)].clear()
+        self.notice(i)
+        self.notice(j)
+
+    def break_a_link(self) -> None:
+        i = self.chance.randrange(self.stages)
+        if self.partners(i) and self.owners[i].alive:
+            self.cut(i, self.chance.choice(sorted(self.partners(i))))
+
+    def mend(self) -> None:
+        for i in range(self.stages):
+            self.link(i)
+
+    # --- owners
+
+    def kill(self, i: int | None = None) -> None:
+        i = self.chance.randrange(self.stages) if i is None else i
+        owner = self.owners[i]
+        owner.alive, owner.work = False, None
+        owner.local.clear()
+        for j in self.partners(i):
+            self.cut(i, j)
+        self.to_stage[i].clear()
+        self.to_lead[i].clear()
+        if i == 0:
+            for queue in (*self.to_stage, *self.to_lead):
+                queue.clear()
+
+    def succeed(self, i: int) -> None:
+        """The next owner, from the baton if there is one, else from the newest snapshot."""
+        term = self.owners[i].state.term + 1
+        baton = self.batons.pop(i, None)
+        if baton is None:
+            state = s.StageState(step=self.record.step, stage=i, term=term)
+            self.owners[i] = Owner(state, self.record, applied=list(range(self.record.step)))
+        else:
+            step, applied, point, _, tally = baton
+            state = s.StageState(step=step, stage=i, term=term, tally=tally)
+            self.owners[i] = Owner(state, point, applied=list(applied))
+        if i == 0:
+            self.saving, self.announced = (-1, set()), START
+            old = None if baton is None else baton[3]
+            self.lead = s.LeadState(
+                config=self.config, stages=self.stages, term=term, samples=SAMPLES,
+                newest=self.owners[0].newest,
+                ledger=self.record.ledger if old is None else old.ledger,
+                tally=s.Tally() if old is None else old.tally,
+                heir=old is not None,
+            )  # fmt: skip
+        self.link(i)
+
+    def leave(self, i: int | None = None) -> None:
+        i = self.chance.randrange(self.stages) if i is None else i
+        if self.owners[i].alive and i not in self.batons:
+            self.owners[i].local.append(s.Leave())
+
+    def passed(self) -> list[int]:
+        """The stages whose owner has handed over and can go: what it had sent has arrived, long before its successor
+        is there."""
+        waiting = any(self.to_stage)
+        return [i for i in self.batons if self.owners[i].alive and not waiting]
+
+    # --- messages
+
+    def terms(self, i: int) -> tuple[int, int]:
+        return self.owners[i].state.term, self.lead.term
+
+    def lead_hears(self, i: int, message: Any) -> None:
+        if isinstance(message, tuple):  # a shard
+            _, step = message
+            if step == self.saving[0]:
+                self.saving[1].add(i)
+                if len(self.saving[1]) == self.stages:
+                    point = Point(
+                        step=step, digest=Digest(f"{step:064}"), ledger=ledger_of(self.config, step)
+                    )
+                    self.saving = (-1, set())
+                    self.record = max(self.record, point, key=lambda p: p.rank)
+                    self.lead_event(s.Saved(point))
+                    assert self.lead.newest.rank >= self.announced.rank
+                    self.announced = self.lead.newest
+                    for j in range(self.stages):
+                        self.tell(j, point)
+            return
+        self.lead_event(message)
+
+    def lead_event(self, event: s.LeadEvent) -> None:
+        self.lead, actions = s.lead(self.lead, event)
+        for action in actions:
+            match action:
+                case s.Committed():
+                    continue
+                case s.Fail() | s.FellBack():
+                    raise AssertionError(action)
+                case s.Hold(_, stage, _):
+                    self.tell(stage, action)
+                    continue
+                case s.Commit(attempt, step, _, _, _):
+                    for j in range(self.stages):
+                        assert (j, attempt, step) in self.ready, "a commit without every ready"
+                    assert self.commits.setdefault((attempt, step), action) == action, "two commits"
+                    assert self.lead.ledger == ledger_of(self.config, step + 1)
+                case s.Begin(_, step, _):
+                    assert self.lead.ledger == ledger_of(self.config, step)
+                    self.saving = (-1, set())
+                case s.Restore(_, point):
+                    assert point.rank >= self.announced.rank, "a durable point retreats"
+                    self.restores += 1
+                case s.Discard():
+                    self.discards += 1
+            if isinstance(action, s.Begin | s.Commit) and action.after.snapshot:
+                self.saving = (self.lead.step, set())
+            for j in range(self.stages):
+                self.tell(j, action)
+
+    def tell(self, j: int, message: Any) -> None:
+        if j == 0 or frozenset((0, j)) in self.up:
+            self.to_stage[j].append(message)
+
+    def say(self, i: int, message: Any) -> None:
+        if i == 0 or frozenset((0, i)) in self.up:
+            self.to_lead[i].append(message)
+
+    def stage_hears(self, i: int, message: Any) -> None:
+        owner = self.owners[i]
+        if isinstance(message, Point):
+            if message.rank > owner.newest.rank:
+                owner.newest, owner.before = message, owner.newest
+            return
+        before = owner.state
+        owner.state, actions = s.stage(before, message)
+        for action in actions:
+            match action:
+                case s.Join(step, entry, links, attempt, abandoned, tally):
+                    assert step == len(owner.applied)
+                    joined = s.Joined(
+                        stage=i, step=step, entry=entry, links=links, attempt=attempt, abandoned=abandoned,
+                        newest=owner.newest, before=owner.before, tally=tally,
+                    )  # fmt: skip
+                    self.say(i, joined)
+                case s.Suspect(entry):
+                    self.say(i, s.Lost(i, entry))
+                case s.Run(_, step, _):
+                    assert step == len(owner.applied), "a step on another base"
+                    owner.work = action
+                case s.SendReady(attempt, step, report):
+                    self.ready.add((i, attempt, step))
+                    self.say(i, s.Ready(i, attempt, step, report))
+                case s.Apply():
+                    assert len(owner.applied) == before.step == owner.state.step - 1
+                    owner.applied.append(before.step)
+                case s.Drop():
+                    owner.work = None
+                case s.Load(attempt, point):
+                    owner.newest = point
+                    owner.local.append(s.Restored(attempt, point.step))
+                    owner.applied = list(range(point.step))
+                case s.SendLeaving(entry):
+                    self.say(i, s.Leaving(i, entry))
+                case s.HandOver(step):
+                    assert step == len(owner.applied)
+                    lead = self.lead if i == 0 else None
+                    self.batons[i] = (step, list(owner.applied), owner.newest, lead, owner.state.tally)
+                case s.Lack():
+                    raise AssertionError(action)
+
+    def complete(self, i: int) -> None:
+        """The stage does its part of the step that it runs."""
+        owner = self.owners[i]
+        assert owner.work is not None
+        run, owner.work = owner.work, None
+        if run.after.snapshot:
+            self.say(i, ("shard", run.step))
+        if run.after.finish:
+            owner.work = replace(run, after=s.After(finish=True))
+            return
+        report = s.Report(squared_norm=1.0, fed=expected(self.config, run.step, SAMPLES) if i == 0 else None)
+        self.stage_hears(i, s.Completed(run.attempt, run.step, report))
+
+    # --- chance
+
+    def shake(self) -> bool:
+        """One thing that can happen, happens. False when nothing can."""
+        choices: list[tuple[str, int]] = []
+        for i, owner in enumerate(self.owners):
+            choices += [("local", i)] if owner.local else []
+            choices += [("stage", i)] if self.to_stage[i] and owner.alive else []
+            choices += [("lead", i)] if self.to_lead[i] and self.owners[0].alive else []
+            run = owner.work
+            choices += [("work", i)] if run and (not run.after.finish or run.after.snapshot) else []
+        choices += [("late", -1)] if self.late else []
+        if not choices:
+            return False
+        kind, i = self.chance.choice(choices)
+        if kind == "local":
+            self.stage_hears(i, self.owners[i].local.pop(0))
+        elif kind == "work":
+            self.complete(i)
+        elif kind == "late":
+            to_lead, i, term, lead_term, message = self.late.pop(self.chance.randrange(len(self.late)))
+            if self.terms(i) == (term, lead_term) and self.owners[0].alive and self.owners[i].alive:
+                (self.lead_hears if to_lead else self.stage_hears)(i, message)
+        else:
+            queue = (self.to_stage if kind == "stage" else self.to_lead)[i]
+            message = queue.pop(0)
+            if self.chance.random() < self.copies and not isinstance(message, tuple):
+                self.late.append((kind == "lead", i, *self.terms(i), message))
+            (self.stage_hears if kind == "stage" else self.lead_hears)(i, message)
+        return True
+
+    @property
+    def ended(self) -> bool:
+        at_the_end = all(o.alive and o.work is not None and o.work.after.finish for o in self.owners)
+        return at_the_end and self.lead.newest.step == self.config.steps

@@ -1,0 +1,261 @@
+"""Real captured models served over the in-memory swarm, peers that stand by for their stages, and `generate()` to
+compare with."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save as save_tensors
+
+from fusion.dag import wire
+from fusion.dag.cuts import legal_cuts, split
+from fusion.runtime import manifest as manifests
+from fusion.runtime.context import Context
+from fusion.runtime.job import Manifest, ServeConfig
+from fusion.runtime.launch.capture import capture_language_model, variables_from_module
+from fusion.runtime.serving.failover import FailoverConfig
+from fusion.runtime.serving.gateway import GatewayConfig
+from fusion.runtime.serving.generate_client import complete
+from fusion.runtime.serving.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.sampling import sample
+from fusion.runtime.serving.service import ServingService
+from fusion.runtime.serving.serving_graph import serving_graph
+from fusion.runtime.worker import Worker
+from fusion.swarm.blob_store import BlobStore
+from fusion.swarm.blobs import BlobConfig, Blobs
+from fusion.swarm.identity import Identity
+from fusion.swarm.leases import LeaseConfig, Leases
+from fusion.swarm.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.records import ClaimRecord, JobId, JobRecord
+from fusion.swarm.transport import PeerId
+
+VOCABULARY = 128
+MAX_SEQUENCE = 96
+IMPATIENT = FailoverConfig(recover_seconds=0.3)
+PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7], [(7 * i) % VOCABULARY for i in range(40)])
+
+
+@functools.cache
+def model(name: str) -> torch.nn.Module:
+    torch.manual_seed(3)
+    if name == "llama":
+        config: Any = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=VOCABULARY, max_position_embeddings=MAX_SEQUENCE, initializer_range=0.4,
+            bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+    else:
+        config = transformers.GPT2Config(
+            n_embd=32, n_layer=3, n_head=4, vocab_size=VOCABULARY, n_positions=MAX_SEQUENCE, initializer_range=0.4,
+            bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+    module: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return module.eval()
+
+
+@functools.cache
+def captured(name: str, cache: str) -> Any:
+    graph = capture_language_model(model(name), training=False, maximum_sequence=MAX_SEQUENCE)
+    return serving_graph(graph, cache=cache, maximum_sequence=MAX_SEQUENCE)  # type: ignore[arg-type]
+
+
+def reference(name: str, prompt: Sequence[int], count: int) -> list[int]:
+    with torch.inference_mode():
+        given = torch.tensor([list(prompt)])
+        ids = model(name).generate(  # type: ignore[operator]
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return [int(i) for i in ids[0, len(prompt) :]]
+
+
+def seeded_reference(name: str, prompt: Sequence[int], count: int, sampling: Sampling) -> list[int]:
+    """No cache, no swarm: the whole prefix through the original module for each token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        with torch.inference_mode():
+            logits = model(name)(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        tokens.append(sample(logits, sampling, len(tokens)))
+    return tokens[len(prompt) :]
+
+
+class Heirs:
+    """Peers that take stages over at a word, once the owner has really gone. Implements `Succession`."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+        self._deciding = asyncio.Lock()
+        self.standing: dict[int, list[Peer]] = {}  # stage -> who takes it over, best first
+        self.reports: list[tuple[int, PeerId, int]] = []
+
+    async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
+        self.reports.append((stage, peer, term))
+        async with self._deciding:
+            swarm = self._swarm
+            if peer in swarm.network.transports:
+                return None
+            for heir in list(self.standing.get(stage, ())):
+                self.standing[stage].remove(heir)
+                if heir.id in swarm.network.transports:
+                    return await swarm.hold(heir, job, stage, over=term, wait=False)
+            return None
+
+
+class Peer:
+    def __init__(
+        self, network: MemoryNetwork, home: Path, memory_bytes: int, failover: FailoverConfig, heirs: Heirs
+    ) -> None:
+        self.identity = Identity.generate()
+        self.id = self.identity.peer_id
+        transport = MemoryTransport(network, self.id)
+        directory = MemoryDirectory(network, self.identity)
+        store = BlobStore(home / self.id, quota_bytes=1 << 30)
+        self.context = Context(
+            peer_id=self.id,
+            transport=transport,
+            directory=directory,
+            blobs=Blobs(store, transport, directory, BlobConfig(retry_seconds=0.01)),
+            leases=Leases(self.id, directory, LeaseConfig(confirm_seconds=0.0)),
+            worker=Worker(),
+            memory_bytes=memory_bytes,
+            home=home,
+            succession=heirs,
+        )
+        self.service = ServingService(self.context, GatewayConfig(failover=failover))
+        self.hosting: list[asyncio.Task[None]] = []
+
+    @property
+    def open_sessions(self) -> int:
+        return sum(h.stage.sessions + len(h.loaded.plane._sessions) for h in self.service._hosted.values())
+
+    async def aclose(self) -> None:
+        for task in self.hosting:
+            task.cancel()
+        outcomes = await asyncio.gather(*self.hosting, return_exceptions=True)
+        assert all(isinstance(o, asyncio.CancelledError) for o in outcomes), outcomes
+        await self.service.aclose()
+        await self.context.leases.aclose()
+        await self.context.blobs.aclose()
+        await self.context.transport.aclose()
+        await self.context.compute.aclose()
+
+
+class Swarm:
+    def __init__(self, network: MemoryNetwork) -> None:
+        self.network = network
+        self.peers: list[Peer] = []
+        self.owners: list[Peer] = []  # at first, by stage
+        self.heirs = Heirs(self)
+        self.manifests: dict[JobId, Manifest] = {}
+
+    async def serve(
+        self,
+        name: str,
+        stages: int,
+        *,
+        cache: str = "kv",
+        cuts: tuple[int, ...] | None = None,
+        **options: Any,
+    ) -> JobId:
+        """Peer i runs stage i; the last peer of the swarm launches, and runs nothing."""
+        graph = captured(name, cache)
+        legal = legal_cuts(graph)
+        if cuts is None:
+            cuts = tuple(legal[len(legal) * i // stages] for i in range(1, stages))
+        variables = variables_from_module(model(name))
+        blobs = self.peers[-1].context.blobs
+        weights = []
+        for stage in split(graph, cuts):
+            held = {v.name: variables[v.name].detach().clone() for v in stage.graph.variables}
+            weights.append(await blobs.put(save_tensors(held)))
+        serve = {"max_sequence": MAX_SEQUENCE, "vocabulary": VOCABULARY, "prefill_chunk": 8, "cache": cache}
+        manifest = Manifest(
+            name=name,
+            kind="serve",
+            graph=await blobs.put(wire.encode(graph)),
+            cuts=cuts,
+            weights=tuple(weights),
+            proposed=tuple(peer.id for peer in self.peers[:stages]),
+            serve=ServeConfig(**{**serve, **options.pop("serve", {})}),
+            **options,
+        )
+        job = JobId(await blobs.put(manifests.encode(manifest)))
+        self.manifests[job] = manifest
+        await self.publish(job, name, stages)
+        self.owners = self.peers[:stages]
+        for i, peer in enumerate(self.owners):
+            await self.hold(peer, job, i)
+        return job
+
+    async def publish(self, job: JobId, name: str, stages: int, state: str = "running") -> None:
+        launcher = self.peers[-1]
+        record = JobRecord(
+            job=job, name=name, kind="serve", state=state, term=0, step=0, lead=None, stages=stages,
+            snapshot=None, snapshot_step=0, author=launcher.id,
+        )  # fmt: skip
+        await launcher.context.directory.publish(record, ttl_seconds=60)
+
+    async def hold(
+        self, peer: Peer, job: JobId, stage: int, *, over: int = 0, wait: bool = True
+    ) -> ClaimRecord:
+        """The peer claims the stage and hosts it; `wait` until it is ready."""
+        leases = peer.context.leases
+        claim = await leases.claim(job, stage, 1.0, over=over)
+        assert claim is not None
+        host = peer.service.host(job, self.manifests[job], stage, claim.term)
+        peer.hosting.append(asyncio.create_task(host))
+        while wait and (not (held := leases.holds(job, stage)) or not held.ready):
+            assert not peer.hosting[-1].done(), peer.hosting[-1].exception()
+            await asyncio.sleep(0.002)
+        await leases.beat()
+        return claim
+
+    async def stand_by(self, peer: Peer, job: JobId, *stages: int) -> None:
+        """The peer has what it needs to take any of these stages over."""
+        record = await peer.context.directory.job(job)
+        assert record is not None
+        for stage in stages:
+            await peer.service.prepare(job, self.manifests[job], stage, record)
+            self.heirs.standing.setdefault(stage, []).append(peer)
+
+    async def ask(self, peer: int = -1, **fields: Any) -> Answer:
+        """From a client that runs nothing, through that peer."""
+        async with self.client() as transport:
+            return await complete(transport, self.peers[peer].id, GenerateRequest(**fields))
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[MemoryTransport]:
+        async with MemoryTransport(self.network, Identity.generate().peer_id) as transport:
+            yield transport
+
+    async def freed(self) -> None:
+        async with asyncio.timeout(10):
+            while any(p.open_sessions for p in self.peers if p.id in self.network.transports):
+                await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def swarm_of(
+    count: int, home: Path, *, memory_bytes: int = 1 << 30, failover: FailoverConfig = IMPATIENT
+) -> AsyncIterator[Swarm]:
+    swarm = Swarm(MemoryNetwork())
+    swarm.peers = [Peer(swarm.network, home, memory_bytes, failover, swarm.heirs) for _ in range(count)]
+    for peer in swarm.peers:
+        await peer.context.blobs.__aenter__()
+        await peer.service.start()
+    try:
+        async with asyncio.timeout(60):
+            yield swarm
+    finally:
+        for peer in swarm.peers:
+            await peer.aclose()

@@ -1,0 +1,365 @@
+"""Training over the in-memory transport: several peers' contexts in one process, and the same by plain autograd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+
+from fusion.dag.cuts import legal_cuts
+from fusion.dag.ir import Graph
+from fusion.dag.rewrites.clean import clean
+from fusion.runtime.context import Context
+from fusion.runtime.data import Batches
+from fusion.runtime.hosting.succession import Successor
+from fusion.runtime.job import DataConfig, Manifest, OptimizerConfig, TrainConfig
+from fusion.runtime.launch.capture import capture_language_model, variables_from_module
+from fusion.runtime.launch.launch import Prepared, launch, prepare_graph
+from fusion.runtime.launch.models import GPTConfig
+from fusion.runtime.planes.optimizer import clip_factor, learning_rate
+from fusion.runtime.progress import Progress
+from fusion.runtime.training.export import export
+from fusion.runtime.training.service import TrainingService
+from fusion.runtime.worker import Worker
+from fusion.swarm.blob_store import BlobStore
+from fusion.swarm.blobs import BlobConfig, Blobs
+from fusion.swarm.identity import Identity
+from fusion.swarm.leases import LeaseConfig, Leases
+from fusion.swarm.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord
+
+TINY = GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=8, tied=True)
+LANGUAGE = ("input_ids", "position_ids", "targets")
+
+
+# --- a swarm in one process
+
+
+@dataclass
+class Peer:
+    """Its hosting is this test: stages are claimed when the test says so, and taken over when a neighbour asks."""
+
+    context: Context
+    service: TrainingService
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    work: dict[JobId, Manifest] = field(default_factory=dict)  # what it stands by for
+
+    async def host(self, prepared: Prepared, stage: int) -> None:
+        """Claim a stage, as the peer's hosting does, and run it in a task."""
+        claim = await self.context.leases.claim(prepared.job, stage, 1.0)
+        assert claim is not None
+        self.tasks[stage] = asyncio.create_task(
+            self.service.host(prepared.job, prepared.manifest, stage, claim.term)
+        )
+
+    async def stand_by(self, prepared: Prepared, stage: int, record: JobRecord) -> int:
+        """Prepare a stage and say so, as the peer's pool does; again for a newer record."""
+        self.work[prepared.job] = prepared.manifest
+        step = await self.service.prepare(prepared.job, prepared.manifest, stage, record)
+        self.context.leases.stand_by(prepared.job, stage, score=0.5, step=step, ready=True)
+        await self.context.leases.beat()
+        return step
+
+    def holds(self, job: JobId, stage: int) -> int:
+        claim = self.context.leases.holds(job, stage)
+        return claim.term if claim is not None and stage in self.tasks else 0
+
+    @property
+    def occupied(self) -> bool:
+        return bool(self.tasks)
+
+    async def take_over(
+        self, job: JobId, stage: int, over: int, baton: Mapping[str, Any] | None
+    ) -> ClaimRecord | None:
+        claim = await self.context.leases.claim(job, stage, 0.5, over=over, confirm=baton is None)
+        if claim is not None:
+            self.tasks[stage] = asyncio.create_task(
+                self.service.host(job, self.work[job], stage, claim.term, baton)
+            )
+        return claim
+
+
+@dataclass
+class Swarm:
+    network: MemoryNetwork
+    root: Path
+    stack: AsyncExitStack
+    peers: list[Peer] = field(default_factory=list)
+
+    async def join(self, count: int) -> list[Peer]:
+        joined = [await self._peer() for _ in range(count)]
+        self.peers += joined
+        return joined
+
+    async def _peer(self) -> Peer:
+        identity = Identity.generate()
+        home = self.root / identity.peer_id
+        transport = MemoryTransport(self.network, identity.peer_id)
+        directory = MemoryDirectory(self.network, identity)
+        store = BlobStore(home / "blobs", 1 << 30)
+        blobs = await self.stack.enter_async_context(
+            Blobs(store, transport, directory, BlobConfig(retry_seconds=0.05))
+        )
+        leases = await self.stack.enter_async_context(
+            Leases(identity.peer_id, directory, LeaseConfig(heartbeat_seconds=0.2, confirm_seconds=0.0))
+        )
+        worker = await self.stack.enter_async_context(Worker(1))
+        successor = Successor(transport, leases)
+        context = Context(
+            peer_id=identity.peer_id,
+            transport=transport,
+            directory=directory,
+            blobs=blobs,
+            leases=leases,
+            worker=worker,
+            home=home,
+            succession=successor,
+        )
+        peer = Peer(context, TrainingService(context))
+        successor.attach(peer)
+        await successor.start()
+        await peer.service.start()
+        return peer
+
+    async def kill(self, peer: Peer) -> None:
+        """The process vanishes in the middle of whatever it does."""
+        self.network.kill(peer.context.peer_id)
+        for task in peer.tasks.values():
+            task.cancel()
+        await asyncio.gather(*peer.tasks.values(), return_exceptions=True)
+        self.peers.remove(peer)
+
+    async def forgets(self, job: Job, stage: int) -> None:
+        """Wait until the claim of a dead owner has expired."""
+        while await self.peers[0].context.leases.owner(job.prepared.job, stage) is not None:
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def swarm(root: Path, count: int) -> AsyncIterator[Swarm]:
+    async with asyncio.timeout(60), AsyncExitStack() as stack:
+        made = Swarm(MemoryNetwork(), root, stack)
+        await made.join(count)
+        yield made
+        for peer in made.peers:
+            for task in peer.tasks.values():
+                task.cancel()
+            await asyncio.gather(*peer.tasks.values(), return_exceptions=True)
+
+
+# --- jobs, and the same training in one process
+
+
+def tokens(count: int = 400) -> bytes:
+    """Text that can be learnt: a noisy walk over the vocabulary."""
+    draws = np.random.default_rng(0).integers(0, 3, count)
+    return bytes(np.cumsum(draws).astype(np.uint8) % 32)
+
+
+def config(**changes: Any) -> TrainConfig:
+    made = TrainConfig(
+        steps=6,
+        microbatches=4,
+        microbatch_size=2,
+        sequence=8,
+        seed=5,
+        # eps well above the noise of float32: where a gradient is zero but for rounding (the bias of keys), AdamW
+        # would otherwise turn the rounding into steps.
+        optimizer=OptimizerConfig(
+            learning_rate=3e-3, eps=1e-5, weight_decay=0.1, schedule="cosine", warmup_steps=2
+        ),
+        data=DataConfig(kind="tokens", train=Digest("")),
+        snapshot_every=2,
+        evaluate_batches=2,
+    )
+    return replace(made, **changes)
+
+
+@dataclass
+class Job:
+    prepared: Prepared
+    train: Path
+    held_out: Path
+
+
+def language_job(peer: Peer, module: nn.Module, train: TrainConfig, stages: int) -> Job:
+    graph = clean(capture_language_model(module, training=True, maximum_sequence=TINY.sequence))
+    return job(peer, graph, variables_from_module(module), train, stages, tokens(), tokens()[100:])
+
+
+def job(
+    peer: Peer,
+    graph: Graph,
+    variables: Mapping[str, torch.Tensor],
+    train: TrainConfig,
+    stages: int,
+    data: bytes | Path,
+    held_out: bytes | Path,
+    cuts: Sequence[int] | None = None,
+) -> Job:
+    store = peer.context.blobs.store
+    digests = store.put(data), store.put(held_out)
+    train = replace(train, data=replace(train.data, train=digests[0], held_out=digests[1]))
+    legal = legal_cuts(graph)
+    cuts = cuts or [legal[i * len(legal) // stages] for i in range(1, stages)]
+    prepared = prepare_graph("test", graph, variables, train, store, cuts=cuts)
+    return Job(prepared, store.path(digests[0]), store.path(digests[1]))
+
+
+@dataclass
+class Reference:
+    """The same job by plain autograd of the original module in one process."""
+
+    losses: list[float]
+    validation: float
+    state: dict[str, torch.Tensor]
+
+
+def reference(
+    module: nn.Module,
+    job: Job,
+    inputs: Sequence[str],
+    loss_of: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor],
+) -> Reference:
+    train = job.prepared.manifest.train
+    assert train is not None
+    batches = Batches(train, inputs, job.train, job.held_out)
+    o = train.optimizer
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=1.0, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+    )
+    losses = []
+    for step in range(train.steps):
+        total = 0.0
+        for m in range(train.microbatches):
+            loss = loss_of(module, batches.train(step, m)) / train.microbatches
+            loss.backward()
+            total += float(loss.detach())
+        norm = sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None)
+        for p in module.parameters():
+            if p.grad is not None:
+                p.grad *= clip_factor(o, norm)
+        optimizer.param_groups[0]["lr"] = learning_rate(o, step, train.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    with torch.no_grad():
+        held_out = [float(loss_of(module, batches.held_out(b))) for b in range(train.evaluate_batches)]
+    return Reference(losses, sum(held_out) / len(held_out), module.state_dict())
+
+
+def language_loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = module(batch["input_ids"], batch["position_ids"])
+    return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+async def run(swarm: Swarm, job: Job, owners: Sequence[int]) -> Progress:
+    """Host stage i on peer owners[i] and wait for the end."""
+    await launch(swarm.peers[0].context, job.prepared)
+    for stage, owner in enumerate(owners):
+        await swarm.peers[owner].host(job.prepared, stage)
+    await asyncio.gather(*(t for peer in swarm.peers for t in peer.tasks.values()))
+    progress = swarm.peers[owners[0]].service.progress(job.prepared.job)
+    assert progress is not None
+    return progress
+
+
+def assert_same(
+    job: Job, made: Reference, lead: Peer, progress: Progress, exported: Mapping[str, torch.Tensor]
+) -> None:
+    losses = [loss for _, loss in lead.service.losses(job.prepared.job)]
+    assert losses == pytest.approx(made.losses, rel=1e-5)
+    assert progress.validation_loss == pytest.approx(made.validation, rel=1e-5)
+    assert set(exported) == set(made.state)
+    for name, tensor in made.state.items():
+        error = (exported[name] - tensor).norm() / tensor.norm().clamp(min=1e-8)
+        assert error <= 1e-5, name
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def exported_weights(peer: Peer, job: Job, target: Path) -> dict[str, torch.Tensor]:
+    progress = peer.service.progress(job.prepared.job)
+    assert progress is not None
+    await peer.context.directory.publish(record_of(peer, job, progress))
+    await export(peer.context, job.prepared.job, target)
+    return load_file(target / "model.safetensors")
+
+
+def record_of_peer(peer: Peer) -> PeerRecord:
+    return PeerRecord(
+        peer=peer.context.peer_id, name="", addresses=(), role="peer", device="cpu", flops_per_second=1e9,
+        memory_bytes=1 << 30, free_memory_bytes=1 << 30, software="0", opset=1, started_at=0.0,
+    )  # fmt: skip
+
+
+def record_of(peer: Peer, job: Job, progress: Progress) -> JobRecord:
+    return JobRecord(
+        job=job.prepared.job,
+        name="test",
+        kind="train",
+        state=progress.state,
+        term=1,
+        step=progress.step,
+        lead=peer.context.peer_id,
+        stages=job.prepared.manifest.stages,
+        snapshot=progress.snapshot,
+        snapshot_step=progress.snapshot_step,
+        author=peer.context.peer_id,
+    )
+
+
+LONG = config(
+    steps=100_000, snapshot_every=3
+)  # stopped by the test: how fast this machine is must not matter
+
+
+async def reached(peer: Peer, job: Job, step: int, snapshot_step: int = 0) -> Progress:
+    """The progress at `peer` once it knows of that step and that snapshot."""
+
+    def there() -> bool:
+        progress = peer.service.progress(job.prepared.job)
+        return progress is not None and progress.step >= step and progress.snapshot_step >= snapshot_step
+
+    await until(there)
+    progress = peer.service.progress(job.prepared.job)
+    assert progress is not None
+    return progress
+
+
+async def stopped(made: Swarm, lead: Peer, job: Job) -> dict[int, float]:
+    """Stop the job; the loss of every step under this lead."""
+    assert lead.service.stop(job.prepared.job)
+    await asyncio.gather(*(t for peer in made.peers for t in peer.tasks.values()))
+    progress = lead.service.progress(job.prepared.job)
+    assert progress is not None and progress.state == "stopped"
+    return dict(lead.service.losses(job.prepared.job))
+
+
+async def undisturbed(root: Path, module: nn.Module, stages: int, steps: int) -> dict[int, float]:
+    """The losses of the same run when nothing goes wrong."""
+    async with swarm(root, stages) as made:
+        work = language_job(made.peers[0], module, LONG, stages)
+        await launch(made.peers[0].context, work.prepared)
+        for stage in range(stages):
+            await made.peers[stage].host(work.prepared, stage)
+        await reached(made.peers[0], work, steps)
+        return await stopped(made, made.peers[0], work)
+
+
+def assert_bit_identical(rough: dict[int, float], calm: dict[int, float]) -> None:
+    """A loss tells of every weight before it: equal losses, bit for bit, after the accident are equal states."""
+    assert rough == {step: calm[step] for step in rough}
