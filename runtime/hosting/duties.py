@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.election import HEAD_START_SECONDS
-from fusion.swarm.records import JobId, PeerRecord
+from fusion.swarm.election import HEAD_START_SECONDS, heirs, is_idle
+from fusion.swarm.records import ClaimRecord, JobId, PeerRecord
 from fusion.swarm.transport import PeerId
 
 # Idle peers may see a hole a heartbeat later than we did, and look at it again a heartbeat after it is theirs.
@@ -23,6 +25,9 @@ class Vacancy:
     score: float  # 1.0 where the placement proposed this peer, else its own fitness below 1
     empty_seconds: float  # how long this peer has seen it without an owner
     memory_bytes: int
+    early: bool = False  # before the head start, because the newest state of the stage is on this peer
+    standby: bool = False  # this peer stands by for it
+    idle_heir: bool = False  # so does another one that owns no stage
 
 
 def stages_to_claim(
@@ -51,8 +56,56 @@ def beside_the_idle(
     return tuple(
         vacancy
         for vacancy in vacancies
-        if vacancy.score >= 1.0 or vacancy.empty_seconds >= IDLE_FIRST_SECONDS or not has_taker(vacancy)
+        if vacancy.score >= 1.0
+        or (vacancy.standby and not vacancy.idle_heir)
+        or vacancy.empty_seconds >= IDLE_FIRST_SECONDS
+        or not (vacancy.idle_heir or has_taker(vacancy))
     )
+
+
+def one_each(vacancies: Sequence[Vacancy], us: PeerId, peers: Sequence[PeerRecord]) -> tuple[Vacancy, ...]:
+    """Those of `vacancies` that a peer without work claims now: what was proposed to it, else one of them, each peer
+    another, and more where there are not enough idle peers for all. The copies of a job that lie on one peer are lost
+    together."""
+    if any(vacancy.score >= 1.0 for vacancy in vacancies):
+        return beside_the_idle(vacancies, us, peers)
+    first = min(
+        vacancies,
+        key=lambda v: (not v.early, not v.standby, _lot(us, v)),
+        default=None,
+    )
+    others = beside_the_idle([vacancy for vacancy in vacancies if vacancy is not first], us, peers)
+    return others if first is None else (first, *others)
+
+
+def one_to_hand_on(
+    ours: Mapping[tuple[JobId, int], Sequence[ClaimRecord]], proposed: Collection[tuple[JobId, int]]
+) -> tuple[JobId, int, tuple[PeerId, ...]] | None:
+    """Of the stages that run here, with their claims: one that idle peers stand by for and that is not the only one of
+    its job here, nor was proposed to us; and those peers, best first. The lead's stage last."""
+    jobs = Counter(job for job, _ in ours)
+    for job, stage in sorted(ours, key=lambda place: (place[0], -place[1])):
+        if jobs[job] < 2 or (job, stage) in proposed:
+            continue
+        idle = [heir.peer for heir in heirs(ours[job, stage]) if heir.ready and is_idle(heir)]
+        if idle:
+            return job, stage, tuple(idle)
+    return None
+
+
+def one_early(vacancies: Sequence[Vacancy], us: PeerId) -> tuple[Vacancy, ...]:
+    """`vacancies` with at most one of those that are claimed before the head start, and none beside one that was
+    proposed to us. After a cold start each peer has the state of several stages, of some as a standby's or a
+    neighbour's copy: the first to come must not take them all."""
+    early = [vacancy for vacancy in vacancies if vacancy.early]
+    if any(vacancy.score >= 1.0 for vacancy in vacancies):
+        early = []
+    first = min(early, key=lambda v: _lot(us, v), default=None)
+    return tuple(vacancy for vacancy in vacancies if not vacancy.early or vacancy is first)
+
+
+def _lot(peer: PeerId, vacancy: Vacancy) -> bytes:
+    return hashlib.sha256(f"{peer}/{vacancy.job}/{vacancy.stage}".encode()).digest()
 
 
 def _is_idle(peer: PeerRecord) -> bool:

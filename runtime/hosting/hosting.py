@@ -1,5 +1,6 @@
 """A peer at work: it looks for jobs in the directory, claims stages and runs them. What it says about jobs is
-`fusion.runtime.hosting.job_desk`'s; which stages to claim is decided by `fusion.runtime.hosting.duties` and `fusion.swarm.election`.
+`fusion.runtime.hosting.job_desk`'s; which stages to claim is decided by `fusion.runtime.hosting.duties` and `fusion.swarm.election`,
+which ones to stand by for by `fusion.runtime.hosting.pool`. Who sees an owner vanish comes through `fusion.runtime.hosting.succession`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from typing import Any
 from fusion.runtime.context import Context
 from fusion.runtime.cool_down import CoolDown
 from fusion.runtime.errors import JobFailed
-from fusion.runtime.hosting.duties import Vacancy, beside_the_idle, stages_to_claim
+from fusion.runtime.hosting.departure import DepartureConfig, Departures, Hosted
+from fusion.runtime.hosting.duties import Vacancy, beside_the_idle, one_each, one_early, stages_to_claim
 from fusion.runtime.hosting.job_desk import ENDED, PROTOCOL, JobDesk, Service, stop_request
+from fusion.runtime.hosting.job_files import JobFiles
+from fusion.runtime.hosting.pool import Pool
+from fusion.runtime.hosting.succession import Successor
+from fusion.runtime.hosting.vacancies import Vacancies, needed_bytes
 from fusion.runtime.job import Manifest
 from fusion.runtime.manifest_shelf import ManifestShelf, ShelfConfig
 from fusion.swarm import handlers
-from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.election import should_claim, winner
-from fusion.swarm.errors import SwarmError
+from fusion.swarm.directory import HEARTBEAT_SECONDS, newest_jobs
+from fusion.swarm.election import winner
+from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.records import ClaimRecord, JobId, JobRecord, one_line
 
 __all__ = ["PROTOCOL", "Hosting", "HostingConfig", "Service", "stop_request"]
@@ -31,7 +37,8 @@ __all__ = ["PROTOCOL", "Hosting", "HostingConfig", "Service", "stop_request"]
 log = logging.getLogger(__name__)
 
 REMEMBERED_JOBS = 1000
-REMEMBERED_PLACES = 65_536
+OVERTAKEN_SECONDS = 5.0  # once in so long a stage is claimed anew at once
+RECORD_SECONDS = 0.3  # for the directory to say how the job stands, while somebody waits for us to lead it
 
 Place = tuple[JobId, int]
 
@@ -46,17 +53,11 @@ class HostingConfig:
     seats: int = 64  # stages at once
     places: int = 512  # vacant stages looked at in one heartbeat
     shelf: ShelfConfig = ShelfConfig()  # noqa: RUF009 - frozen
+    departure: DepartureConfig = DepartureConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if self.heartbeat_seconds <= 0 or self.nudge_seconds < 0 or min(self.seats, self.places) < 1:
             raise ValueError("heartbeat_seconds, seats and places must be positive, nudge_seconds at least 0")
-
-
-@dataclass(frozen=True)
-class _Hosted:
-    task: asyncio.Task[None]
-    manifest: Manifest
-    memory_bytes: int
 
 
 class Hosting:
@@ -74,6 +75,7 @@ class Hosting:
         config: HostingConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        files: JobFiles | None = None,
     ) -> None:
         self.on_rest: Callable[[], object] = lambda: None  # called when a stage has ended here
         self._context = context
@@ -81,13 +83,22 @@ class Hosting:
         self._fitness = fitness
         self._config = config or HostingConfig()
         self._clock = clock
-        self._desk = JobDesk(context, services, self.nudge, self._stopped, now)
+        self._succession = context.succession if isinstance(context.succession, Successor) else None
+        self._pool = Pool(context, services, self._spawn, fitness, clock=clock)
+        self._desk = JobDesk(
+            context, services, self.nudge, self._stopped, now, snapshotted=self._pool.follow, files=files
+        )
         self._shelf = ManifestShelf(context.blobs, self._spawn, self.nudge, self._config.shelf, clock)
+        self._vacancies = Vacancies(context.peer_id, fitness, clock)
         self._cooling: CoolDown[Place] = CoolDown(
             self._config.cool_down_seconds, self._config.longest_cool_down_seconds, clock
         )
-        self._hosts: dict[Place, _Hosted] = {}
-        self._empty_since: dict[Place, float] = {}
+        self._overtaken: CoolDown[Place] = CoolDown(OVERTAKEN_SECONDS, OVERTAKEN_SECONDS, clock)
+        self._departures = Departures(context, services, self._config.departure, self._spawn, clock)
+        self._hosts: dict[Place, Hosted] = {}
+        self._claiming: list[Place] = []
+        self._open: dict[JobId, tuple[JobRecord, Manifest]] = {}  # the jobs that go on, as last seen
+        self._leaving = False
         # Jobs that have ended, and the lead's term then: only a later lead knows better, whatever the directory says.
         self._over: dict[JobId, int] = {}
         self._nudged = asyncio.Event()
@@ -109,6 +120,9 @@ class Hosting:
 
     async def start(self) -> None:
         self._context.leases.on_lost = self._lost
+        if self._succession is not None:
+            self._succession.attach(self)
+            await self._succession.start()
         await self._desk.start()
 
     async def run(self) -> None:
@@ -116,7 +130,11 @@ class Hosting:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            self._spawn(self._desk.follow())
             try:
+                await (
+                    self._desk.publish()
+                )  # what was on disk: after a cold start nobody else may know of the job
                 while True:
                     again = loop.time() + self._config.nudge_seconds
                     self._nudged.clear()
@@ -127,12 +145,13 @@ class Hosting:
                     await asyncio.sleep(again - loop.time())
             finally:
                 self._tasks = None
-                await self._leave()
+                await self._release_all()
 
     async def beat(self) -> None:
         """Look at the directory once, claim what we should, say what we have to say; only while `run` runs."""
         async with self._beating:
             try:
+                await self._give_back()
                 await self._look()
                 await self._desk.publish()
             except (SwarmError, OSError) as error:
@@ -147,102 +166,216 @@ class Hosting:
             self._context.leases.observe(record.job, 0, record.term)
             if record.state in ENDED:
                 self._end(record.job)
-                if record.author != self._context.peer_id:  # what we lead ends by itself
+                # What we lead ends by itself.
+                if record.author != self._context.peer_id or not self._desk.leads(record.job):
                     self._cancel(record.job)
-            elif record.term > self._over.get(record.job, -1):
+            elif record.term > self._over.get(record.job, -1) and not self._desk.concluded(record.job):
                 manifest = self._shelf.get(record)
                 if manifest is not None:
                     open_jobs[record.job] = (record, manifest)
+        self._open = dict(open_jobs)  # what ends meanwhile is taken out of it
         self._shelf.keep_only({record.job for record in records})
-        hosted = {job for job, _ in self._hosts}
-        self._desk.hear(records, hosted, await self._leaderless(hosted))
-        vacancies = await self._vacancies({job: manifest for job, (_, manifest) in open_jobs.items()})
-        if self._hosts and any(vacancy.score < 1.0 for vacancy in vacancies):
+        claims = await self._claims({job: manifest for job, (_, manifest) in open_jobs.items()})
+        if not self._leaving:
+            await self._pool.beat(open_jobs, claims, self.hosted, self.free_memory_bytes)
+        ours = {job for job, _ in self._hosts} | self._pool.jobs
+        self._desk.hear(records, ours, await self._leaderless(ours, claims))
+        if self._leaving:
+            return
+        self._departures.spread(self._hosts)
+        vacancies = self._vacant(open_jobs, claims)
+        busy = bool(self._hosts)
+        if (busy or len(vacancies) > 1) and any(vacancy.score < 1.0 for vacancy in vacancies):
             peers = await self._context.directory.peers()
-            vacancies = list(beside_the_idle(vacancies, self._context.peer_id, peers))
-        seats = self._config.seats - len(self._hosts)
-        chosen = stages_to_claim(vacancies, self.free_memory_bytes, seats)
+            vacancies = list((beside_the_idle if busy else one_each)(vacancies, self._context.peer_id, peers))
+        chosen = stages_to_claim(vacancies, self.free_memory_bytes, self._config.seats - len(self._hosts))
         await asyncio.gather(*(self._take(vacancy, *open_jobs[vacancy.job]) for vacancy in chosen))
 
-    async def _leaderless(self, hosted: set[JobId]) -> set[JobId]:
-        """Those of the jobs hosted here whose first stage nobody owns."""
-        jobs = [job for job in hosted if (job, 0) not in self._hosts]
-        owners = await asyncio.gather(*(self._context.leases.owner(job, 0) for job in jobs))
-        return {job for job, owner in zip(jobs, owners, strict=True) if owner is None}
+    async def _leaderless(
+        self, jobs: set[JobId], claims: Mapping[Place, tuple[ClaimRecord, ...]]
+    ) -> set[JobId]:
+        """Those of the jobs hosted or stood by for here whose first stage nobody owns."""
+        others = [job for job in jobs if (job, 0) not in self._hosts]
+        unread = [job for job in others if (job, 0) not in claims]
+        read = await asyncio.gather(*(self._context.leases.claims(job, 0) for job in unread))
+        leads = dict(zip(unread, read, strict=True))
+        return {job for job in others if winner(leads[job] if job in leads else claims[job, 0]) is None}
 
-    async def _vacancies(self, jobs: Mapping[JobId, Manifest]) -> list[Vacancy]:
+    async def _claims(self, jobs: Mapping[JobId, Manifest]) -> dict[Place, tuple[ClaimRecord, ...]]:
+        """The claims of the stages that we might host, and of all stages of the jobs that we have a hand in: when an
+        owner vanishes we should know its standbys."""
+        ours = {job for job, _ in self._hosts} | self._pool.jobs
+        us, free = self._context.peer_id, self.free_memory_bytes
         places = [
             (job, stage)
             for job, manifest in jobs.items()
             for stage in range(manifest.stages)
-            if (job, stage) not in self._hosts
-            and not self._cooling.lasts((job, stage))
-            and _needed(manifest, stage) <= self.free_memory_bytes
+            if (job, stage) not in self._hosts and (job in ours or needed_bytes(manifest, stage) <= free)
         ]
         random.shuffle(places)  # where there are too many, others next time
-        places.sort(key=lambda place: jobs[place[0]].proposed[place[1]] != self._context.peer_id)
+        places.sort(key=lambda place: (jobs[place[0]].proposed[place[1]] != us, place[0] not in ours))
         del places[self._config.places :]
         claims = await asyncio.gather(*(self._context.leases.claims(*place) for place in places))
-        found = (
-            self._vacancy(place, jobs[place[0]], held) for place, held in zip(places, claims, strict=True)
-        )
-        return [vacancy for vacancy in found if vacancy is not None]
+        # Those of the stages that run here are read with every renewal.
+        hosted = {place: self._context.leases.recent(*place) for place in self._hosts if place[0] in jobs}
+        return {**dict(zip(places, claims, strict=True)), **hosted}
 
-    def _vacancy(self, place: Place, manifest: Manifest, claims: tuple[ClaimRecord, ...]) -> Vacancy | None:
-        us, (job, stage) = self._context.peer_id, place
-        # A claim of ours that we do not hold is from before a restart, and no reason to wait.
-        claims = tuple(claim for claim in claims if claim.peer != us)
-        if winner(claims) is not None:
-            self._empty_since.pop(place, None)
-            return None
-        now = self._clock()
-        empty = now - self._empty_since.setdefault(place, now)
-        while len(self._empty_since) > REMEMBERED_PLACES:
-            del self._empty_since[next(iter(self._empty_since))]
-        score = 1.0 if manifest.proposed[stage] == us else self._fitness
-        if not should_claim(claims, us, score=score, vacant_seconds=empty):
-            return None
-        return Vacancy(
-            job=job, stage=stage, score=score, empty_seconds=empty, memory_bytes=_needed(manifest, stage)
-        )
+    def _vacant(
+        self,
+        jobs: Mapping[JobId, tuple[JobRecord, Manifest]],
+        claims: Mapping[Place, tuple[ClaimRecord, ...]],
+    ) -> list[Vacancy]:
+        """The stages that we may claim now."""
+        found = []
+        for place, held in claims.items():
+            if place in self._hosts:
+                continue
+            record, manifest = jobs[place[0]]
+            # After a cold start whoever has the state of a stage need not fetch it.
+            stocked = record.snapshot is not None and self._pool.step_here(place) >= record.snapshot_step
+            early = stocked and not self._hosts
+            vacancy = self._vacancies.look(place, manifest, held, early=early)
+            fits = vacancy is not None and vacancy.memory_bytes <= self.free_memory_bytes
+            if vacancy is not None and fits and not self._cooling.lasts(place):
+                found.append(vacancy)
+        return list(one_early(found, self._context.peer_id))
 
     async def _take(self, vacancy: Vacancy, record: JobRecord, manifest: Manifest) -> None:
+        place = (vacancy.job, vacancy.stage)
+        if await self._lives(place) or vacancy.job not in self._open:
+            return
+        self._claiming.append(place)
         try:
             claim = await self._context.leases.claim(vacancy.job, vacancy.stage, vacancy.score)
+            if claim is not None:
+                self._begin(place, record, manifest)
         except SwarmError as error:
             log.warning("stage %d of %s not claimed: %s", vacancy.stage, manifest.name, error)
-            self._cooling.start((vacancy.job, vacancy.stage))
-            return
-        if claim is None:
-            return
-        place = (claim.job, claim.stage)
-        task = self._spawn(self._host(claim, record, manifest))
-        self._hosts[place] = _Hosted(task, manifest, vacancy.memory_bytes)
-        task.add_done_callback(lambda _: self._ended(place))
+            self._cooling.start(place)
+        finally:
+            self._claiming.remove(place)
+        await self._give_back()
+
+    async def _give_back(self) -> None:
+        """Release what we own and nothing runs of: claims that came too late, when the job had ended or we were
+        leaving. Nobody else could have the stage."""
+        for claim in self._context.leases.mine():
+            place = (claim.job, claim.stage)
+            if place not in self._hosts and place not in self._claiming:
+                with suppress(SwarmError):
+                    await self._context.leases.release(*place)
+
+    async def _lives(self, place: Place) -> bool:
+        """Whether the stage's last owner, of whom the directory knows no more, is there all the same."""
+        owner = self._vacancies.vanished(place, self._context.leases.recent(*place))
+        if self._succession is None or owner is None:
+            return False
+        return (await self._succession.look(owner, *place)).kind == "holds"
+
+    # --- a stage whose owner is gone, or leaves: `fusion.runtime.hosting.succession.Seat`
+
+    def holds(self, job: JobId, stage: int) -> int:
+        """The term under which the stage runs here; 0 if it does not."""
+        hosted, claim = self._hosts.get((job, stage)), self._context.leases.holds(job, stage)
+        return claim.term if hosted is not None and claim is not None and not hosted.task.done() else 0
+
+    @property
+    def occupied(self) -> bool:
+        """Whether a stage runs here, or is about to."""
+        return bool(self._hosts or self._claiming)
+
+    async def take_over(
+        self, job: JobId, stage: int, over: int, baton: Mapping[str, Any] | None
+    ) -> ClaimRecord | None:
+        """Claim the stage above the term `over`, which is known to be free, and begin to host it. None where we cannot
+        or another was first."""
+        place, known = (job, stage), self._open.get(job)
+        if place in self._hosts:
+            return self._context.leases.holds(job, stage)
+        if known is None or self._tasks is None or self._leaving or self._cooling.lasts(place):
+            return None
+        record, manifest = known
+        full = len(self._hosts) >= self._config.seats
+        if full or not 0 <= stage < manifest.stages or needed_bytes(manifest, stage) > self.free_memory_bytes:
+            return None
+        newest = asyncio.ensure_future(self._newest(record)) if stage == 0 else None
+        self._claiming.append(place)
+        try:
+            claim = await self._context.leases.claim(
+                job, stage, self._fitness, over=over, confirm=baton is None
+            )
+            if claim is None:
+                return None
+            if newest is not None:
+                record = await newest  # whoever leads must know the newest snapshot
+            self._begin(place, record, manifest, baton)
+        except SwarmError as error:
+            log.warning("stage %d of %s not claimed: %s", stage, manifest.name, error)
+            return None
+        finally:
+            self._claiming.remove(place)
+            if newest is not None:
+                newest.cancel()
+        await self._give_back()
+        return self._context.leases.holds(job, stage)
+
+    async def _newest(self, record: JobRecord) -> JobRecord:
+        with suppress(SwarmError, TimeoutError):
+            async with asyncio.timeout(RECORD_SECONDS):
+                found = await self._context.directory.job(record.job)
+                return newest_jobs([record, found])[0] if found is not None else record
+        return record
 
     # --- hosting
 
-    async def _host(self, claim: ClaimRecord, record: JobRecord, manifest: Manifest) -> None:
+    def _begin(
+        self,
+        place: Place,
+        record: JobRecord,
+        manifest: Manifest,
+        baton: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Run a stage that we have claimed. It may have been begun by another way, or lost already."""
+        claim = self._context.leases.holds(*place)
+        over = self._tasks is None or self._leaving or place[0] not in self._open
+        if over or place in self._hosts or claim is None:
+            return
+        self._vacancies.filled(place)
+        task = self._spawn(self._host(claim, record, manifest, baton))
+        self._hosts[place] = Hosted(task, manifest, needed_bytes(manifest, claim.stage))
+        self._pool.promoted(place)
+        task.add_done_callback(lambda _: self._ended(place))
+
+    async def _host(
+        self, claim: ClaimRecord, record: JobRecord, manifest: Manifest, baton: Mapping[str, Any] | None
+    ) -> None:
         job, stage, began = claim.job, claim.stage, self._clock()
         log.info("stage %d of %s is ours (term %d)", stage, manifest.name, claim.term)
         if stage == 0:
             self._desk.lead(claim, manifest, record)
         try:
-            await self._services[manifest.kind].host(job, manifest, stage, claim.term)
+            more = {} if baton is None else {"baton": baton}
+            await self._services[manifest.kind].host(job, manifest, stage, claim.term, **more)
             self._end(job)
             log.info("stage %d of %s has ended", stage, manifest.name)
+            await self._desk.conclude(record)
         except JobFailed as error:
             log.error("job %s failed: %s", manifest.name, one_line(str(error)))
             self._end(job)
             if stage == 0:
                 self._desk.fail(job, str(error))
         except Exception as error:
+            if self._context.leases.holds(job, stage) is None:
+                log.info("stage %d of %s is over here: %s", stage, manifest.name, one_line(str(error)))
+                return  # it is another's: no wonder that it was refused
             # The boundary of one stage, made of what a stranger sent: whatever goes wrong in it must not take the
             # peer's other stages along.
-            log.error(
-                "stage %d of %s: %s: %s", stage, manifest.name, type(error).__name__, one_line(str(error))
-            )
+            what = (stage, manifest.name, type(error).__name__, one_line(str(error)))
+            log.error("stage %d of %s: %s: %s", *what)
             log.debug("where it happened", exc_info=error)
+            if isinstance(error, StaleTerm) and not self._overtaken.lasts((job, stage)):
+                self._overtaken.start((job, stage))
+                return  # the neighbours knew of a term that we did not: now we do, and claim the stage above it
             if self._clock() - began >= self._config.settled_seconds:
                 self._cooling.forget((job, stage))
             self._cooling.start((job, stage))
@@ -266,14 +399,16 @@ class Hosting:
             self.nudge()
 
     def _end(self, job: JobId) -> None:
+        self._open.pop(job, None)
         self._over.pop(job, None)
         self._over[job] = self._context.leases.known_term(job, 0)
         while len(self._over) > REMEMBERED_JOBS:
             del self._over[next(iter(self._over))]
 
     def _lost(self, claim: ClaimRecord) -> None:
-        hosted = self._hosts.get((claim.job, claim.stage))
-        if hosted is not None:
+        place = (claim.job, claim.stage)
+        hosted = self._hosts.get(place)
+        if hosted is not None and not self._departures.passes(place):
             log.warning("stage %d of %s now belongs to another peer", claim.stage, hosted.manifest.name)
             hosted.task.cancel()
 
@@ -286,21 +421,27 @@ class Hosting:
             if other == job:
                 hosted.task.cancel()
 
-    async def _leave(self) -> None:
-        with suppress(SwarmError):
-            await self._desk.publish()  # whoever leads next should know all that we do
+    # --- leaving
+
+    async def leave(self) -> None:
+        """Hand every stage to a standby at a boundary where nothing is lost, as far as there are any; `run` may be
+        cancelled then. Nothing is claimed any more. The time it takes is bounded (`HostingConfig.departure`)."""
+        self._leaving = True
+        with suppress(SwarmError, OSError):
+            await self._desk.last_word()  # whoever leads next should know all that we do
+        await self._pool.aclose()
+        await self._departures.leave(self._hosts)
+
+    async def _release_all(self) -> None:
+        with suppress(SwarmError, OSError):
+            await self._desk.last_word()  # before others see that the stages are free
         for hosted in self._hosts.values():
             hosted.task.cancel()
-        released = (self._context.leases.release(*place) for place in self._hosts)
-        for error in await asyncio.gather(*released, return_exceptions=True):
+        releases = (self._context.leases.release(*place) for place in self._hosts)
+        for error in await asyncio.gather(self._pool.aclose(), *releases, return_exceptions=True):
             if isinstance(error, BaseException):
                 log.warning("a stage was not released: %s", handlers.one_line(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None, "hosting is not running"
         return self._tasks.create_task(work)
-
-
-def _needed(manifest: Manifest, stage: int) -> int:
-    """Bytes of memory that a stage takes, as its launcher estimates it."""
-    return manifest.memory_bytes[stage] if manifest.memory_bytes else 0

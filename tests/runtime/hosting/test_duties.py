@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from fusion.runtime.hosting.duties import IDLE_FIRST_SECONDS, Vacancy, beside_the_idle, stages_to_claim
-from fusion.swarm.records import JobId, PeerRecord
+from fusion.runtime.hosting.duties import (
+    IDLE_FIRST_SECONDS,
+    Vacancy,
+    beside_the_idle,
+    one_each,
+    one_early,
+    one_to_hand_on,
+    stages_to_claim,
+)
+from fusion.swarm.records import ClaimRecord, JobId, PeerRecord
 from fusion.swarm.transport import PeerId
 
 
@@ -28,6 +38,10 @@ def test_a_stage_that_does_not_fit_leaves_room_for_smaller_ones() -> None:
     assert stages_to_claim([vacancy(memory=0)], 0, 8) == (vacancy(memory=0),)
 
 
+def place(vacancy: Vacancy) -> tuple[str, int]:
+    return vacancy.job, vacancy.stage
+
+
 vacancies = st.lists(
     st.builds(
         vacancy,
@@ -38,7 +52,7 @@ vacancies = st.lists(
         st.sampled_from("ab"),
     ),
     max_size=12,
-    unique_by=lambda v: (v.job, v.stage),
+    unique_by=place,
 )
 
 
@@ -71,3 +85,63 @@ def test_a_peer_with_work_leaves_holes_to_idle_ones_for_a_while() -> None:
     assert beside_the_idle(everything, us, [peer("us", 100), peer("idle", 100)]) == (ours, late, large)
     nobody = [peer("us", 100), peer("busy", 90), peer("asks", 100, role="client")]
     assert beside_the_idle(everything, us, nobody) == tuple(everything)
+
+
+def test_a_standby_with_work_of_its_own_leaves_nothing_to_the_idle() -> None:
+    ours = replace(vacancy(0), standby=True)
+    assert beside_the_idle([ours, vacancy(1)], PeerId("us"), [peer("idle", 100)]) == (ours,)
+
+
+def test_a_standby_with_work_of_its_own_leaves_a_stage_to_one_without_for_a_while() -> None:
+    ours = replace(vacancy(0), standby=True, idle_heir=True)
+    for peers in ([], [peer("idle", 100)]):
+        assert beside_the_idle([ours], PeerId("us"), peers) == ()
+        late = replace(ours, empty_seconds=IDLE_FIRST_SECONDS)
+        assert beside_the_idle([late], PeerId("us"), peers) == (late,)
+
+
+def test_idle_peers_take_one_stage_each_as_long_as_there_are_others() -> None:
+    holes = [vacancy(stage) for stage in range(8)]
+    others = [peer("us", 100), peer("idle", 100)]
+    assert {len(one_each(holes, PeerId(name), others)) for name in "abcdef"} == {1}
+    assert len({one_each(holes, PeerId(name), others) for name in "abcdefghijkl"}) > 3
+    assert len(one_each(holes, PeerId("us"), [peer("us", 100), peer("busy", 90)])) == 8
+    proposed = [replace(hole, score=1.0) for hole in holes[:2]]
+    assert one_each([*proposed, *holes[2:]], PeerId("us"), others) == tuple(proposed)
+    standby = replace(vacancy(5), standby=True)
+    assert one_each([*holes[:5], standby], PeerId("us"), others) == (standby,)
+    assert one_each([], PeerId("us"), others) == ()
+
+
+def test_of_several_stages_of_a_job_one_goes_to_an_idle_peer_that_is_ready_for_it() -> None:
+    job, other = JobId("a"), JobId("b")
+
+    def standby(name: str, *, ready: bool = True, load: float = 0.0) -> ClaimRecord:
+        return ClaimRecord(
+            job=job,
+            stage=0,
+            peer=PeerId(name),
+            role="standby",
+            term=0,
+            score=0.5,
+            step=0,
+            load=load,
+            ready=ready,
+        )
+
+    idle, cold, busy = standby("idle"), standby("cold", ready=False), standby("busy", load=1.0)
+    everybody = [busy, cold, idle]
+    ours = {(job, 0): everybody, (job, 2): everybody, (other, 0): everybody}
+    assert one_to_hand_on(ours, ()) == (job, 2, (PeerId("idle"),))
+    assert one_to_hand_on(ours, [(job, 2)]) == (job, 0, (PeerId("idle"),))
+    assert one_to_hand_on(ours, [(job, 0), (job, 2)]) is None
+    assert one_to_hand_on({**ours, (job, 2): [busy, cold]}, ()) == (job, 0, (PeerId("idle"),))
+    assert one_to_hand_on({(job, 0): everybody, (other, 0): everybody}, ()) is None
+
+
+def test_of_the_stages_whose_state_is_here_one_is_taken_early_each_peer_another() -> None:
+    early = [replace(vacancy(stage), early=True) for stage in range(8)]
+    late = vacancy(9)
+    chosen = {one_early([*early, late], PeerId(name)) for name in "abcdefghijkl"}
+    assert all(late in some and len(some) == 2 for some in chosen) and len(chosen) > 3
+    assert one_early([*early, vacancy(8, score=1.0)], PeerId("a")) == (vacancy(8, score=1.0),)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.hosting import FITNESS, over, swarm, until
+from support.hosting import FITNESS, Peer, over, swarm, until
 
 from fusion.runtime import manifest as manifests
 from fusion.runtime.errors import JobError, JobFailed
@@ -14,7 +14,7 @@ from fusion.runtime.hosting.hosting import PROTOCOL, HostingConfig
 from fusion.runtime.manifest_shelf import ShelfConfig
 from fusion.runtime.progress import Progress
 from fusion.swarm.election import HEAD_START_SECONDS
-from fusion.swarm.errors import BlobError
+from fusion.swarm.errors import BlobError, StaleTerm
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory import MemoryDirectory, MemoryTransport
 from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord
@@ -157,6 +157,69 @@ def test_of_too_many_stages_the_proposed_ones_are_looked_at_first(tmp_path: Path
     asyncio.run(main())
 
 
+# --- who has the state of a stage
+
+
+def stocked(peer: Peer, steps: dict[int, int]) -> None:
+    """The peer has the state of these stages on its disk."""
+    peer.hosting._pool.step_here = lambda place: steps.get(place[1], -1)  # type: ignore[method-assign]
+
+
+def test_after_a_cold_start_whoever_has_the_state_goes_first_with_one_stage_each(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            gone = Identity.generate().peer_id
+            one, two, bare = await made.join(), await made.join(), await made.join()
+            stocked(one, {0: 30, 1: 30})
+            stocked(two, {0: 30, 1: 30, 2: 20})
+            resumed = {"snapshot": SNAPSHOT, "snapshot_step": 30, "term": 4}
+            job = await made.launch(made.manifest(None, None, None, proposed=(gone,) * 3), **resumed)
+            await bare.look()
+            for _ in range(3):
+                await one.look()
+                await two.look()
+            assert bare.service.begun == [] and len(one.service.begun) == len(two.service.begun) == 1
+            assert {*one.service.begun, *two.service.begun} == {(job, 0), (job, 1)}
+            owner = await made.owner(job, 0)
+            assert owner is not None and owner.score == (1 + FITNESS) / 2 and owner.term == 5
+            made.clock.advance(HEAD_START_SECONDS)
+            await made.announce(job, **resumed)
+            await bare.look()
+            await until(lambda: bare.service.begun == [(job, 2)])  # nobody has its newest state
+
+    asyncio.run(main())
+
+
+def test_beside_a_stage_that_was_proposed_to_us_nothing_is_taken_early(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            stocked(ours, {0: 30, 1: 30})
+            manifest = made.manifest(ours, None, proposed=(ours.id, Identity.generate().peer_id))
+            job = await made.launch(manifest, snapshot=SNAPSHOT, snapshot_step=30)
+            for _ in range(3):
+                await ours.look()
+            assert ours.service.begun == [(job, 0)]
+
+    asyncio.run(main())
+
+
+def test_where_somebody_stands_by_whoever_has_the_state_waits(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours, standby = await made.join(), Identity.generate()
+            stocked(ours, {0: 30})
+            job = await made.launch(made.manifest(None), snapshot=SNAPSHOT, snapshot_step=30)
+            claim = ClaimRecord(
+                job=job, stage=0, peer=standby.peer_id, role="standby", term=0, score=0.1, step=30, load=0.0
+            )
+            await MemoryDirectory(made.network, standby, made.clock).publish(claim, ttl_seconds=100.0)
+            await ours.look()
+            assert ours.service.begun == []
+
+    asyncio.run(main())
+
+
 # --- how a stage ends
 
 
@@ -202,6 +265,56 @@ def test_a_stage_that_ran_well_before_it_failed_starts_with_the_shortest_cool_do
                 await over(ours, (job, 0))
                 made.clock.advance(5)
                 await made.announce(job)
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_was_overtaken_is_claimed_anew_at_once_but_only_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            job = await made.launch(made.manifest(ours))
+            await ours.look()
+            await until(lambda: (job, 0) in ours.service.running)
+            ours.context.leases.observe(job, 0, 7)  # as the neighbour told it
+            ours.service.end(job, 0, StaleTerm("stage 0 was held under term 7"))
+            await until(lambda: ours.service.terms[job, 0] == 8)
+            ours.service.end(job, 0, StaleTerm("stage 0 was held under term 9"))
+            await over(ours, (job, 0))
+            await ours.look()
+            assert len(ours.service.begun) == 2
+            made.clock.advance(5)
+            await made.announce(job)
+            await ours.look()
+            await until(lambda: len(ours.service.begun) == 3)
+
+    asyncio.run(main())
+
+
+def test_a_job_that_ends_while_we_look_is_not_claimed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            leases = ours.context.leases
+            claims, claim = leases.claims, leases.claim
+
+            async def ended_meanwhile(job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+                ours.hosting._stopped(job)
+                return await claims(job, stage)
+
+            async def ended_late(job: JobId, stage: int, score: float) -> ClaimRecord | None:
+                won = await claim(job, stage, score)
+                ours.hosting._stopped(job)
+                return won
+
+            leases.claims = ended_meanwhile  # type: ignore[method-assign]
+            job = await made.launch(made.manifest(ours))
+            await ours.look()
+            assert leases.mine() == ()
+            leases.claims, leases.claim = claims, ended_late  # type: ignore[method-assign, assignment]
+            ours.hosting._over.clear()
+            await ours.look()
+            assert leases.mine() == () and ours.service.begun == [] and await made.owner(job, 0) is None
 
     asyncio.run(main())
 

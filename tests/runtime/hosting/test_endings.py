@@ -1,0 +1,183 @@
+"""A job whose lead vanishes at the very end: that it has ended is known to the owners of its other stages only."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from support import training
+from support.hosting import Peer, Swarm, over, swarm, until
+
+from fusion.runtime.hosting.job_files import JobFiles
+from fusion.runtime.hosting.last_words import LastWords
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.progress import Progress
+from fusion.swarm.identity import Identity
+from fusion.swarm.records import Digest, JobId, JobRecord
+
+SNAPSHOT, LAST = Digest("5" * 64), Digest("6" * 64)
+
+
+async def two_stages(made: Swarm) -> tuple[JobId, Peer, Peer, Peer]:
+    """A job of two stages: its lead, the owner of its other stage, and an idle peer that stands by."""
+    lead, other = await made.join(persistent=True), await made.join(persistent=True)
+    job = await made.launch(made.manifest(lead, other), stages=2)
+    for peer in (lead, other):
+        await peer.look()
+        await until(lambda peer=peer: bool(peer.service.running))  # type: ignore[misc]
+    standby = await made.join(persistent=True)
+    standby.blobs.store.put(lead.blobs.store.path(Digest(job)))
+    for peer in (lead, other):
+        await peer.context.leases.beat()
+    for _ in range(2):
+        await standby.look()
+    await until(lambda: len(standby.service.prepared) == 2)
+    for peer in (standby, lead, other):
+        await peer.context.leases.beat()
+        await peer.look()
+    return job, lead, other, standby
+
+
+def ends(peer: Peer, job: JobId, stage: int, state: Literal["done", "stopped"] = "done") -> None:
+    """The lead told the stage that the job has ended."""
+    peer.service.figures[job] = Progress(
+        job=job, state=state, step=90, steps=90, snapshot=LAST, snapshot_step=90
+    )
+    peer.service.end(job, stage)
+
+
+@pytest.mark.parametrize("state", ["done", "stopped"])
+def test_the_end_is_said_by_who_knows_it_when_the_lead_vanishes(
+    tmp_path: Path, state: Literal["done", "stopped"]
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, lead, other, standby = await two_stages(made)
+            assert (await made.record(job)).state == "running"
+            made.network.kill(lead.id)
+            ends(other, job, 1, state)
+            await over(other, (job, 1))
+            record = await made.record(job)
+            assert (record.state, record.snapshot, record.step) == (state, LAST, 90)
+            for _ in range(30):
+                made.clock.advance(5.0)  # its lead's claim runs out
+                await other.look()
+                await standby.look()
+                assert (await made.record(job)).state == state
+            assert standby.service.begun == [] and len(other.service.begun) == 1
+            for peer in (other, standby):
+                assert JobFiles(peer.blobs.store.root / "jobs").load() == ()
+            # Whoever has heard it says it when nobody else does.
+            await other.leave()
+            made.clock.advance(100.0)
+            await standby.look()
+            assert (await made.record(job)).state == state
+
+    asyncio.run(main())
+
+
+def test_an_end_that_an_owner_says_first_names_the_lead_which_knows_how_it_went(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, lead, other, _standby = await two_stages(made)
+            ends(other, job, 1)
+            await over(other, (job, 1))
+            record = await made.record(job)
+            assert (record.state, record.author, record.lead) == ("done", other.id, lead.id)
+
+    asyncio.run(main())
+
+
+def test_a_standby_that_leads_an_ended_job_ends_it_when_it_hears(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, lead, other, standby = await two_stages(made)
+            made.network.kill(lead.id)
+            await other.context.succession.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
+            await until(lambda: (job, 0) in standby.service.running)
+            await standby.look()
+            assert ((record := await made.record(job)).state, record.term) == ("running", 2)
+            ends(other, job, 1)
+            await over(other, (job, 1))
+            await other.look()
+            assert ((record := await made.record(job)).state, record.term) == ("done", 2)
+            await standby.look()
+            await over(standby, (job, 0))
+            for _ in range(5):
+                made.clock.advance(5.0)
+                await standby.look()
+                await other.look()
+                assert (await made.record(job)).state == "done"
+            assert (
+                standby.service.begun == [(job, 0)]
+                and JobFiles(standby.blobs.store.root / "jobs").load() == ()
+            )
+
+    asyncio.run(main())
+
+
+def test_a_lead_whose_stage_was_taken_at_the_end_says_it_against_its_heir(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, lead, _other, standby = await two_stages(made)
+            ends(lead, job, 0)
+            await over(lead, (job, 0))
+            assert (await made.record(job)).state == "done"  # before its claim was released
+            running = replace(
+                await made.record(job), term=2, state="running", author=standby.id, lead=standby.id
+            )
+            await standby.context.directory.publish(running, ttl_seconds=100.0)
+            await lead.look()
+            record = await made.record(job)
+            assert (record.state, record.term, record.author) == ("done", 2, lead.id)
+            assert len(lead.service.begun) == 1
+
+    asyncio.run(main())
+
+
+def test_another_stage_that_runs_here_goes_with_the_job(tmp_path: Path) -> None:
+    """The lead's last word reached one of our stages and not the other one."""
+
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            lead, other = await made.join(), await made.join()
+            job = await made.launch(made.manifest(lead, other, other), stages=3)
+            for peer in (lead, other):
+                await peer.look()
+            await until(lambda: len(other.service.running) == 2)
+            made.network.kill(lead.id)
+            ends(other, job, 2)
+            await until(lambda: other.hosting.hosted == ())
+            assert other.service.running == {}
+
+    asyncio.run(main())
+
+
+def test_every_owner_of_a_trained_job_knows_how_it_ended(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with training.swarm(tmp_path, 2) as made:
+            work = training.language_job(made.peers[0], GPT(training.TINY), training.config(), 2)
+            await training.run(made, work, range(2))
+            progress = made.peers[1].service.progress(work.prepared.job)
+            assert progress is not None and (progress.state, progress.step) == ("done", 6)
+            assert progress.snapshot is not None and progress.snapshot_step == 6
+
+    asyncio.run(main())
+
+
+def test_what_has_ended_before_our_eyes_stays_ended_whatever_others_say() -> None:
+    us = Identity.generate().peer_id
+    record = JobRecord(
+        job=JobId("a" * 64), name="work", kind="train", state="running", term=1, step=90, lead=us, stages=2,
+        snapshot=LAST, snapshot_step=90, author=us,
+    )  # fmt: skip
+    words = LastWords(us)
+    words.conclude(replace(record, state="done"))
+    assert words.concluded(record.job) and words.repeated == (replace(record, state="done"),)
+    late = replace(record, term=4, step=95, snapshot=SNAPSHOT, snapshot_step=20)
+    words.hear([late], (), (), ())
+    assert words.get(record.job) == replace(record, state="done", term=4, step=95)
+    assert [word.state for word in words.repeated] == ["done"]
