@@ -1,28 +1,36 @@
 """Which models the swarm serves and who runs their stages, as a gateway sees it: the directory, remembered briefly.
 
-Nothing here runs while tokens flow: a route is looked up once for each generation, and not even that within a
-heartbeat of the last look.
+Nothing here runs while tokens flow: a route is looked up once for each session, and not even that within a heartbeat
+of the last look.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fusion.runtime import manifest as manifests
 from fusion.runtime.context import Context
-from fusion.runtime.errors import JobError, NoRoute
+from fusion.runtime.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.job import Manifest, ServeConfig
+from fusion.runtime.serving.failover import needs
 from fusion.runtime.serving.session import Hop
 from fusion.runtime.text import ByteText, NoText, Text, TokenizerText
 from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.records import Digest, JobId, JobRecord
+from fusion.swarm.election import winner
+from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
 LIVE = frozenset({"launching", "running"})
+
+
+class NoOwner(NoRoute):
+    def __init__(self, stage: int, message: str) -> None:
+        super().__init__(message)
+        self.stage = stage
 
 
 @dataclass(frozen=True)
@@ -72,22 +80,39 @@ class Catalog:
             self._models[record.job] = known
         return known
 
-    async def route(self, model: ServedModel) -> tuple[tuple[Hop, ...], bool]:
-        """Who runs each stage, and whether that is from memory rather than from a look just now. NoRoute names the
-        first stage without a live owner."""
+    async def route(self, model: ServedModel) -> tuple[Hop, ...]:
+        """Who runs each stage, from memory within `fresh_seconds` of the last look. A stage may still be on its way
+        into its owner's memory: the owner then lets us wait. NoOwner names the first stage that nobody holds, JobFailed
+        says that the model is served no longer."""
         found = self._routes.get(model.job)
         if found is not None and self._clock() - found[0] < self._fresh_seconds:
-            return found[1], True
+            return found[1]
         stages = range(model.manifest.stages)
-        claims = await asyncio.gather(*(self._context.leases.owner(model.job, stage) for stage in stages))
-        hops = []
-        for stage, claim in enumerate(claims):
-            if claim is None or not claim.ready:
-                state = "has no owner now" if claim is None else "is still being loaded"
-                raise NoRoute(f"stage {stage} of {model.manifest.name} {state}; try again in a few seconds")
-            hops.append(Hop(claim.peer, claim.term))
-        self._routes[model.job] = (self._clock(), tuple(hops))
-        return tuple(hops), False
+        claims = await asyncio.gather(*(self._context.leases.claims(model.job, stage) for stage in stages))
+        try:
+            route = tuple(_hop(model, stage, held) for stage, held in enumerate(claims))
+        except NoOwner:
+            record = await self._context.directory.job(model.job)
+            if record is not None and record.state not in LIVE:
+                raise JobFailed(f"{model.manifest.name} is not served any more: {record.state}") from None
+            raise
+        self._routes[model.job] = (self._clock(), route)
+        return route
+
+    def replace(self, job: JobId, route: tuple[Hop, ...], found: Mapping[int, Hop]) -> None:
+        """`route` did not hold. `found`: who runs some of its stages now; with nothing found we look next time."""
+        if not found:
+            self.forget_route(job)
+            return
+        known = self._routes.get(job, (0.0, route))[1]
+        hops = (max((old, found.get(i, old)), key=lambda hop: hop.term) for i, old in enumerate(known))
+        self._routes[job] = (self._clock(), tuple(hops))
+
+    def newer(self, job: JobId, stage: int, hop: Hop) -> Hop | None:
+        """Who runs the stage under a higher term than `hop`, as far as we know without looking."""
+        found = self._routes.get(job)
+        known = found[1][stage] if found is not None else hop
+        return known if known.term > hop.term else None
 
     def forget_route(self, job: JobId) -> None:
         """The route did not hold: look again next time."""
@@ -113,6 +138,16 @@ class Catalog:
             return ServedModel(record.job, manifest, NoText())
         data = await blobs.read(manifest.tokenizer, MAX_TOKENIZER_BYTES, hints)
         return ServedModel(record.job, manifest, await asyncio.to_thread(TokenizerText, data))
+
+
+def _hop(model: ServedModel, stage: int, claims: tuple[ClaimRecord, ...]) -> Hop:
+    owner = winner(claims)
+    if owner is not None:
+        return Hop(owner.peer, owner.term)
+    name = model.manifest.name
+    if any(claim.role == "standby" for claim in claims):
+        raise NoOwner(stage, f"stage {stage} of {name} has no owner now; a standby is about to take it over")
+    raise NoOwner(stage, needs(stage, name, model.manifest.memory_bytes))
 
 
 def _choose(records: tuple[JobRecord, ...], name: str) -> JobRecord | None:

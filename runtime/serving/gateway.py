@@ -2,11 +2,11 @@
 
 The gateway opens a session on every stage at once, hands the prompt to the first, and then only listens: tokens
 come from the last stage. Its link to each stage is also how it learns that one has vanished, and how the stages
-learn that it has.
+learn that it has. What then happens is in `fusion.runtime.serving.generation`: here are the requests and the clients.
 
     /fusion/generate/1   generate {model, prompt: "text" | "ids", max_tokens, temperature, top_k, top_p, seed,
-                         logits} + the prompt; the answer is `token` {index, id, text} (+ logits) for each token, then
-                         `done` {text, finish, prompt_tokens, route, seconds}, or one `error` {message}
+                         logits, answered} + the prompt; the answer is `token` {index, id, text} (+ logits) for each
+                         token, then `done` {text, finish, prompt_tokens, route, seconds}, or one `error` {message}
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 
 from fusion.runtime.context import Context
 from fusion.runtime.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.serving.catalog import Catalog, ServedModel
+from fusion.runtime.serving.failover import FailoverConfig
+from fusion.runtime.serving.gateway_session import GatewaySessions
+from fusion.runtime.serving.generation import Generation, Task
 from fusion.runtime.serving.request import (
+    MAX_PROMPT_BYTES,
     MAX_SEED,
     Answer,
-    Finish,
     GenerateRequest,
     Piece,
+    check_answered,
     check_prompt,
-    pack_tokens,
-    whole,
 )
-from fusion.runtime.serving.ring_link import GATEWAY, Ends, Link, Links
-from fusion.runtime.serving.session import Hop, Opening, SessionId
+from fusion.runtime.serving.session import Hop
 from fusion.swarm.errors import FrameError, SwarmError
 from fusion.swarm.handlers import one_line
-from fusion.swarm.identity import friendly_name
+from fusion.swarm.records import JobId
 from fusion.swarm.transport import Frame, Stream
 
 log = logging.getLogger(__name__)
@@ -44,56 +45,32 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    open_seconds: float = 30.0  # for all stages to reserve memory and reach each other
-    stall_seconds: float = 300.0  # without a token, before the generation is given up
     max_sessions: int = 256
+    failover: FailoverConfig = field(default_factory=FailoverConfig)
+    report_seconds: float = 8.0  # for those who could replace an owner to find out whether they have to
 
     def __post_init__(self) -> None:
-        if min(self.open_seconds, self.stall_seconds) <= 0 or self.max_sessions < 1:
-            raise ValueError("open_seconds, stall_seconds and max_sessions must be above 0")
-
-
-@dataclass(eq=False)
-class _Session:
-    opening: Opening
-    model: ServedModel
-    links: dict[int, Link] = field(default_factory=dict)
-    # (stage, frame) of `opened`, `token` and `failed`, or why there will be none
-    events: asyncio.Queue[tuple[int, Frame] | str] = field(default_factory=asyncio.Queue)
-
-    async def event(self, kind: str, seconds: float) -> tuple[int, Frame]:
-        """The next frame, which must be of that kind. JobFailed with the stage's reason, or for silence."""
-        try:
-            async with asyncio.timeout(seconds):
-                event = await self.events.get()
-        except TimeoutError:
-            raise JobFailed(
-                f"{self.model.manifest.name}: no answer from its stages in {seconds:.0f} s"
-            ) from None
-        if isinstance(event, str):
-            raise JobFailed(event)
-        stage, frame = event
-        if frame.kind == "failed":
-            message = str(frame.header.get("message", ""))[:300]
-            raise JobFailed(message or f"stage {stage} of {self.model.manifest.name} failed")
-        if frame.kind != kind:
-            raise JobFailed(
-                f"stage {stage} of {self.model.manifest.name} sent {frame.kind!r:.40}, not {kind}"
-            )
-        return stage, frame
+        if self.max_sessions < 1 or self.report_seconds <= 0:
+            raise ValueError("max_sessions and report_seconds must be above 0")
 
 
 class Gateway:
     """Runs generations; `attend` does so for a client on the other side of a stream."""
 
     def __init__(self, context: Context, config: GatewayConfig | None = None) -> None:
+        self._context = context
         self._config = config or GatewayConfig()
         self._catalog = Catalog(context)
-        self._links = Links(context.transport, on_frame=self._heard, on_end=self._lost)
-        self._sessions: dict[SessionId, _Session] = {}
+        self._sessions = GatewaySessions(context.transport, reach_seconds=self._config.failover.reach_seconds)
+        self._answering = 0
+        self._reports: dict[tuple[JobId, int, Hop], asyncio.Task[Hop | None]] = {}
 
     async def aclose(self) -> None:
-        await self._links.aclose()
+        reports = list(self._reports.values())
+        for report in reports:
+            report.cancel()
+        await asyncio.gather(*reports, return_exceptions=True)
+        await self._sessions.aclose()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Piece | Answer, None]:
         """Pieces, then one Answer. Raises JobError (the request), NoRoute, JobFailed (a stage), SwarmError.
@@ -107,118 +84,77 @@ class Gateway:
         else:
             prompt = list(request.prompt_ids or ())
         check_prompt(prompt, request.max_tokens, model.serve.vocabulary, model.serve.max_sequence)
-        tokens: list[int] = []
-        texts: list[str] = []
-        finish: Finish = ""
-        async with self._session(model, request, prompt) as session:
-            stream = model.text.stream(prompt)
-            session.links[0].post("prompt", {"session": session.opening.session}, [pack_tokens(prompt)])
-            while not finish:
-                _, frame = await session.event("token", self._config.stall_seconds)
-                token, finish = whole(frame.header, "id", -1), _finish(frame)
-                texts.append("" if finish == "stop" else stream.push(token))  # an end token is not text
-                yield Piece(index=len(tokens), id=token, text=texts[-1], logits=bytes(frame.payload))
-                tokens.append(token)
-            texts.append(stream.finish())
-        yield Answer(
-            text="".join(texts),
-            tokens=tuple(tokens),
-            finish=finish,
-            prompt_tokens=len(prompt),
-            route=tuple(hop.peer for hop in session.opening.route),
-            seconds=time.monotonic() - began,
-        )
-
-    # --- sessions
-
-    @asynccontextmanager
-    async def _session(
-        self, model: ServedModel, request: GenerateRequest, prompt: list[int]
-    ) -> AsyncIterator[_Session]:
-        """A session that is open on every stage; closed on all of them at the end, whatever happens."""
-        if len(self._sessions) >= self._config.max_sessions:
+        check_answered(request.answered, request.max_tokens, model.serve.vocabulary)
+        if self._answering >= self._config.max_sessions:
             raise JobFailed(f"this peer answers {self._config.max_sessions} requests already; ask another")
         sampling = request.sampling
         if not request.seeded:
             sampling = replace(sampling, seed=secrets.randbelow(MAX_SEED))
-        for again in (True, False):
-            route, remembered = await self._catalog.route(model)
-            opening = Opening(
-                session=SessionId(secrets.token_hex(8)),
-                route=route,
-                prompt_length=len(prompt),
-                max_tokens=request.max_tokens,
-                sampling=sampling,
-                logits=request.logits,
-            )
-            session = _Session(opening, model)
-            self._sessions[opening.session] = session
-            try:
-                try:
-                    await self._open(session)
-                except (NoRoute, JobFailed):
-                    self._catalog.forget_route(model.job)
-                    if remembered and again:
-                        continue  # the route was not fresh: look once more
-                    raise
-                yield session
-                return
-            except JobFailed:
-                self._catalog.forget_route(model.job)
-                raise
-            finally:
-                del self._sessions[opening.session]
-                for link in session.links.values():
-                    link.post("close", {"session": opening.session})
-
-    async def _open(self, session: _Session) -> None:
-        opening, model = session.opening, session.model
+        task = Task(
+            model=model,
+            prompt=prompt,
+            answered=request.answered,
+            max_tokens=request.max_tokens,
+            sampling=sampling,
+            logits=request.logits,
+        )
+        generation = Generation(task, self._sessions, self._catalog, self._suspect, self._config.failover)
+        tokens = list(request.answered)
+        stream = model.text.stream(prompt)
+        texts = [stream.push(token) for token in tokens]
+        if generation.finish == "stop":
+            texts.pop()
+        self._answering += 1
         try:
-            async with asyncio.timeout(self._config.open_seconds):
-                await asyncio.gather(*(self._reach(session, i, hop) for i, hop in enumerate(opening.route)))
-        except TimeoutError:
-            missing = next(i for i in range(len(opening.route)) if i not in session.links)
-            raise NoRoute(f"stage {missing} of {model.manifest.name} cannot be reached: timed out") from None
-        header = opening.to_header()
-        for link in session.links.values():
-            link.post("open", header)
-        waiting = set(session.links)
-        while waiting:
-            stage, _ = await session.event("opened", self._config.open_seconds)
-            waiting.discard(stage)
+            async with aclosing(generation.tokens()) as chosen:
+                async for token in chosen:
+                    # An end token is not text.
+                    texts.append("" if generation.finish == "stop" else stream.push(token.id))
+                    yield Piece(index=len(tokens), id=token.id, text=texts[-1], logits=token.logits)
+                    tokens.append(token.id)
+        finally:
+            self._answering -= 1
+        texts.append(stream.finish())
+        yield Answer(
+            text="".join(texts),
+            tokens=tuple(tokens),
+            finish=generation.finish,
+            prompt_tokens=len(prompt),
+            route=tuple(hop.peer for hop in generation.route),
+            seconds=time.monotonic() - began,
+        )
 
-    async def _reach(self, session: _Session, stage: int, hop: Hop) -> None:
+    # --- owners that seem to have vanished
+
+    async def _suspect(self, model: ServedModel, stage: int, hop: Hop) -> Hop | None:
+        """Report the owner of a stage, once for all the answers that wait for it. Who owns the stage now; None where
+        nobody has taken it over."""
+        known = self._catalog.newer(model.job, stage, hop)
+        if known is not None:
+            return known
+        key = (model.job, stage, hop)
+        report = self._reports.get(key)
+        if report is None:
+            report = self._reports[key] = asyncio.create_task(self._report(*key))
+            report.add_done_callback(lambda _: self._reports.pop(key, None))
+        return await asyncio.shield(report)
+
+    async def _report(self, job: JobId, stage: int, hop: Hop) -> Hop | None:
+        if self._context.succession is None:
+            return None
         try:
-            link = await self._links.to(Ends(session.model.job, GATEWAY, stage, hop.peer))
-        except SwarmError as error:
-            where = f"stage {stage} of {session.model.manifest.name} on {friendly_name(hop.peer)}"
-            raise NoRoute(f"{where} cannot be reached: {one_line(error)}") from None
-        session.links[stage] = link
-
-    def _heard(self, ends: Ends, frame: Frame) -> None:
-        name = frame.header.get("session")
-        session = self._sessions.get(SessionId(name)) if isinstance(name, str) else None
-        if session is None:
-            return  # closed while the frame was under way
-        link = session.links.get(ends.stage)
-        last = len(session.opening.route) - 1
-        if link is None or session.opening.route[ends.stage].peer != ends.peer:
-            raise FrameError("a frame for a session of other stages")
-        if frame.kind == "token" and ends.stage != last:
-            raise FrameError("only the last stage chooses tokens")
-        session.events.put_nowait((ends.stage, frame))
-
-    def _lost(self, ends: Ends, reason: str) -> None:
-        log.info("ring: stage %d on %s: %s", ends.stage, friendly_name(ends.peer), reason)
-        for session in self._sessions.values():
-            if session.model.job == ends.job and session.opening.route[ends.stage].peer == ends.peer:
-                where = f"stage {ends.stage} of {session.model.manifest.name} on {friendly_name(ends.peer)}"
-                session.events.put_nowait(f"{where} vanished; ask again in a few seconds")
+            async with asyncio.timeout(self._config.report_seconds):
+                claim = await self._context.succession.suspect(job, stage, hop.peer, hop.term)
+        except (SwarmError, TimeoutError) as error:
+            log.info("stage %d of job %.8s: nobody could take it over: %s", stage, job, one_line(error))
+            return None
+        return None if claim is None or claim.term < hop.term else Hop(claim.peer, claim.term)
 
     # --- clients
 
     async def attend(self, client: Stream) -> None:
         """Answer one request of a client. It vanishing, or saying anything more, ends the generation."""
+        client.allow(MAX_PROMPT_BYTES)
         frame = await client.receive()
         if frame.kind != "generate":
             raise FrameError(f"clients send generate, not {frame.kind!r:.40}")
@@ -246,15 +182,6 @@ class Gateway:
         except (JobError, JobFailed, NoRoute) as error:
             with suppress(SwarmError):  # the client may have gone as well
                 await client.send("error", {"message": str(error)})
-
-
-def _finish(frame: Frame) -> Finish:
-    match frame.header.get("finish"):
-        case "stop":
-            return "stop"
-        case "length":
-            return "length"
-    return ""
 
 
 def _done(answer: Answer) -> dict[str, object]:

@@ -19,6 +19,7 @@ GENERATE = "/fusion/generate/1"
 MAX_SEED = (1 << 63) - 1
 MAX_PROMPT_BYTES = 8 << 20  # a million token ids, or that many characters and more
 DEFAULT_MAX_TOKENS = 64
+MAX_ANSWERED = 30_000  # token ids that an answer which goes on elsewhere may bring: they travel in the header
 
 Finish = Literal["", "stop", "length"]  # not yet; an end token; as many tokens as were asked for
 
@@ -71,6 +72,8 @@ class GenerateRequest:
     sampling: Sampling = Sampling()
     seeded: bool = True  # False: the gateway draws a seed
     logits: bool = False  # send the logits that each token was chosen from (for checks: it costs bandwidth)
+    # Tokens of this answer that another gateway gave before it vanished; they count among `max_tokens`.
+    answered: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompt_ids is None):
@@ -81,6 +84,8 @@ class GenerateRequest:
             raise JobError("prompt_ids: numbers of at most 64 bits")
         if self.max_tokens < 1:
             raise JobError(f"max_tokens: at least 1, not {self.max_tokens}")
+        if len(self.answered) > MAX_ANSWERED or any(not 0 <= i < 2**63 for i in self.answered):
+            raise JobError(f"answered: at most {MAX_ANSWERED} token ids")
 
     def to_frame(self) -> tuple[dict[str, Any], bytes]:
         """Header and payload of the `generate` frame. The prompt is the payload: UTF-8 text, or ids."""
@@ -93,6 +98,8 @@ class GenerateRequest:
             del header["seed"]
         if self.logits:
             header["logits"] = True
+        if self.answered:
+            header["answered"] = pack_tokens(self.answered)
         if self.prompt is not None:
             return {**header, "prompt": "text"}, self.prompt.encode()
         assert self.prompt_ids is not None
@@ -112,6 +119,9 @@ class GenerateRequest:
             text = str(payload, "utf-8") if kind == "text" else None
         except UnicodeDecodeError:
             raise JobError("prompt: UTF-8 text") from None
+        answered = header.get("answered", b"")
+        if not isinstance(answered, bytes):
+            raise JobError("answered: the bytes of token ids")
         return cls(
             model=model,
             prompt=text,
@@ -120,6 +130,7 @@ class GenerateRequest:
             sampling=Sampling.from_header(header),
             seeded="seed" in header,
             logits=header.get("logits") is True,
+            answered=tuple(unpack_tokens(memoryview(answered))),
         )
 
 
@@ -157,6 +168,14 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocabulary: int, max_se
             f"max_tokens: the model takes {max_sequence} positions; the prompt has {len(prompt)}, "
             f"so at most {max(0, max_sequence - len(prompt))} tokens can follow, not {max_tokens}"
         )
+
+
+def check_answered(answered: Sequence[int], max_tokens: int, vocabulary: int) -> None:
+    """JobError in one line where these cannot be the beginning of an answer of `max_tokens`."""
+    if any(token >= vocabulary for token in answered):
+        raise JobError(f"answered: this model's tokens are 0 to {vocabulary - 1}")
+    if len(answered) > max_tokens:
+        raise JobError(f"answered: {len(answered)} tokens, and max_tokens is {max_tokens}")
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

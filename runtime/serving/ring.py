@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import ServeConfig
 from fusion.runtime.planes.plane import DecodingStage
-from fusion.runtime.serving.request import pack_tokens, unpack_tokens, whole
-from fusion.runtime.serving.ring_frames import Parcel, RingPlan
+from fusion.runtime.serving.failover import FaultKind
+from fusion.runtime.serving.request import MAX_PROMPT_BYTES, pack_tokens, unpack_tokens, whole
+from fusion.runtime.serving.ring_frames import RingPlan
 from fusion.runtime.serving.ring_link import GATEWAY, Ends, Link, Links
-from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
+from fusion.runtime.serving.stage_session import StageRunner, StageSession, Work
 from fusion.runtime.worker import Worker
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.handlers import one_line
@@ -37,6 +35,7 @@ from fusion.swarm.transport import Frame, PeerId, Stream, Transport
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024
+SEE_OFF_SECONDS = 3.0  # for sessions to move when we leave
 WAITING_CHUNKS = 4  # chunks of activations that may wait here before the stage that sends them has to
 # What running a stage may raise: torch's errors for wrong data, no memory, and our own JobFailed.
 PLANE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
@@ -51,38 +50,6 @@ class Seat:
     serve: ServeConfig
     peer: PeerId  # us
     term: int
-
-
-@dataclass(eq=False)
-class _Session:
-    opening: Opening
-    gateway: Link
-    ready: bool = False
-    closed: bool = False
-    task: asyncio.Task[None] | None = None  # makes it ready
-    hops: list[tuple[Parcel, Link]] = field(default_factory=list)
-    back: Link | None = None  # from the last stage to the first
-    feed: Feed | None = None  # at the first stage
-    parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # end of chunk -> sender -> its share
-
-    @property
-    def id(self) -> SessionId:
-        return self.opening.session
-
-
-@dataclass(frozen=True)
-class _Work:
-    session: _Session
-    chunk: Chunk
-    ids: memoryview  # bytes of the token ids, at the first stage
-    parts: tuple[tuple[Parcel, memoryview], ...] = ()
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    sends: tuple[list[memoryview], ...] = ()  # payload for each outgoing parcel
-    token: int | None = None
-    logits: bytes = b""
 
 
 class RingStage:
@@ -100,54 +67,89 @@ class RingStage:
         """`check_memory` runs in the worker thread after a session's memory was reserved: MemoryError (one line)
         where the peer holds more than it lends."""
         self._worker = worker
-        self._plane = plane
+        self._runner = StageRunner(plane, plan, seat.serve.max_sequence, check_memory)
         self._plan = plan
         self._seat = seat
-        self._check_memory = check_memory
         self._incoming = {parcel.producer: parcel for parcel in plan.incoming}
         self._links = Links(transport, on_frame=_unasked, on_end=self._neighbour_lost)
-        self._sessions: dict[SessionId, _Session] = {}
+        self._sessions: dict[SessionId, StageSession] = {}
         # The first stage's queue holds at most one chunk of each session, so it needs no bound and never blocks
         # the token's way back; that is why the ring cannot lock up.
-        self._queue: asyncio.Queue[_Work] = asyncio.Queue(0 if plan.first else WAITING_CHUNKS)
-        self._positions = torch.arange(seat.serve.max_sequence).unsqueeze(0)
+        self._queue: asyncio.Queue[Work] = asyncio.Queue(0 if plan.first else WAITING_CHUNKS)
         self._tasks: asyncio.TaskGroup | None = None  # None: not running
+        self._leaving = False
+        self._seen_off = False  # our time is up: the sessions may end, and no new ones begin
+        self._emptied = asyncio.Event()  # no session is left
         self._gateways: set[Link] = set()
         self._streams: set[Stream] = set()
-        self._commands = {"open": self._open, "prompt": self._prompt, "close": self._close}
-        self._busy_seconds = 0.0
+        self._commands = {
+            "open": self._open,
+            "prompt": self._prompt,
+            "close": self._close,
+            "ping": self._ping,
+        }
         self._tokens = 0
 
     @property
     def sessions(self) -> int:
         return len(self._sessions)
 
+    @property
+    def running(self) -> bool:
+        return self._tasks is not None
+
     def counters(self) -> tuple[float, int]:
         """Seconds computed and tokens passed since the start."""
-        return self._busy_seconds, self._tokens
+        return self._runner.busy_seconds, self._tokens
 
     async def run(self) -> None:
-        """Serve until cancelled; then tell the gateways, and end every stream."""
+        """Serve until cancelled; then tell the gateways, and end every stream. After `leave` the sessions have a
+        moment to move first."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            turning = tasks.create_task(self._turn_for_ever())
             try:
-                while True:
-                    await self._turn(await self._next())
+                await asyncio.wait([turning])
+            except asyncio.CancelledError:
+                if self._leaving and not turning.done():
+                    await self._see_off()
+                raise
             finally:
                 self._tasks = None
                 for session in list(self._sessions.values()):
-                    self._fail(session, f"{self._where(self._plan.index, self._seat.peer)} is leaving")
+                    self._fail(session, f"{self._here} is leaving", "moved")
                 for stream in self._streams:
                     stream.abort()
                 await asyncio.gather(self._links.aclose(), *(link.aclose() for link in self._gateways))
+
+    def leave(self) -> None:
+        """When `run` is cancelled another peer will hold the stage already: serve the sessions until they moved."""
+        self._leaving = True
+
+    async def _see_off(self) -> None:
+        self._seen_off = True
+        for link in self._gateways:
+            link.post("leaving", {})
+        if self._sessions:
+            self._emptied.clear()
+            emptied = asyncio.create_task(self._emptied.wait())
+            await asyncio.wait([emptied], timeout=SEE_OFF_SECONDS)
+            emptied.cancel()
+
+    async def _turn_for_ever(self) -> None:
+        while True:
+            await self._turn(await self._next())
 
     async def attend(self, stream: Stream, sender: int) -> None:
         """Answer one incoming stream of a gateway or of another stage until it ends."""
         if self._tasks is None:
             raise StaleTerm(f"stage {self._plan.index} of {self._seat.name} is not served here now")
         if sender == GATEWAY:
+            stream.allow(MAX_PROMPT_BYTES)
             await self._attend_gateway(stream)
             return
+        if sender in self._incoming:
+            stream.allow(self._incoming[sender].size_bytes(self._seat.serve.max_sequence))
         self._streams.add(stream)
         try:
             while True:
@@ -161,7 +163,7 @@ class RingStage:
         finally:
             self._streams.discard(stream)
 
-    def _named(self, header: Mapping[str, Any]) -> _Session | None:
+    def _named(self, header: Mapping[str, Any]) -> StageSession | None:
         """The session that a frame is for. FrameError where it does not name one at all."""
         name = header.get("session")
         if not isinstance(name, str):
@@ -184,14 +186,15 @@ class RingStage:
     def _command(self, link: Link, frame: Frame) -> None:
         command = self._commands.get(frame.kind)
         if command is None:
-            raise FrameError(f"gateways send open, prompt and close, not {frame.kind!r:.40}")
+            raise FrameError(f"gateways send open, prompt, ping and close, not {frame.kind!r:.40}")
         try:
             command(link, frame)
         except (JobError, StaleTerm) as error:
             session = self._named(frame.header) if frame.kind != "open" else None
             if session is not None and session.gateway is link:
                 self._drop(session)
-            link.post("failed", {"session": frame.header.get("session"), "message": str(error)})
+            reason: FaultKind = "refused" if isinstance(error, JobError) else "moved"
+            self._tell(link, frame.header.get("session"), str(error), reason, self._plan.index)
 
     def _open(self, link: Link, frame: Frame) -> None:
         opening = Opening.from_header(
@@ -199,47 +202,47 @@ class RingStage:
         )
         hop = opening.route[self._plan.index]
         if hop.peer != self._seat.peer or hop.term != self._seat.term:
-            raise StaleTerm(
-                f"{self._where(self._plan.index, self._seat.peer)} is held under term {self._seat.term}, "
-                f"the route says {hop.term}"
-            )
-        if opening.session in self._sessions or len(self._sessions) >= MAX_SESSIONS:
-            raise JobError(f"session: a new name, and at most {MAX_SESSIONS} of them")
-        if self._tasks is None:
-            raise StaleTerm(f"{self._where(self._plan.index, self._seat.peer)} is leaving")
-        session = _Session(opening, link)
+            raise StaleTerm(f"{self._here} is held under term {self._seat.term}, the route says {hop.term}")
+        if opening.session in self._sessions:
+            raise JobError("session: a new name")
+        if self._tasks is None or self._seen_off:
+            raise StaleTerm(f"{self._here} is leaving")
+        if len(self._sessions) >= MAX_SESSIONS:
+            message = f"{self._here} runs {MAX_SESSIONS} sessions already"
+            self._tell(link, opening.session, message, "full", self._plan.index)
+            return
+        session = StageSession(opening, link)
         self._sessions[session.id] = session
         session.task = self._tasks.create_task(self._prepare(session))
 
-    async def _prepare(self, session: _Session) -> None:
+    async def _prepare(self, session: StageSession) -> None:
         """Reach the stages we feed, reserve memory, then tell the gateway."""
-        opening, index = session.opening, self._plan.index
-        try:
-            for parcel in self._plan.outgoing:
-                session.hops.append((parcel, await self._link(opening, parcel.consumer)))
-            if self._plan.last and not self._plan.first:
-                session.back = await self._link(opening, 0)
-            await self._worker.run(self._reserve, session.id, opening.capacity)
-        except (SwarmError, *PLANE_ERRORS) as error:
-            self._fail(session, f"{self._where(index, self._seat.peer)}: {one_line(error)}")
-            return
-        links = [(parcel.consumer, link) for parcel, link in session.hops]
-        links += [(0, session.back)] if session.back is not None else []
-        for stage, link in links:
-            if link.ended.is_set():  # while we waited for another
-                self._fail(session, f"{self._where(stage, link.stream.remote)} vanished")
+        opening = session.opening
+        wanted = [parcel.consumer for parcel in self._plan.outgoing]
+        wanted += [0] if self._plan.last and not self._plan.first else []
+        links: dict[int, Link] = {}
+        for stage in wanted:
+            try:
+                links[stage] = await self._link(opening, stage)
+            except SwarmError as error:
+                where = self._where(stage, opening.route[stage].peer)
+                message = f"{where} cannot be reached from {self._here}: {one_line(error)}"
+                self._fail(session, message, "vanished", stage)
                 return
+        try:
+            await self._worker.run(self._runner.reserve, session.id, opening.capacity)
+        except PLANE_ERRORS as error:
+            reason: FaultKind = "full" if isinstance(error, MemoryError) else "broken"
+            self._fail(session, f"{self._here}: {one_line(error)}", reason)
+            return
+        for stage, link in links.items():
+            if link.ended.is_set():  # while we waited for another
+                self._fail(session, f"{self._where(stage, link.stream.remote)} vanished", "vanished", stage)
+                return
+        session.hops = [(parcel, links[parcel.consumer]) for parcel in self._plan.outgoing]
+        session.back = links.get(0)
         session.ready = True
         session.gateway.post("opened", {"session": session.id})
-
-    def _reserve(self, session: SessionId, capacity: int) -> None:
-        """In the worker thread."""
-        self._plane.open(session, capacity)
-        try:
-            self._check_memory()
-        except MemoryError:
-            self._plane.close(session)
-            raise
 
     async def _link(self, opening: Opening, stage: int) -> Link:
         peer = opening.route[stage].peer
@@ -277,6 +280,13 @@ class RingStage:
         if session is not None and session.gateway is link:
             self._drop(session)
 
+    def _ping(self, link: Link, frame: Frame) -> None:
+        """Whoever asks wants to know whether we are there, and whether the session goes on here."""
+        session = self._named(frame.header)
+        if session is None:
+            raise StaleTerm(f"{self._here} does not know this session")
+        link.post("pong", {"session": session.id, "ran": session.ran})
+
     # --- what other stages say
 
     async def _take_chunk(self, sender: int, remote: PeerId, frame: Frame) -> None:
@@ -301,7 +311,7 @@ class RingStage:
             parts = tuple((p, shares[p.producer].payload) for p in self._plan.incoming)
         else:
             parts = ((parcel, frame.payload),)
-        await self._queue.put(_Work(session, chunk, memoryview(b""), parts))
+        await self._queue.put(Work(session, chunk, memoryview(b""), parts))
 
     def _take_token(self, remote: PeerId, header: Mapping[str, Any]) -> None:
         session = self._named(header)
@@ -317,30 +327,31 @@ class RingStage:
 
     # --- computing
 
-    def _advance(self, session: _Session) -> None:
+    def _advance(self, session: StageSession) -> None:
         """Queue the session's next chunk, if the first stage knows one."""
         assert session.feed is not None
         step = session.feed.next()
         if step is not None and not session.closed:
             chunk, ids = step
             self._tokens += chunk.sample
-            self._queue.put_nowait(_Work(session, chunk, memoryview(pack_tokens(ids))))
+            self._queue.put_nowait(Work(session, chunk, memoryview(pack_tokens(ids))))
 
-    async def _next(self) -> _Work:
+    async def _next(self) -> Work:
         return await self._queue.get()
 
-    async def _turn(self, work: _Work) -> None:
+    async def _turn(self, work: Work) -> None:
         session = work.session
         if session.closed:
             return
         try:
-            outcome = await self._worker.run(self._compute, work)
+            outcome = await self._worker.run(self._runner.run, work)
         except PLANE_ERRORS as error:
             log.warning("session %s: %s", session.id, one_line(error))
-            self._fail(session, f"{self._where(self._plan.index, self._seat.peer)}: {one_line(error)}")
+            self._fail(session, f"{self._here}: {one_line(error)}", "broken")
             return
         if session.closed:
             return
+        session.ran += 1
         if outcome.token is not None:
             self._answer(session, work.chunk.end, outcome.token, outcome.logits)
         if session.hops:
@@ -356,7 +367,7 @@ class RingStage:
         if session.feed is not None and not work.chunk.sample:
             self._advance(session)  # the prompt's next chunk, behind what others have waiting
 
-    def _answer(self, session: _Session, position: int, token: int, logits: bytes) -> None:
+    def _answer(self, session: StageSession, position: int, token: int, logits: bytes) -> None:
         """The last stage chose `token`: to the first stage first, it is what the ring waits for."""
         opening = session.opening
         finish = opening.finish(token, position, self._seat.serve.end_tokens)
@@ -370,32 +381,11 @@ class RingStage:
         payload = (logits,) if logits else ()
         session.gateway.post("token", {**header, "finish": finish}, payload)
 
-    def _compute(self, work: _Work) -> _Outcome:
-        """In the worker thread: one chunk through the stage; at the last stage, the choice of a token too."""
-        began = time.perf_counter()
-        chunk, opening = work.chunk, work.session.opening
-        inputs: dict[str, torch.Tensor] = {}
-        ids = work.ids
-        for parcel, payload in work.parts:
-            ids = parcel.unpack(payload, chunk.length, inputs) or ids
-        if self._plan.reads_ids:
-            inputs["input_ids"] = torch.frombuffer(bytearray(ids), dtype=torch.int64).unsqueeze(0)
-        if self._plan.reads_positions:
-            inputs["position_ids"] = self._positions[:, chunk.start : chunk.end]
-        outputs = self._plane.run(opening.session, chunk.start, inputs)
-        if not self._plan.last:
-            outcome = _Outcome(sends=tuple(p.pack(outputs, ids) for p in self._plan.outgoing))
-        elif chunk.sample:
-            logits = outputs["result/0"][0, -1]
-            token = sample(logits, opening.sampling, chunk.end)
-            raw = logits.to(device="cpu", dtype=torch.float32).numpy().tobytes() if opening.logits else b""
-            outcome = _Outcome(token=token, logits=raw)
-        else:
-            outcome = _Outcome()
-        self._busy_seconds += time.perf_counter() - began
-        return outcome
-
     # --- ends
+
+    @property
+    def _here(self) -> str:
+        return self._where(self._plan.index, self._seat.peer)
 
     def _where(self, stage: int, peer: PeerId) -> str:
         return f"stage {stage} of {self._seat.name} on {friendly_name(peer)}"
@@ -405,24 +395,32 @@ class RingStage:
         for session in list(self._sessions.values()):
             hop = session.opening.route[ends.stage]
             if session.ready and hop.peer == ends.peer:
-                self._fail(session, f"{self._where(ends.stage, ends.peer)} vanished")
+                self._fail(session, f"{self._where(ends.stage, ends.peer)} vanished", "vanished", ends.stage)
 
-    def _fail(self, session: _Session, message: str) -> None:
+    def _fail(self, session: StageSession, message: str, reason: FaultKind, stage: int | None = None) -> None:
+        """`stage`: whose fault it is; ours where it is left out."""
         if not session.closed:
-            session.gateway.post("failed", {"session": session.id, "message": message})
+            blamed = self._plan.index if stage is None else stage
+            self._tell(session.gateway, session.id, message, reason, blamed)
             self._drop(session)
 
-    def _drop(self, session: _Session) -> None:
+    @staticmethod
+    def _tell(gateway: Link, session: object, message: str, reason: FaultKind, stage: int) -> None:
+        gateway.post("failed", {"session": session, "message": message, "reason": reason, "stage": stage})
+
+    def _drop(self, session: StageSession) -> None:
         """Forget the session and free its memory; what is queued for it is skipped."""
         if session.closed:
             return
         session.closed = True
         self._sessions.pop(session.id, None)
+        if not self._sessions:
+            self._emptied.set()
         if session.task is not None and session.task is not asyncio.current_task():
             session.task.cancel()
         if self._tasks is not None:
             # The worker runs calls in order: this comes after whatever still computes for the session.
-            self._tasks.create_task(self._worker.run(self._plane.close, session.id))
+            self._tasks.create_task(self._worker.run(self._runner.free, session.id))
 
 
 def _unasked(ends: Ends, frame: Frame) -> None:

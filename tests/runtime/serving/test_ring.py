@@ -1,20 +1,25 @@
-"""The ring over the in-memory transport, with a plane whose arithmetic is exact and whose cache is checked.
-
-Every stage sums what it has seen of a session, so a position that is lost, repeated or sent to the wrong session
-changes every later token.
-"""
+"""The ring of stages over the in-memory transport: tokens, order, and what it refuses."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import torch
+from support.toy_ring import (
+    GREEDY,
+    HIDDEN,
+    JOB,
+    SHAPES,
+    VOCABULARY,
+    Refused,
+    ToyPlane,
+    make_stages,
+    reference,
+    ring_of,
+)
 
 from fusion.dag.dims import symbol
 from fusion.dag.ir import Graph, Input, Ref, TensorType
@@ -25,239 +30,10 @@ from fusion.runtime.serving.request import Sampling, pack_tokens
 from fusion.runtime.serving.ring import RingStage, Seat
 from fusion.runtime.serving.ring_frames import plan_ring
 from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends
-from fusion.runtime.serving.sampling import sample
-from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.runtime.worker import Worker
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.memory import MemoryNetwork, MemoryTransport
-from fusion.swarm.records import JobId
-from fusion.swarm.transport import Frame, PeerId, Stream
-
-VOCABULARY = 31
-JOB = JobId("a" * 64)
-GREEDY = Sampling()
-HIDDEN = TensorType((symbol("batch"), symbol("sequence"), 3), "float32")
-
-
-def make_stages(count: int, *, skip: bool = False, ids_at: Sequence[int] = (0,)) -> tuple[Stage, ...]:
-    """A chain; with `skip` every stage after the second also reads what stage 0 made."""
-    edges = [
-        Edge(
-            f"h{i}/0",
-            Ref(f"h{i}"),
-            HIDDEN,
-            i,
-            tuple(range(1, count)) if skip and i == 0 else (i + 1,),
-            False,
-        )
-        for i in range(count - 1)
-    ]
-    ids = TensorType((symbol("batch"), symbol("sequence")), "int64")
-    stages = []
-    for i in range(count):
-        receives = tuple(e for e in edges if i in e.consumers)
-        inputs = [Input("input_ids", ids)] if i in ids_at else []
-        inputs += [Input("position_ids", ids)] if i == 0 else []
-        inputs += [Input(e.name, e.type) for e in receives]
-        sends = tuple(e for e in edges if e.producer == i)
-        stages.append(
-            Stage(i, Graph(tuple(inputs), (), (), ()), receives, sends, (0,) if i == count - 1 else ())
-        )
-    return tuple(stages)
-
-
-def arithmetic(stage: Stage, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The stage over a whole sequence, position t a function of positions 0..t; whole numbers, so exact."""
-    x = torch.zeros(1, next(iter(inputs.values())).shape[1], 3)
-    for k, name in enumerate(sorted(inputs)):
-        value = inputs[name].float()
-        x = x + (k + 2) * (value if value.dim() == 3 else torch.stack([value, 2 * value, value + 1], -1))
-    y = (3 * x + x.cumsum(1) + stage.index) % 97
-    found = {edge.name: y for edge in stage.sends}
-    if stage.results:
-        score = y.sum(-1, keepdim=True) + 7 * y[..., :1]
-        found["result/0"] = ((score + 1) * torch.arange(1, VOCABULARY + 1) ** 2 % 101)[:, -1:] / 20
-    return found
-
-
-class ToyPlane:
-    def __init__(self, stage: Stage, on_run: Callable[[str, int, int], None] = lambda *_: None) -> None:
-        self.stage = stage
-        self.seen: dict[str, dict[str, torch.Tensor]] = {}
-        self.capacity: dict[str, int] = {}
-        self.full = False
-        self.broken = False
-        self._on_run = on_run
-
-    def open(self, session: str, capacity: int) -> None:
-        if self.full:
-            raise MemoryError("no room for another session's cache")
-        self.seen[session], self.capacity[session] = {}, capacity
-
-    def run(self, session: str, start: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.broken:
-            raise RuntimeError("the device is on fire")
-        length = next(iter(inputs.values())).shape[1]
-        self._on_run(session, start, length)
-        cache = self.seen[session]
-        for name, value in inputs.items():
-            old = cache.get(name, value[:, :0])
-            assert old.shape[1] >= start and start + length <= self.capacity[session]
-            cache[name] = torch.cat([old[:, :start], value.clone()], 1)
-        whole = arithmetic(self.stage, cache)
-        return {name: v if name.startswith("result") else v[:, start:] for name, v in whole.items()}
-
-    def close(self, session: str) -> None:
-        self.seen.pop(session, None)
-
-    def used_bytes(self) -> int:
-        return len(self.seen)
-
-
-def reference(
-    stages: Sequence[Stage],
-    prompt: Sequence[int],
-    max_tokens: int,
-    sampling: Sampling = GREEDY,
-    end: int = -1,
-) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + max_tokens:
-        values = {"input_ids": torch.tensor([tokens]), "position_ids": torch.arange(len(tokens))[None]}
-        for stage in stages:
-            values |= arithmetic(stage, {i.name: values[i.name] for i in stage.graph.inputs})
-        tokens.append(sample(values["result/0"][0, -1], sampling, len(tokens)))
-        if tokens[-1] == end:
-            break
-    return tokens[len(prompt) :]
-
-
-class Ring:
-    """Stages on peers p0, p1, ... and a gateway's end of the protocol, by hand."""
-
-    def __init__(self, network: MemoryNetwork, stages: Sequence[Stage], serve: ServeConfig) -> None:
-        self.network = network
-        self.stages = stages
-        self.serve = serve
-        self.rings: list[RingStage] = []
-        self.planes: list[ToyPlane] = []
-        self.route = tuple(Hop(PeerId(f"p{i}"), 5 + i) for i in range(len(stages)))
-        self.gateway = MemoryTransport(network, PeerId("gateway"))
-        self.tasks: list[asyncio.Task[None]] = []
-        self._names = itertools.count()
-
-    async def connect(self, transport: MemoryTransport | None = None) -> list[Stream]:
-        streams: list[Stream] = []
-        for i, hop in enumerate(self.route):
-            stream = await (transport or self.gateway).open(hop.peer, RING)
-            await stream.send("hello", Ends(JOB, GATEWAY, i, hop.peer).to_header())
-            streams.append(stream)
-        return streams
-
-    def opening(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Opening:
-        fields: dict[str, Any] = {
-            "session": SessionId(f"s{next(self._names)}"),
-            "sampling": GREEDY,
-            **options,
-        }
-        return Opening(route=self.route, prompt_length=len(prompt), max_tokens=max_tokens, **fields)
-
-    async def open(self, streams: Sequence[Stream], opening: Opening) -> None:
-        for stream in streams:
-            await stream.send("open", opening.to_header())
-        for stream in streams:
-            frame = await stream.receive()
-            if frame.kind != "opened":
-                raise Refused(frame)
-
-    async def prompt(self, streams: Sequence[Stream], opening: Opening, prompt: Sequence[int]) -> None:
-        await streams[0].send("prompt", {"session": opening.session}, [pack_tokens(prompt)])
-
-    async def tokens(self, stream: Stream) -> list[int]:
-        found = []
-        while True:
-            frame = await stream.receive()
-            if frame.kind != "token":
-                raise Refused(frame)
-            found.append(frame.header["id"])
-            if frame.header["finish"]:
-                return found
-
-    async def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> list[int]:
-        streams = await self.connect()
-        opening = self.opening(prompt, max_tokens, **options)
-        await self.open(streams, opening)
-        await self.prompt(streams, opening, prompt)
-        tokens = await self.tokens(streams[-1])
-        for stream in streams:
-            await stream.send("close", {"session": opening.session})
-        return tokens
-
-    async def freed(self) -> None:
-        """Until no stage that lives holds any session; the test's deadline is the limit."""
-        async with asyncio.timeout(10):
-            alive = [i for i, hop in enumerate(self.route) if hop.peer in self.network.transports]
-            while any(self.rings[i].sessions or self.planes[i].seen for i in alive):
-                await asyncio.sleep(0.001)
-
-
-class Refused(Exception):
-    def __init__(self, frame: Frame) -> None:
-        super().__init__(f"{frame.kind}: {frame.header.get('message')}")
-
-
-@asynccontextmanager
-async def ring_of(
-    stages: Sequence[Stage],
-    *,
-    on_run: Callable[[int, str, int, int], None] = lambda *_: None,
-    **serve: Any,
-) -> AsyncIterator[Ring]:
-    settings: dict[str, Any] = {
-        "cache": "kv",
-        "max_sequence": 64,
-        "vocabulary": VOCABULARY,
-        "prefill_chunk": 4,
-    }
-    ring = Ring(MemoryNetwork(), stages, ServeConfig(**{**settings, **serve}))
-    workers = []
-    for i, hop in enumerate(ring.route):
-        transport = MemoryTransport(ring.network, hop.peer)
-        plane = ToyPlane(stages[i], lambda *run, i=i: on_run(i, *run))
-        seat = Seat(job=JOB, name="toy", serve=ring.serve, peer=hop.peer, term=hop.term)
-        workers.append(Worker())
-        stage = RingStage(transport, workers[-1], plane, plan_ring(stages, i), seat)
-
-        async def handler(stream: Stream, stage: RingStage = stage) -> None:
-            ends = Ends.from_hello(await stream.receive(), PeerId("us"))
-            await stage.attend(stream, ends.sender)
-
-        await transport.serve(RING, handler)
-        ring.planes.append(plane)
-        ring.rings.append(stage)
-        ring.tasks.append(asyncio.create_task(stage.run()))
-    await asyncio.sleep(0)
-    try:
-        async with asyncio.timeout(30):
-            yield ring
-    finally:
-        for task in ring.tasks:
-            task.cancel()
-        outcomes = await asyncio.gather(*ring.tasks, return_exceptions=True)
-        for transport in list(ring.network.transports.values()):
-            await transport.aclose()
-        for worker in workers:
-            await worker.aclose()
-        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
-
-
-SHAPES = {
-    "one": make_stages(1),
-    "two": make_stages(2),
-    "three": make_stages(3),
-    "skip": make_stages(4, skip=True),
-    "late-ids": make_stages(3, ids_at=(0, 2)),
-}
+from fusion.swarm.transport import PeerId, Stream
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -41,6 +41,7 @@ async def two_peers() -> AsyncIterator[Pair]:
     pair = Pair()
 
     async def handler(stream: Stream) -> None:
+        stream.allow(1 << 20)
         pair.arrived.put_nowait(stream)
         await asyncio.Event().wait()
 

@@ -1,0 +1,164 @@
+"""Sessions as a gateway holds them: opened on every stage of a route, heard, closed on all of them.
+
+One long-lived link to each stage serves all sessions. Its end is how a gateway learns that a stage has vanished;
+that anything comes over it is how it knows that one is still there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fusion.runtime.serving.catalog import ServedModel
+from fusion.runtime.serving.failover import Fault, Faulted
+from fusion.runtime.serving.request import pack_tokens, whole
+from fusion.runtime.serving.ring_link import GATEWAY, Ends, Link, Links
+from fusion.runtime.serving.session import Hop, Opening, SessionId
+from fusion.swarm.errors import FrameError, SwarmError
+from fusion.swarm.handlers import one_line
+from fusion.swarm.identity import friendly_name
+from fusion.swarm.transport import Frame, Transport
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class GatewaySession:
+    opening: Opening
+    model: ServedModel
+    events: asyncio.Queue[Event]
+    links: dict[int, Link] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)  # stages that have not opened it yet
+    heard: dict[int, float] = field(
+        default_factory=dict
+    )  # stage -> when it last said anything about this session
+    ran: dict[int, int] = field(
+        default_factory=dict
+    )  # stage -> chunks of this session that it has run, as it said
+
+    @property
+    def id(self) -> SessionId:
+        return self.opening.session
+
+    @property
+    def route(self) -> tuple[Hop, ...]:
+        return self.opening.route
+
+    def where(self, stage: int) -> str:
+        return f"stage {stage} of {self.model.manifest.name} on {friendly_name(self.route[stage].peer)}"
+
+    def prompt(self, tokens: Sequence[int]) -> None:
+        """Every stage is ready: let the ring begin."""
+        self.links[0].post("prompt", {"session": self.id}, [pack_tokens(tokens)])
+
+    def ping(self) -> None:
+        """Ask every stage whether it is there and how far it is."""
+        for link in self.links.values():
+            link.post("ping", {"session": self.id})
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a stage said about a session (`opened`, `token`, `leaving`), or what went wrong with it."""
+
+    session: GatewaySession
+    stage: int
+    what: Frame | Fault
+
+
+class GatewaySessions:
+    """The sessions of one gateway. What happens to each goes to the queue that it was opened with."""
+
+    def __init__(self, transport: Transport, *, reach_seconds: float) -> None:
+        self._links = Links(transport, on_frame=self._heard, on_end=self._lost)
+        self._reach_seconds = reach_seconds
+        self._sessions: dict[SessionId, GatewaySession] = {}
+
+    async def aclose(self) -> None:
+        await self._links.aclose()
+
+    async def open(
+        self, opening: Opening, model: ServedModel, events: asyncio.Queue[Event]
+    ) -> GatewaySession:
+        """Reach every stage and ask it to open the session; each answers with an event. Faulted where one cannot
+        be reached. Whoever gets the session has to `close` it."""
+        session = GatewaySession(opening, model, events, waiting=set(range(len(opening.route))))
+        self._sessions[session.id] = session
+        try:
+            await asyncio.gather(*(self._reach(session, stage) for stage in range(len(opening.route))))
+        except BaseException:
+            self.close(session)
+            raise
+        header, now = opening.to_header(), time.monotonic()
+        for stage, link in session.links.items():
+            session.heard[stage] = now
+            link.post("open", header)
+        return session
+
+    def close(self, session: GatewaySession) -> None:
+        """Free it on every stage that is reached. Idempotent."""
+        if self._sessions.pop(session.id, None) is not None:
+            for link in session.links.values():
+                link.post("close", {"session": session.id})
+
+    async def _reach(self, session: GatewaySession, stage: int) -> None:
+        ends = Ends(session.model.job, GATEWAY, stage, session.route[stage].peer)
+        try:
+            async with asyncio.timeout(self._reach_seconds):
+                session.links[stage] = await self._links.to(ends)
+        except (SwarmError, TimeoutError) as error:
+            reason = "timed out" if isinstance(error, TimeoutError) else one_line(error)
+            message = f"{session.where(stage)} cannot be reached: {reason}"
+            raise Faulted(Fault("vanished", message, (stage,))) from None
+
+    def _heard(self, ends: Ends, frame: Frame) -> None:
+        if frame.kind in ("leaving", "loading"):  # said once for all sessions of the stage
+            for session in self._through(ends):
+                session.heard[ends.stage] = time.monotonic()
+                if frame.kind == "leaving":
+                    session.events.put_nowait(Event(session, ends.stage, frame))
+            return
+        name = frame.header.get("session")
+        found = self._sessions.get(SessionId(name)) if isinstance(name, str) else None
+        if found is None:
+            return  # closed while the frame was under way
+        if ends.stage not in found.links or found.route[ends.stage].peer != ends.peer:
+            raise FrameError("a frame for a session of other stages")
+        found.heard[ends.stage] = time.monotonic()
+        match frame.kind:
+            case "pong":
+                found.ran[ends.stage] = whole(frame.header, "ran", 0)
+            case "token" if ends.stage != len(found.route) - 1:
+                raise FrameError("only the last stage chooses tokens")
+            case "failed":
+                fault = Fault.from_failed(frame.header, ends.stage, len(found.route))
+                found.events.put_nowait(Event(found, ends.stage, fault))
+            case "token":
+                whole(frame.header, "position", -1), whole(frame.header, "id", -1)
+                found.events.put_nowait(Event(found, ends.stage, frame))
+            case "opened":
+                found.events.put_nowait(Event(found, ends.stage, frame))
+            case _:
+                raise FrameError(f"stages send opened, token, failed and pong, not {frame.kind!r:.40}")
+
+    def _lost(self, ends: Ends, reason: str) -> None:
+        log.info("ring: stage %d on %s: %s", ends.stage, friendly_name(ends.peer), reason)
+        for session in self._through(ends):
+            fault = Fault("vanished", f"{session.where(ends.stage)} vanished", (ends.stage,))
+            session.events.put_nowait(Event(session, ends.stage, fault))
+
+    def _through(self, ends: Ends) -> list[GatewaySession]:
+        """The sessions that have reached the stage over the link with these ends."""
+        return [
+            s
+            for s in self._sessions.values()
+            if s.model.job == ends.job and ends.stage in s.links and s.route[ends.stage].peer == ends.peer
+        ]
+
+
+def token_of(frame: Frame) -> tuple[int, int]:
+    """Position and id of a `token` frame."""
+    return frame.header["position"], frame.header["id"]

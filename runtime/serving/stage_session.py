@@ -1,0 +1,104 @@
+"""One session at one stage: its chunks, and running them in the worker thread. Knows nothing of peers or streams but
+that a session has links to the stages it feeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from fusion.runtime.planes.plane import DecodingStage
+from fusion.runtime.serving.ring_frames import Parcel, RingPlan
+from fusion.runtime.serving.ring_link import Link
+from fusion.runtime.serving.sampling import sample
+from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
+from fusion.swarm.transport import Frame
+
+
+@dataclass(eq=False)
+class StageSession:
+    opening: Opening
+    gateway: Link
+    ready: bool = False
+    closed: bool = False
+    task: asyncio.Task[None] | None = None  # makes it ready
+    hops: list[tuple[Parcel, Link]] = field(default_factory=list)
+    back: Link | None = None  # from the last stage to the first
+    feed: Feed | None = None  # at the first stage
+    parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # end of chunk -> sender -> its share
+    ran: int = 0  # chunks
+
+    @property
+    def id(self) -> SessionId:
+        return self.opening.session
+
+
+@dataclass(frozen=True)
+class Work:
+    """One chunk to run."""
+
+    session: StageSession
+    chunk: Chunk
+    ids: memoryview  # bytes of the token ids, at the first stage
+    parts: tuple[tuple[Parcel, memoryview], ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    sends: tuple[list[memoryview], ...] = ()  # payload for each outgoing parcel
+    token: int | None = None
+    logits: bytes = b""
+
+
+class StageRunner:
+    """What the worker thread does for a stage. Every method runs there."""
+
+    def __init__(
+        self, plane: DecodingStage, plan: RingPlan, max_sequence: int, check_memory: Callable[[], None]
+    ) -> None:
+        self.busy_seconds = 0.0
+        self._plane = plane
+        self._plan = plan
+        self._positions = torch.arange(max_sequence).unsqueeze(0)
+        self._check_memory = check_memory
+
+    def reserve(self, session: SessionId, capacity: int) -> None:
+        """MemoryError, in one line, where the session does not fit."""
+        self._plane.open(session, capacity)
+        try:
+            self._check_memory()
+        except MemoryError:
+            self._plane.close(session)
+            raise
+
+    def free(self, session: SessionId) -> None:
+        self._plane.close(session)
+
+    def run(self, work: Work) -> Outcome:
+        """One chunk through the stage; at the last stage, the choice of a token too."""
+        began = time.perf_counter()
+        chunk, opening = work.chunk, work.session.opening
+        inputs: dict[str, torch.Tensor] = {}
+        ids = work.ids
+        for parcel, payload in work.parts:
+            ids = parcel.unpack(payload, chunk.length, inputs) or ids
+        if self._plan.reads_ids:
+            inputs["input_ids"] = torch.frombuffer(bytearray(ids), dtype=torch.int64).unsqueeze(0)
+        if self._plan.reads_positions:
+            inputs["position_ids"] = self._positions[:, chunk.start : chunk.end]
+        outputs = self._plane.run(opening.session, chunk.start, inputs)
+        if not self._plan.last:
+            outcome = Outcome(sends=tuple(p.pack(outputs, ids) for p in self._plan.outgoing))
+        elif chunk.sample:
+            logits = outputs["result/0"][0, -1]
+            token = sample(logits, opening.sampling, chunk.end)
+            raw = logits.to(device="cpu", dtype=torch.float32).numpy().tobytes() if opening.logits else b""
+            outcome = Outcome(token=token, logits=raw)
+        else:
+            outcome = Outcome()
+        self.busy_seconds += time.perf_counter() - began
+        return outcome

@@ -1,0 +1,375 @@
+"""Answers outlive the peers that give them: the same tokens, whoever vanishes, freezes or leaves, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.served import VOCABULARY, Peer, Swarm, reference, seeded_reference, swarm_of
+
+from fusion.runtime.serving.failover import FailoverConfig
+from fusion.runtime.serving.generate_client import generate
+from fusion.runtime.serving.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.ring import RingStage
+from fusion.swarm.errors import RemoteError
+from fusion.swarm.records import JobId
+
+PROMPT = (1, 2, 3, 4, 5, 6, 7)
+SEEDED = Sampling(temperature=1.1, top_k=30, top_p=0.95, seed=7)
+PATIENT = FailoverConfig(recover_seconds=20)
+ALERT = FailoverConfig(recover_seconds=20, quiet_seconds=0.1, ping_seconds=0.05)
+
+
+async def answer_while(
+    swarm: Swarm, gateway: Peer, tokens: int, faults: dict[int, Callable[[], Any]], **fields: Any
+) -> Answer:
+    """Ask for `tokens` tokens; after the token with that index, each fault happens."""
+    request = GenerateRequest(prompt_ids=PROMPT, max_tokens=tokens, **fields)
+    async with swarm.client() as transport, aclosing(generate(transport, gateway.id, request)) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, Answer):
+                return piece
+            if piece.index in faults:
+                happened = faults[piece.index]()
+                if asyncio.iscoroutine(happened):
+                    await happened
+    raise AssertionError("no answer")
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_any_stage_may_die_at_any_token(victim: int, sampling: Sampling, tmp_path: Path) -> None:
+    expected = (
+        reference("llama", PROMPT, 40)
+        if not sampling.temperature
+        else seeded_reference("llama", PROMPT, 40, sampling)
+    )
+    at = random.Random(f"{victim}{sampling.seed}").randrange(39)
+
+    async def main() -> None:
+        async with swarm_of(6, tmp_path, failover=PATIENT) as swarm:
+            job = await swarm.serve("llama", 3)
+            gateway, heir = swarm.peers[5], swarm.peers[3]
+            await swarm.stand_by(heir, job, 0, 1, 2)
+            old = swarm.owners[victim].id
+            answer = await answer_while(
+                swarm, gateway, 40, {at: lambda: swarm.network.kill(old)}, sampling=sampling
+            )
+            assert list(answer.tokens) == expected
+            assert answer.route[victim] == heir.id
+            assert [hop for i, hop in enumerate(answer.route) if i != victim] == [
+                peer.id for i, peer in enumerate(swarm.owners) if i != victim
+            ]
+            assert {(stage, peer) for stage, peer, _ in swarm.heirs.reports} == {(victim, old)}
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_one_after_another_and_two_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(9, tmp_path, failover=PATIENT) as swarm:
+            job = await swarm.serve("gpt2", 3)
+            heirs = swarm.peers[3:7]
+            for stage, heir in zip((0, 2, 1, 0), heirs, strict=True):
+                await swarm.stand_by(heir, job, stage)
+            kill = swarm.network.kill
+            faults: dict[int, Callable[[], Any]] = {
+                3: lambda: kill(swarm.owners[1].id),
+                20: lambda: [kill(swarm.owners[i].id) for i in (0, 2)],
+                30: lambda: kill(heirs[0].id),
+            }
+            answer = await answer_while(swarm, swarm.peers[8], 50, faults)
+            assert list(answer.tokens) == reference("gpt2", PROMPT, 50)
+            assert answer.route == (heirs[3].id, heirs[2].id, heirs[1].id)
+
+    asyncio.run(main())
+
+
+def test_four_sessions_at_once_report_the_dead_owner_once(tmp_path: Path) -> None:
+    prompts = [[(i * 31 + j * 7) % VOCABULARY for j in range(1 + 5 * i)] for i in range(4)]
+
+    async def main() -> None:
+        async with swarm_of(5, tmp_path, failover=PATIENT) as swarm:
+            job = await swarm.serve("llama", 3)
+            await swarm.stand_by(swarm.peers[3], job, 1)
+            asked = [asyncio.create_task(swarm.ask(4, prompt_ids=tuple(p), max_tokens=60)) for p in prompts]
+            while swarm.owners[2].service._hosted[job, 2].stage.sessions < 4:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.03)
+            swarm.network.kill(swarm.owners[1].id)
+            answers = await asyncio.gather(*asked)
+            assert [list(a.tokens) for a in answers] == [reference("llama", p, 60) for p in prompts]
+            assert all(a.route[1] == swarm.peers[3].id for a in answers)
+            assert len(swarm.heirs.reports) == 1
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_dies_while_the_prompt_is_read_or_before_it_is_opened(tmp_path: Path) -> None:
+    prompt = tuple((7 * i) % VOCABULARY for i in range(60))
+
+    async def main() -> None:
+        async with swarm_of(6, tmp_path, failover=PATIENT) as swarm:
+            job = await swarm.serve("llama", 3)
+            await swarm.stand_by(swarm.peers[3], job, 1)
+            await swarm.stand_by(swarm.peers[4], job, 2)
+            assert (await swarm.ask(5, prompt_ids=PROMPT, max_tokens=2)).route  # the route is known now
+            swarm.network.kill(swarm.owners[1].id)
+            asked = asyncio.create_task(swarm.ask(5, prompt_ids=prompt, max_tokens=9))
+            heir = swarm.peers[3].service
+            while not heir._hosted or not heir._hosted[job, 1].stage.counters()[0]:
+                await asyncio.sleep(0)
+            swarm.network.kill(swarm.owners[2].id)
+            answer = await asked
+            assert list(answer.tokens) == reference("llama", prompt, 9)
+            assert answer.route[1:] == (swarm.peers[3].id, swarm.peers[4].id)
+
+    asyncio.run(main())
+
+
+# --- what must not cost a peer its place
+
+
+def test_a_link_that_broke_between_healthy_peers_only_costs_a_pause(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(4, tmp_path, failover=PATIENT) as swarm:
+            await swarm.serve("llama", 3)
+            one, two = (peer.id for peer in swarm.owners[:2])
+
+            def cut() -> None:
+                swarm.network.partition([one], [two])
+                swarm.network.heal()
+
+            answer = await answer_while(swarm, swarm.peers[3], 40, {10: cut, 20: cut})
+            assert list(answer.tokens) == reference("llama", PROMPT, 40)
+            assert answer.route == tuple(peer.id for peer in swarm.owners)
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_fails_by_itself_is_tried_again_and_not_reported(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(3, tmp_path, failover=PATIENT) as swarm:
+            job = await swarm.serve("gpt2", 2)
+            plane = swarm.owners[1].service._hosted[job, 1].loaded.plane
+            run, failures = plane.run, [2]
+
+            def stumble(*given: Any) -> Any:
+                if failures[0]:
+                    failures[0] -= 1
+                    raise RuntimeError("the device is on fire")
+                return run(*given)
+
+            def break_it() -> None:
+                plane.run = stumble  # type: ignore[method-assign]
+
+            answer = await answer_while(swarm, swarm.peers[2], 30, {5: break_it})
+            assert list(answer.tokens) == reference("gpt2", PROMPT, 30) and not failures[0]
+            assert not swarm.heirs.reports
+            failures[0] = 99
+            with pytest.raises(RemoteError, match=r"stage 1 of gpt2 on .* the device is on fire"):
+                await swarm.ask(2, prompt_ids=PROMPT, max_tokens=5)
+
+    asyncio.run(main())
+
+
+# --- silence
+
+
+def freeze(stage: RingStage, wake: asyncio.Event) -> None:
+    """The stage computes and says nothing until it is woken up; what it was told meanwhile it does then."""
+    held: list[tuple[Any, Any]] = []
+    command, turn = stage._command, stage._turn
+
+    def later(link: Any, frame: Any) -> None:
+        held.append((link, frame))
+
+    async def asleep(work: Any) -> None:
+        await wake.wait()
+        stage._turn, stage._command = turn, command  # type: ignore[method-assign]
+        while held:
+            command(*held.pop(0))
+        await turn(work)
+
+    stage._command, stage._turn = later, asleep  # type: ignore[method-assign]
+
+
+def test_a_frozen_stage_is_reported_and_goes_on_when_it_wakes_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(4, tmp_path, failover=ALERT) as swarm:
+            job = await swarm.serve("llama", 3)
+            wake = asyncio.Event()
+            stage = swarm.owners[1].service._hosted[job, 1].stage
+            asked = asyncio.create_task(
+                answer_while(swarm, swarm.peers[3], 40, {10: lambda: freeze(stage, wake)})
+            )
+            while len(swarm.heirs.reports) < 2:  # twice, and it still has its session
+                await asyncio.sleep(0.01)
+            assert stage.sessions == 1 and not asked.done()
+            wake.set()
+            answer = await asked
+            assert list(answer.tokens) == reference("llama", PROMPT, 40)
+            assert answer.route[1] == swarm.owners[1].id
+            assert {report[0] for report in swarm.heirs.reports} == {1}
+
+    asyncio.run(main())
+
+
+def test_a_frozen_stage_is_replaced_once_somebody_has_taken_it_over(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(5, tmp_path, failover=ALERT) as swarm:
+            job = await swarm.serve("llama", 3)
+            await swarm.stand_by(swarm.peers[3], job, 1)
+            frozen = swarm.owners[1]
+            asked = asyncio.create_task(
+                answer_while(
+                    swarm,
+                    swarm.peers[4],
+                    40,
+                    {10: lambda: freeze(frozen.service._hosted[job, 1].stage, asyncio.Event())},
+                )
+            )
+            while not swarm.heirs.reports:
+                await asyncio.sleep(0.01)
+            claim = frozen.context.leases.holds(job, 1)
+            assert claim is not None
+            await swarm.hold(swarm.peers[3], job, 1, over=claim.term)  # its claim has run out, say
+            answer = await asked
+            assert list(answer.tokens) == reference("llama", PROMPT, 40)
+            assert answer.route[1] == swarm.peers[3].id
+
+    asyncio.run(main())
+
+
+def test_a_slow_stage_is_left_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(4, tmp_path, failover=ALERT) as swarm:
+            job = await swarm.serve("gpt2", 3)
+            stage = swarm.owners[1].service._hosted[job, 1].stage
+            turn = stage._turn
+
+            async def slowly(work: Any) -> None:
+                await asyncio.sleep(0.4)
+                await turn(work)
+
+            def slow_down() -> None:
+                stage._turn = slowly  # type: ignore[method-assign]
+
+            answer = await answer_while(swarm, swarm.peers[3], 8, {3: slow_down})
+            assert list(answer.tokens) == reference("gpt2", PROMPT, 8)
+            assert not swarm.heirs.reports
+
+    asyncio.run(main())
+
+
+def test_a_token_that_was_lost_on_the_way_is_made_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        failover = FailoverConfig(recover_seconds=20, quiet_seconds=0.05, ping_seconds=0.05, rounds=2)
+        async with swarm_of(4, tmp_path, failover=failover) as swarm:
+            job = await swarm.serve("gpt2", 3)
+            stage = swarm.owners[1].service._hosted[job, 1].stage
+            turn = stage._turn
+
+            async def lose_it(work: Any) -> None:
+                stage._turn = turn  # type: ignore[method-assign]
+
+            def lose_one() -> None:
+                stage._turn = lose_it  # type: ignore[method-assign]
+
+            answer = await answer_while(swarm, swarm.peers[3], 12, {5: lose_one})
+            assert list(answer.tokens) == reference("gpt2", PROMPT, 12)
+            assert not swarm.heirs.reports
+
+    asyncio.run(main())
+
+
+# --- leaving
+
+
+async def hand_over(swarm: Swarm, job: JobId, stage: int, old: Peer, new: Peer) -> None:
+    """What hosting does when a peer leaves that has a successor."""
+    claim = old.context.leases.holds(job, stage)
+    assert claim is not None
+    assert await old.service.pass_on(job, stage) == {}
+    await swarm.hold(new, job, stage, over=claim.term)
+    old.hosting[0].cancel()
+
+
+def test_a_peer_that_leaves_is_followed_without_a_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fusion.runtime.serving.generation")
+
+    async def main() -> None:
+        async with swarm_of(5, tmp_path, failover=PATIENT) as swarm:
+            job = await swarm.serve("llama", 3)
+            old, new = swarm.owners[1], swarm.peers[3]
+            await swarm.stand_by(new, job, 1)
+            gateway = swarm.peers[4]
+            stage, first = (swarm.owners[i].service._hosted[job, i].stage for i in (2, 0))
+            turn, begin = stage._turn, first._open
+
+            def begin_late(link: Any, frame: Any) -> None:  # tokens come while the next session is opened
+                asyncio.get_running_loop().call_later(0.03, begin, link, frame)
+
+            async def unhurried(work: Any) -> None:
+                await asyncio.sleep(0.005)  # the answer must not be over before it has moved
+                await turn(work)
+
+            stage._turn = unhurried  # type: ignore[method-assign]
+            first._commands["open"] = begin_late
+            answer = await answer_while(swarm, gateway, 80, {20: lambda: hand_over(swarm, job, 1, old, new)})
+            assert list(answer.tokens) == reference("llama", PROMPT, 80)
+            assert answer.route[1] == new.id
+            assert not swarm.heirs.reports
+            assert not [r for r in caplog.records if "looking for another way" in r.message]
+            await asyncio.wait(old.hosting, timeout=10)
+            assert not old.open_sessions and not old.service._hosted
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_a_host_that_is_cancelled_without_a_successor_ends_its_sessions_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(5, tmp_path, failover=PATIENT) as swarm:
+            job = await swarm.serve("llama", 3)
+            old, new = swarm.owners[1], swarm.peers[3]
+
+            async def move() -> None:
+                old.hosting[0].cancel()
+                await asyncio.wait(old.hosting)
+                await old.context.leases.release(job, 1)
+                await swarm.hold(new, job, 1)
+
+            answer = await answer_while(swarm, swarm.peers[4], 40, {9: move})
+            assert list(answer.tokens) == reference("llama", PROMPT, 40)
+            assert answer.route[1] == new.id
+
+    asyncio.run(main())
+
+
+def test_an_answer_of_a_job_that_was_stopped_ends_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(3, tmp_path, failover=PATIENT) as swarm:
+            job = await swarm.serve("llama", 2)
+
+            async def stop() -> None:
+                await swarm.publish(job, "llama", 2, state="stopped")
+                for stage, peer in enumerate(swarm.owners):
+                    peer.hosting[0].cancel()
+                    await peer.context.leases.release(job, stage)
+
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(RemoteError, match="llama is not served any more: stopped"):
+                await answer_while(swarm, swarm.peers[2], 80, {5: stop})
+            assert asyncio.get_running_loop().time() - began < PATIENT.recover_seconds / 2
+
+    asyncio.run(main())

@@ -1,0 +1,169 @@
+"""What a stage tells the gateways when something is wrong, and how it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from support.toy_ring import SHAPES, Refused, reference, ring_of
+
+from fusion.swarm.errors import SwarmError
+
+
+def test_a_stage_says_that_it_is_there_and_how_far_it_is() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["three"]) as ring:
+            streams = await ring.connect()
+            opening = ring.opening(
+                list(range(9)), 3, session="s"
+            )  # three chunks, then two tokens are fed back
+            await ring.open(streams, opening)
+            await streams[1].send("ping", {"session": "s"})
+            frame = await streams[1].receive()
+            assert (frame.kind, frame.header) == ("pong", {"session": "s", "ran": 0})
+            await ring.prompt(streams, opening, list(range(9)))
+            await ring.tokens(streams[2])
+            await streams[1].send("ping", {"session": "s"})
+            assert (await streams[1].receive()).header["ran"] == 5
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_does_not_know_the_session_says_so() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["one"]) as ring:
+            [stream] = await ring.connect()
+            await stream.send("ping", {"session": "elsewhere"})
+            frame = await stream.receive()
+            assert frame.kind == "failed"
+            assert (frame.header["session"], frame.header["reason"]) == ("elsewhere", "moved")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_neighbour_that_vanished_is_named(opened: bool) -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["three"]) as ring:
+            streams = await ring.connect()
+            opening = ring.opening([1], 50, session="s")
+            if opened:
+                await ring.open(streams, opening)
+            ring.network.kill(ring.route[1].peer)
+            if not opened:
+                await streams[0].send("open", opening.to_header())
+            frame = await streams[0].receive()
+            assert frame.kind == "failed" and "stage 1 of toy on" in frame.header["message"]
+            assert (frame.header["reason"], frame.header["stage"]) == ("vanished", 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"route": [["p0", 4]]}, "moved"),
+        ({"route": [["p9", 5]]}, "moved"),
+        ({"max_tokens": 0}, "refused"),
+        ({}, "full"),
+    ],
+)
+def test_the_reason_of_a_refusal_says_whether_to_look_elsewhere(change: dict[str, Any], reason: str) -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["one"]) as ring:
+            ring.planes[0].full = True
+            [stream] = await ring.connect()
+            await stream.send("open", {**ring.opening([1], 5, session="s").to_header(), **change})
+            frame = await stream.receive()
+            assert frame.kind == "failed" and frame.header["reason"] == reason
+            assert frame.header["stage"] == 0 and not ring.rings[0].sessions
+
+    asyncio.run(main())
+
+
+def test_a_plane_that_fails_is_the_fault_of_its_own_stage() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            streams = await ring.connect()
+            opening = ring.opening([1], 5, session="s")
+            await ring.open(streams, opening)
+            ring.planes[1].broken = True
+            await ring.prompt(streams, opening, [1])
+            frame = await streams[1].receive()
+            assert frame.kind == "failed"
+            assert (frame.header["reason"], frame.header["stage"]) == ("broken", 1)
+
+    asyncio.run(main())
+
+
+# --- leaving
+
+
+def test_a_stage_that_leaves_serves_until_its_sessions_have_moved() -> None:
+    prompt = [1, 2, 3]
+
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            streams = await ring.connect()
+            opening = ring.opening(prompt, 20, session="s")
+            await ring.open(streams, opening)
+            ring.rings[0].leave()
+            ring.tasks[0].cancel()
+            assert (await streams[0].receive()).kind == "leaving"
+            await ring.prompt(streams, opening, prompt)
+            assert await ring.tokens(streams[1]) == reference(SHAPES["two"], prompt, 20)
+            await streams[0].send("open", ring.opening([1], 5, session="late").to_header())
+            frame = await streams[0].receive()
+            assert (frame.kind, frame.header["reason"]) == ("failed", "moved")
+            assert not ring.tasks[0].done()
+            await streams[0].send("close", {"session": "s"})
+            await asyncio.wait([ring.tasks[0]], timeout=2.0)  # at once, long before its time is up
+            assert ring.tasks[0].done()
+            with pytest.raises(SwarmError):
+                await streams[0].receive()
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_leaves_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusion.runtime.serving.ring.SEE_OFF_SECONDS", 0.02)
+
+    async def main() -> None:
+        async with ring_of(SHAPES["one"]) as ring:
+            [stream] = await ring.connect()
+            await ring.open([stream], ring.opening([1], 5, session="s"))
+            ring.rings[0].leave()
+            ring.tasks[0].cancel()
+            assert (await stream.receive()).kind == "leaving"
+            frame = await stream.receive()
+            assert (frame.kind, frame.header["reason"]) == ("failed", "moved")
+            await asyncio.wait([ring.tasks[0]])
+
+    asyncio.run(main())
+
+
+def test_a_stage_without_sessions_leaves_at_once() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["one"]) as ring:
+            [stream] = await ring.connect()
+            await stream.send("ping", {"session": "s"})
+            await stream.receive()
+            ring.rings[0].leave()
+            ring.tasks[0].cancel()
+            await asyncio.wait([ring.tasks[0]], timeout=2.0)
+            assert ring.tasks[0].done()
+
+    asyncio.run(main())
+
+
+def test_without_a_successor_sessions_end_with_the_host() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["one"]) as ring:
+            streams = await ring.connect()
+            await ring.open(streams, ring.opening([1], 5, session="s"))
+            ring.tasks[0].cancel()
+            with pytest.raises(Refused, match=r"failed: stage 0 of toy on .* is leaving"):
+                await ring.tokens(streams[0])
+
+    asyncio.run(main())

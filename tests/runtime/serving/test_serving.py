@@ -1,0 +1,59 @@
+"""Standing by for the stages of a served model, and keeping its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from support.served import swarm_of
+
+
+def test_a_warm_standby_hosts_without_loading_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(3, tmp_path) as swarm:
+            job = await swarm.serve("gpt2", 2)
+            heir = swarm.peers[2]
+            await swarm.stand_by(heir, job, 1)
+            await swarm.stand_by(heir, job, 1)  # idempotent
+            plane = heir.service._warm[job, 1].plane
+            claim = swarm.owners[1].context.leases.holds(job, 1)
+            assert claim is not None
+            await swarm.hold(heir, job, 1, over=claim.term)
+            assert heir.service._hosted[job, 1].loaded.plane is plane and not heir.service._warm
+            await swarm.stand_by(heir, job, 0)
+            heir.service.forget(job, 0)
+            heir.service.forget(job, 0)
+            assert not heir.service._warm
+
+    asyncio.run(main())
+
+
+def test_what_is_kept_warm_makes_room_for_what_runs(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(3, tmp_path, memory_bytes=250_000) as swarm:
+            job = await swarm.serve("gpt2", 2)
+            heir = swarm.peers[2]
+            await swarm.stand_by(heir, job, 0, 1)
+            sizes = {place: warm.weights_bytes for place, warm in heir.service._warm.items()}
+            assert sizes and sum(sizes.values()) <= 250_000
+            for stage in (0, 1):
+                claim = swarm.owners[stage].context.leases.holds(job, stage)
+                assert claim is not None
+                await swarm.hold(heir, job, stage, over=claim.term)
+            assert set(heir.service._hosted) == {(job, 0), (job, 1)} and not heir.service._warm
+
+    asyncio.run(main())
+
+
+def test_every_owner_keeps_the_weights_of_the_stage_before(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(4, tmp_path) as swarm:
+            job = await swarm.serve("gpt2", 3)
+            weights: Sequence[Any] = swarm.manifests[job].weights
+            for stage, peer in enumerate(swarm.owners):
+                while not peer.context.blobs.has(weights[stage - 1]):
+                    await asyncio.sleep(0.002)
+
+    asyncio.run(main())
