@@ -7,10 +7,12 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusion.cli import options
+from fusion.cli.lean import lean_imports
 from fusion.cli.options import home_folder
 from fusion.swarm.directory import RECORD_TTL_SECONDS
 from fusion.swarm.errors import SwarmError, TransportError
@@ -35,7 +37,8 @@ async def client(
 ) -> AsyncIterator[Context]:
     """Join the swarm to use it: through `peer`, else the peer that runs with this home, else the bootstrap peers."""
     addresses = options.bootstrap_addresses(bootstrap)
-    from fusion.runtime.peer import ClientConfig, open_client
+    with lean_imports():
+        from fusion.runtime.peer import ClientConfig, open_client
 
     async with open_client(ClientConfig(home=home_folder(home), bootstrap=addresses, peer=peer)) as context:
         yield context
@@ -124,17 +127,19 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
     from fusion.runtime.progress import Progress
 
     heard = time.monotonic()
+    last = Progress(job=job, state="launching")
     while True:
         record = await context.directory.job(job)
         if record is not None:
             heard = time.monotonic()  # a record that nobody renews runs out
         if record is not None and record.state in ENDED and record.lead is None:
-            yield Progress(job=job, state=record.state, step=record.step, message=record.message)
+            yield replace(last, state=record.state, step=record.step, message=record.message)
             return
         if record is not None and record.lead is not None:
             try:
                 async for progress in _ask_lead(context, record):
                     heard = time.monotonic()
+                    last = progress
                     yield progress
                     if progress.finished:
                         return
@@ -142,7 +147,7 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
                 pass  # the lead is gone or moved: the directory will name the next one
             latest = await context.directory.job(job)
             if latest is not None and latest.state in ENDED:
-                yield Progress(job=job, state=latest.state, step=latest.step, message=latest.message)
+                yield replace(last, state=latest.state, step=latest.step, message=latest.message)
                 return
         if time.monotonic() - heard > SILENCE_SECONDS:
             raise SwarmError(f"nobody speaks for the job {job[:12]} any more")

@@ -224,7 +224,6 @@ sequence = {SEQUENCE}
 microbatches = {MICROBATCHES}
 microbatch_size = {MICROBATCH_SIZE}
 evaluate_every = {max(1, steps // 6)}
-snapshot_every = {max(1, steps // 3)}
 
 [optimizer]
 learning_rate = 3e-3

@@ -28,6 +28,11 @@ STOP_SECONDS = 6.0
 LINE_BYTES = 1 << 24
 
 Record = dict[str, Any]
+OnRecord = Callable[[Record], None]
+
+
+def _ignore(record: Record) -> None:
+    pass
 
 
 class FleetError(RuntimeError):
@@ -62,17 +67,31 @@ class Fleet:
         self._processes: list[asyncio.subprocess.Process] = []
         self._readers: list[asyncio.Task[None]] = []
 
-    async def start_peer(self, name: str, *arguments: str, bootstrap: Sequence[str] = ()) -> LocalPeer:
-        """Start a peer and wait until it is up. FleetError with its last words if it is not."""
+    async def start_peer(
+        self,
+        name: str,
+        *arguments: str,
+        bootstrap: Sequence[str] = (),
+        listen: str = LISTEN,
+        prefix: Sequence[str] = (),
+        command: Sequence[str] | None = None,
+        on_record: OnRecord = _ignore,
+    ) -> LocalPeer:
+        """Start a peer and wait until it is up. FleetError with its last words if it is not.
+
+        `prefix` stands before the command (`ip netns exec NAME`), `command` in the place of `fusion-peer`;
+        `on_record` gets every object that the peer prints, for as long as it lives."""
         home = self.root / name
         joins = [word for address in bootstrap or (os.devnull,) for word in ("--bootstrap", address)]
         process = await self._spawn(
             name,
-            *("start", "--home", str(home), "--listen", LISTEN, "--threads", "1", "--json"),
+            *("start", "--home", str(home), "--listen", listen, "--threads", "1", "--json"),
             *("--stop-with", str(os.getpid()), *joins, *arguments),
+            prefix=prefix,
+            command=command,
         )
         ready: asyncio.Future[Record] = asyncio.get_running_loop().create_future()
-        self._readers.append(asyncio.create_task(_drain(process, ready), name=f"output of {name}"))
+        self._readers.append(asyncio.create_task(_drain(process, ready, on_record), name=f"output of {name}"))
         try:
             async with asyncio.timeout(READY_SECONDS):
                 record = await ready
@@ -85,11 +104,11 @@ class Fleet:
         return peer
 
     async def run(
-        self, name: str, *arguments: str, on_record: Callable[[Record], None] = lambda record: None
+        self, name: str, *arguments: str, prefix: Sequence[str] = (), on_record: OnRecord = _ignore
     ) -> list[Record]:
         """Run `fusion-peer ARGUMENTS --json` to its end; every object it printed. FleetError with its last words if
         it fails."""
-        process = await self._spawn(name, *arguments, "--json")
+        process = await self._spawn(name, *arguments, "--json", prefix=prefix)
         assert process.stdout is not None
         records: list[Record] = []
         async for line in process.stdout:
@@ -102,11 +121,22 @@ class Fleet:
             )
         return records
 
-    def last_words(self, name: str) -> str:
-        """The last line that a process of the fleet wrote to stderr."""
+    async def kill(self, peer: LocalPeer) -> None:
+        """SIGKILL, and the peer is no longer one of the fleet's; its home stays."""
+        with contextlib.suppress(ProcessLookupError):
+            peer.process.kill()
+        self.forget(peer)
+        await peer.process.wait()
+
+    def forget(self, peer: LocalPeer) -> None:
+        """The peer has ended, or will without us."""
+        self.peers = [other for other in self.peers if other is not peer]
+
+    def last_words(self, name: str, lines: int = 1) -> str:
+        """The last lines that a process of the fleet wrote to stderr, empty ones left out."""
         log = self.root / f"{name}.log"
-        lines = log.read_text("utf-8", "replace").split("\n") if log.exists() else []
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        said = log.read_text("utf-8", "replace").split("\n") if log.exists() else []
+        return "\n".join([line.strip() for line in said if line.strip()][-lines:])
 
     async def aclose(self) -> None:
         """Stop every process in order: ask, wait, kill."""
@@ -126,10 +156,13 @@ class Fleet:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
 
-    async def _spawn(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
+    async def _spawn(
+        self, name: str, *arguments: str, prefix: Sequence[str] = (), command: Sequence[str] | None = None
+    ) -> asyncio.subprocess.Process:
         with open(self.root / f"{name}.log", "ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *COMMAND,
+                *prefix,
+                *(COMMAND if command is None else command),
                 *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
@@ -146,12 +179,21 @@ class Fleet:
         return process
 
 
-async def _drain(process: asyncio.subprocess.Process, ready: asyncio.Future[Record]) -> None:
+async def _drain(
+    process: asyncio.subprocess.Process, ready: asyncio.Future[Record], on_record: OnRecord
+) -> None:
     """Read a peer's output for as long as it lives (a full pipe would stop it); its first object is for `ready`."""
     assert process.stdout is not None
     async for line in process.stdout:
+        if ready.done() and on_record is _ignore:
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:  # one that is killed leaves half a line
+            continue
         if not ready.done():
-            ready.set_result(json.loads(line))
+            ready.set_result(record)
+        on_record(record)
     if not ready.done():
         ready.set_exception(FleetError("it ended"))
 

@@ -69,6 +69,10 @@ def progress_line(progress: Progress) -> str:
         parts.append(f"busy {busy_text(progress.busy)}")
     if progress.sent_bytes:
         parts.append(f"wire {bytes_text(progress.sent_bytes)}")
+    if progress.losses:
+        parts.append(f"lost {progress.losses} {'owner' if progress.losses == 1 else 'owners'}")
+    if progress.discarded or progress.replayed:
+        parts.append(f"discarded {progress.discarded}, replayed {progress.replayed}")
     if progress.message:
         parts.append(progress.message)
     return "  ".join(parts)

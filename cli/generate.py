@@ -66,6 +66,7 @@ def generate(
 async def _generate(
     request: GenerateRequest, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
 ) -> None:
+    from fusion.runtime.serving.generate_client import another_peer
     from fusion.runtime.serving.generate_client import generate as ask_gateway
     from fusion.runtime.serving.request import Answer
 
@@ -75,7 +76,8 @@ async def _generate(
         answer: Answer | None = None
         # The prompt stands before its answer, as the model sees it; ids have no text of their own.
         output.write(request.prompt or "")
-        async for piece in ask_gateway(context.transport, gateway, request):
+        others = another_peer(context.directory)  # where the gateway vanishes, one of them goes on
+        async for piece in ask_gateway(context.transport, gateway, request, others):
             if isinstance(piece, Answer):
                 answer = piece
             else:

@@ -46,6 +46,8 @@ def _read_processes(lines: Iterable[str]) -> list[psutil.Process]:
 def end(processes: list[psutil.Process]) -> None:
     """Ask, wait, kill. psutil checks that a process is still the one it was before it signals."""
     for process in processes:
+        _thaw(process)
+    for process in processes:
         with contextlib.suppress(psutil.Error):
             process.terminate()
     _, left = psutil.wait_procs(processes, timeout=GRACE_SECONDS)
@@ -53,6 +55,15 @@ def end(processes: list[psutil.Process]) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(left, timeout=GRACE_SECONDS)
+
+
+def _thaw(process: psutil.Process) -> None:
+    """What somebody has stopped cannot clear up, nor can those under it: let them go on."""
+    with contextlib.suppress(psutil.Error):
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                if each.status() == psutil.STATUS_STOPPED:
+                    each.resume()
 
 
 if __name__ == "__main__":

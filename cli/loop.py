@@ -8,14 +8,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PARENT_POLL_SECONDS = 0.5
-STOP_BUDGET_SECONDS = 4.8  # a peer that was asked to stop is gone in 5 s, whatever blocks it
+STOP_BUDGET_SECONDS = (
+    4.8  # a peer with nothing to hand over that was asked to stop is gone in 5 s, whatever blocks it
+)
 
 
 def run(main: Coroutine[Any, Any, T], *, debug: bool = False) -> T:
@@ -26,17 +28,23 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool = False) -> T:
 
 
 def run_until_stopped(
-    main: Coroutine[Any, Any, None], *, parent: int | None = None, debug: bool = False
+    main: Coroutine[Any, Any, None],
+    *,
+    parent: int | None = None,
+    debug: bool = False,
+    extra_seconds: Callable[[], float] = lambda: 0.0,
 ) -> None:
     """Run `main` until it ends or is asked to stop: by SIGINT, SIGTERM, or the end of the process `parent`, which
-    started us. It is then cancelled and has STOP_BUDGET_SECONDS to hand over and close; a second signal, or the end
-    of that time, ends the process at once."""
+    started us. It is then cancelled and has STOP_BUDGET_SECONDS, and what `extra_seconds` says at that moment, to hand
+    over and close; a second signal, or the end of that time, ends the process at once."""
     configure_logging(debug)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(_until_stopped(main, parent))
+        runner.run(_until_stopped(main, parent, extra_seconds))
 
 
-async def _until_stopped(main: Coroutine[Any, Any, None], parent: int | None) -> None:
+async def _until_stopped(
+    main: Coroutine[Any, Any, None], parent: int | None, extra_seconds: Callable[[], float]
+) -> None:
     loop = asyncio.get_running_loop()
     work = asyncio.ensure_future(main)
     asked = False
@@ -47,7 +55,7 @@ async def _until_stopped(main: Coroutine[Any, Any, None], parent: int | None) ->
             os._exit(130)
         asked = True
         # A thread, because what blocks may be the loop itself or the wait for other threads after it.
-        deadline = threading.Timer(STOP_BUDGET_SECONDS, os._exit, (1,))
+        deadline = threading.Timer(STOP_BUDGET_SECONDS + extra_seconds(), os._exit, (1,))
         deadline.daemon = True
         deadline.start()
         work.cancel()

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from fusion.cli import errors, jobs, options
+from fusion.cli.chaos import chaos
 from fusion.cli.demo import demo
 from fusion.cli.generate import generate
 from fusion.cli.serve import serve
@@ -35,6 +36,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(status)
 app.command()(demo)
+app.command()(chaos)
 
 
 @app.callback(invoke_without_command=True)

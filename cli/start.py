@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fusion.cli import options
+from fusion.cli.lean import lean_imports
 from fusion.cli.loop import run_until_stopped
 from fusion.cli.output import Output, bytes_text, flops_text
+from fusion.swarm.errors import DaemonDied, TransportError
 
 if TYPE_CHECKING:
     from fusion.runtime.peer import Peer, PeerConfig
 
+log = logging.getLogger(__name__)
+
 STATUS_SECONDS = 1.0
+HAND_OVER_SECONDS = 15.0
+FIRST_PAUSE_SECONDS = 0.2  # before a peer whose p2pd died is opened anew, doubling while it keeps dying
+LONGEST_PAUSE_SECONDS = 60.0
+STEADY_SECONDS = 60.0  # a p2pd that ran for so long did not die at once
 
 
 class Device(StrEnum):
@@ -40,32 +52,99 @@ def start(
         typer.Option("--memory", metavar="SIZE", help="Memory to lend, e.g. 4GiB (half of what is free)."),
     ] = None,
     device: Annotated[Device, typer.Option("--device", help="What computes.")] = Device.cpu,
+    upload: Annotated[
+        float | None,
+        typer.Option(
+            "--upload-mbps",
+            min=0.1,
+            metavar="MBPS",
+            help="Most to give away of weights and snapshots, in megabits a second (no limit).",
+        ),
+    ] = None,
     json: options.Json = False,
     debug: options.Debug = False,
     stop_with: options.StopWith = None,
+    tell_steps: Annotated[
+        bool,
+        typer.Option("--tell-steps", hidden=True, help="Print each committed step of the jobs led here."),
+    ] = False,
 ) -> None:
     """Lend this machine to the swarm until Ctrl-C, which hands its work over and leaves nothing behind."""
     output = Output(as_json=json)
     chosen: dict[str, Any] = {"listen": tuple(map(options.checked_listen, listen))} if listen else {}
+    if upload is not None:
+        chosen["upload_mbps"] = upload
     if memory is not None:
         chosen["memory_bytes"] = options.parse_size(memory)
     folder, addresses = options.home_folder(home), options.bootstrap_addresses(bootstrap)
     output.status("starting ...")
-    from fusion.runtime.peer import PeerConfig
+    with lean_imports():
+        from fusion.runtime.peer import PeerConfig
 
     config = PeerConfig(home=folder, bootstrap=addresses, threads=threads, device=device.value, **chosen)
-    run_until_stopped(_lend(config, output), parent=stop_with, debug=debug)
+    lending = Lending(config, output, tell_steps=tell_steps)
+    run_until_stopped(
+        lending.run(), parent=stop_with, debug=debug, extra_seconds=lambda: lending.hand_over_seconds
+    )
     output.say("stopped")
     output.emit({"event": "stopped"})
 
 
-async def _lend(config: PeerConfig, output: Output) -> None:
-    from fusion.runtime.peer import open_peer
+class Lending:
+    """A peer that is opened anew when its p2pd died: same home and ports, so that it is the same peer to the others,
+    without the stages it had, which its standbys have taken over meanwhile."""
 
-    async with open_peer(config) as peer:
-        _introduce(peer, config, output)
-        announcing = asyncio.create_task(_tell_announced(peer, output))
+    def __init__(self, config: PeerConfig, output: Output, *, tell_steps: bool = False) -> None:
+        """`tell_steps`: print what `fusion.cli.chaos_trace` reads, for tests that watch each step."""
+        self._config = config
+        self._tell_steps = tell_steps
+        self._output = output
+        self._peer: Peer | None = None
+
+    @property
+    def hand_over_seconds(self) -> float:
+        """What stopping now may take beyond closing: a stage is handed over between two steps, however long one is."""
+        return HAND_OVER_SECONDS if self._peer is not None and self._peer.hosting.hosted else 0.0
+
+    async def run(self) -> None:
+        """Until cancelled, or until something ends that cannot be started anew. Raises as `open_peer` does."""
+        from fusion.runtime.peer import open_peer
+
+        loop = asyncio.get_running_loop()
+        config, pause, ran = self._config, FIRST_PAUSE_SECONDS, False
+        while True:
+            began = loop.time()
+            try:
+                async with open_peer(config) as peer:
+                    ran, self._peer = True, peer
+                    ports = same_ports(self._config.listen, peer.context.transport.addresses)
+                    config = replace(self._config, listen=ports)
+                    await self._attend(peer)
+            except DaemonDied as error:
+                reason = str(error)
+            except TransportError as error:
+                if not ran:
+                    raise
+                reason, config = str(error), self._config  # perhaps a port was taken meanwhile
+            finally:
+                self._peer = None
+            gc.collect()  # before what is left of that peer is taken for what stays
+            if loop.time() - began >= STEADY_SECONDS:
+                pause = FIRST_PAUSE_SECONDS
+            log.warning("%s; starting it again in %.1f s", reason, pause)
+            self._output.emit({"event": "restarting", "reason": reason, "seconds": pause})
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _attend(self, peer: Peer) -> None:
+        from fusion.cli.chaos_trace import tell_steps
+
+        output = self._output
+        _introduce(peer, self._config, output)
         failing = asyncio.create_task(peer.failed())
+        telling = [asyncio.create_task(_tell_announced(peer, output))]
+        if self._tell_steps:
+            telling.append(asyncio.create_task(tell_steps(peer, output)))
         last: dict[str, Any] = {}
         try:
             while not failing.done():
@@ -77,9 +156,26 @@ async def _lend(config: PeerConfig, output: Output) -> None:
                 await asyncio.wait([failing], timeout=STATUS_SECONDS)
             raise failing.result()
         finally:
-            announcing.cancel()
-            failing.cancel()
+            for task in (failing, *telling):
+                task.cancel()
             output.status("handing over ...", important=True)
+
+
+def same_ports(listen: tuple[str, ...], addresses: Sequence[str]) -> tuple[str, ...]:
+    """`listen` with each port that was left to the system replaced by the one that it chose."""
+    chosen: list[str] = []
+    open_ports = [parts for parts in (address.split("/") for address in addresses) if len(parts) > 4]
+    # Behind a router an address may be the router's, with a port of its own.
+    open_ports.sort(key=lambda parts: parts[2] not in ("127.0.0.1", "::1"))
+    for wanted in listen:
+        parts = wanted.split("/")
+        for found in open_ports if parts[4] == "0" else ():
+            tried = "/".join([*parts[:4], found[4], *parts[5:]])
+            if (found[1], found[3]) == (parts[1], parts[3]) and tried not in chosen:
+                wanted = tried
+                break
+        chosen.append(wanted)
+    return tuple(chosen)
 
 
 async def _tell_announced(peer: Peer, output: Output) -> None:

@@ -1,10 +1,11 @@
-"""`fusion-peer status`: who is there, what they can do, which stages they own, and what flows between them."""
+"""`fusion-peer status`: who is there, what they can do, which stages they own or stand by for, and what flows between
+them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ def status(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """The swarm now: peers and what they can do, stages and who owns them, jobs, links."""
+    """The swarm now: peers and what they can do, stages and who owns them or stands by, jobs, links."""
     run(_status(peer, bootstrap, home, Output(as_json=json)), debug=debug)
 
 
@@ -34,26 +35,63 @@ async def _status(peer: str | None, bootstrap: list[str] | None, home: Path, out
     async with ask.client(home, bootstrap, peer) as context:
         peers = await ask.working_peers(context)
         jobs = await context.directory.jobs()
-        claims = await _claims(context, jobs)
+        stages = [stage_of(job, number, found) for job, number, found in await _claims(context, jobs)]
         links = await _links(context, peers)
     output.emit(
         {
             "peers": [asdict(each) for each in peers],
             "jobs": [asdict(job) for job in jobs],
-            "stages": [asdict(claim) for claim in claims],
+            "stages": [asdict(stage.owner) for stage in stages if stage.owner is not None],
+            "replicas": [asdict(claim) for stage in stages for claim in stage.replicas],
+            "standbys": [
+                {**asdict(claim), "behind": stage.behind(claim)}
+                for stage in stages
+                for claim in stage.standbys
+            ],
             "links": links,
         }
     )
-    _show(output, peers, jobs, claims, links)
+    _show(output, peers, jobs, stages, links)
 
 
-async def _claims(context: Context, jobs: Sequence[JobRecord]) -> list[ClaimRecord]:
-    """The owner's claim of every stage of every job that has not ended."""
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of a job that has not ended, and everybody who holds it or could."""
+
+    job: JobRecord
+    number: int
+    owner: ClaimRecord | None
+    replicas: tuple[ClaimRecord, ...]  # who believes to own it beside its owner
+    standbys: tuple[ClaimRecord, ...]  # the one that would take over first comes first
+
+    def behind(self, standby: ClaimRecord) -> int:
+        """How many committed steps the state is old that a standby has ready."""
+        return max(0, self.job.step - standby.step) if self.job.kind == "train" else 0
+
+
+def stage_of(job: JobRecord, number: int, claims: Sequence[ClaimRecord]) -> Stage:
+    """What the live claims of a stage say."""
     from fusion.swarm.election import winner
 
-    places = [(job.job, stage) for job in jobs if job.state not in ask.ENDED for stage in range(job.stages)]
-    found = await asyncio.gather(*(context.directory.claims(job, stage) for job, stage in places))
-    return [owner for owner in map(winner, found) if owner is not None]
+    owner = winner(claims)
+    standbys = [claim for claim in claims if claim.role == "standby"]
+    standbys.sort(key=lambda claim: (not claim.ready, -claim.step, -claim.score, claim.peer))
+    return Stage(
+        job=job,
+        number=number,
+        owner=owner,
+        replicas=tuple(claim for claim in claims if claim.role == "owner" and claim != owner),
+        standbys=tuple(standbys),
+    )
+
+
+async def _claims(
+    context: Context, jobs: Sequence[JobRecord]
+) -> list[tuple[JobRecord, int, tuple[ClaimRecord, ...]]]:
+    """The live claims of every stage of every job that has not ended."""
+    places = [(job, stage) for job in jobs if job.state not in ask.ENDED for stage in range(job.stages)]
+    found = await asyncio.gather(*(context.directory.claims(job.job, stage) for job, stage in places))
+    return [(job, stage, claims) for (job, stage), claims in zip(places, found, strict=True)]
 
 
 async def _links(context: Context, peers: Sequence[PeerRecord]) -> list[dict[str, Any]]:
@@ -90,24 +128,26 @@ def _show(
     output: Output,
     peers: Sequence[PeerRecord],
     jobs: Sequence[JobRecord],
-    claims: Sequence[ClaimRecord],
+    stages: Sequence[Stage],
     links: Sequence[dict[str, Any]],
 ) -> None:
     names: dict[str, str] = {each.peer: each.name for each in peers}
-    titles = {job.job: job.name for job in jobs}
 
     def name(peer: str) -> str:
         return names.get(peer, f"…{peer[-8:]}")
 
-    owned = {each.peer: [claim for claim in claims if claim.peer == each.peer] for each in peers}
     output.table(
         f"Peers ({len(peers)})",
-        ("name", "device", "speed", "memory free/lent", "stages", "peer id"),
+        ("name", "device", "speed", "memory free/lent", "stages", "stands by for", "peer id"),
         [
             (
                 *(each.name, each.device, flops_text(each.flops_per_second)),
                 f"{bytes_text(each.free_memory_bytes)} / {bytes_text(each.memory_bytes)}",
-                ", ".join(f"{titles[claim.job]}/{claim.stage}" for claim in owned[each.peer]) or "idle",
+                _places(
+                    stage for stage in stages if stage.owner is not None and stage.owner.peer == each.peer
+                )
+                or "idle",
+                _places(stage for stage in stages if any(c.peer == each.peer for c in stage.standbys)) or "-",
                 each.peer,
             )
             for each in sorted(peers, key=lambda each: each.name)
@@ -115,10 +155,23 @@ def _show(
     )
     output.table(
         "Jobs",
-        ("job", "name", "kind", "state", "step", "stages and owners"),
+        ("job", "name", "kind", "state", "step", "stages and owners", "message"),
         [
-            (*(job.job[:12], job.name, job.kind, job.state, str(job.step)), _stage_line(job, claims, name))
+            (
+                *(job.job[:12], job.name, job.kind, job.state, str(job.step)),
+                stage_line([stage for stage in stages if stage.job.job == job.job], name) or str(job.stages),
+                job.message,
+            )
             for job in jobs
+        ],
+    )
+    output.table(
+        "Standbys",
+        ("job", "stage", "peer", "state"),
+        [
+            (stage.job.name, str(stage.number), name(claim.peer), standby_text(stage, claim))
+            for stage in stages
+            for claim in stage.standbys
         ],
     )
     output.table(
@@ -132,14 +185,28 @@ def _show(
     )  # fmt: skip
 
 
-def _stage_line(job: JobRecord, claims: Sequence[ClaimRecord], name: Any) -> str:
-    """E.g. "0 quiet-otter-3f, 1 brave-lynx-01 (loading), 2 -"."""
-    if job.state in ask.ENDED:
-        return str(job.stages)
-    owners = {claim.stage: claim for claim in claims if claim.job == job.job}
+def _places(stages: Iterable[Stage]) -> str:
+    return ", ".join(f"{stage.job.name}/{stage.number}" for stage in stages)
+
+
+def stage_line(stages: Sequence[Stage], name: Callable[[str], str]) -> str:
+    """E.g. "0 quiet-otter-3f +2, 1 brave-lynx-01 (loading) +0, 2 - +1": the owners, and how many others are ready to
+    take over."""
     parts = []
-    for stage in range(job.stages):
-        claim = owners.get(stage)
-        held = "-" if claim is None else name(claim.peer) + ("" if claim.ready else " (loading)")
-        parts.append(f"{stage} {held}")
+    for stage in stages:
+        held = (
+            "-"
+            if stage.owner is None
+            else name(stage.owner.peer) + ("" if stage.owner.ready else " (loading)")
+        )
+        ready = sum(claim.ready for claim in (*stage.replicas, *stage.standbys))
+        parts.append(f"{stage.number} {held} +{ready}")
     return ", ".join(parts)
+
+
+def standby_text(stage: Stage, standby: ClaimRecord) -> str:
+    """E.g. "ready", "ready, 12 steps behind", "loading"."""
+    if not standby.ready:
+        return "loading"
+    behind = stage.behind(standby)
+    return f"ready, {behind} step{'' if behind == 1 else 's'} behind" if behind else "ready"

@@ -54,6 +54,9 @@ def test_the_line_says_what_matters() -> None:
     line = progress_line(RUNNING)
     for part in ("running", "3/9", "2.000", "12.3k tokens/s", "81% 79%", "3.0 MiB"):
         assert part in line
+    assert "lost" not in line and "discarded" not in line
+    shaken = progress_line(replace(RUNNING, losses=1, discarded=2, replayed=3))
+    assert "lost 1 owner" in shaken and "discarded 2, replayed 3" in shaken
 
 
 def test_pick_by_name_id_or_not_at_all() -> None:
@@ -143,6 +146,19 @@ def test_watch_goes_with_the_lead() -> None:
 def test_watch_a_job_whose_lead_ended_and_left() -> None:
     [last] = watched(Swarm([record(state="failed", message="stage 1: out of memory", step=7)], {}))
     assert (last.state, last.message, last.step) == ("failed", "stage 1: out of memory", 7)
+
+
+def test_watch_keeps_what_it_heard_of_a_job_that_ended_out_of_sight() -> None:
+    """The lead dies at the very end; another owner says that the job is done."""
+    swarm = Swarm(
+        [record(), record(state="done", step=9, lead=None)], {"lead-1": iter([Lead([said(RUNNING)])])}
+    )
+    assert watched(swarm) == [RUNNING, replace(RUNNING, state="done", step=9)]
+
+
+def test_watch_asks_the_lead_of_a_job_that_ended_before_anybody_asked() -> None:
+    swarm = Swarm([record(state="done", step=9)], {"lead-1": iter([Lead([said(DONE)])])})
+    assert watched(swarm) == [DONE]
 
 
 def test_watch_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,17 @@ def test_what_blocks_does_not_keep_it_alive(handover: str) -> None:
     assert process.wait(timeout=30) == 1
 
 
+def test_what_is_to_be_handed_over_has_its_time() -> None:
+    process = peer(
+        "await asyncio.sleep(0.5)",
+        parent="None, extra_seconds=lambda: 60.0",
+        before="loop.STOP_BUDGET_SECONDS = 0.1",
+    )
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "handing over\nhanded over\nstopped\n")
+
+
 def test_a_peer_whose_parent_is_gone_stops() -> None:
     parent = (
         "import subprocess, sys, os\n"

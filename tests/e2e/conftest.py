@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,15 @@ class Peers:
         peer: LocalPeer = self._call(self.fleet.start_peer(name, *arguments, bootstrap=bootstrap))
         return peer
 
+    def start_together(self, names: Sequence[str], bootstrap: tuple[str, ...] = ()) -> list[LocalPeer]:
+        """Start all of them at the same moment and wait until each is up."""
+
+        async def start() -> list[LocalPeer]:
+            return await asyncio.gather(*(self.fleet.start_peer(name, bootstrap=bootstrap) for name in names))
+
+        started: list[LocalPeer] = self._call(start())
+        return started
+
     def swarm(self, count: int, *arguments: str) -> list[LocalPeer]:
         """`count` peers that know each other; the first one is where the others joined."""
         peers = [self.start("peer-0", *arguments)]
@@ -63,8 +72,12 @@ class Peers:
         """Send a signal and wait for the end of the process; how many seconds it took."""
         started = time.monotonic()
         peer.process.send_signal(number)
-        self._call(asyncio.wait_for(peer.process.wait(), seconds))
+        self.wait(peer, seconds)
         return time.monotonic() - started
+
+    def wait(self, peer: LocalPeer, seconds: float = 10.0) -> None:
+        """Wait for the end of a peer's process."""
+        self._call(asyncio.wait_for(peer.process.wait(), seconds))
 
 
 @pytest.fixture

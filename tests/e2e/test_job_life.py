@@ -199,7 +199,7 @@ def test_ctrl_c_on_the_owner_of_a_stage_hands_the_job_to_an_idle_peer(peers: Pee
         seconds = peers.stop(peer, signal.SIGINT)
         assert seconds < 5.0 and peer.process.returncode == 0, (seconds, peer.process.returncode)
         assert not daemon.is_running()
-        assert set(os.listdir(peer.home)) <= {"blobs", "identity", "peers.txt", "scratch"}
+        assert set(os.listdir(peer.home)) <= {"blobs", "identity", "jobs", "peers.txt", "scratch"}
         assert not [*peer.home.glob("scratch/*"), *peer.home.glob("blobs/partial/tmp-*")]
 
     async def live(context: Context) -> Progress:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from support.jobs import with_client
+
+from fusion.runtime.context import Context
+from fusion.runtime.peer import STATUS_PROTOCOL
+from fusion.swarm.errors import TransportError
+from fusion.swarm.transport import PeerId, call
 
 if TYPE_CHECKING:
     from conftest import Peers
 
+    from fusion.cli.fleet import LocalPeer
+
 pytestmark = pytest.mark.e2e
+BACK_SECONDS = 20.0
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8F2dTq3vEaHs"
 
 
@@ -54,6 +65,50 @@ def test_killed_outright_it_takes_its_daemon_along(peers: Peers) -> None:
     children = psutil.Process(peer.process.pid).children(recursive=True)
     assert children, "no daemon?"
     peers.stop(peer, signal.SIGKILL)
+
+
+def daemon_of(peer: LocalPeer) -> psutil.Process:
+    [daemon] = [p for p in psutil.Process(peer.process.pid).children(recursive=True) if p.name() == "p2pd"]
+    return daemon
+
+
+async def answer_of(context: Context, peer: LocalPeer) -> dict[str, Any]:
+    """What it says of itself, asked until it answers."""
+    async with asyncio.timeout(BACK_SECONDS):
+        while True:
+            with suppress(TransportError):
+                await context.transport.connect(peer.address)
+                status = await call(context.transport, PeerId(peer.peer_id), STATUS_PROTOCOL, "status")
+                return dict(status.header)
+            await asyncio.sleep(0.05)
+
+
+def test_a_peer_whose_daemon_was_killed_is_back_at_the_same_address(peers: Peers) -> None:
+    first, second = peers.swarm(2)
+
+    async def kill(context: Context) -> None:
+        for peer in (second, first, second):
+            before = await answer_of(context, peer)
+            killed = daemon_of(peer)
+            killed.kill()
+            while killed.is_running() and killed.status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.01)
+            assert (await answer_of(context, peer))["name"] == before["name"]
+            assert daemon_of(peer).pid != killed.pid and peer.process.returncode is None
+            async with asyncio.timeout(BACK_SECONDS):
+                while {r.peer for r in await context.directory.peers()} != {first.peer_id, second.peer_id}:
+                    await asyncio.sleep(0.1)
+
+    with_client(peers.root / "client", first.address, kill)
+    for peer, times in ((first, 1), (second, 2)):
+        lines = (peers.root / f"{peer.name}.log").read_text().splitlines()
+        assert [line for line in lines if "p2pd" in line and "it was killed; starting it again" in line][
+            times - 1 :
+        ], lines
+        assert not [line for line in lines if "Traceback" in line or line.startswith(" ")], lines
+        assert len(lines) <= 3 * times, lines
+    for peer in (first, second):
+        assert peers.stop(peer) < 5.0 and peer.process.returncode == 0
 
 
 def test_an_unreachable_bootstrap_does_not_stop_it(peers: Peers) -> None:

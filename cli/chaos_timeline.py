@@ -1,0 +1,144 @@
+"""What the leads of a job said while it ran, as a history: attempts, commits, recoveries, stalls. Pure.
+
+A lead tells its progress at each change (`fusion.cli.chaos_trace`). An attempt begins with a step that is not yet
+committed, so its first word is no commit; each further word with a higher step is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    at: float  # unix seconds
+    lead: str  # the fleet's name of the peer
+    count: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    at: float
+    step: int  # the state is of this step from now on
+    attempt: Attempt
+
+
+@dataclass(kw_only=True)
+class Timeline:
+    """Of one job. `see` takes the events in the order in which they arrive."""
+
+    job: str
+    attempts: list[Attempt] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+    snapshots: dict[int, str] = field(default_factory=dict)  # step -> index
+    said: list[tuple[float, str, str]] = field(default_factory=list)  # when, which lead, what it waits for
+    last: dict[str, Any] = field(default_factory=dict)  # the newest progress
+    ended_at: float | None = None
+    _open: dict[str, tuple[Attempt, int]] = field(default_factory=dict)  # lead -> its attempt, and how far
+
+    def see(self, lead: str, record: Record) -> bool:
+        """Take an object that a peer printed; whether it was a word on this job."""
+        if record.get("event") != "step" or record.get("job") != self.job:
+            return False
+        at, step, count = float(record["at"]), int(record["step"]), int(record["attempts"])
+        if count > 0:
+            attempt, reached = self._open.get(lead, (None, 0))
+            if attempt is None or attempt.count != count:
+                attempt, reached = Attempt(at=at, lead=lead, count=count, step=step), step
+                self.attempts.append(attempt)
+            elif step > reached:
+                self.commits.append(Commit(at=at, step=step, attempt=attempt))
+            self._open[lead] = (attempt, step)
+        else:  # it has only just taken the lead, perhaps not for the first time
+            self._open.pop(lead, None)
+        if record.get("snapshot"):
+            self.snapshots[int(record["snapshot_step"])] = str(record["snapshot"])
+        message = str(record.get("message") or "")
+        if message and (not self.said or self.said[-1][1:] != (lead, message)):
+            self.said.append((at, lead, message))
+        ended = record.get("state") in ("done", "stopped", "failed")
+        if ended:
+            self.ended_at = at
+            self.said.append((at, lead, f"{record['state']} at step {step}: {record.get('error') or '-'}"))
+        if ended or self.ended_at is None:  # what is said after the end is no news
+            self.last = dict(record)
+        return True
+
+    def restarted(self, lead: str) -> None:
+        """This peer begins anew: its next attempt is another one, whatever its number."""
+        self._open.pop(lead, None)
+
+    @property
+    def step(self) -> int:
+        """The highest committed step."""
+        return max((commit.step for commit in self.commits), default=0)
+
+    @property
+    def lead(self) -> str | None:
+        return self.attempts[-1].lead if self.attempts else None
+
+    @property
+    def owners(self) -> tuple[str | None, ...]:
+        """Peer id of each stage's owner, as the newest lead knows them."""
+        return tuple(self.last.get("owners") or ())
+
+    @property
+    def discarded(self) -> int:
+        """Steps that were under way in vain: each attempt but the last ended in the middle of one."""
+        return max(0, len(self.attempts) - 1)
+
+    @property
+    def replayed(self) -> int:
+        """Commits of steps that had been committed before."""
+        highest = replayed = 0
+        for commit in self.commits:
+            replayed += commit.step <= highest
+            highest = max(highest, commit.step)
+        return replayed
+
+    def seconds(self) -> float:
+        """From the first commit to the last."""
+        return self.commits[-1].at - self.commits[0].at if self.commits else 0.0
+
+    def rate(self, warm_up: int = 0) -> float:
+        """Committed steps a second, each step counted once, after the first `warm_up` commits. 0 where unknown."""
+        counted = self.commits[warm_up:]
+        steps = self.step - counted[0].step if counted else 0
+        seconds = counted[-1].at - counted[0].at if counted else 0.0
+        return steps / seconds if seconds > 0 else 0.0
+
+    def recovery(self, at: float) -> tuple[float | None, float | None]:
+        """Seconds from a loss at `at` to the next step that was committed in an attempt begun after it, and to the
+        next one that had not been committed before. A commit whose gradients were complete already does not count.
+        None where there was none."""
+        before = max((commit.step for commit in self.commits if commit.at <= at), default=0)
+        after = [commit for commit in self.commits if commit.attempt.at > at]
+        first = next((commit.at - at for commit in after), None)
+        new = next((commit.at - at for commit in after if commit.step > before), None)
+        return first, new
+
+    def stall(self, at: float, until: float) -> float:
+        """The longest time without a commit that overlaps [at, until]."""
+        times = [commit.at for commit in self.commits]
+        gaps = [b - a for a, b in pairwise(times) if b >= at and a <= until]
+        if times and times[-1] < until and self.ended_at is None:
+            gaps.append(until - times[-1])
+        return max(gaps, default=0.0)
+
+    def waits(self, at: float, until: float) -> list[str]:
+        """What the leads said that they waited for in this time."""
+        return [f"{when - at:+.1f} s {lead}: {text}" for when, lead, text in self.said if at <= when <= until]
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The nearest-rank percentile; None of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]

@@ -1,0 +1,39 @@
+"""What a peer of a chaos run prints beside the rest (`start --json --tell-steps`): each step that it commits as a
+lead, at once, with the time: {"event": "step", "at": UNIX SECONDS, ...the job's progress}."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from fusion.cli.output import Output
+
+if TYPE_CHECKING:
+    from fusion.runtime.peer import Peer
+    from fusion.swarm.records import JobId
+
+LOOK_SECONDS = 0.05  # for jobs that we have begun to lead
+
+
+async def tell_steps(peer: Peer, output: Output) -> None:
+    """Print every change in the progress of the training jobs that this peer leads, until cancelled."""
+    ended: set[JobId] = set()
+
+    async def follow(job: JobId) -> None:
+        async for progress in peer.training.watch(job):
+            record = progress.to_header()
+            del record["recent"]  # a loss of each step: `loss` has told it already
+            output.emit({"event": "step", "at": time.time(), **record})
+            if progress.finished:
+                ended.add(job)
+
+    async with asyncio.TaskGroup() as tasks:
+        followed: dict[JobId, asyncio.Task[None]] = {}
+        while True:
+            led = {job for job, stage in peer.hosting.hosted if stage == 0} - ended
+            followed = {job: task for job, task in followed.items() if not task.done()}
+            for job in led - set(followed):
+                if peer.training.progress(job) is not None:  # else it is being loaded, or one that serves
+                    followed[job] = tasks.create_task(follow(job))
+            await asyncio.sleep(LOOK_SECONDS)

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import gc, sys
+from fusion.cli.lean import lean_imports
+with lean_imports():
+    import fusion.runtime.peer
+    assert not gc.isenabled()
+assert gc.isenabled()
+from hivemind.dht.node import DHTNode
+print(*sorted({"scipy", "pydantic", "hivemind.averaging", "hivemind.moe", "hivemind.p2p"} & set(sys.modules)))
+"""
+
+
+def test_only_what_a_peer_uses_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["hivemind.p2p"]
+
+
+def test_a_whole_hivemind_that_is_there_already_stays() -> None:
+    code = (
+        "import hivemind\nfrom fusion.cli.lean import lean_imports\n"
+        "with lean_imports(): from hivemind import DHT\nprint(hivemind.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip()

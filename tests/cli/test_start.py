@@ -1,0 +1,118 @@
+"""`fusion-peer start` around the peer: what it does when p2pd dies, with a peer that is none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusion.cli import start
+from fusion.cli.output import Output
+from fusion.runtime import peer as peers
+from fusion.runtime.peer import PeerConfig
+from fusion.swarm.errors import DaemonDied, IdentityError, TransportError
+
+LISTEN = ("/ip4/0.0.0.0/tcp/0",)
+ADDRESSES = ("/ip4/192.0.2.1/tcp/9999/p2p/x", "/ip4/127.0.0.1/tcp/4001/p2p/x")
+
+
+@pytest.mark.parametrize(
+    ("listen", "addresses", "expected"),
+    [
+        (LISTEN, ADDRESSES, ("/ip4/0.0.0.0/tcp/4001",)),
+        (("/ip4/0.0.0.0/tcp/5000",), ADDRESSES, ("/ip4/0.0.0.0/tcp/5000",)),
+        (
+            ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic"),
+            (*ADDRESSES, "/ip4/127.0.0.1/udp/4002/quic/p2p/x"),
+            ("/ip4/0.0.0.0/tcp/4001", "/ip4/0.0.0.0/udp/4002/quic"),
+        ),
+        (LISTEN * 2, ADDRESSES, ("/ip4/0.0.0.0/tcp/4001", "/ip4/0.0.0.0/tcp/9999")),
+        (("/ip6/::/tcp/0",), ADDRESSES, ("/ip6/::/tcp/0",)),
+        (LISTEN, (), LISTEN),
+        (LISTEN, ("/ip4", "nonsense", ""), LISTEN),
+    ],
+)
+def test_ports_that_the_system_chose_are_kept(
+    listen: tuple[str, ...], addresses: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
+    assert start.same_ports(listen, addresses) == expected
+
+
+class Script:
+    """Peers that end one after another, each as it is told to, and the pauses between them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: BaseException | None) -> None:
+        self.ends = list(ends)
+        self.configs: list[PeerConfig] = []
+        self.pauses: list[float] = []
+        monkeypatch.setattr(peers, "open_peer", self.open)
+        monkeypatch.setattr(start.Lending, "_attend", self.attend)
+        monkeypatch.setattr(start, "asyncio", SimpleNamespace(
+            get_running_loop=asyncio.get_running_loop, sleep=self.sleep))  # fmt: skip
+
+    @asynccontextmanager
+    async def open(self, config: PeerConfig) -> AsyncIterator[Any]:
+        self.configs.append(config)
+        end = self.ends.pop(0)
+        if end is not None and not isinstance(end, DaemonDied):
+            raise end
+        self.end = end
+        yield SimpleNamespace(
+            context=SimpleNamespace(transport=SimpleNamespace(addresses=ADDRESSES)),
+            hosting=SimpleNamespace(hosted=(("job", 0),)),
+        )
+
+    async def attend(self, peer: Any) -> None:
+        raise self.end or asyncio.CancelledError
+
+    async def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+    def run(self, home: Path) -> start.Lending:
+        lending = start.Lending(PeerConfig(home=home, listen=LISTEN), Output(as_json=True))
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(self._run(lending))
+        return lending
+
+    async def _run(self, lending: start.Lending) -> None:
+        await lending.run()
+
+
+def test_a_dead_p2pd_is_started_again_at_the_same_port_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    script = Script(monkeypatch, *[DaemonDied(f"p2pd ended: {i}") for i in range(12)], None)
+    with caplog.at_level(logging.WARNING):
+        lending = script.run(tmp_path)
+    assert script.configs[0].listen == LISTEN
+    assert {config.listen for config in script.configs[1:]} == {("/ip4/0.0.0.0/tcp/4001",)}
+    assert script.pauses[:4] == [0.2, 0.4, 0.8, 1.6] and script.pauses[-1] == 60.0
+    assert caplog.records[0].message == "p2pd ended: 0; starting it again in 0.2 s"
+    assert len(caplog.records) == 12
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert said[0] == {"event": "restarting", "reason": "p2pd ended: 0", "seconds": 0.2}
+    assert lending.hand_over_seconds == 0.0
+
+
+def test_a_port_taken_meanwhile_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = Script(monkeypatch, DaemonDied("p2pd ended"), TransportError("port 4001 is taken"), None)
+    script.run(tmp_path)
+    assert [config.listen for config in script.configs] == [LISTEN, ("/ip4/0.0.0.0/tcp/4001",), LISTEN]
+
+
+@pytest.mark.parametrize("error", [TransportError("port 4001 is taken"), IdentityError("broken")])
+def test_a_peer_that_never_ran_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    script = Script(monkeypatch, error)
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(script._run(start.Lending(PeerConfig(home=tmp_path), Output(as_json=True))))
+    assert script.pauses == []

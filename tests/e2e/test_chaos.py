@@ -1,0 +1,52 @@
+"""CI's share of the chaos: a short seeded run of the command, and a few kills of the sweep at exact instants."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+CHAOS = (sys.executable, "-m", "fusion.cli.main", "chaos", "--json")
+SWEEPS = Path(__file__).parents[1] / "sweeps"
+
+
+@pytest.mark.usefixtures("traces")
+def test_a_swarm_under_kills_ends_as_one_that_is_left_alone() -> None:
+    done = subprocess.run(
+        [*CHAOS, "--peers", "4", "--standbys", "2", "--kill-every", "6s", "--minutes", "0.6", "--seed", "11"],
+        capture_output=True, text=True, timeout=390, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    [line] = done.stdout.splitlines()
+    report = json.loads(line)
+    assert report["exact"] and report["differences"] == []
+    assert report["kills"] >= 1, "nobody was killed: the test shows nothing"
+    assert report["unrecovered"] == 0 and report["seed"] == 11
+    assert report["goodput"] > 0.0
+    assert [fault["at_seconds"] for fault in report["faults"]] == [
+        fault["at_seconds"] for fault in report["plan"][: len(report["faults"])]
+    ]
+    assert "exact      yes" in done.stderr
+
+
+@pytest.mark.usefixtures("traces")
+def test_kills_at_exact_instants_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    done = subprocess.run(
+        [sys.executable, str(SWEEPS / "training.py"), "--kills", "2", "--stages", "2", "--standbys", "1",
+         "--seed", "4", "--run-seconds", "12", "--roles", "lead,last", "--phases", "commit", "--json", str(path)],
+        capture_output=True, text=True, timeout=390, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    report = json.loads(path.read_text())
+    assert report["ok"] and report["problems"] == []
+    assert {(kill["role"], kill["phase"]) for kill in report["done"]} == {
+        ("lead", "commit"),
+        ("last", "commit"),
+    }
+    assert all(kill["fired"] and kill["recovery_seconds"] is not None for kill in report["done"])
+    assert report["snapshots_compared"] >= 2
