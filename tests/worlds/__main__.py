@@ -1,0 +1,100 @@
+"""`make worlds`: the protocol of ownership, commit and recovery in simulated worlds, a new one for every seed.
+
+    python tests/worlds [--worlds 1000] [--seed 1] [--processes 2] [--json]
+    python tests/worlds --replay SEED           one world, with every frame that was sent in it
+    python tests/worlds --plant term            with a bug in it, that has to be found (term, ready, promote)
+
+Exit 0: everything held in every world. 1: something did not; the seeds are printed, the first ones with their logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in the same order in every run
+    os.environ.update(PYTHONHASHSEED="0", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from worlds.virtual_time import cpu_seconds
+
+# isort: split
+from worlds import plants, runner
+
+SHOWN = 6  # kinds of failures, the log of one world each
+LINES = 200  # of a log, from its end
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python tests/worlds", description=__doc__.splitlines()[0])
+    parser.add_argument("--worlds", type=int, default=1000)
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the first world; the next ones count on from it"
+    )
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--stop-after", type=int, default=20, help="failed worlds")
+    parser.add_argument("--plant", choices=sorted(plants.PLANTS), default="")
+    parser.add_argument("--replay", type=int, metavar="SEED")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    if min(given.worlds, given.processes, given.stop_after) < 1:
+        parser.error("--worlds, --processes and --stop-after: at least 1")
+    if given.replay is not None:
+        return replay(given.replay, given.plant)
+    seeds = range(given.seed, given.seed + given.worlds)
+    summary, seconds = runner.timed(seeds, min(given.processes, len(seeds)), given.plant, given.stop_after)
+    found = {
+        "worlds": summary.worlds,
+        "failed": sorted(outcome.seed for outcome in summary.failed),
+        "violations": {str(o.seed): o.violations[0].splitlines()[0] for o in summary.failed},
+        "faulted_worlds": summary.faulted,
+        "faults": dict(sorted(summary.faults.items())),
+        "updates": summary.updates,
+        "virtual_seconds": round(summary.virtual_seconds),
+        "cpu_milliseconds_per_world": round(1000 * summary.cpu_seconds / max(1, summary.worlds), 1),
+        "seconds": round(seconds, 1),
+    }
+    if given.json:
+        print(json.dumps(found))
+    else:
+        show(found, summary, given.plant)
+    return 1 if summary.failed else 0
+
+
+def show(found: dict[str, object], summary: runner.Summary, plant: str) -> None:
+    for key, value in found.items():
+        if key != "violations":
+            print(f"{key.replace('_', ' '):>28}  {value}")
+    for outcomes in runner.kinds(summary.failed)[:SHOWN]:
+        outcome = outcomes[0]
+        others = ", ".join(str(other.seed) for other in outcomes[1:12])
+        print(f"\n{len(outcomes)} worlds, seed {outcome.seed}" + f" and {others}" * bool(others))
+        print(*outcome.violations, sep="\n  ")
+        print("  ...", *outcome.log[-LINES:], sep="\n  ")
+        print(
+            f"  again, with every frame: python tests/worlds --replay {outcome.seed}"
+            + f" --plant {plant}" * bool(plant)
+        )
+
+
+def replay(seed: int, plant: str) -> int:
+    runner.prepare(plant)
+    first, again = runner.replay(seed), runner.replay(seed)
+    print(*first.log, sep="\n")
+    print(
+        f"seed {seed}: {first.virtual_seconds:.3f} s of virtual time, {1000 * first.cpu_seconds:.0f} ms of CPU"
+    )
+    print(*(first.violations or ("everything held",)), sep="\n")
+    same = runner.fingerprint(first) == runner.fingerprint(again)
+    print(
+        f"the log {'repeats' if same else 'DOES NOT REPEAT'}: {runner.fingerprint(first)} ({cpu_seconds():.1f} s in all)"
+    )
+    return 1 if first.violations or not same else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

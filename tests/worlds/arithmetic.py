@@ -1,0 +1,283 @@
+"""The arithmetic of a world: a plane whose state is a hash chain, so that a step applied twice, not at all, on another
+base, or from other samples than its own shows for ever after.
+
+    activation  hash(state of the stage, its inputs, step, microbatch)
+    gradient    hash(state of the stage, activation kept, gradients received)
+    state       (step, hash(state, all that backward made))
+
+The loss is not looked at. A worker takes virtual time, as a thread would, one call after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgpack
+import torch
+
+from fusion.dag.ir import Graph, Input, Ref, TensorType, Variable
+from fusion.dag.stage import Edge, Stage
+from fusion.runtime.data import Batches, sample_indices
+from fusion.runtime.job import TrainConfig
+from fusion.runtime.planes.plane import RngKey, Tensors
+from fusion.runtime.training.ledger import Ledger, fed_digest
+
+VARIABLE = "chain"
+STATE = f"variable/{VARIABLE}"
+SAMPLES = 24  # of the data: a world's steps see most of them
+ONE = TensorType((1,), "int64")
+TWO = TensorType((2,), "int64")
+
+
+@lru_cache(maxsize=16)
+def stages_of(count: int) -> tuple[Stage, ...]:
+    """A chain of `count` stages with one value, an int64, on each edge; a skip edge from the first to the last where
+    there are three."""
+    edges = [Edge(f"v{i}/0", Ref(f"v{i}"), ONE, i, (i + 1,), True) for i in range(count - 1)]
+    if count == 3:
+        edges[0] = Edge("v0/0", Ref("v0"), ONE, 0, (1, 2), True)
+    made = []
+    for index in range(count):
+        receives = tuple(edge for edge in edges if index in edge.consumers)
+        sends = tuple(edge for edge in edges if edge.producer == index)
+        read = ["input_ids"] * (index == 0) + ["targets"] * (index == count - 1)
+        inputs = tuple(Input(name, ONE) for name in (*read, *(edge.name for edge in receives)))
+        graph = Graph(inputs, (Variable(VARIABLE, TWO),), (), tuple(edge.ref for edge in sends))
+        made.append(Stage(index, graph, receives, sends, (0,) if index == count - 1 else ()))
+    return tuple(made)
+
+
+def first_state(stage: int) -> tuple[int, int]:
+    return 0, mix("initial", stage)
+
+
+def mix(*parts: Any) -> int:
+    """A 64-bit hash, the same in every process (which run under one PYTHONHASHSEED)."""
+    return hash(parts)
+
+
+class ChainPlane:
+    """Implements `fusion.runtime.planes.plane.TrainingStage`. `applied(plane, before, after)` hears of every update, `broken`
+    of what no plane may be asked to do."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        weights: Tensors,
+        microbatches: int,
+        applied: Callable[[ChainPlane, tuple[int, int], tuple[int, int]], None],
+        broken: Callable[[str], None],
+    ) -> None:
+        self.stage = stage
+        self.current: tuple[int, int] = _pair(weights[VARIABLE])
+        self._microbatches = microbatches
+        self._applied = applied
+        self._broken = broken
+        self._stash: dict[int, int] = {}
+        self._made: dict[int, int] = {}
+
+    def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
+        if rng.step != self.current[0]:
+            self._broken(f"runs step {rng.step} on the state of step {self.current[0]}")
+        value = mix(self.current, _read(self.stage, inputs), rng.step, microbatch)
+        self._stash[microbatch] = value
+        return self._outputs(value)
+
+    def backward(self, microbatch: int, gradients: Tensors, loss_scale: float) -> dict[str, torch.Tensor]:
+        kept = self._stash.pop(microbatch)
+        given = tuple(int(gradients[edge.name]) for edge in self.stage.sends)
+        if microbatch in self._made:
+            self._broken(f"runs microbatch {microbatch} twice")
+        made = self._made[microbatch] = mix(self.current, kept, given)
+        return {edge.name: torch.tensor([mix(made, edge.name) >> 8]) for edge in self.stage.receives}
+
+    def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        return self._outputs(mix(self.current, _read(self.stage, inputs)))
+
+    def _outputs(self, value: int) -> dict[str, torch.Tensor]:
+        made = {edge.name: torch.tensor([value]) for edge in self.stage.sends}
+        if self.stage.results:
+            made["result/0"] = torch.tensor(1.0)
+        return made
+
+    def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        return {VARIABLE: torch.tensor([0])}
+
+    def set_gradients(self, gradients: Tensors) -> None:
+        return
+
+    def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
+        return 1.0
+
+    def apply(self, learning_rate: float, clip_factor: float) -> None:
+        if sorted(self._made) != list(range(self._microbatches)) or self._stash:
+            self._broken(f"applies step {self.current[0]} with microbatches {sorted(self._made)}")
+        before = self.current
+        self.current = advanced(before, [self._made[m] for m in sorted(self._made)])
+        self._made.clear()
+        self._applied(self, before, self.current)
+
+    def discard(self) -> None:
+        self._stash.clear()
+        self._made.clear()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {STATE: torch.tensor(self.current)}
+
+    def load_state(self, state: Tensors) -> None:
+        self.current = _pair(state[STATE])
+        self._stash.clear()
+        self._made.clear()
+
+
+def advanced(before: tuple[int, int], made: Sequence[int]) -> tuple[int, int]:
+    return before[0] + 1, mix(before, *made)
+
+
+def _pair(tensor: torch.Tensor) -> tuple[int, int]:
+    step, chain = tensor.tolist()
+    return step, chain
+
+
+def _read(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
+    return tuple(tuple(inputs[i.name].reshape(-1).tolist()) for i in stage.graph.inputs)
+
+
+def history(config: TrainConfig, count: int) -> list[tuple[tuple[int, int], ...]]:
+    """The state of every stage at each step 0..steps, computed in one place, one step after another."""
+    stages = stages_of(count)
+    states = [first_state(i) for i in range(count)]
+    found = [tuple(states)]
+    for step in range(config.steps):
+        made: list[list[int]] = [[] for _ in stages]
+        for microbatch in range(config.microbatches):
+            samples = tuple(sample_indices(config.seed, step, microbatch, config, SAMPLES))
+            kept: list[int] = []
+            for stage in stages:
+                read = tuple(
+                    samples if i.name in ("input_ids", "targets") else (kept[_producer(stage, i.name)],)
+                    for i in stage.graph.inputs
+                )
+                kept.append(mix(states[stage.index], read, step, microbatch))
+            gradients: dict[tuple[str, int], int] = {}  # edge and consumer
+            for stage in reversed(stages):
+                given = tuple(
+                    wrapped(sum(gradients[edge.name, consumer] for consumer in edge.consumers))
+                    for edge in stage.sends
+                )
+                value = mix(states[stage.index], kept[stage.index], given)
+                made[stage.index].append(value)
+                for edge in stage.receives:
+                    gradients[edge.name, stage.index] = mix(value, edge.name) >> 8
+        states = [advanced(states[i], made[i]) for i in range(count)]
+        found.append(tuple(states))
+    return found
+
+
+def final_ledger(config: TrainConfig) -> Ledger:
+    """That of a run in which nothing happens."""
+    ledger, size = Ledger(), config.microbatches * config.microbatch_size
+    for step in range(config.steps):
+        fed = (sample_indices(config.seed, step, m, config, SAMPLES) for m in range(config.microbatches))
+        ledger = ledger.commit(step, fed_digest(fed), size)
+    return ledger
+
+
+def wrapped(value: int) -> int:
+    """As int64 arithmetic would have it."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _producer(stage: Stage, edge: str) -> int:
+    return next(e.producer for e in stage.receives if e.name == edge)
+
+
+# --- the shapes in which a state travels
+
+
+def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    packed: bytes = msgpack.packb({name: tensor.tolist() for name, tensor in tensors.items()})
+    return packed
+
+
+def unpack(data: bytes) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in msgpack.unpackb(data).items()}
+
+
+# --- data and the worker
+
+
+class WorldBatches(Batches):
+    """The real choice of samples over data that is nothing but its indices."""
+
+    def __init__(self, config: TrainConfig, inputs: Sequence[str], train: Any, held_out: Any) -> None:
+        self._config = config
+        self._inputs = tuple(inputs)
+        self._train = _Rows() if inputs else None  # type: ignore[assignment]
+        self._held_out = self._train
+
+    def _positions(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+class _Rows:
+    samples = SAMPLES
+
+    def read(self, indices: Sequence[int], inputs: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(indices) for name in inputs}
+
+
+class WorldWorker:
+    """Stands for `fusion.runtime.worker.Worker`: calls run one at a time in the order in which they were made, each
+    takes a while, and one that has begun is not stopped by cancelling whoever waits for it."""
+
+    device = "cpu"
+    threads = 1
+
+    def __init__(self, rng: random.Random, seconds: float) -> None:
+        self._rng = rng
+        self._seconds = seconds  # on average
+        self._queue: deque[
+            tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+        ] = deque()
+        self._busy = False
+
+    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        future = asyncio.get_running_loop().create_future()
+        self._queue.append((future, function, args, kwargs))
+        if not self._busy:
+            self._next()
+        return await future
+
+    def _next(self) -> None:
+        while self._queue:
+            future, function, args, kwargs = self._queue.popleft()
+            if future.cancelled():
+                continue
+            self._busy = True
+            result: Any = None
+            error: BaseException | None = None
+            try:
+                result = function(*args, **kwargs)
+            except Exception as raised:
+                error = raised
+            seconds = self._seconds * 2 * self._rng.random()
+            asyncio.get_running_loop().call_later(seconds, self._finish, future, result, error)
+            return
+        self._busy = False
+
+    def _finish(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        if not future.cancelled():
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+        self._next()
+
+    async def aclose(self) -> None:
+        return

@@ -1,0 +1,173 @@
+"""The simulated directory: `fusion.swarm.directory.Directory` over records that reach each reader in their own time.
+
+A publication reaches every reader after a delay of its own, in lossy worlds some never; of two versions of a record the one that
+expires last counts, in whatever order, and however often, they come. Nothing is encoded or signed: forgery and broken
+records are the business of the tests of `fusion.swarm.records`; a sealed claim here is a token for the record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from worlds.network import Network
+from worlds.virtual_time import EPOCH_SECONDS
+
+from fusion.swarm.directory import RECORD_TTL_SECONDS, newest_jobs
+from fusion.swarm.errors import RecordError, TransportError
+from fusion.swarm.records import (
+    ClaimRecord,
+    Digest,
+    JobId,
+    JobRecord,
+    PeerRecord,
+    ProviderRecord,
+    Record,
+    author_of,
+)
+from fusion.swarm.transport import PeerId
+
+KEPT_VERSIONS = 3  # of a record that some readers may still see
+
+Key = tuple[Any, ...]
+# One version of a record: its end (unix seconds), itself, and from when each reader sees it.
+Version = tuple[float, Record, dict[PeerId, float]]
+
+
+class Bulletin:
+    """What all directories of a world share. Chances are per publication and reader (`lost`) or per call (`fails`)."""
+
+    def __init__(
+        self, network: Network, rng: random.Random, slowest_seconds: float, lost: float, fails: float
+    ):
+        self.network = network
+        self.readers: dict[PeerId, None] = {}
+        self.sealed: dict[bytes, tuple[float, Record]] = {}
+        self.slowest_seconds = slowest_seconds
+        self.lost = lost
+        self.fails = fails
+        self.rng = rng
+        self._slots: dict[Key, dict[Key, list[Version]]] = {}
+
+    @property
+    def now(self) -> float:
+        return self.network.loop.now + EPOCH_SECONDS
+
+    def look_up_seconds(self) -> float:
+        return self.slowest_seconds * (0.1 + 0.9 * self.rng.random())
+
+    def store(
+        self, author: PeerId, key: Key, subkey: Key, record: Record, expires_at: float, spread_seconds: float
+    ) -> None:
+        draw, now, lost = self.rng.random, self.network.loop.now, self.lost
+        seen = {}
+        for reader in self.readers:
+            if reader == author:
+                seen[reader] = now
+            elif self.network.answers(author, reader) and draw() >= lost:
+                seen[reader] = now + spread_seconds * draw() ** 2
+            else:
+                seen[reader] = 1e18
+        versions = self._slots.setdefault(key, {}).setdefault(subkey, [])
+        versions.append((expires_at, record, seen))
+        if len(versions) > 1 and versions[-2][0] > expires_at:
+            versions.sort(key=lambda version: version[0])
+        if len(versions) > KEPT_VERSIONS:
+            del versions[0]
+
+    def read(self, reader: PeerId, key: Key) -> list[Record]:
+        """What `reader` sees at `key` now, in the order of authors."""
+        slots = self._slots.get(key)
+        if not slots:
+            return []
+        now, unix, found = self.network.loop.now, self.now, []
+        for subkey in sorted(slots):
+            versions = slots[subkey]
+            for expires_at, record, seen in reversed(versions):
+                if seen.get(reader, 0.0) <= now:
+                    if expires_at > unix:
+                        found.append(record)
+                    break
+            if versions[-1][0] <= unix:
+                del slots[subkey]
+        return found
+
+
+class WorldDirectory:
+    def __init__(self, bulletin: Bulletin, peer_id: PeerId) -> None:
+        self._bulletin = bulletin
+        self._peer = peer_id
+        bulletin.readers[peer_id] = None
+        self._rising = 0.0
+
+    async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
+        bulletin = self._bulletin
+        if author_of(record) != self._peer:
+            raise RecordError(f"a record of {author_of(record)} cannot be signed by {self._peer}")
+        # Signed now, stored when the storing nodes are found.
+        expires_at = self._expiry(ttl_seconds)
+        seconds = bulletin.look_up_seconds()
+        # Where no record is lost a publication that has returned can be read; otherwise some learn of it later.
+        spread = seconds if bulletin.lost == 0 else 2 * bulletin.slowest_seconds
+        bulletin.store(self._peer, *_place(record), record, expires_at, spread)
+        await self._wait(seconds)
+
+    async def peers(self) -> tuple[PeerRecord, ...]:
+        return await self._read(("peers",))
+
+    async def jobs(self) -> tuple[JobRecord, ...]:
+        return newest_jobs(await self._read(("jobs",)))
+
+    async def job(self, job: JobId) -> JobRecord | None:
+        return next((record for record in await self.jobs() if record.job == job), None)
+
+    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+        return await self._read(("claims", job, stage))
+
+    async def providers(self, digest: Digest) -> tuple[ProviderRecord, ...]:
+        return await self._read(("providers", digest))
+
+    def sealed(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> bytes:
+        expires_at = self._expiry(ttl_seconds)
+        token = f"{len(self._bulletin.sealed)}".encode()
+        self._bulletin.sealed[token] = (expires_at, record)
+        return token
+
+    def unsealed(self, data: bytes) -> Record:
+        expires_at, record = self._bulletin.sealed.get(bytes(data), (0.0, None))
+        if record is None:
+            raise RecordError("the record has not the form of one")
+        if expires_at <= self._bulletin.now:
+            raise RecordError("the record has expired or ends too far in the future")
+        return record
+
+    async def aclose(self) -> None:
+        return
+
+    def _expiry(self, ttl_seconds: float) -> float:
+        self._rising = max(self._bulletin.now + ttl_seconds, self._rising + 1e-6)
+        return self._rising
+
+    async def _read(self, key: Key) -> tuple[Any, ...]:
+        await self._wait()
+        return tuple(self._bulletin.read(self._peer, key))
+
+    async def _wait(self, seconds: float | None = None) -> None:
+        """As long as a look-up in the DHT takes."""
+        bulletin = self._bulletin
+        await asyncio.sleep(bulletin.look_up_seconds() if seconds is None else seconds)
+        if bulletin.rng.random() < bulletin.fails:
+            raise TransportError("the directory does not answer")
+
+
+def _place(record: Record) -> tuple[Key, Key]:
+    match record:
+        case PeerRecord():
+            return ("peers",), (record.peer,)
+        case JobRecord():
+            return ("jobs",), (record.job, record.author)
+        case ClaimRecord():
+            return ("claims", record.job, record.stage), (record.peer,)
+        case ProviderRecord():
+            return ("providers", record.digest), (record.peer,)

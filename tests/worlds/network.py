@@ -1,0 +1,292 @@
+"""The simulated network: `fusion.swarm.transport.Transport` between lanes of one virtual-time loop.
+
+What the real transport guarantees holds here too: the frames of one stream arrive whole, in order and once, until the
+stream ends, by a clean close after everything that was sent, or broken with its tail lost. Everything else is drawn
+from the seed: how long a frame takes, how frames of different streams overtake each other, when an end learns that its
+stream broke, where the tail is cut. Headers are msgpack on the way, as on the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from worlds.virtual_time import Lane, VirtualLoop
+
+from fusion.swarm import frames
+from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed
+from fusion.swarm.handlers import Handlers
+from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, Handler, PeerId, Traffic
+
+DIAL_SECONDS = 5.0  # until a dial into silence gives up
+NOTICE_SECONDS = (
+    0.02  # at most, from a process's end until the other ends of its streams learn of it (measured)
+)
+KEEPALIVE_SECONDS = 12.0  # about so long a stream into silence stays up
+
+Watch = Callable[["WorldStream", str, Mapping[str, Any]], None]
+
+
+class WorldStream:
+    """One end of a stream. `twin` is the other end; each belongs to a lane."""
+
+    __slots__ = (
+        "_allowed", "_arrives", "_closed", "_end", "_inbox", "_network", "_waiter", "held", "lane", "local",
+        "protocol", "remote", "said", "twin",
+    )  # fmt: skip
+
+    twin: WorldStream
+
+    def __init__(
+        self, network: Network, local: PeerId, remote: PeerId, protocol: str, lane: Lane, allowed: int
+    ) -> None:
+        self.local, self.remote, self.protocol, self.lane = local, remote, protocol, lane
+        self.held: list[tuple[str, bytes, bytes] | str] = []  # sent into a partition: arrives when it heals
+        self.said: dict[str, Any] = {}  # what the observers keep about it
+        self._network = network
+        self._allowed = allowed
+        self._inbox: deque[tuple[str, bytes, bytes]] = deque()
+        self._arrives = 0.0  # when the last frame that we sent does
+        self._closed = False
+        self._end = ""
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def send(
+        self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
+    ) -> None:
+        if self._closed:
+            raise StreamClosed(f"{self.protocol}: we closed this stream")
+        if self._end:
+            raise self._ended()
+        head, views, _ = frames.encode(kind, header, payload)
+        network = self._network
+        network.watch(self, kind, header or {})
+        if self.lane.dead:  # killed at this very point
+            await network.loop.create_future()
+        self._post((kind, head, b"".join(views)))
+
+    def _post(self, item: tuple[str, bytes, bytes] | str) -> None:
+        network, twin = self._network, self.twin
+        if twin.lane.dead:
+            # A machine that is up again knows nothing of the stream, and says so; one that is gone says nothing.
+            if self.remote not in network.gone and network.reachable(self.local, self.remote):
+                self.lose(network.notice())
+            return
+        if self.held or not network.reachable(self.local, self.remote):
+            self.held.append(item)
+            return
+        loop = network.loop
+        self._arrives = max(self._arrives, loop.now + network.delay(self.local, self.remote))
+        if isinstance(item, str):
+            loop.call_at(self._arrives, twin._finish, item, context=twin.lane.context)
+        else:
+            loop.call_at(self._arrives, twin._arrive, item, context=twin.lane.context)
+
+    def release(self) -> None:
+        """The partition that held our frames is over."""
+        held, self.held = self.held, []
+        for item in held:
+            self._post(item)
+
+    def _arrive(self, item: tuple[str, bytes, bytes]) -> None:
+        if not self._end and not self._closed:
+            self._inbox.append(item)
+            self._wake()
+
+    def _finish(self, how: str) -> None:
+        if not self._end:
+            self._end = how
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def receive(self) -> Frame:
+        while not self._inbox:
+            if self._closed:
+                raise StreamClosed(f"{self.protocol}: we closed this stream")
+            if self._end:
+                raise self._ended()
+            if self._waiter is not None:
+                raise RuntimeError("two tasks receive from one stream")
+            self._waiter = self._network.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        kind, head, payload = self._inbox.popleft()
+        if len(payload) > self._allowed:
+            self.abort()
+            raise FrameError(f"{self.remote} on {self.protocol}: a payload of {len(payload)} bytes")
+        kind, header = frames.decode_header(memoryview(head)[frames.HEAD_BYTES :])
+        return Frame(kind, header, memoryview(bytearray(payload)))
+
+    def allow(self, payload_bytes: int) -> None:
+        self._allowed = payload_bytes
+
+    async def aclose(self) -> None:
+        self._shut("closed")
+
+    def abort(self) -> None:
+        self._shut("broken")
+
+    def _shut(self, how: str) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._inbox.clear()
+        self._wake()
+        self._network.forget(self)
+        if not self._end:
+            if how == "broken":
+                self._arrives = 0.0  # it may overtake, and so cut off, what is still on its way
+            self._post(how)
+
+    def lose(self, after_seconds: float) -> None:
+        """This end learns, after so long, that the stream is broken; what arrives until then still counts."""
+        loop = self._network.loop
+        loop.call_at(loop.now + after_seconds, self._finish, "broken", context=self.lane.context)
+
+    @property
+    def over(self) -> bool:
+        return self._closed or bool(self._end)
+
+    def _ended(self) -> StreamClosed | StreamBroken:
+        if self._end == "closed":
+            return StreamClosed(f"{self.remote} closed the {self.protocol} stream")
+        return StreamBroken(f"the {self.protocol} stream to {self.remote} broke")
+
+
+class Network:
+    """`slowest_seconds`: the longest one-way delay of a healthy link. `watch` sees every frame that is sent."""
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random, slowest_seconds: float) -> None:
+        self.loop = loop
+        self.transports: dict[PeerId, WorldTransport] = {}
+        self.gone: set[PeerId] = set()  # vanished without a word: its side of every stream stays silent
+        self.watch: Watch = lambda stream, kind, header: None
+        self._rng = rng
+        self._slowest = slowest_seconds
+        self._usual: dict[tuple[PeerId, PeerId], float] = {}
+        self._sides: dict[PeerId, int] = {}  # of a partition; empty while there is none
+        self._streams: dict[WorldStream, None] = {}
+
+    def delay(self, one: PeerId, two: PeerId) -> float:
+        """Of one frame: near the link's usual delay, now and then much longer."""
+        usual = self._usual.get((one, two))
+        if usual is None:
+            usual = self._usual[one, two] = self._usual[two, one] = self._slowest * self._rng.random() ** 2
+        draw = self._rng.random()
+        return usual * (0.5 + draw) if draw < 0.97 else usual + self._slowest * 10 * self._rng.random()
+
+    def reachable(self, one: PeerId, two: PeerId) -> bool:
+        return not self._sides or self._sides.get(one, 0) == self._sides.get(two, 0)
+
+    def answers(self, one: PeerId, two: PeerId) -> bool:
+        """Whether a packet from `one` finds a machine at `two`."""
+        return self.reachable(one, two) and two not in self.gone
+
+    # --- streams
+
+    async def open(self, opener: WorldTransport, peer: PeerId, protocol: str) -> WorldStream:
+        me = opener.peer_id
+        if not self.answers(me, peer):
+            await asyncio.sleep(DIAL_SECONDS * (0.5 + self._rng.random() / 2))
+            raise PeerUnreachable(f"cannot reach {peer}: no answer")
+        await asyncio.sleep(self.delay(me, peer) + self.delay(peer, me))
+        target = self.transports.get(peer)
+        if target is None or not self.answers(me, peer):
+            raise PeerUnreachable(f"cannot reach {peer}")
+        if protocol not in target.handlers:
+            raise PeerUnreachable(f"{peer} does not speak {protocol}")
+        near = WorldStream(self, me, peer, protocol, opener.lane, 1 << 30)
+        far = WorldStream(self, peer, me, protocol, target.lane, UNASKED_BYTES)
+        near.twin, far.twin = far, near
+        self._streams[near] = self._streams[far] = None
+        self.loop.call_at(
+            self.loop.now + self.delay(me, peer), target.handlers.accept, far, context=target.lane.context
+        )
+        # What we send cannot be there before the stream is.
+        near._arrives = self.loop.now + self._slowest * 0.01
+        return near
+
+    def forget(self, stream: WorldStream) -> None:
+        self._streams.pop(stream, None)
+
+    def cut(self, one: PeerId, two: PeerId) -> None:
+        """Every stream between the two breaks, for no reason at all."""
+        for stream in [s for s in self._streams if s.local == one and s.remote == two]:
+            self._lose_both(stream)
+
+    def partition(self, group: set[PeerId], other: set[PeerId], patience_seconds: float) -> None:
+        """No packet passes between the two; streams that last into it break after a while of silence."""
+        self._sides = {**dict.fromkeys(group, 1), **dict.fromkeys(other, 2)}
+        for stream in list(self._streams):
+            if not self.reachable(stream.local, stream.remote):
+                stream.lose(patience_seconds * (0.2 + self._rng.random()))
+
+    def joins_side(self, peer: PeerId) -> None:
+        """A peer that starts while the swarm is divided is on one of its sides."""
+        if self._sides:
+            self._sides[peer] = self._rng.choice((1, 2))
+
+    def heal(self) -> None:
+        self._sides = {}
+        for stream in list(self._streams):
+            stream.release()
+
+    def remove(self, peer: PeerId, *, silently: bool) -> None:
+        """The process is gone. Its machine says so at once, or (`silently`) is gone as well."""
+        self.transports.pop(peer, None)
+        if silently:
+            self.gone.add(peer)
+        for stream in [s for s in self._streams if s.local == peer]:
+            del self._streams[stream]
+            notice = KEEPALIVE_SECONDS * (0.5 + self._rng.random()) if silently else self.notice()
+            stream.twin.lose(notice)
+
+    def _lose_both(self, stream: WorldStream) -> None:
+        stream.lose(self.notice())
+        stream.twin.lose(self.notice())
+
+    def notice(self) -> float:
+        return NOTICE_SECONDS * (0.2 + 0.8 * self._rng.random())
+
+
+class WorldTransport:
+    """Implements `fusion.swarm.transport.Transport` for one lane."""
+
+    def __init__(self, network: Network, peer_id: PeerId, lane: Lane) -> None:
+        self.peer_id = peer_id
+        self.lane = lane
+        self.handlers = Handlers()
+        self._network = network
+        network.transports[peer_id] = self
+        network.gone.discard(peer_id)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return (f"/memory/{self.peer_id}/p2p/{self.peer_id}",)
+
+    async def connect(self, address: str) -> PeerId:
+        peer = PeerId(address.rpartition("/")[2])
+        if peer not in self._network.transports or not self._network.answers(self.peer_id, peer):
+            raise PeerUnreachable(f"cannot reach {address}")
+        return peer
+
+    async def open(self, peer: PeerId, protocol: str) -> WorldStream:
+        return await self._network.open(self, peer, protocol)
+
+    async def serve(self, protocol: str, handler: Handler) -> None:
+        self.handlers.add(protocol, handler)
+
+    def traffic(self) -> Mapping[PeerId, Traffic]:
+        return {}
+
+    async def aclose(self) -> None:
+        self._network.transports.pop(self.peer_id, None)
+        await self.handlers.aclose()

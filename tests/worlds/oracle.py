@@ -1,0 +1,143 @@
+"""What must hold in every world, watched from outside the protocol: on the wire, at the planes, in the directory.
+
+history    the state of a stage at a step is the one that a single process computes; a step is applied once from
+           one base, by one owner in one attempt, with the samples that are its own
+commit     the lead commits a step only when every other stage has said that it is ready for it, in that attempt
+fence      a stage that has heard an owner under a term takes no frame under a lower one
+durable    a restore never goes back behind the newest snapshot that the lead knows to be held and can be had
+terms      no two peers host a stage under one term, where the directory shows everybody every record; one that began
+           only when the other was gone, or had let go of the stage, may not have heard of it
+sound      no task of a peer fails in a way that nobody foresaw
+alive      once faults have ceased every stage has an owner, and the job ends, each within a bound
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from worlds.arithmetic import ChainPlane
+from worlds.process import Process
+
+from fusion.runtime.training.ledger import Ledger
+from fusion.runtime.training.snapshot import Index
+from fusion.swarm.records import Digest
+from fusion.swarm.transport import PeerId
+
+States = list[tuple[tuple[int, int], ...]]
+
+
+class Violation(Exception):
+    """A world in which something does not hold that must."""
+
+
+class Oracle:
+    def __init__(self, history: States, ledger: Ledger, quiet: bool) -> None:
+        self.violations: list[str] = []
+        self.finished = ""  # the state that the lead ended the job with
+        self.committed = 0  # the highest step that any stage has the state of
+        self.updates = 0
+        self._history = history
+        self._ledger = ledger
+        self._stages = len(history[0])
+        self._quiet = quiet
+        self._ready: dict[tuple[Any, ...], set[int]] = {}  # (attempt, step) -> stages that said so
+        self._appliers: dict[tuple[Any, ...], PeerId] = {}
+        self._holders: dict[tuple[int, int], list[Process]] = {}
+        self._heard: dict[
+            tuple[int, int], int
+        ] = {}  # (host, source stage) -> the highest term it took a frame under
+        # Lead, its term -> step and digest of the newest snapshot that a stage told it of when it joined.
+        self._known: dict[tuple[PeerId, int], tuple[int, Digest | None]] = {}
+
+    def broken(self, text: str) -> None:
+        self.violations.append(text)
+
+    def said(self, peer: PeerId, source: int, kind: str, header: Mapping[str, Any]) -> None:
+        """A frame of `/fusion/stage/1` is on its way from the host of stage `source`."""
+        if kind == "ready":
+            self._ready.setdefault((*header["attempt"], header["step"]), set()).add(source)
+        elif kind == "commit":
+            ready = self._ready.get((*header["attempt"], header["step"]), set())
+            missing = set(range(1, self._stages)) - ready
+            if missing:
+                self.broken(
+                    f"commit: {peer} commits step {header['step']} in attempt {header['attempt']}; "
+                    f"stages {sorted(missing)} never said that they are ready"
+                )
+        elif kind == "finish":
+            self.finished = header["state"]
+            if self.finished != "done":
+                self.broken(f"alive: the job ended {self.finished}: {header['text']}")
+
+    def took(
+        self, host: Any, peer: PeerId, stage: int, source: int, kind: str, header: Mapping[str, Any]
+    ) -> None:
+        """A host let a frame in."""
+        term, key = header["term"], (id(host), source)
+        highest = self._heard.get(key, 0)
+        if term < highest:
+            self.broken(
+                f"fence: {peer} took {kind} of stage {source} under term {term} after one under {highest}"
+            )
+        self._heard[key] = max(highest, term)
+        if kind == "join":
+            lead = (peer, host.term)
+            point = (header["newest"]["step"], header["newest"]["digest"])
+            self._known[lead] = max(self._known.get(lead, (0, None)), point, key=lambda known: known[0])
+
+    def applied(
+        self, peer: PeerId, plane: ChainPlane, before: tuple[int, int], after: tuple[int, int]
+    ) -> None:
+        stage = plane.stage.index
+        self.updates += 1
+        self.committed = max(self.committed, after[0])
+        if before[0] + 1 >= len(self._history):
+            self.broken(f"history: {peer} applied step {before[0]} of stage {stage}: there is none")
+        elif before != self._history[before[0]][stage]:
+            self.broken(
+                f"history: {peer} applied step {before[0]} of stage {stage} to a state that is not its own"
+            )
+        elif after != self._history[after[0]][stage]:
+            self.broken(
+                f"history: step {before[0]} of stage {stage} at {peer} came out otherwise than it should"
+            )
+
+    def commits(self, peer: PeerId, stage: int, attempt: tuple[int, int], step: int) -> None:
+        """The host of a stage carries a commit out."""
+        first = self._appliers.setdefault((stage, attempt, step), peer)
+        # Leads that could not know of each other may have come to the same term: each has attempts of its own then.
+        if first != peer and len({lead.peer_id for lead in self._holders[0, attempt[0]]}) < 2:
+            self.broken(
+                f"history: step {step} of stage {stage} in attempt {attempt} applied by {first} and {peer}"
+            )
+
+    def ended(self, index: Index, shards: Mapping[int, tuple[int, int]]) -> None:
+        """The snapshot that the job ended with, and what is in its shards."""
+        steps = len(self._history) - 1
+        if index.step != steps:
+            self.broken(f"history: the job ended at step {index.step} of {steps}")
+            return
+        for stage, state in shards.items():
+            if state != self._history[steps][stage]:
+                self.broken(f"history: stage {stage} of the last snapshot is not the state of step {steps}")
+        if index.ledger != self._ledger:
+            self.broken(f"ledger: it ended with {index.ledger}; its samples are {self._ledger}")
+
+    def restores(self, peer: PeerId, term: int, step: int, to_be_had: Callable[[Digest], bool]) -> None:
+        """The lead has everybody go back to `step`."""
+        newest, digest = self._known.get((peer, term), (0, None))
+        if step < newest and digest is not None and to_be_had(digest):
+            self.broken(
+                f"durable: {peer} goes back to step {step}, though step {newest} is held and can be had"
+            )
+
+    def hosts(self, process: Process, stage: int, term: int) -> None:
+        holders = self._holders.setdefault((stage, term), [])
+        others = {other for other in holders if other.peer_id != process.peer_id}
+        if process not in holders:
+            holders.append(process)
+        others = {other for other in others - process.gone if (other, stage) not in process.let_go}
+        if self._quiet and others:
+            peers = sorted({holder.peer_id for holder in holders})
+            self.broken(f"terms: stage {stage} is hosted under term {term} by {' and '.join(peers)}")

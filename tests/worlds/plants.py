@@ -1,0 +1,74 @@
+"""Bugs to plant: each one takes a guard out of the protocol, and the worlds have to find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from worlds import wiring
+from worlds.arithmetic import STATE
+
+from fusion.runtime.training import fence, neighbours, stage_files, step_lead
+from fusion.runtime.training import step_events as events
+from fusion.swarm.records import ClaimRecord
+from fusion.swarm.transport import PeerId
+
+
+def skip_the_term_check() -> None:
+    """Whoever says hello for a stage is let in, whatever its term, and its frames are taken beside the next owner's."""
+
+    async def believe(self: Any, peer: PeerId, hello: Any) -> ClaimRecord:
+        return ClaimRecord(
+            job=hello.job, stage=hello.source, peer=peer, role="owner", term=hello.term, score=0.5, step=0, load=0.0
+        )  # fmt: skip
+
+    # By names that must be there: a plant that misses is no proof.
+    for owner, name, instead in (
+        (fence.Fence, "claim_of", believe),
+        (fence.Fence, "check", lambda *_: None),
+        (neighbours.Neighbours, "_check_term", lambda *_: None),
+    ):
+        assert hasattr(owner, name), name
+        setattr(owner, name, instead)
+
+
+def commit_without_every_ready() -> None:
+    """The lead commits when all stages but one are ready."""
+    real = step_lead.lead
+
+    def lead(state: Any, event: Any) -> Any:
+        state, actions = real(state, event)
+        if (
+            isinstance(event, events.Ready)
+            and state.phase == "running"
+            and len(state.ready) == state.stages - 1
+        ):
+            missing = next(s for s in range(state.stages) if s not in state.ready)
+            report = replace(event.report, fed=state.ready[min(state.ready)].fed)
+            state, more = real(state, events.Ready(missing, state.attempt, state.step, report))
+            actions = (*actions, *more)
+        return state, actions
+
+    wiring.replace_everywhere(real, lead)
+
+
+def promote_from_the_wrong_step() -> None:
+    """Whoever loads a snapshot gets the initial weights and takes them for the snapshot's."""
+    real = stage_files.StageFiles.load
+
+    async def load(self: Any, point: Any, owners: Any) -> dict[str, torch.Tensor]:
+        state = await real(self, point, owners)
+        if point.digest is not None and STATE in state:
+            return await real(self, type(point)(), owners)
+        return state
+
+    stage_files.StageFiles.load = load  # type: ignore[method-assign]
+
+
+PLANTS: dict[str, Callable[[], None]] = {
+    "term": skip_the_term_check,
+    "ready": commit_without_every_ready,
+    "promote": promote_from_the_wrong_step,
+}

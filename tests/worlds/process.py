@@ -1,0 +1,59 @@
+"""A simulated peer's process, and what is left of a world when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from worlds.disk import Disk
+from worlds.network import WorldTransport
+from worlds.virtual_time import EPOCH_SECONDS, Lane
+
+from fusion.runtime.hosting.hosting import Hosting
+from fusion.runtime.training.service import TrainingService
+from fusion.swarm.leases import Leases
+from fusion.swarm.records import PeerRecord
+from fusion.swarm.transport import PeerId
+
+STAGE_BYTES = 100  # of memory, that a stage takes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    seed: int
+    violations: tuple[str, ...]
+    virtual_seconds: float
+    cpu_seconds: float
+    updates: int
+    committed: int
+    struck: tuple[str, ...]  # the kinds of faults that happened
+    log: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Process:
+    """A peer's process, from its start to its end; its disk may outlive it."""
+
+    peer_id: PeerId
+    lane: Lane
+    disk: Disk
+    seats: int
+    gone: frozenset[Process] = frozenset()  # those that had ended before it began
+    let_go: frozenset[tuple[Process, int]] = frozenset()  # the stages that another did not host when it began
+    leaving: bool = False
+    hosting: Hosting | None = None
+    leases: Leases | None = None
+    transport: WorldTransport | None = None
+    service: TrainingService | None = None
+    work: asyncio.Task[None] | None = None
+    tasks: list[Any] = field(default_factory=list)
+
+    def announcement(self) -> PeerRecord:
+        assert self.hosting is not None
+        return PeerRecord(
+            peer=self.peer_id, name=self.peer_id, addresses=(), role="peer", device="cpu",
+            flops_per_second=1e9, memory_bytes=self.seats * STAGE_BYTES,
+            free_memory_bytes=max(0, self.hosting.free_memory_bytes), software="", opset=1,
+            started_at=EPOCH_SECONDS,
+        )  # fmt: skip

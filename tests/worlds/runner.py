@@ -1,0 +1,152 @@
+"""Many worlds on several processes, and one world again with everything that was said in it."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import multiprocessing
+import re
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from worlds import plants, wiring
+from worlds.process import Outcome
+from worlds.scenario import scenario
+from worlds.virtual_time import lane_now, wall_seconds
+from worlds.world import World
+
+CHUNK = 25  # seeds that a process takes at once
+
+
+class LogCollector(logging.Handler):
+    """What the runtime logs, into the log of the world that runs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        world = World.current
+        try:
+            who = lane_now().name
+        except LookupError:
+            who = "?"
+        world.note(who, f"[{record.levelname.lower()}] {record.getMessage()}")
+        if record.exc_info and record.exc_info[1] is not None:
+            for line in traceback.format_exception(record.exc_info[1]):
+                world.note(who, line.rstrip())
+
+
+@dataclass
+class Summary:
+    worlds: int = 0
+    failed: list[Outcome] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    faulted: int = 0  # worlds in which at least one fault struck
+    updates: int = 0
+    virtual_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        self.worlds += 1
+        self.faults.update(outcome.struck)
+        self.faulted += bool(outcome.struck)
+        self.updates += outcome.updates
+        self.virtual_seconds += outcome.virtual_seconds
+        self.cpu_seconds += outcome.cpu_seconds
+        if outcome.violations:
+            self.failed.append(outcome)
+
+
+def prepare(plant: str) -> None:
+    """Once in every process, before its first world."""
+    wiring.install()
+    logging.getLogger("fusion").addHandler(logging.NullHandler())
+    logging.getLogger("fusion").propagate = False
+    if plant:
+        plants.PLANTS[plant]()
+    logging.disable(logging.WARNING)
+    # Coroutines end with their world, wherever they are.
+    sys.unraisablehook = lambda _: None
+    warnings.simplefilter("ignore", RuntimeWarning)
+    gc.collect()
+    gc.freeze()  # what is there now stays, and need not be looked at after every world
+    gc.disable()
+
+
+def run_one(seed: int, *, verbose: bool = False) -> Outcome:
+    world = World(scenario(seed), verbose=verbose)
+    outcome, loop = world.run(), world.loop
+    del world, World.current
+    loop.close()
+    return outcome
+
+
+def run_many(seeds: Sequence[int], processes: int, plant: str) -> Iterator[Outcome]:
+    """Outcomes as they come; processes end with the iterator."""
+    if processes == 1:
+        prepare(plant)
+        yield from map(run_one, seeds)
+        return
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, initializer=prepare, initargs=(plant,)) as pool:
+        yield from pool.imap_unordered(run_one, seeds, chunksize=CHUNK)
+
+
+def replay(seed: int) -> Outcome:
+    """One world with every frame and every line that the runtime logs, in a process that `prepare` was called in."""
+    collector = LogCollector()
+    fusion = logging.getLogger("fusion")
+    before = fusion.level, fusion.propagate
+    logging.disable(logging.NOTSET)
+    hosting = logging.getLogger("fusion.runtime.hosting.hosting")
+    fusion.addHandler(collector)
+    hosting.addHandler(collector)
+    fusion.setLevel(logging.DEBUG)
+    fusion.propagate = False
+    try:
+        return run_one(seed, verbose=True)
+    finally:
+        fusion.removeHandler(collector)
+        hosting.removeHandler(collector)
+        fusion.level, fusion.propagate = before
+        logging.disable(logging.WARNING)
+
+
+def kinds(failed: Sequence[Outcome]) -> list[list[Outcome]]:
+    """Failed worlds by what was broken, numbers and names left out, the most frequent first; in each the shortest
+    world first."""
+    found: dict[str, list[Outcome]] = {}
+    for outcome in failed:
+        text = outcome.violations[0]
+        line = text.strip().splitlines()[-2] if text.startswith("sound") and "\n" in text.strip() else text
+        found.setdefault(re.sub(r"\d+|\b[a-p]{2}\b|'.*?'", "_", line), []).append(outcome)
+    for outcomes in found.values():
+        outcomes.sort(key=lambda outcome: outcome.virtual_seconds)
+    return sorted(found.values(), key=len, reverse=True)
+
+
+def fingerprint(outcome: Outcome) -> str:
+    """The same for the same course of events."""
+    text = "\n".join([*outcome.log, *outcome.violations, repr(outcome.virtual_seconds)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def timed(seeds: Sequence[int], processes: int, plant: str, stop_after: int) -> tuple[Summary, float]:
+    """The summary of these worlds and the seconds that they took; ends early with `stop_after` failed ones."""
+    summary, began = Summary(), wall_seconds()
+    shown = began
+    for outcome in run_many(seeds, processes, plant):
+        summary.add(outcome)
+        if len(summary.failed) >= stop_after:
+            break
+        if wall_seconds() - shown > 30.0:
+            shown = wall_seconds()
+            failed = ", ".join(str(outcome.seed) for outcome in summary.failed)
+            print(
+                f"{summary.worlds} of {len(seeds)} worlds, failed: {failed or 'none'}, {shown - began:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+    return summary, wall_seconds() - began

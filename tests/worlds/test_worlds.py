@@ -1,0 +1,57 @@
+"""A few thousand simulated worlds, and proof that they would find what they are there to find."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SECONDS = 280
+
+
+def worlds(*arguments: str) -> dict[str, Any]:
+    """The command of its own: it wants the clocks and the hashes of its process from the beginning."""
+    done = subprocess.run(
+        [sys.executable, str(HERE), *arguments, "--json"], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode in (0, 1), done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_everything_holds_in_a_few_thousand_worlds() -> None:
+    found = worlds("--worlds", "2500", "--seed", "1")
+    assert found["worlds"] == 2500
+    assert found["violations"] == {}
+    assert found["faulted_worlds"] > 1500
+    assert all(
+        found["faults"].get(kind)
+        for kind in ("kill", "freeze", "vanish", "cut", "partition", "leave", "join")
+    )
+
+
+@pytest.mark.parametrize(("plant", "told"), [("term", "fence"), ("ready", "commit"), ("promote", "history")])
+def test_a_planted_bug_is_found(plant: str, told: str) -> None:
+    found = worlds("--worlds", "1500", "--seed", "1", "--plant", plant, "--stop-after", "10")
+    assert any(text.startswith(told) for text in found["violations"].values()), found["violations"]
+
+
+def test_a_world_repeats() -> None:
+    def replayed(seed: int) -> str:
+        done = subprocess.run(
+            [sys.executable, str(HERE), "--replay", str(seed)],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert done.returncode == 0, done.stdout[-2000:]
+        lines = done.stdout.splitlines()
+        assert lines[-1].startswith("the log repeats: ")
+        return "\n".join(lines[:-3])
+
+    assert replayed(7) == replayed(7)

@@ -1,0 +1,200 @@
+"""Where a world takes the place of what a real peer has under the protocol: tensors, files on disk, random tokens.
+
+Everything else of `fusion.runtime` and `fusion.swarm` runs as it is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import json
+import logging
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from worlds.arithmetic import VARIABLE, WorldBatches, first_state, pack, stages_of, unpack
+from worlds.disk import WorldPath
+from worlds.virtual_time import lane_now
+
+from fusion.runtime import data
+from fusion.runtime import manifest as manifests
+from fusion.runtime.context import Context
+from fusion.runtime.errors import JobError
+from fusion.runtime.fields import build
+from fusion.runtime.hosting import job_files
+from fusion.runtime.training import service as training
+from fusion.runtime.training import snapshot, stage_host, stage_loader
+from fusion.runtime.training import step as steps
+from fusion.swarm import handlers
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.records import JobRecord
+
+_tokens = itertools.count()
+
+
+def reset(seed: int) -> None:
+    global _tokens
+    _tokens = itertools.count(seed << 20)
+
+
+def context(**parts: Any) -> Context:
+    """A context as a running peer has it."""
+    made = {**parts}
+    try:
+        from fusion.runtime.hosting.succession import Successor
+    except ImportError:
+        pass
+    else:
+        made["succession"] = Successor(parts["transport"], parts["leases"])
+    return Context(**made)
+
+
+def initial(stage: int) -> bytes:
+    return pack({VARIABLE: torch.tensor(first_state(stage))})
+
+
+class JobFiles(job_files.JobFiles):
+    """Over a simulated disk: whole files at once."""
+
+    def save(self, record: JobRecord) -> None:
+        record = replace(record, step=max(record.snapshot_step, 0))
+        values = {field.name: getattr(record, field.name) for field in fields(record)}
+        path = self._path(record.job)
+        path.write_text(json.dumps({"version": job_files.VERSION, "record": values}))
+
+    def load(self) -> tuple[JobRecord, ...]:
+        paths = sorted(self._folder.glob("*.json"))
+        return tuple(build(JobRecord, json.loads(path.read_bytes())["record"], "record") for path in paths)
+
+
+# --- replacements
+
+
+async def _load_stages(context: Context, manifest: Any) -> tuple[Any, Any]:
+    return stages_of(manifest.stages), ()
+
+
+def _plane(stage: Any, variables: Any, optimizer: Any, **_: Any) -> Any:
+    from worlds.world import World
+
+    return World.current.plane(stage, variables, lane_now())
+
+
+def _save(tensors: Any, path: WorldPath, metadata: Any = None) -> None:
+    path.write_bytes(pack(tensors))
+
+
+def _load_weights(path: WorldPath, stage: Any) -> dict[str, torch.Tensor]:
+    return unpack(path.read_bytes())
+
+
+def _load_state(path: WorldPath, stage: Any) -> dict[str, torch.Tensor]:
+    return unpack(path.read_bytes())
+
+
+def _remembered(pure: Callable[..., Any]) -> Callable[..., Any]:
+    """With its latest results kept; a caller may change a list that it was given."""
+    kept = lru_cache(maxsize=512)(pure)
+
+    def call(*args: Any) -> Any:
+        result = kept(*args)
+        return list(result) if isinstance(result, list) else result
+
+    return call
+
+
+def _token_hex(size: int = 16) -> str:
+    return f"{next(_tokens):0{2 * size}x}"
+
+
+def replace_everywhere(original: Any, replacement: Any) -> None:
+    """Wherever a module of the project names `original`."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fusion."):
+            for attribute, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, attribute, replacement)
+
+
+def _observe(cls: type, name: str, before: Callable[..., None]) -> None:
+    original = getattr(cls, name)
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(cls, name, wrapped)
+
+
+def _took(host: Any, source: int, frame: Any) -> None:
+    from worlds.world import World
+
+    World.current.oracle.took(host, host._context.peer_id, host.stage, source, frame.kind, frame.header)
+
+
+def _acts(host: Any, action: Any) -> None:
+    from worlds.world import World
+
+    if isinstance(action, steps.Apply):
+        state = host._state
+        World.current.oracle.commits(host._context.peer_id, host.stage, state.attempt, state.step - 1)
+
+
+def _hosts(service: Any, job: Any, manifest: Any, stage: int, term: int, *rest: Any, **more: Any) -> None:
+    from worlds.world import World
+
+    world = World.current
+    world.oracle.hosts(world.processes[service._context.peer_id], stage, term)
+
+
+_FORESEEN = (SwarmError, JobError, ValueError, TimeoutError, OSError)
+
+
+def _told_apart(error: BaseException) -> str:
+    """`handlers.one_line`, which every handler's error goes through: one of ours, or a mistake in the code."""
+    from worlds.world import World
+
+    if not isinstance(error, _FORESEEN):
+        World.current.oracle.broken(f"sound: a handler of {lane_now().name} failed: {error!r}")
+    return _one_line(error)
+
+
+class Mistakes(logging.Handler):
+    """Errors of a hosted stage that nobody foresaw, which hosting survives and logs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from worlds.world import World
+
+        kind = record.args[2] if isinstance(record.args, tuple) and len(record.args) == 4 else ""
+        if isinstance(getattr(builtins, str(kind), None), type) and kind not in (
+            "TimeoutError",
+            "MemoryError",
+        ):
+            World.current.oracle.broken(f"sound: {lane_now().name}: {record.getMessage()}")
+
+
+_one_line = handlers.one_line
+
+
+def install() -> None:
+    """Once per process."""
+    replace_everywhere(stage_loader.load_stages, _load_stages)
+    replace_everywhere(stage_loader.TorchTrainingStage, _plane)
+    replace_everywhere(stage_loader.Batches, WorldBatches)
+    replace_everywhere(snapshot.save, _save)
+    replace_everywhere(snapshot.load_weights, _load_weights)
+    replace_everywhere(snapshot.load_state, _load_state)
+    for pure in (manifests.decode, snapshot.decode_index, data.sample_indices):
+        replace_everywhere(pure, _remembered(pure))  # every peer asks for the same values
+    replace_everywhere(handlers.one_line, _told_apart)
+    logging.getLogger("fusion.runtime.hosting.hosting").addHandler(Mistakes(logging.ERROR))
+    logging.getLogger("fusion.runtime.hosting.hosting").propagate = False
+    secrets.token_hex = _token_hex  # type: ignore[assignment]
+    _observe(stage_host.TrainingHost, "_deliver", _took)
+    _observe(stage_host.TrainingHost, "_act", _acts)
+    _observe(training.TrainingService, "host", _hosts)

@@ -1,0 +1,453 @@
+"""One world: real hosting, leases, election, training hosts and leads of several peers on one virtual-time loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from worlds.virtual_time import EPOCH_SECONDS, Lane, VirtualLoop, cpu_seconds  # first: it replaces the clocks
+
+# isort: split
+from worlds import wiring
+from worlds.arithmetic import STATE, ChainPlane, WorldWorker, final_ledger, history, unpack
+from worlds.bulletin import Bulletin, WorldDirectory
+from worlds.disk import Disk, Holders, WorldBlobs, WorldPath, WorldStore, digest_of
+from worlds.network import Network, WorldStream, WorldTransport
+from worlds.oracle import Oracle
+from worlds.process import STAGE_BYTES, Outcome, Process
+from worlds.scenario import Fault, Scenario
+
+from fusion.runtime import manifest as manifests
+from fusion.runtime.hosting.hosting import Hosting
+from fusion.runtime.job import DataConfig, Manifest, OptimizerConfig, TrainConfig
+from fusion.runtime.training import snapshot
+from fusion.runtime.training.messages import PROTOCOL
+from fusion.runtime.training.service import TrainingService
+from fusion.swarm.directory import HEARTBEAT_SECONDS
+from fusion.swarm.election import winner
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.leases import Leases
+from fusion.swarm.records import Digest, JobId, JobRecord
+from fusion.swarm.transport import PeerId
+
+LAUNCHER = PeerId("launcher")
+OWNER_SECONDS = 40.0  # after the last fault, within which every stage must have an owner
+END_SECONDS = 150.0  # after the last fault, within which the job must be done
+STRIKE_SECONDS = 15.0  # a fault whose frame does not come within so long does not happen
+LOOK_SECONDS = 0.5
+
+_TRAIN = Digest("d" * 64)
+
+
+class World:
+    current: World
+
+    def __init__(self, plan: Scenario, *, verbose: bool = False) -> None:
+        World.current = self
+        self.plan = plan
+        self.log: list[tuple[float, str, str]] = []
+        self.verbose = verbose
+        self.struck: list[str] = []
+        self.processes: dict[PeerId, Process] = {}
+        self.disks: list[Disk] = []
+        self.rng = random.Random(plan.seed ^ 0x5EED)
+        self.loop = VirtualLoop(random.Random(plan.seed ^ 0x100B), self._unhandled)
+        self.network = Network(self.loop, random.Random(plan.seed ^ 0x2E7), plan.link_seconds)
+        self.network.watch = self._watch
+        self.bulletin = Bulletin(
+            self.network, random.Random(plan.seed ^ 0xD17), plan.directory_seconds, plan.directory_lost,
+            plan.directory_fails,
+        )  # fmt: skip
+        self.holders = Holders(self.network, self.rng, 0.02)
+        self.manifest, self.job = self._launched()
+        assert self.manifest.train is not None
+        self.oracle = Oracle(
+            history(self.manifest.train, plan.stages), final_ledger(self.manifest.train), plan.quiet
+        )
+        self._by_lane: dict[Lane, Process] = {}
+        self._waiting: list[Fault] = []  # for their frame
+        self._busy_faults = 0  # that have struck and are not over
+        self._joined = 0
+        self._done = False
+
+    def note(self, who: str, what: str) -> None:
+        self.log.append((self.loop.now, who, what))
+
+    def _launched(self) -> tuple[Manifest, JobId]:
+        plan = self.plan
+        manifest = Manifest(
+            name="world", kind="train", graph=Digest("a" * 64), cuts=tuple(range(1, plan.stages)),
+            weights=tuple(Digest(f"{stage:064x}") for stage in range(plan.stages)),
+            proposed=tuple(_name(i) for i in range(plan.stages)),
+            memory_bytes=(STAGE_BYTES,) * plan.stages,
+            train=TrainConfig(
+                steps=plan.steps, microbatches=plan.microbatches, microbatch_size=plan.microbatch_size, sequence=1,
+                seed=plan.seed % 1000, optimizer=OptimizerConfig(), data=DataConfig(kind="tokens", train=_TRAIN),
+                snapshot_every=plan.snapshot_every,
+            ),
+            salt=str(plan.seed),
+        )  # fmt: skip
+        data = manifests.encode(manifest)
+        job = JobId(digest_of(data))
+        shelf = {Digest(job): data, _TRAIN: b"", manifest.graph: b""}
+        shelf.update({digest: wiring.initial(i) for i, digest in enumerate(manifest.weights)})
+        self.shelf: dict[Digest, bytes] = shelf
+        return manifest, job
+
+    # --- running
+
+    def run(self) -> Outcome:
+        began = cpu_seconds()
+        random.seed(self.plan.seed)
+        wiring.reset(self.plan.seed)
+        try:
+            self._spawn(self.loop.world, self._launch())
+            for index, seats in enumerate(self.plan.seats):
+                self.start(_name(index), Disk(), seats)
+            self._spawn(self.loop.world, self._direct())
+            ended = self.loop.run(lambda: self._done or bool(self.oracle.violations), 3600.0)
+            if not ended:
+                self.oracle.broken("alive: the world stands still")
+        except Exception:
+            self.oracle.broken("sound: " + traceback.format_exc())
+        return Outcome(
+            self.plan.seed, tuple(self.oracle.violations), self.loop.now, cpu_seconds() - began,
+            self.oracle.updates, self.oracle.committed, tuple(self.struck),
+            tuple(f"{at:9.4f} {who:>9} {what}" for at, who, what in self.log),
+        )  # fmt: skip
+
+    def _spawn(self, lane: Lane, work: Any) -> asyncio.Task[Any]:
+        before = asyncio._get_running_loop()
+        asyncio._set_running_loop(self.loop)
+        try:
+            return self.loop.create_task(work, context=lane.context.copy())
+        finally:
+            asyncio._set_running_loop(before)
+
+    def start(self, peer_id: PeerId, disk: Disk, seats: int) -> None:
+        gone = frozenset(process for process in self._by_lane.values() if process.lane.dead)
+        let_go = frozenset(
+            (process, stage)
+            for process in self._by_lane.values()
+            for stage in range(self.plan.stages)
+            if process.hosting is not None and (self.job, stage) not in process.hosting.hosted
+        )
+        process = Process(peer_id, Lane(peer_id), disk, seats, gone, let_go)
+        if disk not in self.disks:
+            self.disks.append(disk)
+        self.processes[peer_id] = process
+        self._by_lane[process.lane] = process
+        self.network.joins_side(peer_id)
+        task = self._spawn(process.lane, self._peer(process))
+        task.add_done_callback(
+            lambda task: self._ended_by_itself(process, task), context=process.lane.context
+        )
+        process.tasks.append(task)
+
+    async def _peer(self, process: Process) -> None:
+        """What `fusion.runtime.peer` does, in the same order."""
+        loop, peer_id = self.loop, process.peer_id
+        await asyncio.sleep(0.3 * self.rng.random())
+        transport = process.transport = WorldTransport(self.network, peer_id, process.lane)
+        directory = WorldDirectory(self.bulletin, peer_id)
+        blobs = WorldBlobs(peer_id, WorldStore(process.disk, self.shelf), self.holders)
+        leases = process.leases = Leases(peer_id, directory)
+        await leases.__aenter__()
+        worker = WorldWorker(self.rng, self.plan.compute_seconds * (0.5 + self.rng.random()))
+        context = wiring.context(
+            peer_id=peer_id, transport=transport, directory=directory, blobs=blobs, leases=leases, worker=worker,
+            memory_bytes=process.seats * STAGE_BYTES, home=WorldPath(process.disk, "home"),
+        )  # fmt: skip
+        service = process.service = TrainingService(context)
+        fitness = 0.1 + 0.8 * self.rng.random()
+        hosting = process.hosting = Hosting(
+            context,
+            {"train": service},
+            fitness,
+            clock=loop.time,
+            now=lambda: loop.now + EPOCH_SECONDS,
+            files=wiring.JobFiles(WorldPath(process.disk, "home/jobs")),  # type: ignore[arg-type]
+        )
+        await service.start()
+        await hosting.start()
+        process.work = asyncio.create_task(hosting.run())
+        process.work.add_done_callback(lambda task: self._ended_by_itself(process, task))
+        while True:
+            with contextlib.suppress(SwarmError):
+                await directory.publish(process.announcement())
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _ended_by_itself(self, process: Process, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            error = task.exception()
+            trace = "" if error is None else "".join(traceback.format_exception(error))
+            self.oracle.broken(f"sound: {process.peer_id} came to an end by itself\n{trace}")
+
+    async def _launch(self) -> None:
+        """The launcher speaks for the job until all its stages are held, and goes."""
+        directory = WorldDirectory(self.bulletin, LAUNCHER)
+        record = JobRecord(
+            job=self.job, name="world", kind="train", state="launching", term=0, step=0, lead=None,
+            stages=self.plan.stages, snapshot=None, snapshot_step=-1, author=LAUNCHER,
+        )  # fmt: skip
+        while True:
+            with contextlib.suppress(SwarmError):
+                known = await directory.job(self.job)
+                if known is None or known.term == 0:
+                    await directory.publish(record)
+                else:
+                    owners = [winner(await directory.claims(self.job, s)) for s in range(self.plan.stages)]
+                    if all(owner is not None and owner.ready for owner in owners):
+                        return
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    # --- directing
+
+    async def _direct(self) -> None:
+        for fault in self.plan.faults:
+            await asyncio.sleep(max(0.0, fault.at - self.loop.now))
+            if self.oracle.finished:
+                break
+            if fault.trigger:
+                self._waiting.append(fault)
+            else:
+                self._strike(fault, self._victim(fault))
+        deadline = self.loop.now + STRIKE_SECONDS
+        while (self._busy_faults or (self._waiting and self.loop.now < deadline)) and not self._ended():
+            await asyncio.sleep(LOOK_SECONDS)
+        self._waiting.clear()
+        self.note("world", "no more faults")
+        calm = self.loop.now
+        owned = False
+        while not self._ended():
+            if self.loop.now > calm + END_SECONDS:
+                self.oracle.broken(
+                    f"alive: {END_SECONDS:.0f} s after the last fault the job is at step {self.oracle.committed} of "
+                    f"{self.plan.steps}: {self._waits()}"
+                )
+                return
+            if not owned and self.loop.now > calm + OWNER_SECONDS:
+                owned = True
+                for stage in range(self.plan.stages):
+                    if not self._hosted(stage):
+                        self.oracle.broken(
+                            f"alive: {OWNER_SECONDS:.0f} s after the last fault nobody has stage {stage}"
+                        )
+            await asyncio.sleep(LOOK_SECONDS)
+        if not self.oracle.violations:
+            self._inspect()
+        self._done = True
+
+    def _inspect(self) -> None:
+        """What the job has come to, from the disks of all peers that ever were."""
+        record = next(r for r in self._records() if r.state == "done")
+        blobs = {digest: data for disk in self.disks for digest, data in disk.blobs.items()}
+        try:
+            index = snapshot.decode_index(blobs[record.snapshot or ""], self.job, self.plan.stages)  # type: ignore[index]
+            shards = {
+                stage: unpack(blobs[digest])[STATE].tolist() for stage, digest in enumerate(index.shards)
+            }
+        except KeyError as error:
+            self.oracle.broken(f"durable: blob {error} of the last snapshot is nowhere")
+            return
+        self.oracle.ended(index, {stage: (step, chain) for stage, (step, chain) in shards.items()})
+
+    def _records(self) -> list[JobRecord]:
+        return [r for r in self.bulletin.read(LAUNCHER, ("jobs",)) if isinstance(r, JobRecord)]
+
+    def _ended(self) -> bool:
+        return not self._busy_faults and any(record.state == "done" for record in self._records())
+
+    def _hosted(self, stage: int) -> bool:
+        return any(
+            (self.job, stage) in process.hosting.hosted
+            for process in self.processes.values()
+            if process.hosting is not None and not process.lane.dead
+        )
+
+    def _waits(self) -> str:
+        found = []
+        for process in self.processes.values():
+            if process.service is not None and not process.lane.dead:
+                progress = process.service.progress(self.job)
+                if progress is not None and progress.message:
+                    found.append(f"{process.peer_id}: {progress.message}")
+        return "; ".join(found) or "nobody says why"
+
+    def _victim(self, fault: Fault) -> Process | None:
+        live = [
+            p
+            for p in self.processes.values()
+            if not p.lane.dead and not p.lane.frozen and p.hosting is not None
+        ]
+        if fault.victim != "any":
+            stage = 0 if fault.victim == "lead" else fault.stage
+            holding = [p for p in live if p.hosting is not None and (self.job, stage) in p.hosting.hosted]
+            spare = [p for p in live if p.hosting is not None and not p.hosting.hosted]
+            live = (spare if fault.victim == "spare" else holding) or live
+        return self.rng.choice(live) if live else None
+
+    def _strike(self, fault: Fault, victim: Process | None) -> None:
+        if fault.kind == "partition":
+            self._partition(fault)
+            return
+        if fault.kind == "join":
+            self._join(self.rng.choice((1, 2)))
+            self.struck.append("join")
+            return
+        if victim is None or victim.lane.dead or victim.lane.frozen or victim.leaving:
+            return
+        self.struck.append(fault.kind)
+        self.note(
+            "world", f"{fault.kind} {victim.peer_id} for {fault.seconds:.2f} s{' (fresh)' * fault.fresh}"
+        )
+        if fault.kind == "freeze":
+            self.loop.freeze(victim.lane)
+            self._later(fault.seconds, self._thaw, victim)
+        elif fault.kind == "cut":
+            others = [p for p in self.processes if p != victim.peer_id]
+            self.network.cut(victim.peer_id, self.rng.choice(others))
+        elif fault.kind == "leave":
+            self._busy_faults += 1
+            victim.leaving = True
+            self._spawn(victim.lane, self._leave(victim, fault))
+        else:
+            self._kill(victim, silently=fault.kind == "vanish")
+            self._again(victim, fault)
+
+    def _kill(self, victim: Process, *, silently: bool) -> None:
+        self.loop.kill(victim.lane)
+        self.network.remove(victim.peer_id, silently=silently)
+
+    def _again(self, victim: Process, fault: Fault) -> None:
+        capacity = sum(p.seats for p in self.processes.values() if not p.lane.dead)
+        if fault.fresh:
+            self._later(max(1.0, fault.seconds), self._join, victim.seats)
+        elif fault.seconds or capacity < self.plan.stages:
+            self._later(max(1.0, fault.seconds), self._restart, victim)
+
+    def _later(self, seconds: float, act: Any, *args: Any) -> None:
+        self._busy_faults += 1
+
+        def now() -> None:
+            self._busy_faults -= 1
+            act(*args)
+
+        self.loop.call_later(seconds, now, context=self.loop.world.context)
+
+    def _thaw(self, victim: Process) -> None:
+        self.note("world", f"{victim.peer_id} goes on")
+        self.loop.thaw(victim.lane)
+
+    def _restart(self, victim: Process) -> None:
+        if self.processes[victim.peer_id] is victim:
+            self.note("world", f"{victim.peer_id} starts again")
+            self.start(victim.peer_id, victim.disk, victim.seats)
+
+    def _join(self, seats: int) -> None:
+        name = PeerId(f"new-{self._joined}")
+        self._joined += 1
+        self.note("world", f"{name} joins with {seats} seats")
+        self.start(name, Disk(), seats)
+
+    async def _leave(self, victim: Process, fault: Fault) -> None:
+        """As `fusion.runtime.peer` does when it is asked to stop."""
+        assert victim.hosting is not None and victim.leases is not None and victim.transport is not None
+        leave = getattr(victim.hosting, "leave", None)
+        if leave is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(15.0):
+                    await leave()
+        if victim.work is not None:
+            victim.work.cancel()
+            await asyncio.wait([victim.work])
+        with contextlib.suppress(SwarmError):
+            await victim.leases.aclose()
+        self.loop.call_soon(self._left, victim, fault, context=self.loop.world.context)
+
+    def _left(self, victim: Process, fault: Fault) -> None:
+        self._busy_faults -= 1
+        self.note("world", f"{victim.peer_id} has left")
+        self._kill(victim, silently=False)
+        self._again(victim, fault)
+
+    def _partition(self, fault: Fault) -> None:
+        live = [p.peer_id for p in self.processes.values() if not p.lane.dead]
+        self.rng.shuffle(live)
+        at = self.rng.randint(1, max(1, len(live) - 1))
+        one, two = set(live[:at]), set(live[at:])
+        self.struck.append("partition")
+        self.note("world", f"partition of {sorted(one)} from {sorted(two)} for {fault.seconds:.2f} s")
+        self.network.partition(one, two, 10.0 * self.rng.random())
+        self._later(fault.seconds, self._heal)
+
+    def _heal(self) -> None:
+        self.note("world", "the partition heals")
+        self.network.heal()
+
+    # --- watching
+
+    def _watch(self, stream: WorldStream, kind: str, header: Mapping[str, Any]) -> None:
+        if self.verbose:
+            shown = {k: v for k, v in header.items() if k not in ("job", "dtype", "shape", "codec", "claim")}
+            self.note(stream.local, f"-> {stream.remote} {kind} {shown}")
+        if stream.protocol == PROTOCOL:
+            if kind == "hello":
+                stream.said["source"] = header["source"]
+            elif "source" in stream.said:
+                self.oracle.said(stream.local, stream.said["source"], kind, header)
+                if kind == "restore":
+                    self.oracle.restores(
+                        stream.local, header["term"], header["point"]["step"], self._to_be_had
+                    )
+        for fault in self._waiting:
+            if fault.trigger == kind and self._counted(fault):
+                self._waiting.remove(fault)
+                victim = self.processes.get(stream.local if fault.side == "sender" else stream.remote)
+                if fault.count % 2:
+                    self._strike(fault, victim)  # before the frame is on its way
+                else:
+                    self.loop.call_soon(self._strike, fault, victim, context=self.loop.world.context)
+                break
+
+    def _to_be_had(self, digest: Digest) -> bool:
+        """Whether every part of a snapshot lies on some disk whose peer is up, and nothing that could have hidden it has happened."""
+        live = [p for p in self.processes.values() if not p.lane.dead and not p.lane.frozen and not p.leaving]
+        blobs = {d: data for process in live for d, data in process.disk.blobs.items()}
+        # After several faults it may have been out of reach for a while: the lead may have given it up then.
+        return digest in blobs and len(self.struck) < 2 and self._whole(blobs, digest)
+
+    def _whole(self, blobs: Mapping[Digest, bytes], digest: Digest) -> bool:
+        index = snapshot.decode_index(blobs[digest], self.job, self.plan.stages)
+        return all(shard in blobs for shard in index.shards)
+
+    def _counted(self, fault: Fault) -> bool:
+        key = id(fault)
+        self._counts = getattr(self, "_counts", {})
+        self._counts[key] = self._counts.get(key, 0) + 1
+        return bool(self._counts[key] >= fault.count)
+
+    def _unhandled(self, lane: Lane | None, text: str) -> None:
+        if lane is None or not lane.dead:
+            self.oracle.broken(f"sound: {lane.name if lane else 'somebody'}: {text}")
+
+    def process_of(self, lane: Lane) -> Process:
+        return self._by_lane[lane]
+
+    # --- what `wiring` reports
+
+    def plane(self, stage: Any, weights: Any, lane: Lane) -> ChainPlane:
+        peer = self.process_of(lane).peer_id
+        return ChainPlane(
+            stage, weights, self.plan.microbatches,
+            lambda plane, before, after: self.oracle.applied(peer, plane, before, after),
+            lambda text: self.oracle.broken(f"history: stage {stage.index} at {peer} {text}"),
+        )  # fmt: skip
+
+
+def _name(index: int) -> PeerId:
+    return PeerId("abcdefghijklmnop"[index] * 2)
