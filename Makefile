@@ -2,6 +2,9 @@
 #   make demo     see it work: peers on this machine train a model on real text, then answer a prompt
 #   make test     lint, format check, types, tests
 #   make bench    the figures of the README, as a table and bench-results.json
+#   make chaos    train on peers of this machine that are killed meanwhile, and compare with a quiet run
+#   make worlds   simulate the protocol in 100 000 worlds with faults (WORLDS=, SEED=)
+#   make sweep    every way to go, in every phase: kills, frozen peers, cold starts, departures, a partition: about an hour
 # PYTHON=python3.12 picks an interpreter (3.11 or newer). PIP_ARGS is handed to pip, for a mirror or an index of its own.
 
 VENV := .venv
@@ -19,7 +22,10 @@ export TOKENIZERS_PARALLELISM := false
 # mypy sees the mapped package `fusion` through a link to this folder.
 PACKAGES := -p fusion.swarm -p fusion.dag -p fusion.compression -p fusion.runtime -p fusion.cli
 
-.PHONY: help demo test bench lint format clean install
+SEED ?= 1
+WORLDS ?= 100000
+
+.PHONY: help demo test bench chaos sweep worlds lint format clean install
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,10 +49,27 @@ format: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	@exec $(BIN)/python tests/bench $(ARGS)
 
+# For example: make chaos ARGS="--minutes 5 --seed 7 --json"
+chaos: $(VENV)/.installed
+	@exec $(BIN)/fusion-peer chaos --stop-with $$PPID $(ARGS)
+
+# Every part with the same SEED; each also runs alone (python tests/sweeps/training.py --help). Without root the
+# partition, which needs network namespaces, says that it is skipped.
+sweep: $(VENV)/.installed-dev
+	$(BIN)/python tests/sweeps/training.py --kills 42 --seed $(SEED) --json sweep-training.json
+	$(BIN)/python tests/sweeps/answers.py --kills 100 --together-kills 20 --seed $(SEED) --json sweep-answers.json
+	$(BIN)/python tests/sweeps/frozen.py --seed $(SEED) --json sweep-frozen.json
+	$(BIN)/python tests/sweeps/cold_start.py --seed $(SEED) --json sweep-cold-start.json
+	$(BIN)/python tests/sweeps/departures.py --seed $(SEED)
+	$(BIN)/python tests/sweeps/partition.py
+
+worlds: $(VENV)/.installed-dev
+	@exec $(BIN)/python tests/worlds --worlds $(WORLDS) --seed $(SEED) $(ARGS)
+
 install: $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results.json
+	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results.json sweep-*.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after pip has finished, so an interrupted install is taken up again.

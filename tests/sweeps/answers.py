@@ -1,0 +1,316 @@
+"""The answer kill sweep: owners of stages killed at random moments of greedy answers, which must not change by a token.
+
+    python tests/sweeps/answers.py [--kills 100] [--together-kills 20] [--sessions 4] [--seed 1] [--stages 3]
+        [--json FILE]
+
+A GPT with random weights is served in so many stages, one standby a stage, and asked through a peer that holds none of
+it. `--kills` times an answer loses the owner of a stage at a random token; `--together-kills` times more, `--sessions`
+answers at once do. Exit 0 where every answer was token-identical to the one given in peace, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from fusion.cli.chaos import last_words
+from fusion.cli.chaos_job import STORE_BYTES, Plan, invented, launched
+from fusion.cli.chaos_swarm import Swarm
+from fusion.cli.chaos_timeline import percentile
+from fusion.cli.fleet import FleetError, LocalPeer, open_fleet
+from fusion.dag import wire
+from fusion.dag.rewrites.clean import clean
+from fusion.runtime import manifest as manifests
+from fusion.runtime.context import Context
+from fusion.runtime.errors import JobError, JobFailed
+from fusion.runtime.launch import sources
+from fusion.runtime.launch.models import GPTConfig
+from fusion.runtime.launch.prepare import prepare_serving
+from fusion.runtime.peer import ClientConfig, open_client
+from fusion.runtime.serving.generate_client import generate
+from fusion.runtime.serving.request import Answer, GenerateRequest
+from fusion.swarm.blob_store import BlobStore
+from fusion.swarm.election import winner
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.records import ClaimRecord, Digest, JobId
+from fusion.swarm.transport import PeerId
+
+MODEL = GPTConfig(blocks=6, width=128, heads=4, sequence=512)
+SPREAD = 4.0  # of the weights: at the usual size a GPT without training says the same token for ever
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 24, 160
+HELD_SECONDS = 180.0
+STANDBY_SECONDS = 30.0
+ANSWER_SECONDS = 120.0
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Told:
+    """One answer as its user saw it."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # unix seconds, of the request and of each token
+    error: str = ""
+
+    def stall(self, at: float) -> float:
+        """The longest wait for a token that ended after `at`."""
+        gaps = [b - a for a, b in zip(self.times, self.times[1:], strict=False) if b >= at]
+        return max(gaps, default=0.0)
+
+
+@dataclass
+class Stage:
+    """The served model and what asks it."""
+
+    swarm: Swarm
+    client: Context
+    gateway: LocalPeer
+    job: JobId
+    stages: int
+    name: str
+    truth: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    async def owners(self) -> list[ClaimRecord | None]:
+        return [winner(await self._claims(stage)) for stage in range(self.stages)]
+
+    async def standbys(self) -> int:
+        """How many stages have an owner and a standby that are ready."""
+        count = 0
+        for stage in range(self.stages):
+            claims = await self._claims(stage)
+            owner = winner(claims)
+            standby = any(claim.role == "standby" and claim.ready for claim in claims)
+            count += owner is not None and owner.ready and standby
+        return count
+
+    async def _claims(self, stage: int) -> tuple[ClaimRecord, ...]:
+        with contextlib.suppress(SwarmError, TimeoutError):
+            async with asyncio.timeout(3.0):
+                found: tuple[ClaimRecord, ...] = await self.client.directory.claims(self.job, stage)
+                return found
+        return ()
+
+    async def ask(self, prompt: tuple[int, ...], heard: Callable[[int], Awaitable[None] | None]) -> Told:
+        """One answer; `heard(n)` after the n-th token."""
+        told = Told(times=[time.time()])
+        request = GenerateRequest(model=self.name, prompt_ids=prompt, max_tokens=NEW_TOKENS)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                async with aclosing(
+                    generate(self.client.transport, PeerId(self.gateway.peer_id), request)
+                ) as pieces:
+                    async for piece in pieces:
+                        if isinstance(piece, Answer):
+                            break
+                        told.tokens.append(piece.id)
+                        told.times.append(time.time())
+                        heard(len(told.tokens))
+        except (SwarmError, JobError, JobFailed, TimeoutError) as error:
+            told.error = f"{type(error).__name__}: {error}"
+            told.times.append(time.time())
+        return told
+
+
+def write_model(directory: Path) -> None:
+    """A model as `jobs export` writes one, with weights that make it talk."""
+    model = sources.builtin(MODEL, 1, byte_level=True, tokenizer=None)
+    graph = clean(model.inference)
+    directory.mkdir(parents=True)
+    values = model.read(graph.variables)
+    spread = {n: (v * SPREAD if v.is_floating_point() and v.dim() > 1 else v) for n, v in values.items()}
+    exported = {n: v.clone().contiguous() for n, v in spread.items() if sources.is_exported(n)}
+    constants = {n: v.clone().contiguous() for n, v in values.items() if not sources.is_exported(n)}
+    save_file(exported, directory / sources.WEIGHTS_FILE)
+    if constants:
+        save_file(constants, directory / sources.CONSTANTS_FILE)
+    (directory / sources.GRAPH_FILE).write_bytes(wire.encode(graph))
+    (directory / sources.ABOUT_FILE).write_bytes(model.about.to_json())
+
+
+def prepare(root: Path, stages: int, owners: list[str]) -> Plan:
+    """The model in so many even stages, for these peers."""
+    write_model(root / "model")
+    store = BlobStore(root / "plan", STORE_BYTES)
+    prepared = prepare_serving(
+        root / "model", "answers", [invented(i) for i in range(stages)], store, stages=stages
+    )
+    manifest = replace(prepared.manifest, proposed=tuple(PeerId(owner) for owner in owners))
+    job = JobId(store.put(manifests.encode(manifest)))
+    blobs = (Digest(job), *prepared.blobs[1:])
+    return Plan(root / "plan", replace(prepared, job=job, manifest=manifest, blobs=blobs))
+
+
+async def sweep(options: argparse.Namespace) -> dict[str, Any]:
+    chance = random.Random(options.seed)
+    began = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    async with contextlib.AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(open_fleet("fusion-answers-"))
+        swarm = Swarm(fleet, replace_seconds=0.5)
+        stack.push_async_callback(swarm.aclose)
+        gateway = await swarm.start_one("--memory", "1KiB")
+        await swarm.start(2 * options.stages)
+        owners = [peer.peer_id for peer in swarm.peers if peer is not gateway][: options.stages]
+        plan = await asyncio.to_thread(prepare, fleet.root, options.stages, owners)
+        async with launched(plan, fleet.root / "launcher", gateway.address) as holding:
+            async with asyncio.timeout(HELD_SECONDS):
+                await holding
+        client = await stack.enter_async_context(
+            open_client(ClientConfig(home=fleet.root / "user", peer=gateway.address))
+        )
+        served = Stage(swarm, client, gateway, plan.prepared.job, options.stages, plan.prepared.manifest.name)
+        prompts = [
+            tuple(chance.randrange(MODEL.vocabulary) for _ in range(PROMPT_TOKENS)) for _ in range(PROMPTS)
+        ]
+        await _in_peace(served, prompts)
+        counts = [1] * options.kills + [options.sessions] * options.together_kills
+        try:
+            for number, sessions in enumerate(counts):
+                row = await _round(served, prompts, sessions, chance)
+                rows.append(row)
+                say(_line(number + 1, row))
+        except (FleetError, SwarmError, TimeoutError) as error:
+            problems.append(str(error) or "timed out")
+        if problems or not all(row["identical"] for row in rows):
+            for peer, words in last_words(swarm).items():
+                for line in words.splitlines():
+                    say(f"    {peer}: {line}")
+    return _report(options, rows, problems, time.monotonic() - began)
+
+
+async def _in_peace(served: Stage, prompts: list[tuple[int, ...]]) -> None:
+    seconds = []
+    for prompt in prompts:
+        told = await served.ask(prompt, lambda _: None)
+        if told.error or len(told.tokens) != NEW_TOKENS:
+            raise FleetError(f"no answer in peace: {told.error or len(told.tokens)}")
+        served.truth[prompt] = told.tokens
+        seconds.append(told.times[-1] - told.times[0])
+    kinds = len({token for tokens in served.truth.values() for token in tokens})
+    say(f"{PROMPTS} answers of {NEW_TOKENS} tokens in {sum(seconds):.1f} s, {kinds} different tokens")
+
+
+async def _round(
+    served: Stage, prompts: list[tuple[int, ...]], sessions: int, chance: random.Random
+) -> dict[str, Any]:
+    """One kill, under so many answers at once."""
+    ready = await _until_ready(served)
+    stage, at_token = chance.randrange(served.stages), chance.randint(1, NEW_TOKENS - 8)
+    chosen = [chance.choice(prompts) for _ in range(sessions)]
+    found = await served.owners()
+    owner = found[stage]
+    peer = next((p for p in served.swarm.peers if owner is not None and p.peer_id == owner.peer), None)
+    killed: list[float] = []
+
+    def heard(tokens: int) -> None:
+        if tokens == at_token and not killed and peer is not None:
+            killed.append(time.time())
+            peer.process.kill()
+
+    asked = [
+        asyncio.create_task(served.ask(prompt, heard if i == 0 else lambda _: None))
+        for i, prompt in enumerate(chosen)
+    ]
+    answers = await asyncio.gather(*asked)
+    if peer is not None and killed:
+        served.swarm.fleet.forget(peer)
+        served.swarm.replace_soon()
+    at = killed[0] if killed else time.time()
+    identical = [told.tokens == served.truth[prompt] for told, prompt in zip(answers, chosen, strict=True)]
+    return {
+        "stage": stage,
+        "token": at_token,
+        "sessions": sessions,
+        "killed": bool(killed),
+        "ready_standbys": ready,
+        "identical": bool(killed) and all(identical),
+        "stall_seconds": [
+            round(told.stall(at), 3) if same else ANSWER_SECONDS  # an answer that is lost is no short pause
+            for told, same in zip(answers, identical, strict=True)
+        ],
+        "errors": [told.error for told in answers if told.error],
+        "tokens": [len(told.tokens) for told in answers],
+    }
+
+
+async def _until_ready(served: Stage) -> int:
+    """How many stages have a ready owner and standby, once all have or the time is up."""
+    until = time.monotonic() + STANDBY_SECONDS
+    await served.swarm.settle()
+    while (ready := await served.standbys()) < served.stages and time.monotonic() < until:
+        await asyncio.sleep(0.25)
+    return ready
+
+
+def _line(number: int, row: dict[str, Any]) -> str:
+    verdict = "identical" if row["identical"] else "DIFFERENT" if row["killed"] else "NOBODY KILLED"
+    stall = ", ".join(f"{seconds:.2f}" for seconds in row["stall_seconds"])
+    errors = "; ".join(row["errors"])[:200]
+    return (
+        f"{number:>4}. stage {row['stage']} at token {row['token']:>3} of {row['sessions']}: {verdict}, "
+        f"stall {stall} s  ({row['ready_standbys']} standbys ready) {errors}"
+    )
+
+
+def _report(
+    options: argparse.Namespace, rows: list[dict[str, Any]], problems: list[str], seconds: float
+) -> dict[str, Any]:
+    def part(found: list[dict[str, Any]]) -> dict[str, Any]:
+        stalls = [stall for row in found for stall in row["stall_seconds"]]
+        return {
+            "kills": sum(row["killed"] for row in found),
+            "identical": sum(row["identical"] for row in found),
+            "stall_p50_seconds": percentile(stalls, 0.5),
+            "stall_p95_seconds": percentile(stalls, 0.95),
+            "stall_max_seconds": max(stalls, default=None),
+        }
+
+    return {
+        "ok": not problems and len(rows) == options.kills + options.together_kills
+        and all(row["identical"] for row in rows),
+        "problems": problems,
+        "alone": part([row for row in rows if row["sessions"] == 1]),
+        "together": part([row for row in rows if row["sessions"] > 1]),
+        "sessions": options.sessions,
+        "stages": options.stages,
+        "seed": options.seed,
+        "command": "python " + " ".join(sys.argv),
+        "rows": rows,
+        "seconds": round(seconds, 1),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--together-kills", type=int, default=20)
+    parser.add_argument("--sessions", type=int, default=4, help="at once, for the kills together")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the report, every kill in it, to this file")
+    options = parser.parse_args()
+    report = asyncio.run(sweep(options))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in report.items() if key != "rows"}, indent=1))
+    return 0 if report["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

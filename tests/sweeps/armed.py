@@ -1,0 +1,150 @@
+"""A peer that can be killed at an exact instant: `fusion-peer start` with traps in the places that the sweeps name.
+
+    python tests/sweeps/armed.py start --home HOME ...
+
+While it runs, a file HOME/arm.json sets one trap: {"phase", "count", "side", "delay", "victim"}. At the `count`-th time
+that the phase is reached, `side` ("before" or "after") of what happens there, and `delay` seconds later, the process
+`victim` (0: this one) is killed with SIGKILL, and {"event": "fired"} is the last that is printed. An empty phase
+removes the trap.
+
+    fp bp        a forward, a backward of a microbatch
+    ready        a stage's word to the lead, on its stream; at the lead: hearing one
+    commit       the lead's word to the k-th stage; at the others: the update of the weights
+    snapshot     a shard being written; a copy being fetched from the neighbour
+    recovery     gradients of a step under way being dropped
+    takeover     a stage beginning here
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+POLL_SECONDS = 0.02
+FILE = "arm.json"
+
+
+class Trap:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._set: dict[str, Any] = {}
+
+    def arm(self, order: dict[str, Any]) -> None:
+        with self._lock:
+            self._set = order
+
+    def at(self, phase: str, side: str) -> None:
+        """The process is at this point now."""
+        with self._lock:
+            order = self._set
+            if order.get("phase") != phase or order.get("side") != side:
+                return
+            order["count"] -= 1
+            if order["count"] > 0:
+                return
+            self._set = {}
+        if order["delay"] > 0:
+            timer = threading.Timer(order["delay"], self._fire, (order,))
+            timer.daemon = True
+            timer.start()
+        else:
+            self._fire(order)
+
+    def _fire(self, order: dict[str, Any]) -> None:
+        victim = order["victim"] or os.getpid()
+        line = {
+            "event": "fired",
+            "at": time.time(),
+            "phase": order["phase"],
+            "id": order["id"],
+            "victim": victim,
+        }
+        os.write(1, b"\n" + json.dumps(line).encode() + b"\n")
+        os.kill(victim, signal.SIGKILL)
+
+    def watch(self, home: Path) -> None:
+        path = home / FILE
+        while True:
+            time.sleep(POLL_SECONDS)
+            try:
+                order = json.loads(path.read_bytes())
+            except (OSError, ValueError):
+                continue
+            self.arm(order)
+            path.unlink(missing_ok=True)
+
+
+TRAP = Trap()
+
+
+def wrap(owner: Any, name: str, phase: str, when: Callable[..., bool] = lambda *_, **__: True) -> None:
+    """Let `owner.name` pass by the trap before and after each call for which `when` holds."""
+    inner = getattr(owner, name)
+    if inspect.iscoroutinefunction(inner):
+
+        @functools.wraps(inner)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            if not when(*args, **kwargs):
+                return await inner(*args, **kwargs)
+            TRAP.at(phase, "before")
+            try:
+                return await inner(*args, **kwargs)
+            finally:
+                TRAP.at(phase, "after")
+
+        setattr(owner, name, awaited)
+        return
+
+    @functools.wraps(inner)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not when(*args, **kwargs):
+            return inner(*args, **kwargs)
+        TRAP.at(phase, "before")
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            TRAP.at(phase, "after")
+
+    setattr(owner, name, called)
+
+
+def install() -> None:
+    from fusion.runtime.planes.torch_plane import TorchTrainingStage
+    from fusion.runtime.training import messages as m
+    from fusion.runtime.training.lead import Lead
+    from fusion.runtime.training.service import TrainingService
+    from fusion.runtime.training.stage_files import StageFiles
+    from fusion.swarm.frame_stream import FrameStream
+
+    wrap(TorchTrainingStage, "forward", "fp")
+    wrap(TorchTrainingStage, "backward", "bp")
+    wrap(TorchTrainingStage, "apply", "commit")
+    wrap(TorchTrainingStage, "discard", "recovery")
+    wrap(FrameStream, "send", "ready", lambda _, kind, *__, **___: kind == "ready")
+    wrap(FrameStream, "send", "commit-sent", lambda _, kind, *__, **___: kind == "commit")
+    wrap(Lead, "receive", "ready", lambda _, __, message: isinstance(message, m.ReadyMessage))
+    wrap(StageFiles, "save", "snapshot")
+    wrap(StageFiles, "replicate", "snapshot")
+    wrap(TrainingService, "host", "takeover")
+
+
+def main() -> int:
+    home = Path(sys.argv[sys.argv.index("--home") + 1])
+    install()
+    threading.Thread(target=TRAP.watch, args=(home,), name="trap", daemon=True).start()
+    from fusion.cli.main import main as fusion_peer
+
+    return fusion_peer()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
