@@ -4,7 +4,7 @@
 #   make bench    the figures of the README, as a table and bench-results.json
 #   make chaos    train on peers of this machine that are killed meanwhile, and compare with a quiet run
 #   make worlds   simulate the protocol in 100 000 worlds with faults (WORLDS=, SEED=)
-#   make sweep    every way to go, in every phase: kills, frozen peers, cold starts, departures, a partition: about an hour
+#   make sweep    every way to go, in every phase: kills, frozen peers, cold starts, departures, a partition
 # PYTHON=python3.12 picks an interpreter (3.11 or newer). PIP_ARGS is handed to pip, for a mirror or an index of its own.
 
 VENV := .venv

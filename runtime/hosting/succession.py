@@ -218,9 +218,7 @@ class Successor:
     async def look(self, peer: PeerId, job: JobId, stage: int) -> Sign:
         """Whether `peer` holds the stage, by asking it."""
         try:
-            async with asyncio.timeout(self._config.check_seconds):
-                reply = await call(self._transport, peer, PROTOCOL, "holds", {"job": job, "stage": stage})
-            term = _whole(reply.header.get("term"))
+            term = await self._ask_term(peer, job, stage)
         except (PeerUnreachable, StreamBroken, StreamClosed) as error:
             log.debug("%s is gone: %s", peer, error)
             return GONE
@@ -231,11 +229,15 @@ class Successor:
     async def attends(self, peer: PeerId, job: JobId, stage: int) -> bool:
         """Whether `peer` answers at all."""
         try:
-            async with asyncio.timeout(self._config.check_seconds):
-                await call(self._transport, peer, PROTOCOL, "holds", {"job": job, "stage": stage})
+            await self._ask_term(peer, job, stage)
         except (SwarmError, ValueError, TimeoutError):
             return False
         return True
+
+    async def _ask_term(self, peer: PeerId, job: JobId, stage: int) -> int:
+        async with asyncio.timeout(self._config.check_seconds):
+            reply = await call(self._transport, peer, PROTOCOL, "holds", {"job": job, "stage": stage})
+        return _whole(reply.header.get("term"))
 
     # --- a standby
 

@@ -15,8 +15,8 @@ from fusion.runtime import manifest as manifests
 from fusion.runtime.context import Context
 from fusion.runtime.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.job import Manifest, ServeConfig
-from fusion.runtime.serving.failover import needs
 from fusion.runtime.serving.session import Hop
+from fusion.runtime.shortage import needs
 from fusion.runtime.text import ByteText, NoText, Text, TokenizerText
 from fusion.swarm.directory import HEARTBEAT_SECONDS
 from fusion.swarm.election import winner
@@ -147,7 +147,7 @@ def _hop(model: ServedModel, stage: int, claims: tuple[ClaimRecord, ...]) -> Hop
     name = model.manifest.name
     if any(claim.role == "standby" for claim in claims):
         raise NoOwner(stage, f"stage {stage} of {name} has no owner now; a standby is about to take it over")
-    raise NoOwner(stage, needs(stage, name, model.manifest.memory_bytes))
+    raise NoOwner(stage, needs(stage, model.manifest.memory_bytes, name))
 
 
 def _choose(records: tuple[JobRecord, ...], name: str) -> JobRecord | None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
+from fusion.runtime.shortage import needs
+
 FaultKind = Literal[
     "vanished",  # a stream to a stage broke, or it cannot be reached
     "silent",  # a stage does not answer, not even a ping: it may be frozen, and it may wake up
@@ -159,14 +161,5 @@ def explain(fault: Fault, name: str, memory_bytes: tuple[int, ...], waited_secon
     stage = fault.stages[0] if fault.stages else None
     need = ""
     if stage is not None and fault.kind != "absent":
-        need = f"; {needs(stage, name, memory_bytes)}"
+        need = f"; {needs(stage, memory_bytes, name)}"
     return f"{fault.message}{need} (gave up after {waited_seconds:.0f} s)"
-
-
-def needs(stage: int, name: str, memory_bytes: tuple[int, ...]) -> str:
-    """E.g. "stage 2 of demo needs a peer with 1.2 GiB free"."""
-    if stage >= len(memory_bytes):
-        return f"stage {stage} of {name} needs a peer"
-    need = memory_bytes[stage]
-    shown = f"{need / 2**30:.1f} GiB" if need >= 100 << 20 else f"{max(1, -(-need // 2**20))} MiB"
-    return f"stage {stage} of {name} needs a peer with {shown} free"

@@ -182,8 +182,7 @@ class Generation:
         self._known.append(token)
         self._since = time.monotonic()
         self._pulse.token(self._since)
-        if self._trouble is not FLOWING:
-            self._trouble = FLOWING
+        self._trouble = FLOWING
         self.finish = _finish(frame)
         return Chosen(token, bytes(frame.payload))
 

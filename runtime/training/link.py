@@ -75,12 +75,3 @@ class Link:
 
 def _ended(error: SwarmError) -> Ended:
     return Ended(str(error) or "ended", vanished=isinstance(error, StreamBroken))
-
-
-def needs(stage: int, memory_bytes: Sequence[int]) -> str:
-    """E.g. "stage 2 needs a peer with 1.2 GiB free". `memory_bytes`: of each stage, as far as it is known."""
-    if stage >= len(memory_bytes):
-        return f"stage {stage} needs a peer"
-    need = memory_bytes[stage]
-    shown = f"{need / 2**30:.1f} GiB" if need >= 100 << 20 else f"{max(1, -(-need // 2**20))} MiB"
-    return f"stage {stage} needs a peer with {shown} free"

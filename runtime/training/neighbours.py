@@ -22,8 +22,9 @@ from typing import Any
 
 from fusion.runtime.context import Context
 from fusion.runtime.fields import plain
+from fusion.runtime.shortage import needs
 from fusion.runtime.training.fence import Fence, Later, Overtaken
-from fusion.runtime.training.link import Ended, Link, needs
+from fusion.runtime.training.link import Ended, Link
 from fusion.runtime.training.messages import PROTOCOL, Hello
 from fusion.swarm.election import winner
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError, TransportError

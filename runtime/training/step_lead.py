@@ -96,7 +96,7 @@ def lead(state: LeadState, event: e.LeadEvent) -> Result:
                 return state, ()
             return _hold(replace(state, leaving=state.leaving | {stage}))
         case e.Lacking(stage, attempt):
-            return _lack(state, attempt)
+            return _lack(state, stage, attempt)
         case e.Saved(point):
             return replace(_learn(state, point), saving=state.saving and point.step != state.asked), ()
         case e.SnapshotLost():
@@ -185,8 +185,9 @@ def _restore(state: LeadState) -> Result:
     return state, (e.Restore(state.attempt, state.newest),)
 
 
-def _lack(state: LeadState, attempt: Attempt) -> Result:
-    if state.phase != "gathering" or attempt != state.restoring:
+def _lack(state: LeadState, stage: int, attempt: Attempt) -> Result:
+    # One that has joined since has another owner now.
+    if state.phase != "gathering" or attempt != state.restoring or stage in state.joined:
         return state, ()
     state = replace(state, lacks=state.lacks + 1)
     if state.lacks < LACKS or state.newest.digest is None:

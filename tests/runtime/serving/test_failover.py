@@ -15,9 +15,9 @@ from fusion.runtime.serving.failover import (
     Retry,
     Trouble,
     explain,
-    needs,
     respond,
 )
+from fusion.runtime.shortage import needs
 
 CONFIG = FailoverConfig()
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
@@ -132,9 +132,9 @@ def test_a_failed_frame_is_believed_only_as_far_as_it_makes_sense(
 
 
 def test_the_last_line_says_what_is_missing() -> None:
-    assert needs(2, "demo", (1, 2, 1288490189)) == "stage 2 of demo needs a peer with 1.2 GiB free"
-    assert needs(0, "demo", (1, 2)) == "stage 0 of demo needs a peer with 1 MiB free"
-    assert needs(0, "demo", ()) == "stage 0 of demo needs a peer"
+    assert needs(2, (1, 2, 1288490189), "demo") == "stage 2 of demo needs a peer with 1.2 GiB free"
+    assert needs(0, (1, 2), "demo") == "stage 0 of demo needs a peer with 1 MiB free"
+    assert needs(0, (), "demo") == "stage 0 of demo needs a peer"
     gone = Fault("vanished", "stage 1 of demo on quiet-otter vanished", (1,))
     assert explain(gone, "demo", (0, 300 << 20), 30.2) == (
         "stage 1 of demo on quiet-otter vanished; stage 1 of demo needs a peer with 0.3 GiB free "

@@ -9,8 +9,8 @@ import pytest
 from support.instant_loop import run
 from support.stages import JOB, Node, linked, now, swarm, until
 
+from fusion.runtime.shortage import needs
 from fusion.runtime.training.fence import Overtaken
-from fusion.runtime.training.link import needs
 from fusion.runtime.training.neighbours import PATIENCE_SECONDS
 from fusion.swarm.errors import StaleTerm
 from fusion.swarm.records import ClaimRecord

@@ -205,6 +205,8 @@ def test_a_stage_that_lacks_its_shard_is_asked_again_though_another_was_handed_o
     state, _ = s.lead(state, join(1, 4, (1, 0, 2)))
     state, (hold,) = s.lead(state, s.Leaving(1, (1, 0, 2)))
     assert isinstance(hold, s.Hold) and hold.attempt > restore.attempt
+    others, _ = s.lead(state, join(0, 4, (2, 0, 1)))
+    assert s.lead(others, s.Lacking(0, restore.attempt)) == (others, ())  # the owner before said so
     state, (again,) = s.lead(state, s.Lacking(0, restore.attempt))
     assert isinstance(again, s.Restore) and again.attempt > hold.attempt
 
