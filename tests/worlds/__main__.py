@@ -37,6 +37,7 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--stop-after", type=int, default=20, help="failed worlds")
+    parser.add_argument("--until", metavar="KIND", default="", help="of failure: end at the first one of it")
     parser.add_argument("--plant", choices=sorted(plants.PLANTS), default="")
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--json", action="store_true")
@@ -46,7 +47,8 @@ def main() -> int:
     if given.replay is not None:
         return replay(given.replay, given.plant)
     seeds = range(given.seed, given.seed + given.worlds)
-    summary, seconds = runner.timed(seeds, min(given.processes, len(seeds)), given.plant, given.stop_after)
+    processes = min(given.processes, len(seeds))
+    summary, seconds = runner.timed(seeds, processes, given.plant, given.stop_after, given.until)
     found = {
         "worlds": summary.worlds,
         "failed": sorted(outcome.seed for outcome in summary.failed),

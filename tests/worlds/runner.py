@@ -133,13 +133,17 @@ def fingerprint(outcome: Outcome) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def timed(seeds: Sequence[int], processes: int, plant: str, stop_after: int) -> tuple[Summary, float]:
-    """The summary of these worlds and the seconds that they took; ends early with `stop_after` failed ones."""
+def timed(
+    seeds: Sequence[int], processes: int, plant: str, stop_after: int, until: str = ""
+) -> tuple[Summary, float]:
+    """The summary of these worlds and the seconds that they took; ends early with `stop_after` failed ones, or with
+    the first one that failed in the way that `until` names."""
     summary, began = Summary(), wall_seconds()
     shown = began
     for outcome in run_many(seeds, processes, plant):
         summary.add(outcome)
-        if len(summary.failed) >= stop_after:
+        told = until and any(text.startswith(until) for text in outcome.violations)
+        if told or len(summary.failed) >= stop_after:
             break
         if wall_seconds() - shown > 30.0:
             shown = wall_seconds()

@@ -37,7 +37,8 @@ def test_everything_holds_in_a_few_thousand_worlds() -> None:
 
 @pytest.mark.parametrize(("plant", "told"), [("term", "fence"), ("ready", "commit"), ("promote", "history")])
 def test_a_planted_bug_is_found(plant: str, told: str) -> None:
-    found = worlds("--worlds", "1500", "--seed", "1", "--plant", plant, "--stop-after", "10")
+    # A bug also leaves worlds standing still: only the one that names what was broken counts.
+    found = worlds("--worlds", "1500", "--plant", plant, "--until", told, "--stop-after", "200")
     assert any(text.startswith(told) for text in found["violations"].values()), found["violations"]
 
 
