@@ -219,9 +219,13 @@ Message = (
 )  # fmt: skip
 
 
+def kind_of(message: Message) -> str:
+    return _KIND[type(message)]
+
+
 def encode(message: Message, term: int) -> tuple[str, dict[str, Any]]:
     """Kind and header of the frame that carries a control message."""
-    return _KIND[type(message)], {"term": term, **plain(message)}
+    return kind_of(message), {"term": term, **plain(message)}
 
 
 def decode(frame: Frame) -> Message:

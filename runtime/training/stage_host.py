@@ -378,10 +378,15 @@ class TrainingHost:
     # --- messages
 
     def _send(self, target: int, message: m.Message) -> None:
-        if target == self.stage:
+        if target != self.stage:
+            self._neighbours.post(target, *m.encode(message, self.term))
+        elif m.kind_of(message) in m.FROM_LEAD:
             self._events.put_nowait((target, message))
         else:
-            self._neighbours.post(target, *m.encode(message, self.term))
+            # Our lead hears of our own links before it hears of anything that came over them since: what it tells a
+            # stage that we have lost is told to nobody.
+            assert self.lead is not None
+            self.lead.receive(target, message)
 
     def _send_tensor(self, target: int, kind: str, header: Mapping[str, Any], payload: Any) -> None:
         self._neighbours.post(target, kind, {**header, "term": self.term}, payload)

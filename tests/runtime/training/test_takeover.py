@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,49 @@ def test_a_broken_link_discards_the_step_and_the_run_goes_on_where_it_was(tmp_pa
             steps = [step for step, _ in lead.service.losses(work.prepared.job)]
             assert steps == list(range(len(steps)))  # every step once: nobody had to go back
         assert_bit_identical(losses, await undisturbed(tmp_path / "calm", module, 3, max(losses) + 1))
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_missed_a_commit_and_is_back_before_its_lead_has_a_link_to_it_is_told_to_go_back(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        torch.manual_seed(1)
+        module = GPT(TINY)
+        async with swarm(tmp_path / "rough", 2) as made:
+            lead = made.peers[0]
+            work = language_job(lead, module, LONG, 2)
+            await launch(lead.context, work.prepared)
+            for stage in range(2):
+                await made.peers[stage].host(work.prepared, stage)
+            await reached(lead, work, 4, snapshot_step=3)
+            host = await _host_of(lead, work)
+            links = host._neighbours
+            lost: list[int] = []
+
+            def post(target: int, kind: str, header: Any, payload: Any = (), post: Any = links.post) -> None:
+                if kind == "commit" and not lost:
+                    lost.append(header["step"])
+                    links._outgoing[target].stream.abort()
+                    links._incoming[target].abort()
+                else:
+                    post(target, kind, header, payload)
+
+            async def greet(*args: Any, greet: Any = links._greet) -> Any:
+                stream = await greet(*args)
+                await asyncio.sleep(0.3)  # the welcome comes late: the other stage has joined before it does
+                return stream
+
+            def discard(discard: Any = host._plane.discard) -> None:
+                time.sleep(0.15)
+                discard()
+
+            links.post, links._greet, host._plane.discard = post, greet, discard
+            await until(lambda: bool(lost))
+            await reached(lead, work, lost[0] + 4)
+            losses = await stopped(made, lead, work)
+        assert_bit_identical(losses, await undisturbed(tmp_path / "calm", module, 2, max(losses) + 1))
 
     asyncio.run(main())
 
