@@ -176,3 +176,14 @@ async def say_hello(node: Node, to: Node, **changes: Any) -> str:
     reply = await stream.receive()
     stream.abort()
     return f"{reply.kind}: {reply.header.get('message', reply.header.get('term'))}"
+
+
+@asynccontextmanager
+async def linked_pair(*, for_seconds: float = 0.0) -> AsyncIterator[tuple[Swarm, Node, Node]]:
+    """Stages 0 and 1, linked, and for so long."""
+    async with swarm(2) as made:
+        one, two = made.nodes
+        await one.host(0, [1])
+        await two.host(1, [0])
+        await linked(one, two, for_seconds=for_seconds)
+        yield made, one, two

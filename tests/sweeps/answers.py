@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import sys
 import time
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from reports import tell
 from safetensors.torch import save_file
 
 from fusion.cli.chaos import last_words
@@ -305,11 +305,7 @@ def main() -> int:
     parser.add_argument("--stages", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the report, every kill in it, to this file")
     options = parser.parse_args()
-    report = asyncio.run(sweep(options))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in report.items() if key != "rows"}, indent=1))
-    return 0 if report["ok"] else 1
+    return tell(asyncio.run(sweep(options)), options.json, left_out="rows")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -14,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from reports import tell
 from theatre import ARMED, Theatre, end_launcher, launch
 from training import BEGIN_SECONDS, RECOVER_SECONDS, Sweep, compare, quiet_truth, say
 
@@ -40,11 +40,7 @@ def options_of(doc: str | None, *, stages: int, standbys: int, run_seconds: floa
 
 def report(options: argparse.Namespace, acts: Sequence[tuple[str, Act]]) -> int:
     """Play the acts, a run each, print what came of them; 0 where everything held."""
-    found = asyncio.run(_report(options, acts))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-    return 0 if found["ok"] else 1
+    return tell(asyncio.run(_report(options, acts)), options.json)
 
 
 async def _report(options: argparse.Namespace, acts: Sequence[tuple[str, Act]]) -> Row:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kills import PHASES, ROLES, Kill, kills, trap_phase
+from reports import tell
 from theatre import ARMED, CALM_STEPS, Theatre, arm, calm, end_launcher, launch, ready_standbys
 
 from fusion.cli import chaos_job
@@ -369,11 +369,7 @@ def main() -> int:
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--json", type=Path, help="write the report, every kill in it, to this file")
     options = parser.parse_args()
-    report = asyncio.run(sweep(options))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in report.items() if key != "done"}, indent=1))
-    return 0 if report["ok"] else 1
+    return tell(asyncio.run(sweep(options)), options.json, left_out="done")
 
 
 if __name__ == "__main__":

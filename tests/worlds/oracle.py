@@ -27,10 +27,6 @@ from fusion.swarm.transport import PeerId
 States = list[tuple[tuple[int, int], ...]]
 
 
-class Violation(Exception):
-    """A world in which something does not hold that must."""
-
-
 class Oracle:
     def __init__(self, history: States, ledger: Ledger, quiet: bool) -> None:
         self.violations: list[str] = []

@@ -53,10 +53,6 @@ class Scenario:
         excused = {"partition", "freeze", "vanish"}
         return self.directory_lost == 0 and not any(fault.kind in excused for fault in self.faults)
 
-    @property
-    def last_fault_seconds(self) -> float:
-        return max((fault.at + fault.seconds for fault in self.faults), default=0.0)
-
 
 def scenario(seed: int, *, faults: bool = True) -> Scenario:
     rng = random.Random(seed)

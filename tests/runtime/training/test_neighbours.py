@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 from support.instant_loop import run
-from support.stages import JOB, Node, linked, now, swarm, until
+from support.stages import JOB, Node, linked, linked_pair, now, swarm, until
 
 from fusion.runtime.shortage import needs
 from fusion.runtime.training.fence import Overtaken
@@ -117,11 +117,7 @@ def test_whoever_was_not_told_of_the_heir_is_dialled_by_it() -> None:
 
 def test_a_silent_neighbour_is_left_alone() -> None:
     async def main() -> None:
-        async with swarm(2) as made:
-            one, two = made.nodes
-            await one.host(0, [1])
-            await two.host(1, [0])
-            await linked(one, two)
+        async with linked_pair() as (_made, one, _two):
             await asyncio.sleep(3.0)
             assert one.now_linked and len(one.linked) == 1 and not one.heirs.asked
 
@@ -130,11 +126,7 @@ def test_a_silent_neighbour_is_left_alone() -> None:
 
 def test_a_stream_that_breaks_between_healthy_peers_is_dialled_again_and_nobody_suspected() -> None:
     async def main() -> None:
-        async with swarm(2) as made:
-            one, two = made.nodes
-            await one.host(0, [1])
-            await two.host(1, [0])
-            await linked(one, two, for_seconds=1.0)
+        async with linked_pair(for_seconds=1.0) as (made, one, two):
             made.cut(one, two)
             began = now()
             await until(lambda: len(one.linked) >= 3 and len(two.linked) >= 3)
@@ -147,11 +139,7 @@ def test_a_stream_that_breaks_between_healthy_peers_is_dialled_again_and_nobody_
 
 def test_a_mistake_of_our_own_costs_the_stream_and_suspects_nobody() -> None:
     async def main() -> None:
-        async with swarm(2) as made:
-            one, two = made.nodes
-            await one.host(0, [1])
-            await two.host(1, [0])
-            await linked(one, two)
+        async with linked_pair() as (_made, one, two):
             two.refuse = "we do not understand this"
             for _ in range(20):
                 assert one.neighbours is not None
@@ -170,11 +158,7 @@ def test_a_peer_that_does_not_answer_the_redial_is_suspected_and_trusted_again_w
     """It swaps, say: its streams broke, and its standbys take a while to find out that it lives."""
 
     async def main() -> None:
-        async with swarm(2) as made:
-            one, two = made.nodes
-            await one.host(0, [1])
-            await two.host(1, [0])
-            await linked(one, two, for_seconds=1.0)
+        async with linked_pair(for_seconds=1.0) as (made, one, two):
 
             async def nobody(stage: int, term: int) -> None:
                 await asyncio.Event().wait()

@@ -1,0 +1,16 @@
+"""How a sweep says what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def tell(report: Mapping[str, Any], path: Path | None, *, left_out: str = "") -> int:
+    """The whole report to `path`, if any, and to people without the part that is `left_out`; the exit code."""
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in report.items() if key != left_out}, indent=1))
+    return 0 if report["ok"] else 1
