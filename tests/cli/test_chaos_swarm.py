@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.processes import alive, state
 
 from fusion.cli.chaos_plan import Fault
 from fusion.cli.chaos_swarm import Swarm, processes
@@ -67,9 +68,7 @@ def swarm_of(
 
     asyncio.run(main())
     deadline = time.monotonic() + 10
-    while (left := [p for p in seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]) and (
-        time.monotonic() < deadline
-    ):
+    while (left := [p for p in seen if alive(p)]) and (time.monotonic() < deadline):
         time.sleep(0.05)
     return left
 
@@ -116,7 +115,7 @@ def test_the_frozen_wake_when_their_time_is_over_or_the_run_ends(
     async def work(swarm: Swarm, timeline: Timeline) -> None:
         def standing() -> list[tuple[str, bool]]:
             return [
-                (peer.name, any(p.status() == psutil.STATUS_STOPPED for p in processes(peer)))
+                (peer.name, any(state(p) == psutil.STATUS_STOPPED for p in processes(peer)))
                 for peer in swarm.peers
             ]
 
@@ -178,10 +177,10 @@ def test_nothing_stays_frozen_when_the_holder_is_killed(command: tuple[str, ...]
     process = subprocess.Popen([sys.executable, str(holder)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pids = [int(word) for word in process.stdout.readline().split()]
-    assert len(pids) == 2 and psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED
+    assert len(pids) == 2 and state(pids[1]) == psutil.STATUS_STOPPED
     process.send_signal(signal.SIGKILL)
     process.communicate()
     deadline = time.monotonic() + 20
-    while any(map(psutil.pid_exists, pids)):
+    while any(map(alive, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.05)

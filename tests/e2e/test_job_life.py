@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.jobs import run_to_end, with_client
+from support.processes import alive, below, daemons_below
 from support.text_job import write_job
 
 from fusion.cli.ask import find_job, trainer_identity, watch, working_peers
@@ -106,9 +106,7 @@ def test_a_job_outlives_its_launcher_and_becomes_a_model_that_answers(peers: Pee
     began = peers.run("train", str(job), "--detach", "--home", str(laptop), "--peer", swarm[0].address)
     assert began[-1]["event"] == "held" and began[-1]["job"] == began[0]["job"]
     assert list((laptop / "clients").iterdir()) == []  # the launcher is gone, and its blobs with it
-    assert not [
-        p for p in psutil.Process().children(recursive=True) if "train" in p.cmdline() and p.is_running()
-    ]
+    assert not below(os.getpid(), lambda process: "train" in process.cmdline())
 
     watched = peers.run("jobs", "watch", "life", "--home", str(swarm[1].home))
     assert watched[-1] == {"event": "done", "job": began[0]["job"], "state": "done", "step": steps}
@@ -193,12 +191,10 @@ def test_ctrl_c_on_the_owner_of_a_stage_hands_the_job_to_an_idle_peer(peers: Pee
     )
 
     def leave(peer: LocalPeer) -> None:
-        [daemon] = [
-            p for p in psutil.Process(peer.process.pid).children(recursive=True) if "p2pd" in p.name()
-        ]
+        [daemon] = daemons_below(peer.process.pid)
         seconds = peers.stop(peer, signal.SIGINT)
         assert seconds < 5.0 and peer.process.returncode == 0, (seconds, peer.process.returncode)
-        assert not daemon.is_running()
+        assert not alive(daemon)
         assert set(os.listdir(peer.home)) <= {"blobs", "identity", "jobs", "peers.txt", "scratch"}
         assert not [*peer.home.glob("scratch/*"), *peer.home.glob("blobs/partial/tmp-*")]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 from support.jobs import with_client
+from support.processes import alive, below, daemons_below
 
 from fusion.runtime.context import Context
 from fusion.runtime.peer import STATUS_PROTOCOL
@@ -62,13 +63,13 @@ def test_others_see_it(peers: Peers) -> None:
 def test_killed_outright_it_takes_its_daemon_along(peers: Peers) -> None:
     """The `traces` fixture looks for what is left."""
     peer = peers.start("alone")
-    children = psutil.Process(peer.process.pid).children(recursive=True)
+    children = below(peer.process.pid)
     assert children, "no daemon?"
     peers.stop(peer, signal.SIGKILL)
 
 
 def daemon_of(peer: LocalPeer) -> psutil.Process:
-    [daemon] = [p for p in psutil.Process(peer.process.pid).children(recursive=True) if p.name() == "p2pd"]
+    [daemon] = daemons_below(peer.process.pid)
     return daemon
 
 
@@ -91,7 +92,7 @@ def test_a_peer_whose_daemon_was_killed_is_back_at_the_same_address(peers: Peers
             before = await answer_of(context, peer)
             killed = daemon_of(peer)
             killed.kill()
-            while killed.is_running() and killed.status() != psutil.STATUS_ZOMBIE:
+            while alive(killed):
                 await asyncio.sleep(0.01)
             assert (await answer_of(context, peer))["name"] == before["name"]
             assert daemon_of(peer).pid != killed.pid and peer.process.returncode is None

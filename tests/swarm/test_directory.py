@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 import msgpack
-import psutil
 import pytest
 import uvloop
 from directory_records import (
@@ -28,6 +28,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.processes import below, daemons_below
 
 from fusion.swarm.dht import DhtConfig, HivemindDirectory
 from fusion.swarm.dht_guard import MAX_JOBS_PER_AUTHOR, StoreGuard
@@ -373,12 +374,10 @@ def test_a_node_alone_is_a_swarm_of_one_and_a_client_alone_is_nothing() -> None:
 def test_a_directory_closes_though_its_daemon_is_dead() -> None:
     async def scenario() -> None:
         async with swarm(False, False) as (one, two):
-            before = set(psutil.Process().children(recursive=True))
+            before = set(below(os.getpid()))
             await two.stack.aclose()
-            ours = before & set(psutil.Process().children(recursive=True))
-            for process in ours:
-                if process.name() == "p2pd":
-                    process.kill()
+            for process in before & set(daemons_below(os.getpid())):
+                process.kill()
             async with asyncio.timeout(30):
                 await one.directory.aclose()
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import uvloop
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from support.processes import alive, state
 
 from fusion.swarm.dht import DhtConfig, HivemindDirectory
 from fusion.swarm.errors import (
@@ -69,13 +70,6 @@ def soon(condition: Callable[[], bool], seconds: float = GONE_SECONDS) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def using(directory: Path) -> list[psutil.Process]:
@@ -194,7 +188,7 @@ def test_calls_of_the_dht_fail_at_once_when_p2pd_is_dead(place: Path) -> None:
             near = await HivemindDirectory.start(one.p2p, one._config.identity, SLOW)
             assert await near.join(other.peer_id)
             os.kill(other._daemon.pid, signal.SIGSTOP)
-            while psutil.Process(other._daemon.pid).status() != psutil.STATUS_STOPPED:
+            while state(other._daemon.pid) != psutil.STATUS_STOPPED:
                 await asyncio.sleep(0.01)
             waiting = asyncio.create_task(near._ping(other.peer_id))
             await asyncio.sleep(0.05)

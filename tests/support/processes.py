@@ -1,0 +1,38 @@
+"""Processes that may end while they are looked at: none of these raises because one is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+
+
+def state(process: int | psutil.Process) -> str:
+    """As psutil words it; `psutil.STATUS_DEAD` when there is no such process any more."""
+    with suppress(psutil.NoSuchProcess):
+        if isinstance(process, int):
+            process = psutil.Process(process)
+        if process.is_running():
+            return str(process.status())
+    return str(psutil.STATUS_DEAD)
+
+
+def alive(process: int | psutil.Process) -> bool:
+    """A zombie is gone already: its parent has only not looked."""
+    return state(process) not in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
+
+
+def below(pid: int, where: Callable[[psutil.Process], bool] = lambda process: True) -> list[psutil.Process]:
+    """The living descendants of a process, those for which `where` holds."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if alive(process) and where(process):
+                    found.append(process)
+    return found
+
+
+def daemons_below(pid: int) -> list[psutil.Process]:
+    return below(pid, lambda process: process.name() == "p2pd")
