@@ -1,8 +1,4 @@
-"""For all tests: torch keeps its caches in a folder of this run, and the folder goes with it.
-
-Tests of real processes and daemons run on a real clock, and a machine that others use too can stall any of them: such a
-test has a second try, at most two tests of a run have one, and what the first try said is shown at the end.
-"""
+"""For all tests: torch keeps its caches in a folder of this run, and the folder goes with it."""
 
 from __future__ import annotations
 
@@ -10,17 +6,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-ON_THE_CLOCK = ("cli", "e2e", "swarm")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in ON_THE_CLOCK:
-            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.fixture(scope="session", autouse=True)

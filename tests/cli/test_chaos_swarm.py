@@ -68,7 +68,7 @@ def swarm_of(
 
     asyncio.run(main())
     deadline = time.monotonic() + 10
-    while (left := [p for p in seen if alive(p)]) and (time.monotonic() < deadline):
+    while (left := [p for p in seen if alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
@@ -177,10 +177,10 @@ def test_nothing_stays_frozen_when_the_holder_is_killed(command: tuple[str, ...]
     process = subprocess.Popen([sys.executable, str(holder)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pids = [int(word) for word in process.stdout.readline().split()]
-    assert len(pids) == 2 and state(pids[1]) == psutil.STATUS_STOPPED
+    assert len(pids) == 2 and psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED
     process.send_signal(signal.SIGKILL)
     process.communicate()
     deadline = time.monotonic() + 20
-    while any(map(alive, pids)):
+    while any(map(psutil.pid_exists, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
-from support.processes import alive
 
 from fusion.cli import fleet as fleets
 from fusion.cli.fleet import Fleet, FleetError, open_fleet
@@ -69,7 +69,7 @@ def test_a_fleet_starts_asks_and_clears_up() -> None:
 
     root, pids = asyncio.run(main())
     assert not root.exists()
-    assert not any(map(alive, pids))
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -96,7 +96,7 @@ def test_a_process_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatc
         async with open_fleet("fusion-test-") as fleet:
             return (await fleet.start_peer("deaf", "--deaf")).process.pid
 
-    assert not alive(asyncio.run(main()))
+    assert not psutil.pid_exists(asyncio.run(main()))
 
 
 def test_nothing_outlives_a_holder_that_is_killed(stand_in: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_nothing_outlives_a_holder_that_is_killed(stand_in: Path, tmp_path: Path
     process = subprocess.Popen([sys.executable, str(holder)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     root, *pids = json.loads(process.stdout.readline())
-    assert Path(root).exists() and all(map(alive, pids))
+    assert Path(root).exists() and all(psutil.pid_exists(pid) for pid in pids)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    until(lambda: not any(map(alive, pids)) and not Path(root).exists())
+    until(lambda: not any(map(psutil.pid_exists, pids)) and not Path(root).exists())

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
-from support.processes import below
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 DEMO = (sys.executable, "-m", "fusion.cli.main", "demo", "--json")
@@ -76,4 +76,4 @@ def _until_trained(process: subprocess.Popen[str]) -> None:
             break
         assert time.monotonic() < deadline
     assert process.poll() is None
-    assert len(below(process.pid)) >= 2
+    assert len(psutil.Process(process.pid).children(recursive=True)) >= 2

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.jobs import run_to_end, with_client
-from support.processes import alive, below, daemons_below
+from support.processes import below
 from support.text_job import write_job
 
 from fusion.cli.ask import find_job, trainer_identity, watch, working_peers
+from fusion.cli.chaos_swarm import daemons
 from fusion.runtime.context import Context
 from fusion.runtime.launch import spec
 from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
@@ -191,10 +192,10 @@ def test_ctrl_c_on_the_owner_of_a_stage_hands_the_job_to_an_idle_peer(peers: Pee
     )
 
     def leave(peer: LocalPeer) -> None:
-        [daemon] = daemons_below(peer.process.pid)
+        [daemon] = daemons(peer)
         seconds = peers.stop(peer, signal.SIGINT)
         assert seconds < 5.0 and peer.process.returncode == 0, (seconds, peer.process.returncode)
-        assert not alive(daemon)
+        assert not daemon.is_running()
         assert set(os.listdir(peer.home)) <= {"blobs", "identity", "jobs", "peers.txt", "scratch"}
         assert not [*peer.home.glob("scratch/*"), *peer.home.glob("blobs/partial/tmp-*")]
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 from support.jobs import with_client
-from support.processes import alive, below, daemons_below
+from support.processes import alive
 
+from fusion.cli.chaos_swarm import daemons
 from fusion.runtime.context import Context
 from fusion.runtime.peer import STATUS_PROTOCOL
 from fusion.swarm.errors import TransportError
@@ -63,13 +64,12 @@ def test_others_see_it(peers: Peers) -> None:
 def test_killed_outright_it_takes_its_daemon_along(peers: Peers) -> None:
     """The `traces` fixture looks for what is left."""
     peer = peers.start("alone")
-    children = below(peer.process.pid)
-    assert children, "no daemon?"
+    assert daemons(peer), "no daemon?"
     peers.stop(peer, signal.SIGKILL)
 
 
 def daemon_of(peer: LocalPeer) -> psutil.Process:
-    [daemon] = daemons_below(peer.process.pid)
+    [daemon] = daemons(peer)
     return daemon
 
 

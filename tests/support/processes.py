@@ -32,7 +32,3 @@ def below(pid: int, where: Callable[[psutil.Process], bool] = lambda process: Tr
                 if alive(process) and where(process):
                     found.append(process)
     return found
-
-
-def daemons_below(pid: int) -> list[psutil.Process]:
-    return below(pid, lambda process: process.name() == "p2pd")

@@ -28,7 +28,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.processes import below, daemons_below
+from support.processes import below
 
 from fusion.swarm.dht import DhtConfig, HivemindDirectory
 from fusion.swarm.dht_guard import MAX_JOBS_PER_AUTHOR, StoreGuard
@@ -376,7 +376,7 @@ def test_a_directory_closes_though_its_daemon_is_dead() -> None:
         async with swarm(False, False) as (one, two):
             before = set(below(os.getpid()))
             await two.stack.aclose()
-            for process in before & set(daemons_below(os.getpid())):
+            for process in before & set(below(os.getpid(), lambda process: process.name() == "p2pd")):
                 process.kill()
             async with asyncio.timeout(30):
                 await one.directory.aclose()
