@@ -1,0 +1,36 @@
+"""`none`: the elements as they lie in memory, little-endian. Nothing is copied on either side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusion.compression.encoding import DTYPES, Encoded, byte_tensor, check_size, elements_of
+
+
+class Dense:
+    name = "none"
+
+    def encode(self, tensor: torch.Tensor) -> Encoded:
+        flat = tensor.detach().contiguous().reshape(-1)
+        return Encoded((memoryview(flat.view(torch.uint8).numpy().data),))
+
+    def cost(self, elements: int, dtype: str) -> int:
+        return elements * DTYPES[dtype].itemsize
+
+    def largest(self, shape: Sequence[int], dtype: str) -> int:
+        return self.cost(elements_of(shape), dtype)
+
+    def decode(
+        self, payload: memoryview, header: Mapping[str, Any], shape: Sequence[int], dtype: str
+    ) -> torch.Tensor:
+        check_size(payload, self.largest(shape, dtype), shape, dtype)
+        flat, wanted = byte_tensor(payload), DTYPES[dtype]
+        if wanted is torch.bool:  # any other byte than 0 and 1 is no bool, and what it would do is undefined
+            return flat.ne(0).reshape(tuple(shape))
+        return flat.view(wanted).reshape(tuple(shape))
+
+
+NONE = Dense()

@@ -1,0 +1,103 @@
+"""What every codec offers: a tensor into bytes and back. A codec knows no peers, stages or edges.
+
+The receiver decodes with the shape and dtype of its own plan, never with what a header says; a codec's header may
+only hold what the plan does not determine. The lossy codecs here determine everything: their headers are empty.
+
+Lossy codecs take float32, float16 and bfloat16; every other dtype, and whatever would not become smaller, goes dense.
+No codec hides a divergence: a NaN or an infinity of the input arrives as NaN or infinity, for the gates that look for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8,
+    "bool": torch.bool,
+}  # fmt: skip
+NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+LOSSY = frozenset({"float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """`buffers`, one after another, are the payload of a frame; they may share memory with the tensor."""
+
+    buffers: tuple[memoryview, ...]
+    header: Mapping[str, Any] = field(default_factory=dict)
+    indices: torch.Tensor | None = None  # int32 (kept,), ascending, into the flat tensor; None: it went whole
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    tensor: torch.Tensor
+    indices: torch.Tensor | None  # as in `Encoded`
+
+
+class Codec(Protocol):
+    @property
+    def name(self) -> str:
+        """The canonical spelling, `codec(name)` of which is this codec."""
+
+    def encode(self, tensor: torch.Tensor) -> Encoded:
+        """The bytes of a CPU tensor of any shape and strides."""
+
+    def cost(self, elements: int, dtype: str) -> int:
+        """Payload bytes of a tensor of so many elements: exactly what `encode` gives."""
+
+    def largest(self, shape: Sequence[int], dtype: str) -> int:
+        """Bytes that a payload for this shape and dtype can have at most: the cap before anything is read."""
+
+    def decode(
+        self, payload: memoryview, header: Mapping[str, Any], shape: Sequence[int], dtype: str
+    ) -> torch.Tensor:
+        """The tensor, which may share memory with `payload`. ValueError where the bytes are not one of that shape."""
+
+
+@runtime_checkable
+class Sparse(Codec, Protocol):
+    """Sends some of the elements; the others are zero at the receiver. The gradient of what the receiver computed
+    is then exact at those positions and of no use elsewhere, so the way back needs the values alone."""
+
+    def decode_sparse(self, payload: memoryview, shape: Sequence[int], dtype: str) -> Decoded:
+        """As `decode`, with the positions."""
+
+    def cost_at(self, elements: int, dtype: str) -> int:
+        """Payload bytes of `encode_at`."""
+
+    def encode_at(self, tensor: torch.Tensor, indices: torch.Tensor | None) -> Encoded:
+        """The values at `indices`, which an `encode` or `decode_sparse` of a tensor of this shape and dtype gave.
+        ValueError for others."""
+
+    def decode_at(
+        self, payload: memoryview, shape: Sequence[int], dtype: str, indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The tensor with the values at `indices`, zero elsewhere. ValueError where the bytes are not that."""
+
+
+def elements_of(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+def check_size(payload: memoryview, right: int, shape: Sequence[int], dtype: str) -> None:
+    if payload.nbytes != right:
+        raise ValueError(f"{payload.nbytes} bytes for {dtype}{list(shape)}: {right} are right")
+
+
+def byte_tensor(payload: memoryview) -> torch.Tensor:
+    """uint8 (bytes,) over the payload's memory; a copy where torch could not view it as elements of 8 bytes."""
+    if payload.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # torch wants memory that may be written; a payload straight off the wire is, so this copies only in tests.
+    flat = torch.frombuffer(bytearray(payload) if payload.readonly else payload, dtype=torch.uint8)
+    return flat.clone() if flat.data_ptr() % 8 else flat

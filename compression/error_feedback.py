@@ -1,0 +1,61 @@
+"""Error feedback: what a codec left out of one tensor is added to the next (Seide et al., Interspeech 2014; for
+sparsified gradients Stich et al., arXiv 1809.07599; Karimireddy et al., arXiv 1901.09847).
+
+It belongs to streams of tensors whose sum matters, such as gradients chosen anew each time; the gradient at the positions of a
+forward pass (`Sparse.encode_at`) leaves nothing out and needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fusion.compression.dense import NONE
+from fusion.compression.encoding import NAMES, Codec, Encoded
+
+
+class ErrorFeedback:
+    """One residual, float32 in the tensor's shape, for each key (an edge, a direction, a microbatch: the caller's choice).
+
+    What a step leaves out becomes state when the step is committed and is forgotten when it is discarded, so that a
+    step that runs again sends the same bytes again.
+    """
+
+    def __init__(self) -> None:
+        self._residuals: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor] = {}
+
+    def encode(self, key: str, codec: Codec, tensor: torch.Tensor) -> Encoded:
+        """`tensor` and what is left over under `key`, encoded. ValueError where that had another shape."""
+        dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
+        if codec.cost(tensor.numel(), dtype) == NONE.cost(tensor.numel(), dtype):
+            return codec.encode(tensor)
+        corrected = tensor.detach().to(torch.float32)
+        left = self._pending.get(key, self._residuals.get(key))
+        if left is not None:
+            if left.shape != corrected.shape:
+                raise ValueError(f"the residual {key[:80]!r} is {list(left.shape)}, the tensor {list(shape)}")
+            corrected = corrected + left
+        encoded = codec.encode(corrected.to(tensor.dtype))
+        payload = memoryview(bytearray().join(encoded.buffers))
+        residual = corrected - codec.decode(payload, encoded.header, shape, dtype)
+        # A NaN goes to the receiver, whose gates refuse the step; kept here, it would never leave again.
+        self._pending[key] = residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return encoded
+
+    def commit(self) -> None:
+        self._residuals.update(self._pending)
+        self._pending.clear()
+
+    def discard(self) -> None:
+        self._pending.clear()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The committed residuals by key: part of a stage's state."""
+        return dict(self._residuals)
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a `state`; what was kept before is forgotten. The tensors are the caller's to check."""
+        self._pending.clear()
+        self._residuals = {key: tensor.to(torch.float32) for key, tensor in state.items()}
