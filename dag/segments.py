@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ from fusion.dag.ir import DTYPE_BYTES, Graph, Ref
 
 Row = npt.NDArray[np.float64]  # by bound
 Matrix = npt.NDArray[np.float64]  # by first and last bound
+At = Any  # an index into the bounds, or an array of them
+Rate = Any  # a number, or an array of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,27 +26,39 @@ class Segments:
 
     bounds: tuple[int, ...]
     training: bool
-    flops: Row  # before each bound, one microbatch, both passes when training
-    moved_bytes: Row  # before each bound: read and written by ops, one microbatch
+    flops: Row  # before each bound, one microbatch, the forward pass
+    backward_flops: Row  # 0 when serving
+    moved_bytes: Row  # before each bound: read and written by ops, one microbatch, the forward pass
     kept_bytes: Row  # before each bound: activations kept for backward, or the KV cache, one microbatch
     weight_bytes: Matrix  # weights of the segment, each once
     state_bytes: Matrix  # their gradients and optimizer state
     forward_bytes: Row  # over each bound, one microbatch
     backward_bytes: Row
 
-    def seconds(self, flops_per_second: float, bytes_per_second: float, microbatches: int) -> Matrix:
-        """Time of each segment for one microbatch, with its share of the optimizer's work, which is done once."""
-        per_step = 2 * (self.weight_bytes + self.state_bytes) if self.training else 0.0
-        moved = _between(self.moved_bytes) + per_step / microbatches
-        found: Matrix = _between(self.flops) / flops_per_second + moved / bytes_per_second
+    def passes(self, first: At, last: At, flops_per_second: Rate, bytes_per_second: Rate) -> tuple[Row, Row]:
+        """Seconds of forward and backward of the segments [first, last), one microbatch; arguments broadcast."""
+        moved = (self.moved_bytes[last] - self.moved_bytes[first]) / bytes_per_second
+        forward = (self.flops[last] - self.flops[first]) / flops_per_second + moved
+        if not self.training:
+            return forward, np.zeros_like(forward)
+        flops = self.backward_flops[last] - self.backward_flops[first]
+        return forward, flops / flops_per_second + 2 * moved  # backward moves about twice what forward does
+
+    def updates(self, first: At, last: At, bytes_per_second: Rate) -> Row:
+        """Seconds of the optimizer's work, once a step: it reads and writes weights, gradients and its own state."""
+        if not self.training:
+            return np.zeros_like(self.static_bytes[first, last])
+        found: Row = 2 * self.static_bytes[first, last] / bytes_per_second
         return found
 
-    def memory(self, in_flight: int) -> Matrix:
-        """Bytes that a segment holds with `in_flight` microbatches under way."""
-        return self._static + in_flight * _between(self.kept_bytes)
+    def memory(self, first: At, last: At, in_flight: At) -> Row:
+        """Bytes that the segments hold with so many microbatches under way."""
+        kept = self.kept_bytes[last] - self.kept_bytes[first]
+        found: Row = self.static_bytes[first, last] + in_flight * kept
+        return found
 
     @cached_property
-    def _static(self) -> Matrix:
+    def static_bytes(self) -> Matrix:
         return self.weight_bytes + self.state_bytes
 
 
@@ -52,17 +67,17 @@ def measure(graph: Graph, cuts: Sequence[int], sizes: Mapping[str, int], trainin
     at = np.array(bounds)
     costs = node_costs(graph, sizes)
     forward, backward = crossings(graph, sizes)
-    moved = np.array([c.moved_bytes * (3 if training else 1) for c in costs], dtype=np.float64)
-    flops = np.array(
-        [c.forward_flops + (c.backward_flops if training else 0) for c in costs], dtype=np.float64
-    )
+    moved = np.array([c.moved_bytes for c in costs], dtype=np.float64)
+    flops = np.array([c.forward_flops for c in costs], dtype=np.float64)
+    backward_flops = np.array([c.backward_flops if training else 0 for c in costs], dtype=np.float64)
     kept = np.array([c.saved_bytes for c in costs], dtype=np.float64) if training else _cache(graph, sizes)
     weights, state = _weights(graph, bounds, sizes, training)
     return Segments(
         bounds=bounds,
         training=training,
         flops=_before(flops)[at],
-        moved_bytes=_before(moved)[at],  # backward moves about twice what forward does
+        backward_flops=_before(backward_flops)[at],
+        moved_bytes=_before(moved)[at],
         kept_bytes=_before(kept)[at],
         weight_bytes=weights,
         state_bytes=state,
@@ -73,10 +88,6 @@ def measure(graph: Graph, cuts: Sequence[int], sizes: Mapping[str, int], trainin
 
 def _before(values: Row) -> Row:
     return np.concatenate([[0.0], np.cumsum(values)])
-
-
-def _between(before: Row) -> Matrix:
-    return before[None, :] - before[:, None]
 
 
 def _cache(graph: Graph, sizes: Mapping[str, int]) -> Row:
@@ -92,21 +103,25 @@ def _weights(
     graph: Graph, bounds: Sequence[int], sizes: Mapping[str, int], training: bool
 ) -> tuple[Matrix, Matrix]:
     """Bytes of the variables that each segment reads, and of what training adds to them."""
-    size = len(bounds)
+    size, at = len(bounds), np.array(bounds)
+    # Held by the segments [first, last): marked where that begins and ends, summed up below.
     weights, state = np.zeros((size, size)), np.zeros((size, size))
-    at = np.array(bounds)
     for variable in graph.variables:
-        bytes_ = value_bytes(variable.type, sizes)
+        bytes_ = float(value_bytes(variable.type, sizes))
         trained = training and variable.trainable and variable.kind == "parameter"
-        reads = graph.uses.get(Ref(variable.name), ())
-        # Segment [a, b) counts it once: at the first of its readers in [a, b).
+        # Gradient, and two moments of AdamW.
+        extra = bytes_ * (1 + 8 / DTYPE_BYTES[variable.type.dtype]) if trained else 0.0
+        # Segment [first, last) counts it once: at the first of its readers there.
         before = -1
-        for reader in reads:
-            held = np.outer((at > before) & (at <= reader), at > reader) * float(bytes_)
-            weights += held
-            if trained:
-                state += (
-                    held + 2 * held * 4 / DTYPE_BYTES[variable.type.dtype]
-                )  # gradient, two moments of AdamW
+        for reader in graph.uses.get(Ref(variable.name), ()):
+            low, high = np.searchsorted(at, [before, reader], side="right")
+            for table, value in ((weights, bytes_), (state, extra)):
+                table[low, high] += value
+                table[high, high] -= value
             before = reader
-    return weights, state
+    return _marked(weights), _marked(state)
+
+
+def _marked(marks: Matrix) -> Matrix:
+    found: Matrix = np.cumsum(np.cumsum(marks, axis=0), axis=1)
+    return found

@@ -1,0 +1,116 @@
+"""The devices of a swarm and the links between them, as placement sees them: numbers, wherever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """`flops_per_second` is what a peer reaches, not its peak; `memory_bytes_per_second` paces what is not arithmetic.
+    The two rates are those of its line: all that it sends, and all that it receives, share them."""
+
+    peer: str
+    flops_per_second: float
+    memory_bytes: int
+    memory_bytes_per_second: float = 8e9
+    up_bytes_per_second: float = inf
+    down_bytes_per_second: float = inf
+
+    def __post_init__(self) -> None:
+        if not (self.flops_per_second > 0 and self.memory_bytes_per_second > 0 and self.memory_bytes >= 0):
+            raise ValueError(f"device {self.peer}: speeds must be above zero and memory not below it")
+        if not (self.up_bytes_per_second > 0 and self.down_bytes_per_second > 0):
+            raise ValueError(f"device {self.peer}: up_ and down_bytes_per_second must be above zero")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One way between two peers. Time to send n bytes: alpha_seconds + n / bytes_per_second."""
+
+    alpha_seconds: float
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if not (self.alpha_seconds >= 0 and self.bytes_per_second > 0):
+            raise ValueError("link: alpha_seconds must not be below zero, and bytes_per_second above it")
+
+
+Links = Mapping[tuple[str, str], Link]  # by (from, to)
+
+# For a pair that nothing is known of: a home uplink.
+UNKNOWN_LINK = Link(alpha_seconds=0.02, bytes_per_second=1.25e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A pair that `links` does not have counts as UNKNOWN_LINK. ValueError if two devices have one name."""
+
+    devices: tuple[Device, ...]
+    links: Links = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.index) != len(self.devices):
+            raise ValueError("network: each device needs a name of its own")
+
+    def link(self, a: str, b: str) -> Link:
+        """The pair's own limit, from a to b; what their lines allow is not in it."""
+        return self.links.get((a, b), UNKNOWN_LINK)
+
+    def rate(self, a: str, b: str) -> float:
+        """Bytes a second from a to b while nothing else uses either line."""
+        up, down = self.device(a).up_bytes_per_second, self.device(b).down_bytes_per_second
+        return min(self.link(a, b).bytes_per_second, up, down)
+
+    def device(self, peer: str) -> Device:
+        return self.devices[self.index[peer]]
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The place of each peer in `devices`, and in the rows and columns of the matrices."""
+        return {d.peer: i for i, d in enumerate(self.devices)}
+
+    @cached_property
+    def rates(self) -> Matrix:
+        """(devices, devices) bytes a second from row to column, as `rate` gives them."""
+        up = np.array([d.up_bytes_per_second for d in self.devices])
+        down = np.array([d.down_bytes_per_second for d in self.devices])
+        found: Matrix = np.minimum(np.minimum(up[:, None], down[None, :]), self.pair_rates)
+        return found
+
+    @cached_property
+    def pair_rates(self) -> Matrix:
+        """(devices, devices) bytes a second that the pair's own link allows, from row to column."""
+        return self._pairs[1]
+
+    @cached_property
+    def alphas(self) -> Matrix:
+        """(devices, devices) seconds of latency from row to column."""
+        return self._pairs[0]
+
+    @cached_property
+    def _pairs(self) -> tuple[Matrix, Matrix]:
+        shape = (len(self.devices), len(self.devices))
+        alphas, rates = (
+            np.full(shape, UNKNOWN_LINK.alpha_seconds),
+            np.full(shape, UNKNOWN_LINK.bytes_per_second),
+        )
+        some = len(self.links) <= len(self.devices) ** 2  # else the table is of a larger network
+        pairs = self.links.items() if some else self._own_pairs()
+        for (a, b), link in pairs:
+            row, column = self.index.get(a), self.index.get(b)
+            if row is not None and column is not None:
+                alphas[row, column], rates[row, column] = link.alpha_seconds, link.bytes_per_second
+        return alphas, rates
+
+    def _own_pairs(self) -> Iterator[tuple[tuple[str, str], Link]]:
+        names = [d.peer for d in self.devices]
+        return (((a, b), self.link(a, b)) for a in names for b in names if a != b)
