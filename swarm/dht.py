@@ -30,7 +30,7 @@ from hivemind.proto import dht_pb2
 
 from fusion.swarm.dht_guard import StoreGuard
 from fusion.swarm.dht_values import MAX_SUBKEYS, key_id, parse_values
-from fusion.swarm.directory import JOB_KEYS, PEER_KEYS, RECORD_TTL_SECONDS, newest_jobs
+from fusion.swarm.directory import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS, newest_jobs
 from fusion.swarm.errors import PeerUnreachable, RecordError
 from fusion.swarm.lookup import Answer, Found, LookupConfig, Node, lookup
 from fusion.swarm.records import (
@@ -40,6 +40,7 @@ from fusion.swarm.records import (
     Digest,
     JobId,
     JobRecord,
+    LinkRecord,
     PeerRecord,
     ProviderRecord,
     Record,
@@ -58,7 +59,7 @@ from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R", PeerRecord, JobRecord, ClaimRecord, ProviderRecord)
+R = TypeVar("R", PeerRecord, JobRecord, ClaimRecord, ProviderRecord, LinkRecord)
 
 # What a call to another node can raise, from the daemon's socket to the bytes of the answer.
 _CALL_ERRORS = (P2PDaemonError, P2PHandlerError, DecodeError, OSError, EOFError, TimeoutError, ValueError)
@@ -233,6 +234,9 @@ class HivemindDirectory:
 
     async def peers(self) -> tuple[PeerRecord, ...]:
         return await self._records(PEER_KEYS, PeerRecord)
+
+    async def links(self) -> tuple[LinkRecord, ...]:
+        return await self._records(LINK_KEYS, LinkRecord)
 
     async def jobs(self) -> tuple[JobRecord, ...]:
         return newest_jobs(await self._records(JOB_KEYS, JobRecord))

@@ -15,10 +15,12 @@ from fusion.swarm.records import (
     Digest,
     JobId,
     JobRecord,
+    LinkRecord,
     PeerRecord,
     ProviderRecord,
     Record,
     jobs_key,
+    links_key,
     peers_key,
 )
 
@@ -27,6 +29,7 @@ RECORD_TTL_SECONDS = 3 * HEARTBEAT_SECONDS
 
 PEER_KEYS: tuple[str, ...] = tuple(peers_key(shard) for shard in range(SHARDS))
 JOB_KEYS: tuple[str, ...] = tuple(jobs_key(shard) for shard in range(SHARDS))
+LINK_KEYS: tuple[str, ...] = tuple(links_key(shard) for shard in range(SHARDS))
 
 
 class Directory(Protocol):
@@ -43,6 +46,9 @@ class Directory(Protocol):
         """The record that a peer showed us, if it passes every check now. Raises RecordError."""
 
     async def peers(self) -> tuple[PeerRecord, ...]: ...
+
+    async def links(self) -> tuple[LinkRecord, ...]:
+        """What each peer has measured of its links."""
 
     async def jobs(self) -> tuple[JobRecord, ...]:
         """One per job: of several authors the highest (term, step, state finished first, the lead's own)."""

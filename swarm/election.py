@@ -51,9 +51,15 @@ def rivals(claims: Iterable[ClaimRecord], peer: PeerId, over: int) -> list[Claim
 
 def heirs(claims: Iterable[ClaimRecord]) -> tuple[ClaimRecord, ...]:
     """Who takes the stage over when its owner is gone, best first: the standbys that own no stage, so that work and the
-    copies of it spread; then those that are ready, then by the step that they have, then by score."""
-    standbys = [claim for claim in claims if claim.role == "standby"]
+    copies of it spread; then those that are ready, replicas before others, then by the step that they have, then by
+    score."""
+    standbys = [claim for claim in claims if stands_by(claim)]
     return tuple(sorted(standbys, key=_fitness, reverse=True))
+
+
+def stands_by(claim: ClaimRecord) -> bool:
+    """Whether the peer could take the stage over: a replica, which runs it beside its owner, is a standby too."""
+    return claim.role in ("standby", "replica")
 
 
 def should_claim(claims: Iterable[ClaimRecord], peer: PeerId, *, score: float, vacant_seconds: float) -> bool:
@@ -73,12 +79,13 @@ def should_claim(claims: Iterable[ClaimRecord], peer: PeerId, *, score: float, v
 
 
 def is_idle(standby: ClaimRecord) -> bool:
-    """Whether the peer that stands by owns no stage."""
-    return standby.load == 0
+    """Whether the peer that stands by owns no stage. Only such peers are replicas, whose load is that of sessions."""
+    return standby.role == "replica" or standby.load == 0
 
 
-def _fitness(claim: ClaimRecord) -> tuple[bool, bool, int, float, bytes]:
-    return is_idle(claim), claim.ready, claim.step, claim.score, _lot(claim.peer, claim.stage)
+def _fitness(claim: ClaimRecord) -> tuple[bool, bool, bool, int, float, bytes]:
+    replica = claim.role == "replica"
+    return is_idle(claim), claim.ready, replica, claim.step, claim.score, _lot(claim.peer, claim.stage)
 
 
 def _lot(peer: str, stage: int) -> bytes:

@@ -74,6 +74,11 @@ class FrameParser:
                 self._scratch[:rest] = bytes(self._scratch[self._start : self._end])
             self._start, self._end = 0, rest
 
+    @property
+    def filling(self) -> bool:
+        """Whether a payload has begun to arrive that needs more reads."""
+        return self._piece is not None and self._header is not None
+
     def allow(self, payload_bytes: int) -> None:
         """Change the cap on payloads, never above the limits; what waited for that is parsed. Raises FrameError."""
         self.allowed = min(payload_bytes, self._limits.payload_bytes)

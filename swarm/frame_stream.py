@@ -15,7 +15,7 @@ from typing import Any, cast
 from fusion.swarm import frames
 from fusion.swarm.errors import FrameError, StreamBroken, StreamClosed, TransportError
 from fusion.swarm.frame_parser import FrameParser
-from fusion.swarm.frames import FrameLimits
+from fusion.swarm.frames import FrameLimits, Message
 from fusion.swarm.traffic import TrafficCounter
 from fusion.swarm.transport import Buffer, Frame, PeerId
 
@@ -55,9 +55,10 @@ class FrameStream(asyncio.BufferedProtocol):
         self._over = asyncio.Event()  # the other end has said that it is done, or is gone
         self._end_said = False
         self._reading_paused = False
+        self._filling = False  # a payload is arriving, as fast as it is sent: its reads are timed
         self._reader: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None  # pending while the kernel takes no more
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()  # whose holder may call `send_in_turn`
 
     # What the event loop calls.
 
@@ -78,19 +79,21 @@ class FrameStream(asyncio.BufferedProtocol):
             self._parser.advance(nbytes)
         except FrameError as error:
             self._failure = error
-            self._drop()
+            self.drop()
         if self._opened is not None and self._parser.preamble is not None:
             opened, self._opened = self._opened, None
             opened(self, self._parser.preamble)
+        self._time(nbytes)
         if self._parser.ended:
             self._say_end()
             self._over.set()
         if self._closed:
             self._parser.forget()
             if self._parser.refused:
-                self._drop()
+                self.drop()
         elif self._full() and not self._reading_paused and not socket.is_closing():
             self._reading_paused = True
+            self._stop_timing()
             socket.pause_reading()
         self._wake_reader()
 
@@ -109,6 +112,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.lost.done():
             self.lost.set_result(None)
+        self._stop_timing()
         self._over.set()
         if self._opened is not None:
             opened, self._opened = self._opened, None
@@ -128,19 +132,28 @@ class FrameStream(asyncio.BufferedProtocol):
     ) -> None:
         """As in the Protocol. The payload's memory may be used again once this returns. A send that is cancelled
         after part of a large frame has left breaks the stream."""
-        head, views, size = frames.encode(kind, header, payload, self._limits)
-        async with self._turn:
-            if self._closed or self._parser.ended:  # the other end has stopped reading too
-                raise self._ended()
-            if len(head) + size <= _JOINED_BYTES:
-                await self._write(b"".join((head, *views)))
-            else:
-                try:
-                    await self._write(head, *views)
-                except asyncio.CancelledError:
-                    self.abort()
-                    raise
-            self._traffic.sent(self.remote, len(head) + size)
+        message = self.encode(kind, header, payload)
+        async with self.turn:
+            await self.send_in_turn(message)
+
+    def encode(self, kind: str, header: Mapping[str, Any] | None, payload: Sequence[Buffer]) -> Message:
+        """Raises FrameError for what is too large."""
+        return frames.encode(kind, header, payload, self._limits)
+
+    async def send_in_turn(self, message: Message) -> None:
+        """As `send`, for the holder of `turn`. Its bytes are the next ones on the wire when this first waits."""
+        head, views, size = message
+        if self._closed or self._parser.ended:  # the other end has stopped reading too
+            raise self._ended()
+        if len(head) + size <= _JOINED_BYTES:
+            await self._write(b"".join((head, *views)))
+        else:
+            try:
+                await self._write(head, *views)
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        self._traffic.sent(self.remote, len(head) + size)
 
     async def receive(self) -> Frame:
         while not self._parser.ready or self._closed:
@@ -150,7 +163,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._failure = FrameError(
                     f"a payload of {self._parser.refused} bytes; at most {self._parser.allowed} are allowed now"
                 )
-                self._drop()
+                self.drop()
             if self._failure is not None:
                 raise FrameError(f"{self.remote} on {self.protocol}: {self._failure}") from self._failure
             if self._parser.ended or self.lost.done():
@@ -172,7 +185,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._parser.allow(payload_bytes)
         except FrameError as error:
             self._failure = error
-            self._drop()
+            self.drop()
         self._read_on()
         self._wake_reader()
 
@@ -183,7 +196,7 @@ class FrameStream(asyncio.BufferedProtocol):
         if self.lost.done() or self._socket is None:
             return
         if self._parser.refused:
-            self._drop()  # it would be read to its end, only to be thrown away
+            self.drop()  # it would be read to its end, only to be thrown away
             return
         # What comes in until the other end answers is thrown away; a socket closed with unread bytes would lose
         # the sent ones. Then our half is shut: p2pd ends the stream and hangs up.
@@ -191,7 +204,7 @@ class FrameStream(asyncio.BufferedProtocol):
             async with asyncio.timeout(_LINGER_SECONDS):
                 if self._reading_paused and not self._socket.is_closing():
                     self._socket.resume_reading()
-                async with self._turn:
+                async with self.turn:
                     self._say_end()
                 await self._over.wait()
                 if not self._socket.is_closing():
@@ -200,17 +213,28 @@ class FrameStream(asyncio.BufferedProtocol):
         except (OSError, RuntimeError, TimeoutError):
             pass  # the other end is gone or does not listen: nothing left to be polite about
         finally:
-            self._drop()
+            self.drop()
 
     def abort(self) -> None:
         self._close()
-        self._drop()
+        self.drop()
 
     async def write_message(self, message: bytes) -> None:
         """Send raw bytes to p2pd, ahead of the first frame."""
         await self._write(message)
 
     # Inside.
+
+    def _time(self, nbytes: int) -> None:
+        before, now = self._filling, self._parser.filling and self._failure is None
+        if before or now:
+            self._filling = now
+            self._traffic.arrivals.read(self.remote, nbytes, began=not before, ended=not now)
+
+    def _stop_timing(self) -> None:
+        if self._filling:
+            self._filling = False
+            self._traffic.arrivals.broken_off(self.remote)
 
     def _read_on(self) -> None:
         if self._reading_paused and not self._full() and self._socket is not None:
@@ -251,7 +275,8 @@ class FrameStream(asyncio.BufferedProtocol):
             self._end_said = True
             self._socket.write(frames.END)  # frames are handed over whole, so this never lands inside one
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Hang up, as if the other end had vanished; what came in before can still be received."""
         if self._socket is not None and not self.lost.done():
             self._socket.abort()
 

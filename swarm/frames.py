@@ -43,6 +43,7 @@ class FrameLimits:
 
 
 DEFAULT_LIMITS = FrameLimits()
+Message = tuple[bytes, list[memoryview], int]  # see `encode`
 
 
 def encode(
@@ -50,7 +51,7 @@ def encode(
     header: Mapping[str, Any] | None,
     payload: Sequence[Buffer],
     limits: FrameLimits = DEFAULT_LIMITS,
-) -> tuple[bytes, list[memoryview], int]:
+) -> Message:
     """Head and header as one bytes object, the payload as flat byte views in order (nothing is copied), and the
     payload's length in bytes.
 

@@ -49,7 +49,7 @@ class Handlers:
             stream.abort()
             return
         self._running[stream.remote] += 1
-        task = asyncio.create_task(_run(handler, stream), name=f"{stream.protocol} from {stream.remote}")
+        task = asyncio.create_task(run(handler, stream), name=f"{stream.protocol} from {stream.remote}")
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._finished(done, stream.remote))
 
@@ -72,7 +72,8 @@ class Handlers:
         await asyncio.gather(*self.cancel(), return_exceptions=True)
 
 
-async def _run(handler: Handler, stream: Stream) -> None:
+async def run(handler: Handler, stream: Stream) -> None:
+    """The handler, its error told to the other end, the stream's end."""
     try:
         await handler(stream)
     except asyncio.CancelledError:

@@ -17,7 +17,7 @@ from typing import Self
 
 from fusion.swarm.claim_memory import ClaimMemory, Slot
 from fusion.swarm.directory import HEARTBEAT_SECONDS, Directory
-from fusion.swarm.election import next_term, rank, rivals, winner
+from fusion.swarm.election import is_idle, next_term, rank, rivals, stands_by, winner
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.records import ClaimRecord, JobId
 from fusion.swarm.transport import PeerId
@@ -232,25 +232,57 @@ class Leases:
     ) -> None:
         """Say, now and every heartbeat until `stand_down` or a won `claim`, that we could take the stage over: with its
         state of `step` here, and `ready` in memory; `busy` with stages of our own, so that others go first. Ignored for
-        a stage that we own."""
+        a stage that we own. A replica stays one unless it is `busy`."""
         slot = (job, stage)
         if slot in self._mine or slot in self._claiming:
             return
         before = self._standing.get(slot)
-        claim = ClaimRecord(
-            job=job,
-            stage=stage,
-            peer=self.peer_id,
-            role="standby",
-            term=self.known_term(job, stage),
-            score=score,
-            step=step,
-            load=1.0 if busy else 0.0,
-            ready=ready,
-        )
+        if before is not None and before.role == "replica" and not busy:
+            claim = replace(before, score=score, step=step)
+        else:
+            claim = ClaimRecord(
+                job=job,
+                stage=stage,
+                peer=self.peer_id,
+                role="standby",
+                term=self.known_term(job, stage),
+                score=score,
+                step=step,
+                load=1.0 if busy else 0.0,
+                ready=ready,
+            )
         self._standing[slot] = claim
-        if before is None or (before.score, before.ready, before.load) != (score, ready, claim.load):
+        if before is None or replace(before, term=claim.term, step=step) != claim:
             self._say_soon(claim)
+
+    def serve_beside(self, job: JobId, stage: int) -> int:
+        """Say from now on that we run the stage beside its owner, ready for sessions. The term of that claim, which
+        stays the same for as long as we say so; 0 where we may not: only who stands by for the stage and owns none
+        does."""
+        slot = (job, stage)
+        claim = self._standing.get(slot)
+        if claim is None or not is_idle(claim):
+            return 0
+        if claim.role != "replica":
+            term = max(1, claim.term, self.known_term(*slot))
+            claim = self._standing[slot] = replace(claim, role="replica", term=term, load=0.0, ready=True)
+            self._say_soon(claim)
+        return claim.term
+
+    def only_stand_by(self, job: JobId, stage: int) -> None:
+        """Say that we run the stage beside its owner no longer, and only stand by for it."""
+        slot = (job, stage)
+        claim = self._standing.get(slot)
+        if claim is not None and claim.role == "replica":
+            term = max(claim.term, self.known_term(*slot))
+            self._standing[slot] = replace(claim, role="standby", term=term, load=0.0)
+            self._say_soon(self._standing[slot])
+
+    def beside(self, job: JobId, stage: int) -> bool:
+        """Whether we say that we run the stage beside its owner, or are about to own it ourselves."""
+        slot = (job, stage)
+        claim = self._standing.get(slot)
+        return slot in self._claiming or (claim is not None and claim.role == "replica")
 
     def stand_down(self, job: JobId, stage: int) -> None:
         """No longer stand by for the stage."""
@@ -322,8 +354,9 @@ class Leases:
     async def _stand(self, slot: Slot) -> None:
         claim = self._standing.get(slot)
         if claim is not None:
-            # Not below a claim of ours that was an owner's: readers go by the term where they have seen both.
-            self._standing[slot] = replace(claim, term=max(claim.term, self.known_term(*slot)))
+            if claim.role == "standby":  # sessions know a replica by its term
+                # Not below a claim of ours that was an owner's: readers go by the term where they have seen both.
+                self._standing[slot] = replace(claim, term=max(claim.term, self.known_term(*slot)))
             await self._say(claim)
 
     def _give_way(self, held: ClaimRecord, best: ClaimRecord) -> None:
@@ -416,4 +449,4 @@ def _released(claim: ClaimRecord) -> ClaimRecord:
 
 def _counts(other: ClaimRecord, term: int) -> bool:
     """Whether another's claim keeps us from `term`. A standby's tells which terms it has seen: ours, perhaps."""
-    return other.role != "standby" or other.term > term
+    return not stands_by(other) or other.term > term

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from fusion.swarm.directory import JOB_KEYS, PEER_KEYS, RECORD_TTL_SECONDS, newest_jobs
+from fusion.swarm.directory import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS, newest_jobs
 from fusion.swarm.errors import PeerUnreachable, RecordError
 from fusion.swarm.frames import DEFAULT_LIMITS, FrameLimits
 from fusion.swarm.handlers import Handlers
@@ -22,6 +22,7 @@ from fusion.swarm.records import (
     Digest,
     JobId,
     JobRecord,
+    LinkRecord,
     PeerRecord,
     ProviderRecord,
     Record,
@@ -164,7 +165,7 @@ class MemoryTransport:
             raise PeerUnreachable(f"cannot reach {address}")
         return PeerId(peer)
 
-    async def open(self, peer: PeerId, protocol: str) -> MemoryStream:
+    async def open(self, peer: PeerId, protocol: str, *, lanes: int = 1) -> MemoryStream:
         return self._network.link(self, peer, protocol)
 
     async def serve(self, protocol: str, handler: Handler) -> None:
@@ -210,6 +211,11 @@ class MemoryDirectory:
     async def peers(self) -> tuple[PeerRecord, ...]:
         return tuple(
             record for key in PEER_KEYS for record in self._read(key) if isinstance(record, PeerRecord)
+        )
+
+    async def links(self) -> tuple[LinkRecord, ...]:
+        return tuple(
+            record for key in LINK_KEYS for record in self._read(key) if isinstance(record, LinkRecord)
         )
 
     async def jobs(self) -> tuple[JobRecord, ...]:

@@ -23,14 +23,16 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_sa
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
+from fusion.swarm.arrivals import ArrivalLog
 from fusion.swarm.contacts import Contacts, knock, tcp_target
 from fusion.swarm.daemon import Daemon
 from fusion.swarm.detour import detour
-from fusion.swarm.errors import DaemonDied, PeerUnreachable, TransportError
+from fusion.swarm.errors import DaemonDied, PeerUnreachable, StreamBroken, StreamClosed, TransportError
 from fusion.swarm.frame_stream import FrameStream
 from fusion.swarm.frames import FrameLimits
 from fusion.swarm.handlers import Handlers, one_line
 from fusion.swarm.identity import Identity
+from fusion.swarm.lanes import SUFFIX, Gathering, join
 from fusion.swarm.memory_stream import stream_pair
 from fusion.swarm.traffic import TrafficCounter
 from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traffic
@@ -161,9 +163,25 @@ class P2PTransport:
             ) from None
         return peer
 
-    async def open(self, peer: PeerId, protocol: str) -> Stream:
+    async def open(self, peer: PeerId, protocol: str, *, lanes: int = 1) -> Stream:
         if peer == self.peer_id:
             return self._open_here(protocol)
+        if lanes == 1:
+            return await self._open(peer, protocol)
+        opening = [asyncio.create_task(self._open(peer, protocol + SUFFIX)) for _ in range(lanes)]
+        try:
+            return await join(await asyncio.gather(*opening))
+        except BaseException as error:
+            for task in opening:
+                task.cancel()
+            for opened in await asyncio.gather(*opening, return_exceptions=True):
+                if isinstance(opened, FrameStream):
+                    opened.abort()
+            if isinstance(error, (StreamBroken, StreamClosed)):
+                raise PeerUnreachable(f"cannot reach {peer}: {error}") from error
+            raise
+
+    async def _open(self, peer: PeerId, protocol: str) -> FrameStream:
         try:
             request = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol])
         except ValueError as error:
@@ -204,13 +222,21 @@ class P2PTransport:
         return stream
 
     async def serve(self, protocol: str, handler: Handler) -> None:
+        gathering = Gathering(handler)
         self._handlers.add(protocol, handler)
+        self._handlers.add(protocol + SUFFIX, gathering.attend)
         listen = Multiaddr(f"/unix{self._listen_path}").to_bytes()
-        request = p2pd_pb2.StreamHandlerRequest(addr=listen, proto=[protocol], balanced=False)
+        request = p2pd_pb2.StreamHandlerRequest(
+            addr=listen, proto=[protocol, protocol + SUFFIX], balanced=False
+        )
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request))
 
     def traffic(self) -> Mapping[PeerId, Traffic]:
         return self._counter.snapshot()
+
+    @property
+    def arrivals(self) -> ArrivalLog:
+        return self._counter.arrivals
 
     async def aclose(self) -> None:
         for task in self._tasks:

@@ -16,10 +16,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, Literal, NewType, Protocol
+from typing import Any, Literal, NamedTuple, NewType, Protocol
 
 import msgpack
 
+from fusion.swarm.coordinates import DIMENSIONS, LARGEST_ERROR, LARGEST_MS
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import is_peer_id, verify
 from fusion.swarm.transport import PeerId
@@ -29,13 +30,16 @@ JobId = NewType(
     "JobId", str
 )  # the digest of the job's manifest blob: the manifest cannot change under its id
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 SHARDS = 16  # keys over which the peers, and the jobs, of the whole swarm are spread
 MAX_RECORD_BYTES = 4096
 MAX_TTL_SECONDS = 120.0
 CLOCK_TOLERANCE_SECONDS = 5.0  # how far apart two honest peers' clocks may be
 MAX_TERM = 2**31  # a hostile claim must not be able to use the terms up
 MAX_STAGES = 65_536
+MAX_PAIRS = 32  # of one peer's measured links
+MAX_MBPS = 1e7
+MAX_RTT_MS = 1e5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,10 @@ class PeerRecord:
     software: str  # version of fusion-peer
     opset: int
     started_at: float  # unix seconds, for show only
+    up_mbps: float = 0.0  # the most that went out over all links together; 0: not known yet
+    down_mbps: float = 0.0
+    coordinate: tuple[float, ...] = ()  # of `fusion.swarm.coordinates`, height last; empty: not known yet
+    coordinate_error: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +88,11 @@ class ClaimRecord:
     job: JobId
     stage: int
     peer: PeerId
-    role: Literal["owner", "standby", "released"]
+    role: Literal["owner", "replica", "standby", "released"]
     term: int
     score: float  # proposed by the placement: 1.0, else a peer's own fitness below 1
     step: int  # replicated or committed step
-    load: float  # busy share 0..1 or queue length, for routes
+    load: float  # sessions that run there, for routes; of a standby 0 if it owns no stage, else 1
     ready: bool = False  # the stage is loaded and takes frames
 
 
@@ -97,7 +105,24 @@ class ProviderRecord:
     size_bytes: int
 
 
-Record = PeerRecord | JobRecord | ClaimRecord | ProviderRecord
+class Pair(NamedTuple):
+    """The link from a record's author to `peer`."""
+
+    peer: PeerId
+    rtt_ms: float  # 0: not measured
+    mbps: float  # of what we send, as the peer sees it arrive; 0: not measured
+    age_seconds: float  # since the rate was last borne out, or the round trip where there is no rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRecord:
+    """Key `links/<shard>`, one subkey per peer: what it has measured of its links."""
+
+    peer: PeerId
+    pairs: tuple[Pair, ...]  # at most MAX_PAIRS
+
+
+Record = PeerRecord | JobRecord | ClaimRecord | ProviderRecord | LinkRecord
 
 
 class Signer(Protocol):
@@ -178,6 +203,8 @@ def key_of(record: Record) -> str:
             return claims_key(record.job, record.stage)
         case ProviderRecord():
             return providers_key(record.digest)
+        case LinkRecord():
+            return links_key(shard(record.peer))
 
 
 def subkey_of(record: Record) -> str:
@@ -205,6 +232,10 @@ def jobs_key(shard: int) -> str:
 
 def claims_key(job: JobId, stage: int) -> str:
     return f"claims/{job}/{stage}"
+
+
+def links_key(shard: int) -> str:
+    return f"links/{shard}"
 
 
 def providers_key(digest: Digest) -> str:
@@ -258,8 +289,12 @@ def _decode_body(body: bytes) -> Record:
     made = _CLASS[kind]
     if set(values) != {field.name for field in fields(made)}:
         raise RecordError(f"a {kind} record with fields missing or unknown")
-    if isinstance(values.get("addresses"), list):
-        values["addresses"] = tuple(values["addresses"])
+    for name, item in _ITEMS.get(made, {}).items():
+        if isinstance(values[name], list):
+            try:
+                values[name] = tuple(map(item, values[name]))
+            except TypeError:
+                raise RecordError(f"a {kind} record with a bad {name}") from None
     record: Record = made(**values)
     check_fields(record)
     return record
@@ -309,11 +344,39 @@ def _addresses(value: object) -> bool:
     return isinstance(value, tuple) and len(value) <= 12 and all(one(item) for item in value)
 
 
+def _coordinate(value: object) -> bool:
+    if value == ():
+        return True
+    if not isinstance(value, tuple) or len(value) != DIMENSIONS + 1:
+        return False
+    return all(type(part) in (int, float) and abs(part) <= LARGEST_MS for part in value) and value[-1] >= 0
+
+
+def _pairs(value: object) -> bool:
+    numbers = (_number(MAX_RTT_MS), _number(MAX_MBPS), _number(1e9))
+    return (
+        isinstance(value, tuple)
+        and len(value) <= MAX_PAIRS
+        and all(
+            isinstance(pair, Pair)
+            and is_peer_id(pair.peer)
+            and all(check(part) for check, part in zip(numbers, pair[1:], strict=True))
+            for pair in value
+        )
+    )
+
+
+# Fields that are lists on the wire, and what their items become.
+_ITEMS: dict[type, dict[str, Callable[[Any], Any]]] = {
+    PeerRecord: {"addresses": lambda item: item, "coordinate": lambda item: item},
+    LinkRecord: {"pairs": lambda item: Pair(*item)},
+}
 _KIND: dict[type, str] = {
     PeerRecord: "peer",
     JobRecord: "job",
     ClaimRecord: "claim",
     ProviderRecord: "provider",
+    LinkRecord: "links",
 }
 _CLASS: dict[str, Any] = {kind: made for made, kind in _KIND.items()}
 _CHECKS: dict[type, dict[str, Check]] = {
@@ -329,6 +392,10 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "software": _text(64),
         "opset": _whole(2**31),
         "started_at": _number(1e12),
+        "up_mbps": _number(MAX_MBPS),
+        "down_mbps": _number(MAX_MBPS),
+        "coordinate": _coordinate,
+        "coordinate_error": _number(LARGEST_ERROR),
     },
     JobRecord: {
         "job": is_digest,
@@ -348,7 +415,7 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "job": is_digest,
         "stage": _whole(MAX_STAGES),
         "peer": is_peer_id,
-        "role": _one_of("owner", "standby", "released"),
+        "role": _one_of("owner", "replica", "standby", "released"),
         "term": _whole(MAX_TERM),
         "score": _number(1.0),
         "step": _whole(2**53),
@@ -356,4 +423,5 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "ready": _flag,
     },
     ProviderRecord: {"digest": is_digest, "peer": is_peer_id, "size_bytes": _whole(2**53)},
+    LinkRecord: {"peer": is_peer_id, "pairs": _pairs},
 }

@@ -1,9 +1,10 @@
-"""How many bytes of frames went to and came from each peer."""
+"""How many bytes of frames went to and came from each peer, and when those of large payloads came."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fusion.swarm.arrivals import ArrivalLog
 from fusion.swarm.transport import PeerId, Traffic
 
 
@@ -11,6 +12,7 @@ class TrafficCounter:
     """Bytes of frames per peer since the start."""
 
     def __init__(self) -> None:
+        self.arrivals = ArrivalLog()
         self._bytes: dict[PeerId, list[int]] = {}
 
     def sent(self, peer: PeerId, size: int) -> None:

@@ -16,6 +16,8 @@ from fusion.swarm.records import (
     Digest,
     JobId,
     JobRecord,
+    LinkRecord,
+    Pair,
     PeerRecord,
     ProviderRecord,
     Record,
@@ -73,6 +75,14 @@ def claim_record(identity: Identity, **changes: Any) -> ClaimRecord:
 
 def provider_record(identity: Identity, **changes: Any) -> ProviderRecord:
     record = ProviderRecord(digest=digest("blob"), peer=identity.peer_id, size_bytes=123)
+    return dataclasses.replace(record, **changes)
+
+
+def link_record(identity: Identity, **changes: Any) -> LinkRecord:
+    record = LinkRecord(
+        peer=identity.peer_id,
+        pairs=(Pair(identity.peer_id, 12.5, 93.0, 2.0), Pair(identity.peer_id, 0.4, 0.0, 1.0)),
+    )
     return dataclasses.replace(record, **changes)
 
 

@@ -42,6 +42,7 @@ from fusion.swarm.p2p import P2PConfig, P2PTransport
 from fusion.swarm.records import (
     CLOCK_TOLERANCE_SECONDS,
     MAX_RECORD_BYTES,
+    RECORD_VERSION,
     Record,
     jobs_key,
     key_of,
@@ -82,7 +83,7 @@ def hostile_offers(now: float) -> list[Offer]:
         offer("expired", seal(mallorys, MALLORY, now - 30), expires_at=now - 30),
         offer("too far in the future", seal(mallorys, MALLORY, now + 9999), expires_at=now + 9999),
         offer("oversized", raw_seal(mallorys, MALLORY, soon, values={"role": "x" * MAX_RECORD_BYTES})),
-        offer("unknown version", raw_seal(mallorys, MALLORY, soon, version=2)),
+        offer("unknown version", raw_seal(mallorys, MALLORY, soon, version=RECORD_VERSION + 1)),
         offer("unknown kind", raw_seal(mallorys, MALLORY, soon, kind="king")),
         offer("unknown field", raw_seal(mallorys, MALLORY, soon, values={"crown": 1})),
         offer("bad field", raw_seal(mallorys, MALLORY, soon, values={"score": 7.0})),

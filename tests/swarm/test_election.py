@@ -27,7 +27,7 @@ def claim_sets(draw: st.DrawFn) -> list[ClaimRecord]:
     return [
         claim_record(
             peer,
-            role=draw(st.sampled_from(["owner", "standby", "released"])),
+            role=draw(st.sampled_from(["owner", "replica", "standby", "released"])),
             term=draw(st.integers(0, 4)),
             score=draw(st.sampled_from([0.2, 0.5, 1.0])),
         )
@@ -131,3 +131,12 @@ def test_of_two_claims_of_one_peer_the_later_counts() -> None:
         claim_record(PEERS[0], term=5),
     ):
         assert latest(later, shown) == later
+
+
+def test_a_replica_is_the_best_heir() -> None:
+    standby = claim_record(PEERS[0], role="standby", ready=True, score=0.9, step=5)
+    replica = claim_record(PEERS[1], role="replica", ready=True, score=0.1, step=5, load=3.0)
+    busy = claim_record(PEERS[2], role="standby", ready=True, score=0.9, step=5, load=1.0)
+    loading = claim_record(PEERS[3], role="standby", score=0.9, step=5)
+    assert heirs([loading, busy, standby, replica]) == (replica, standby, loading, busy)
+    assert winner([replica, standby]) is None

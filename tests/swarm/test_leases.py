@@ -256,6 +256,51 @@ def test_a_standby_says_so_until_it_owns_the_stage_or_stands_down() -> None:
     asyncio.run(scenario())
 
 
+def test_a_replica_keeps_its_term_until_it_only_stands_by() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        ours, other = room.leases
+        owned = await other.claim(JOB, 0, 1.0)
+        assert owned is not None and ours.serve_beside(JOB, 0) == 0, "it does not stand by"
+        await ours.claims(JOB, 0)
+        ours.stand_by(JOB, 0, score=0.4, step=0)
+        term = ours.serve_beside(JOB, 0)
+        assert term == ours.serve_beside(JOB, 0) == owned.term and ours.beside(JOB, 0)
+        ours.update(JOB, 0, load=2.0)
+        ours.observe(JOB, 0, term + 3)
+        ours.stand_by(JOB, 0, score=0.3, step=1)  # the next heartbeat of the pool
+        await room.beat()
+        [replica] = [claim for claim in await other.claims(JOB, 0) if claim.peer == ours.peer_id]
+        assert (replica.role, replica.term, replica.load, replica.ready) == ("replica", term, 2.0, True)
+        assert winner(await other.claims(JOB, 0)) == other.holds(JOB, 0)
+        ours.only_stand_by(JOB, 0)
+        assert [claim.role for claim in ours.standing()] == ["standby"] and not ours.beside(JOB, 0)
+        assert ours.serve_beside(JOB, 0) == term + 3, "a later claim has a later term"
+        ours.stand_by(JOB, 0, score=0.3, step=1, ready=True, busy=True)
+        assert [(claim.role, claim.load) for claim in ours.standing()] == [("standby", 1.0)]
+        assert ours.serve_beside(JOB, 0) == 0, "it owns stages of its own"
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_claims_the_stage_goes_one_term_up() -> None:
+    async def scenario() -> None:
+        room = Room(3)
+        ours, other, third = room.leases
+        owned = await other.claim(JOB, 0, 1.0)
+        assert owned is not None
+        for leases in (ours, third):
+            await leases.claims(JOB, 0)
+            leases.stand_by(JOB, 0, score=0.4, step=0)
+            assert leases.serve_beside(JOB, 0) == owned.term
+        await room.beat()
+        claim = await ours.claim(JOB, 0, 0.4, over=owned.term)
+        assert claim is not None and claim.term == owned.term + 1, "another replica is no rival"
+        assert not ours.beside(JOB, 0) and third.beside(JOB, 0)
+
+    asyncio.run(scenario())
+
+
 def test_whoever_fails_to_claim_stands_by_again() -> None:
     async def scenario() -> None:
         room = Room(2)

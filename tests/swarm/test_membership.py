@@ -182,6 +182,8 @@ def test_the_halves_of_a_swarm_find_each_other_again_without_a_seed() -> None:
             for _ in range(20):
                 room.clock.advance(0.05)  # what the other side said runs out
                 await asyncio.sleep(0.005)
+            # In a memory network the list alone is whole as soon as the link is: here only dialling counts.
+            first.look = second.look = nothing  # type: ignore[method-assign]
             joins = len(second_near.joins)
             room.network.heal()
             while len(second_near.joins) == joins:
@@ -189,6 +191,10 @@ def test_the_halves_of_a_swarm_find_each_other_again_without_a_seed() -> None:
             assert seed.peer_id in second_near.joins[joins:]
 
     asyncio.run(scenario())
+
+
+async def nothing() -> None:
+    pass
 
 
 def test_a_listed_peers_addresses_are_told() -> None:

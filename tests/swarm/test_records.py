@@ -11,6 +11,7 @@ from directory_records import (
     claim_record,
     digest,
     job_record,
+    link_record,
     peer_record,
     provider_record,
     raw_seal,
@@ -22,10 +23,13 @@ from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
 from fusion.swarm.records import (
     CLOCK_TOLERANCE_SECONDS,
+    MAX_PAIRS,
     MAX_RECORD_BYTES,
     MAX_TERM,
     MAX_TTL_SECONDS,
+    RECORD_VERSION,
     SHARDS,
+    Pair,
     Record,
     key_of,
     one_line,
@@ -38,7 +42,13 @@ from fusion.swarm.records import (
 
 NOW = 1_700_000_000.0
 ALICE, MALLORY = Identity.generate(), Identity.generate()
-RECORDS = [peer_record(ALICE), job_record(ALICE), claim_record(ALICE), provider_record(ALICE)]
+RECORDS = [
+    peer_record(ALICE),
+    job_record(ALICE),
+    claim_record(ALICE),
+    provider_record(ALICE),
+    link_record(ALICE),
+]
 
 
 def opened(data: bytes, record: Record, now: float = NOW) -> Record:
@@ -130,7 +140,7 @@ def test_time_bounds_a_record() -> None:
             opened(seal(record, ALICE, expires_at), record)
 
 
-@pytest.mark.parametrize("version", [0, 2, 255, -1])
+@pytest.mark.parametrize("version", [0, RECORD_VERSION - 1, RECORD_VERSION + 1, 255, -1])
 def test_an_unknown_version_is_refused(version: int) -> None:
     with pytest.raises(RecordError, match="version"):
         opened(raw_seal(RECORDS[0], ALICE, NOW + 6, version=version), RECORDS[0])
@@ -167,6 +177,16 @@ def test_an_oversized_record_is_refused() -> None:
         (job_record(ALICE), {"state": ["running"]}),
         (job_record(ALICE), {"extra": 1}),
         (provider_record(ALICE), {"size_bytes": 2**60}),
+        (peer_record(ALICE), {"up_mbps": -1.0}),
+        (peer_record(ALICE), {"coordinate": (0.0, 1.0)}),
+        (peer_record(ALICE), {"coordinate": (0.0, math.nan, 1.0)}),
+        (peer_record(ALICE), {"coordinate": (0.0, 0.0, -1.0)}),
+        (peer_record(ALICE), {"coordinate_error": 99.0}),
+        (link_record(ALICE), {"pairs": ((ALICE.peer_id, 1.0, 1.0),)}),
+        (link_record(ALICE), {"pairs": ((ALICE.peer_id, math.inf, 1.0, 1.0),)}),
+        (link_record(ALICE), {"pairs": ((1, 1.0, 1.0, 1.0),)}),
+        (link_record(ALICE), {"pairs": (5,)}),
+        (link_record(ALICE), {"pairs": {"a": 1}}),
     ],
 )
 def test_a_bad_field_is_refused(record: Record, values: dict[str, Any]) -> None:
@@ -183,17 +203,25 @@ def test_a_bad_field_is_refused(record: Record, values: dict[str, Any]) -> None:
         b"",
         b"\x91" * 2000,
         msgpack.packb([1]),
-        msgpack.packb([1, "peer", []]),
-        msgpack.packb([1, "king", {}]),
-        msgpack.packb([1, "claim", {"job": JOB}]),
-        msgpack.packb([1, "claim", {1: 2}]),
-        msgpack.packb([1, ["claim"], {}]),
+        msgpack.packb([RECORD_VERSION, "peer", []]),
+        msgpack.packb([RECORD_VERSION, "king", {}]),
+        msgpack.packb([RECORD_VERSION, "claim", {"job": JOB}]),
+        msgpack.packb([RECORD_VERSION, "claim", {1: 2}]),
+        msgpack.packb([RECORD_VERSION, ["claim"], {}]),
         msgpack.packb(msgpack.ExtType(5, b"x")),
     ],
 )
 def test_a_signed_body_of_another_form_is_refused(body: bytes) -> None:
     with pytest.raises(RecordError):
         opened(raw_seal(RECORDS[2], ALICE, NOW + 6, body=body), RECORDS[2])
+
+
+def test_a_record_of_links_has_room_for_what_is_allowed_and_no_more() -> None:
+    pair = Pair(ALICE.peer_id, 12.345678, 93.456789, 1.23456789)
+    full = link_record(ALICE, pairs=(pair,) * MAX_PAIRS)
+    assert opened(seal(full, ALICE, NOW + 6), full) == full
+    with pytest.raises(RecordError, match="bad pairs"):
+        seal(link_record(ALICE, pairs=(pair,) * (MAX_PAIRS + 1)), ALICE, NOW + 6)
 
 
 def test_keys_are_sharded() -> None:

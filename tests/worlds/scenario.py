@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-FaultKind = Literal["kill", "vanish", "freeze", "cut", "partition", "leave", "join"]
+FaultKind = Literal["kill", "vanish", "freeze", "cut", "partition", "leave", "join", "move"]
 Victim = Literal["lead", "owner", "spare", "any"]
 
 # Frames on whose way a fault can strike: everything that the protocol of a step, of a snapshot or of a takeover says.
@@ -72,8 +72,33 @@ def scenario(seed: int, *, faults: bool = True) -> Scenario:
         directory_seconds=rng.choice((0.05, 0.2)),
         directory_lost=rng.choice((0.0, 0.0, 0.05)),
         directory_fails=rng.choice((0.0, 0.0, 0.02)),
-        faults=tuple(sorted(_faults(rng, stages, count), key=lambda fault: fault.at)) if faults else (),
+        faults=tuple(sorted(_all_faults(rng, seed, stages, count), key=lambda fault: fault.at))
+        if faults
+        else (),
     )
+
+
+def _all_faults(rng: random.Random, seed: int, stages: int, count: int) -> list[Fault]:
+    return [*_faults(rng, stages, count), *_moves(random.Random(seed ^ 0x303E), stages)]
+
+
+def _moves(rng: random.Random, stages: int) -> list[Fault]:
+    """A lead that has a stage run elsewhere, in one world of four: no fault, but it meets with them. Drawn apart, so that
+    the other worlds are what they were."""
+    if rng.random() < 0.75:
+        return []
+    return [
+        Fault(
+            kind="move",
+            victim="owner",
+            stage=rng.randrange(stages),
+            at=rng.uniform(0.5, 6.0),
+            trigger=rng.choice(("", *TRIGGERS)),
+            count=rng.randint(1, 4),
+            side=rng.choice(("sender", "receiver")),
+        )
+        for _ in range(rng.choice((1, 2)))
+    ]
 
 
 def _faults(rng: random.Random, stages: int, count: int) -> list[Fault]:

@@ -93,7 +93,7 @@ def _load_weights(path: WorldPath, stage: Any) -> dict[str, torch.Tensor]:
     return unpack(path.read_bytes())
 
 
-def _load_state(path: WorldPath, stage: Any) -> dict[str, torch.Tensor]:
+def _load_state(path: WorldPath, stage: Any, *_: Any) -> dict[str, torch.Tensor]:
     return unpack(path.read_bytes())
 
 

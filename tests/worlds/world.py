@@ -311,6 +311,8 @@ class World:
         elif fault.kind == "cut":
             others = [p for p in self.processes if p != victim.peer_id]
             self.network.cut(victim.peer_id, self.rng.choice(others))
+        elif fault.kind == "move":
+            self._spawn(victim.lane, self._move(victim))
         elif fault.kind == "leave":
             self._busy_faults += 1
             victim.leaving = True
@@ -353,6 +355,13 @@ class World:
         self._joined += 1
         self.note("world", f"{name} joins with {seats} seats")
         self.start(name, Disk(), seats)
+
+    async def _move(self, victim: Process) -> None:
+        """As a stage's host does when its lead wants the stage elsewhere, here with a peer that may have no room."""
+        assert victim.hosting is not None
+        others = [peer for peer in self.processes if peer != victim.peer_id]
+        if victim.hosting.hosted and others:
+            victim.hosting.give_away(*self.rng.choice(victim.hosting.hosted), self.rng.choice(others))
 
     async def _leave(self, victim: Process, fault: Fault) -> None:
         """As `fusion.runtime.peer` does when it is asked to stop."""

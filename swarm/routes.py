@@ -1,0 +1,154 @@
+"""Which replica of each stage a request goes through: the cheapest path now, kept unless another is clearly better.
+
+Pure: the costs of peers and links go in, a route comes out. A route costs, for each stage, compute + queue, and for each
+link on the way alpha + bytes * beta: shortest path over one layer of replicas per stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fusion.swarm.transport import PeerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """A peer that can run the stage for us."""
+
+    peer: PeerId
+    compute_seconds: float  # for the request's microbatch or token
+    queue_seconds: float = 0.0  # before its turn comes
+
+    def __post_init__(self) -> None:
+        if not (self.compute_seconds >= 0 and self.queue_seconds >= 0):
+            raise ValueError("compute_seconds and queue_seconds must not be below 0")
+
+
+@dataclass(frozen=True)
+class Hopping:
+    """What a link costs: one way, `alpha_seconds + bytes * seconds_per_byte`."""
+
+    alpha_seconds: float
+    seconds_per_byte: float
+
+
+LinkCost = Callable[[PeerId, PeerId], Hopping]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What goes over the links of a route: `hop_bytes[s]` from stage s to s + 1; with `start`, `start_bytes` from there
+    to the first stage and `answer_bytes` from the last stage back to it; with `ring`, `ring_bytes` from the last stage
+    to the first."""
+
+    hop_bytes: tuple[float, ...]
+    start: PeerId | None = None
+    start_bytes: float = 0.0
+    answer_bytes: float = 0.0
+    ring: bool = False
+    ring_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Route:
+    peers: tuple[PeerId, ...]  # one per stage
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hysteresis:
+    """A route is left when another takes `gain` of its time less, and at least `least_seconds` less."""
+
+    gain: float = 0.2
+    least_seconds: float = 0.001
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.gain < 1 and self.least_seconds >= 0):
+            raise ValueError("gain must lie in [0, 1) and least_seconds not below 0")
+
+
+def cheapest(stages: Sequence[Sequence[Replica]], demand: Demand, link: LinkCost) -> Route:
+    """The cheapest route; of equal ones that through the replicas named first. ValueError where a stage has none.
+
+    O(stages * replicas^2), times the replicas of the first stage where the route is a ring.
+    """
+    if not stages or not all(stages):
+        raise ValueError("every stage needs a replica")
+    if len(demand.hop_bytes) != len(stages) - 1:
+        raise ValueError(
+            f"hop_bytes has one entry less than the {len(stages)} stages, not {len(demand.hop_bytes)}"
+        )
+    firsts = [[replica] for replica in stages[0]] if demand.ring else [list(stages[0])]
+    best: Route | None = None
+    for first in firsts:
+        found = _path([first, *stages[1:]], demand, link)
+        if best is None or found.seconds < best.seconds:
+            best = found
+    assert best is not None
+    return best
+
+
+def seconds(route: Sequence[Replica], demand: Demand, link: LinkCost) -> float:
+    """What one given route costs."""
+    return cheapest([[replica] for replica in route], demand, link).seconds
+
+
+def choose(
+    stages: Sequence[Sequence[Replica]],
+    demand: Demand,
+    link: LinkCost,
+    current: Sequence[PeerId] | None = None,
+    hysteresis: Hysteresis = Hysteresis(),
+) -> Route:
+    """The route to take now: `current`, unless one of its peers is no replica any more or another route is better by
+    the hysteresis."""
+    best = cheapest(stages, demand, link)
+    if current is None or len(current) != len(stages):
+        return best
+    held = [
+        next((r for r in layer if r.peer == peer), None) for layer, peer in zip(stages, current, strict=True)
+    ]
+    kept = [replica for replica in held if replica is not None]
+    if len(kept) < len(stages):
+        return best
+    now = seconds(kept, demand, link)
+    gained = now - best.seconds
+    if gained > hysteresis.least_seconds and gained > hysteresis.gain * now:
+        return best
+    return Route(tuple(replica.peer for replica in kept), now)
+
+
+def _path(layers: Sequence[Sequence[Replica]], demand: Demand, link: LinkCost) -> Route:
+    """Shortest path through the layers. For a ring the first layer is one replica."""
+
+    def cost(one: PeerId, two: PeerId, size: float) -> float:
+        if one == two:
+            return 0.0
+        hop = link(one, two)
+        return hop.alpha_seconds + size * hop.seconds_per_byte
+
+    ways: list[tuple[float, tuple[PeerId, ...]]] = []
+    for replica in layers[0]:
+        begin = 0.0 if demand.start is None else cost(demand.start, replica.peer, demand.start_bytes)
+        ways.append((begin + replica.compute_seconds + replica.queue_seconds, (replica.peer,)))
+    for layer, size in zip(layers[1:], demand.hop_bytes, strict=True):
+        onward = []
+        for replica in layer:
+            best, path = math.inf, ways[0][1]
+            for spent, way in ways:
+                total = spent + cost(way[-1], replica.peer, size)
+                if total < best:
+                    best, path = total, way
+            onward.append((best + replica.compute_seconds + replica.queue_seconds, (*path, replica.peer)))
+        ways = onward
+    closed = []
+    for spent, way in ways:
+        if demand.start is not None:
+            spent += cost(way[-1], demand.start, demand.answer_bytes)
+        if demand.ring:
+            spent += cost(way[-1], way[0], demand.ring_bytes)
+        closed.append((spent, way))
+    total, peers = min(closed, key=lambda entry: entry[0])
+    return Route(peers, total)
