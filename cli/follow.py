@@ -69,6 +69,8 @@ def progress_line(progress: Progress) -> str:
         parts.append(f"busy {busy_text(progress.busy)}")
     if progress.sent_bytes:
         parts.append(f"wire {bytes_text(progress.sent_bytes)}")
+    if progress.codecs:
+        parts.append(progress.codecs)
     if progress.losses:
         parts.append(f"lost {progress.losses} {'owner' if progress.losses == 1 else 'owners'}")
     if progress.discarded or progress.replayed:

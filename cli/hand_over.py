@@ -26,7 +26,7 @@ async def offer(context: Context, prepared: Prepared, output: Output) -> JobId:
     output.emit({
         "event": "launched", "job": job, "name": manifest.name, "kind": manifest.kind, "stages": manifest.stages,
         "parameters": prepared.parameters, "predicted_seconds": prepared.predicted_seconds,
-        "proposed": list(manifest.proposed),
+        "proposed": list(manifest.proposed), "plan": prepared.plan and prepared.plan.to_json(),
     })  # fmt: skip
     return job
 

@@ -14,6 +14,7 @@ from fusion.cli import errors, jobs, options
 from fusion.cli.chaos import chaos
 from fusion.cli.demo import demo
 from fusion.cli.generate import generate
+from fusion.cli.plan import plan
 from fusion.cli.serve import serve
 from fusion.cli.start import start
 from fusion.cli.status import status
@@ -30,6 +31,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 it did not work, 2 bad input, 130 interrupted.",
 )
 app.command()(start)
+app.command()(plan)
 app.command()(train)
 app.add_typer(jobs.app, name="jobs")
 app.command()(serve)

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from fusion.runtime import size_text
+
 DEFAULT_HOME = Path("~/.fusion-peer")
 BOOTSTRAP_FILE = "bootstrap_peers.txt"
 
@@ -38,18 +40,10 @@ StopWith = Annotated[
     typer.Option("--stop-with", metavar="PID", hidden=True, help="Stop when the parent PID is gone."),
 ]
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {f"{unit}i": 1024 ** (i + 1) for i, unit in enumerate("kmgt")}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE | re.ASCII)
-
 
 def parse_size(text: str) -> int:
-    """Bytes of "4GiB", "500 MB", "2g", "1048576". ValueError for anything else or less than one byte."""
-    match = _SIZE.fullmatch(text)
-    size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
-    if size < 1:
-        raise ValueError(f"--memory: {text!r} is not a size such as 4GiB or 500MB")
-    return size
+    """The bytes that --memory means. ValueError for what is no size, or less than one byte."""
+    return size_text.parse_size(text, "--memory")
 
 
 def parse_ids(text: str) -> tuple[int, ...]:

@@ -130,6 +130,15 @@ def rate_text(per_second: float) -> str:
     return f"{per_second:.1f}G"
 
 
+def seconds_text(seconds: float) -> str:
+    """ "2.41 s", "83 ms", "120 us"."""
+    if seconds >= 100:
+        return f"{seconds:.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.3g} us"
+
+
 def busy_text(shares: Iterable[float]) -> str:
     """Busy share of each stage: "81% 79% 84%"."""
     return " ".join(f"{100 * share:.0f}%" for share in shares)

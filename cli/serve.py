@@ -59,6 +59,7 @@ async def _serve(
             prepare_serving,
             *(directory, name, peers, context.blobs.store),
             stages=stages,
+            links=await context.directory.links(),
             trainer=trainer.peer_id,
             say=output.status,
         )

@@ -7,9 +7,12 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from fusion.cli import ask, options
+from fusion.cli.link_status import link_status
 from fusion.cli.loop import run
 from fusion.cli.output import Output, bytes_text, flops_text
 
@@ -19,16 +22,20 @@ if TYPE_CHECKING:
 
 ASK_SECONDS = 3.0
 
+Links = Annotated[bool, typer.Option("--links", help="Show round trips and rates between the peers instead.")]
+
 
 def status(
     peer: options.PeerAddress = None,
     bootstrap: options.Bootstrap = None,
     home: options.Home = options.DEFAULT_HOME,
+    links: Links = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """The swarm now: peers and what they can do, stages and who owns them or stands by, jobs, links."""
-    run(_status(peer, bootstrap, home, Output(as_json=json)), debug=debug)
+    show = link_status if links else _status
+    run(show(peer, bootstrap, home, Output(as_json=json)), debug=debug)
 
 
 async def _status(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
@@ -61,7 +68,7 @@ class Stage:
     job: JobRecord
     number: int
     owner: ClaimRecord | None
-    replicas: tuple[ClaimRecord, ...]  # who believes to own it beside its owner
+    replicas: tuple[ClaimRecord, ...]  # who runs it beside its owner, or believes to own it
     standbys: tuple[ClaimRecord, ...]  # the one that would take over first comes first
 
     def behind(self, standby: ClaimRecord) -> int:
@@ -80,7 +87,7 @@ def stage_of(job: JobRecord, number: int, claims: Sequence[ClaimRecord]) -> Stag
         job=job,
         number=number,
         owner=owner,
-        replicas=tuple(claim for claim in claims if claim.role == "owner" and claim != owner),
+        replicas=tuple(claim for claim in claims if claim.role in ("owner", "replica") and claim != owner),
         standbys=tuple(standbys),
     )
 
@@ -166,12 +173,12 @@ def _show(
         ],
     )
     output.table(
-        "Standbys",
+        "Replicas and standbys",
         ("job", "stage", "peer", "state"),
         [
             (stage.job.name, str(stage.number), name(claim.peer), standby_text(stage, claim))
             for stage in stages
-            for claim in stage.standbys
+            for claim in (*stage.replicas, *stage.standbys)
         ],
     )
     output.table(
@@ -205,7 +212,11 @@ def stage_line(stages: Sequence[Stage], name: Callable[[str], str]) -> str:
 
 
 def standby_text(stage: Stage, standby: ClaimRecord) -> str:
-    """E.g. "ready", "ready, 12 steps behind", "loading"."""
+    """E.g. "ready", "ready, 12 steps behind", "loading", "serves it too, 2 sessions"."""
+    if standby.role == "replica":
+        return f"serves it too, {standby.load:.0f} session{'' if standby.load == 1 else 's'}"
+    if standby.role == "owner":
+        return "believes to own it"
     if not standby.ready:
         return "loading"
     behind = stage.behind(standby)

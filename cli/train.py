@@ -13,6 +13,7 @@ from fusion.cli.follow import follow
 from fusion.cli.hand_over import offer, until_held
 from fusion.cli.loop import run
 from fusion.cli.output import Output
+from fusion.cli.plan import show
 
 if TYPE_CHECKING:
     from fusion.runtime.launch.spec import JobSpec
@@ -48,8 +49,14 @@ async def _train(
     async with ask.client(home, bootstrap, peer) as context:
         peers = await ask.working_peers(context, spec.placement.peers)
         prepared = await asyncio.to_thread(
-            prepare_training, spec, peers, context.blobs.store, trainer=trainer.peer_id, say=output.status
+            prepare_training,
+            *(spec, peers, context.blobs.store),
+            links=await context.directory.links(),
+            trainer=trainer.peer_id,
+            say=output.status,
         )
+        if prepared.plan is not None:
+            show(prepared.plan, output, {peer.peer: peer.name for peer in peers})
         job = await offer(context, prepared, output)
         if detach:
             await until_held(context, prepared, output)

@@ -10,6 +10,7 @@ from fusion.runtime.worker import Worker
 from fusion.swarm.blobs import Blobs
 from fusion.swarm.directory import Directory
 from fusion.swarm.leases import Leases
+from fusion.swarm.links import Links
 from fusion.swarm.records import ClaimRecord, JobId
 from fusion.swarm.transport import PeerId, Transport
 
@@ -21,6 +22,10 @@ class Succession(Protocol):
         """`peer`, who held the stage under `term`, does not answer us: ask its standbys to take over. The claim of the
         new owner (which `Leases.owner` knows of then, too), or None where nobody can take over now."""
 
+    def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
+        """Begin to hand a stage that runs here to `peer`, at the next boundary where nothing is lost. It stays here if
+        the peer does not take it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
@@ -30,10 +35,14 @@ class Context:
     blobs: Blobs
     leases: Leases
     worker: Worker | None  # None in a client: it computes nothing
+    codec_worker: Worker | None = (
+        None  # the thread that tensors are encoded and decoded in, beside the device's
+    )
     device: str = "cpu"
     memory_bytes: int = 4 << 30  # what the volunteer lends, in all
     home: Path = Path(".")
     succession: Succession | None = None  # None in a client: it holds nothing
+    links: Links | None = None  # None in a client: it measures nothing
 
     @property
     def compute(self) -> Worker:

@@ -8,7 +8,11 @@ from typing import Literal
 from fusion.swarm.records import Digest
 from fusion.swarm.transport import PeerId
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2  # 1 had no compression
+
+# (edge, codec of its values, codec of the gradients that come back), see `fusion.compression.spec`; or a tied variable
+# and the codec of its gradient. What is not named goes as it is.
+Wires = tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,24 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompressionConfig:
+    """How much is taken away from what stages send each other. `uniform`: every edge goes with `codec`. `adaptive`: the
+    slower a link, the more, and only as much as pays (AdaTopK, `fusion.compression.adaptive`)."""
+
+    kind: Literal["none", "uniform", "adaptive"] = "none"
+    codec: str = "int8"  # uniform: none, fp16, bf16, int8, int4 or topk:<density>
+    ratio: float = 8.0  # adaptive: what the slowest link is compressed by at most
+    families: tuple[str, ...] = ("bf16", "int8")  # adaptive: what may be chosen; "topk" allows any ratio
+    reuse_mask: bool = (
+        True  # the gradient of a sparse edge at the positions that were sent; False: its own choice
+    )
+    error_feedback: bool = False  # what is left out of a gradient is added to the next one
+    live: bool = (
+        True  # codecs (adaptive) and stages follow the links; False: the job stays as it was launched
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     steps: int
     microbatches: int
@@ -51,6 +73,8 @@ class TrainConfig:
     snapshot_every: int = 0  # steps; 0: as often as the losses that were seen make worth while
     evaluate_every: int = 0  # 0: only at the end
     evaluate_batches: int = 8
+    compression: CompressionConfig = CompressionConfig()
+    wires: Wires = ()  # what the job begins with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +84,7 @@ class ServeConfig:
     vocabulary: int
     end_tokens: tuple[int, ...] = ()
     prefill_chunk: int = 512
+    hop_bytes: tuple[int, ...] = ()  # that cross each cut for one position; empty: not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +95,9 @@ class Manifest:
     cuts: tuple[int, ...]  # node indices at which a new stage starts, ascending; stages = len(cuts) + 1
     weights: tuple[Digest, ...]  # blob per stage: safetensors of that stage's variables, by variable name
     proposed: tuple[PeerId, ...]  # proposed owner of each stage; a hint, anyone may fill a hole
+    replicas: tuple[
+        tuple[PeerId, ...], ...
+    ] = ()  # by stage: who is proposed to serve it beside its owner; a hint
     memory_bytes: tuple[int, ...] = ()  # what each stage needs on its peer, as the launcher estimates it
     train: TrainConfig | None = None
     serve: ServeConfig | None = None

@@ -8,12 +8,21 @@ from typing import Any
 
 import msgpack
 
+from fusion.compression import spec as codecs
 from fusion.runtime.errors import JobError
 from fusion.runtime.fields import build, plain
-from fusion.runtime.job import MANIFEST_VERSION, Manifest, OptimizerConfig, ServeConfig, TrainConfig
+from fusion.runtime.job import (
+    MANIFEST_VERSION,
+    CompressionConfig,
+    Manifest,
+    OptimizerConfig,
+    ServeConfig,
+    TrainConfig,
+)
 
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_STAGES = 4096
+MAX_REPLICAS = 64  # that are proposed for one stage
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,99}")
@@ -64,6 +73,15 @@ def validate(manifest: Manifest) -> None:
         len(manifest.proposed) == manifest.stages, "proposed", "one peer (or an empty text) for each stage"
     )
     _require(all(len(peer) <= 128 for peer in manifest.proposed), "proposed", "peer ids")
+    _require(len(manifest.replicas) in (0, manifest.stages), "replicas", "a list for each stage, or none")
+    _require(
+        all(
+            len(peers) <= MAX_REPLICAS and all(len(peer) <= 128 for peer in peers)
+            for peers in manifest.replicas
+        ),
+        "replicas",
+        f"at most {MAX_REPLICAS} peer ids for each stage",
+    )
     _require(
         len(manifest.memory_bytes) in (0, manifest.stages), "memory_bytes", "one for each stage, or none"
     )
@@ -87,6 +105,11 @@ def validate(manifest: Manifest) -> None:
         _validate_train(manifest.train)
     if manifest.serve is not None:
         _validate_serve(manifest.serve)
+        _require(
+            len(manifest.serve.hop_bytes) in (0, manifest.stages - 1),
+            "serve.hop_bytes",
+            "one number for each cut, or none",
+        )
 
 
 def _validate_train(train: TrainConfig) -> None:
@@ -101,6 +124,32 @@ def _validate_train(train: TrainConfig) -> None:
     _require(train.data.token_bytes in (1, 2, 4), "train.data.token_bytes", "1, 2 or 4")
     _require(train.data.kind == "arrays" or train.sequence > 0, "train.sequence", "at least 1 for tokens")
     validate_optimizer(train.optimizer, "train.optimizer.")
+    validate_compression(train.compression, "train.compression.")
+    _require(
+        len({edge for edge, _, _ in train.wires}) == len(train.wires), "train.wires", "one line for each edge"
+    )
+    for edge, *chosen in train.wires:
+        for text in chosen:
+            _check_codec(text, f"train.wires.{edge:.80}")
+
+
+def validate_compression(config: CompressionConfig, where: str = "compression.") -> None:
+    """Raises JobError naming the field that no codec of ours can follow."""
+    _check_codec(config.codec, where + "codec")
+    _require(math.isfinite(config.ratio) and 1 <= config.ratio <= 1e6, where + "ratio", "from 1 to 1000000")
+    known = (*codecs.PLAIN[1:], "topk")
+    right = all(family in known for family in config.families) and len(config.families) == len(
+        set(config.families)
+    )
+    _require(right, where + "families", f"some of {', '.join(known)}, each once")
+
+
+def _check_codec(text: str, where: str) -> None:
+    try:
+        right = str(codecs.parse(text))
+    except ValueError as error:
+        raise JobError(f"manifest: {where}: {error}") from None
+    _require(text == right, where, f"{right!r}, the one spelling")
 
 
 def validate_optimizer(config: OptimizerConfig, where: str = "optimizer.") -> None:
@@ -123,6 +172,7 @@ def _validate_serve(serve: ServeConfig) -> None:
     _require(1 <= serve.vocabulary <= 1 << 24, "serve.vocabulary", "from 1 to 2^24")
     _require(1 <= serve.prefill_chunk <= 1 << 20, "serve.prefill_chunk", "from 1 to 2^20")
     _require(len(serve.end_tokens) <= 64, "serve.end_tokens", "at most 64")
+    _require(all(0 <= b <= 1 << 40 for b in serve.hop_bytes), "serve.hop_bytes", "from 0 to 2^40 each")
     inside = all(0 <= token < serve.vocabulary for token in serve.end_tokens)
     _require(inside, "serve.end_tokens", "ids below serve.vocabulary")
 

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -36,10 +36,11 @@ from fusion.swarm.dht import DhtConfig, HivemindDirectory
 from fusion.swarm.errors import PeerUnreachable, SwarmError
 from fusion.swarm.identity import Identity, friendly_name
 from fusion.swarm.leases import Leases
+from fusion.swarm.links import Links
 from fusion.swarm.membership import Membership, MembershipConfig
 from fusion.swarm.p2p import P2PConfig, P2PTransport
 from fusion.swarm.records import PeerRecord
-from fusion.swarm.transport import Stream
+from fusion.swarm.transport import PeerId, Stream
 
 STATUS_PROTOCOL = "/fusion/status/1"
 PEER_FILE = "peer.json"
@@ -110,6 +111,7 @@ class Peer:
 
     def record(self) -> PeerRecord:
         """What this peer says about itself now."""
+        links = self.context.links
         return PeerRecord(
             peer=self.context.peer_id,
             name=friendly_name(self.context.peer_id),
@@ -122,6 +124,10 @@ class Peer:
             software=version("fusion-peer"),
             opset=OPSET_VERSION,
             started_at=self.started_at,
+            up_mbps=0.0 if links is None else links.up_mbps,
+            down_mbps=0.0 if links is None else links.down_mbps,
+            coordinate=() if links is None else links.coordinate.parts,
+            coordinate_error=0.0 if links is None else links.coordinate.error,
         )
 
 
@@ -140,10 +146,12 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     store = BlobStore(config.home / "blobs", config.blob_quota_bytes)
     async with (
         Worker(threads, config.device) as worker,
+        Worker() as codec_worker,
         P2PTransport.start(network) as transport,
         await HivemindDirectory.start(transport.p2p, identity) as directory,
         Blobs(store, transport, directory, _blob_config(config)) as blobs,
         Leases(identity.peer_id, directory) as leases,
+        Links(transport, directory, transport.arrivals) as links,
     ):
         capability = await worker.run(measure, config.device, threads, config.memory_bytes)
         context = Context(
@@ -153,13 +161,20 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             blobs=blobs,
             leases=leases,
             worker=worker,
+            codec_worker=codec_worker,
             device=config.device,
             memory_bytes=capability.memory_bytes,
             home=config.home,
             succession=Successor(transport, leases),
+            links=links,
         )
+
+        def meet(other: PeerId, addresses: Sequence[str]) -> None:
+            transport.learn(other, addresses)
+            links.meet(other)
+
         ways = MembershipConfig(bootstrap=config.bootstrap, cache_path=config.home / CACHED_PEERS_FILE)
-        membership = Membership(transport, directory, directory, lambda: peer.record(), ways, transport.learn)
+        membership = Membership(transport, directory, directory, lambda: peer.record(), ways, meet)
         async with _working(context, transport, capability, membership) as peer, membership:
             with _written_down(config.home / PEER_FILE, context):
                 yield peer

@@ -25,6 +25,7 @@ class Progress:
     recent: tuple[tuple[int, float], ...] = ()  # (step, loss) of the last committed steps, oldest first
     tokens_per_second: float = 0.0  # of the last few steps; samples where the graph has no sequence
     busy: tuple[float, ...] = ()  # share of the last step that each stage computed, 0..1
+    codecs: str = ""  # what goes over the edges now; empty where nothing is compressed
     sent_bytes: int = 0  # payload between stages since this lead began, all stages together
     received_bytes: int = 0
     stages: int = 0

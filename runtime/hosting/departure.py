@@ -1,5 +1,6 @@
 """Stages on their way from this peer to another, handed over at a boundary where nothing is lost: all of them when the
-peer leaves, and one of several of a job as soon as an idle peer stands by for it."""
+peer leaves, one of several of a job as soon as an idle peer stands by for it, and one that the job's lead wants
+elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from fusion.runtime.hosting.duties import one_to_hand_on
 from fusion.runtime.hosting.job_desk import Service
 from fusion.runtime.hosting.succession import Successor
 from fusion.runtime.job import Manifest
-from fusion.swarm.election import heirs
+from fusion.swarm.election import heirs, winner
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.leases import Leases
 from fusion.swarm.records import ClaimRecord, JobId, one_line
@@ -103,7 +104,15 @@ class Departures:
             job, stage, order = chosen
             self._handing = self._spawn(self._hand_on((job, stage), hosts[job, stage], order))
 
-    async def _hand_on(self, place: Place, hosted: Hosted, order: Sequence[PeerId]) -> None:
+    def give_away(self, place: Place, hosted: Hosted, peer: PeerId) -> None:
+        """Begin to hand the stage to that peer, unless another one is on its way. It stays here if the peer does not take
+        it."""
+        if self._succession is not None and (self._handing is None or self._handing.done()):
+            self._handing = self._spawn(self._hand_on(place, hosted, (peer,), stays=True))
+
+    async def _hand_on(
+        self, place: Place, hosted: Hosted, order: Sequence[PeerId], *, stays: bool = False
+    ) -> None:
         assert self._succession is not None
         there = await asyncio.gather(*(self._succession.attends(peer, *place) for peer in order))
         order = [peer for peer, attends in zip(order, there, strict=True) if attends]
@@ -124,8 +133,19 @@ class Departures:
             gone = False
         finally:
             self._handed_at = self._clock()
-        if not gone:
+        if gone:
+            return
+        if stays and await self._is_ours(place):
+            self._services[hosted.manifest.kind].stay(*place)
+        else:
             hosted.task.cancel()  # it may stand still: whoever stands by takes it as if we had vanished
+
+    async def _is_ours(self, place: Place) -> bool:
+        """Whether nobody has taken the stage whose answer was lost."""
+        with suppress(SwarmError):
+            await self._leases.claims(*place)
+        owner = winner(self._leases.recent(*place))
+        return owner is not None and owner.peer == self._leases.peer_id
 
     async def _pass_on(self, place: Place, hosted: Hosted, order: Sequence[PeerId] | None = None) -> bool:
         claim = self._leases.holds(*place)

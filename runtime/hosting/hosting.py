@@ -31,6 +31,7 @@ from fusion.swarm.directory import HEARTBEAT_SECONDS, newest_jobs
 from fusion.swarm.election import winner
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.records import ClaimRecord, JobId, JobRecord, one_line
+from fusion.swarm.transport import PeerId
 
 __all__ = ["PROTOCOL", "Hosting", "HostingConfig", "Service", "stop_request"]
 
@@ -318,6 +319,12 @@ class Hosting:
                 newest.cancel()
         await self._give_back()
         return self._context.leases.holds(job, stage)
+
+    def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
+        """As in `fusion.runtime.context.Succession`."""
+        hosted = self._hosts.get((job, stage))
+        if hosted is not None and self._tasks is not None and not self._leaving:
+            self._departures.give_away((job, stage), hosted, peer)
 
     async def _newest(self, record: JobRecord) -> JobRecord:
         with suppress(SwarmError, TimeoutError):

@@ -73,6 +73,9 @@ class Service(Protocol):
         """We leave: stop a stage that runs here at a boundary where nothing is lost. What the successor's `host` gets,
         msgpack-able, below 16 KiB. Raises JobError where it cannot; the caller bounds the time."""
 
+    def stay(self, job: JobId, stage: int) -> None:
+        """Nobody took the stage that `pass_on` stopped, or still waits to stop: go on with it."""
+
 
 @dataclass
 class _Led:

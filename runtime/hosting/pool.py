@@ -32,7 +32,7 @@ from fusion.runtime.hosting.standing import (
 from fusion.runtime.job import Manifest
 from fusion.runtime.training import snapshot
 from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.election import winner
+from fusion.swarm.election import stands_by, winner
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord, one_line
 
@@ -227,7 +227,7 @@ class Pool:
         standbys = tuple(
             Standby(peer=claim.peer, score=claim.score, ready=claim.ready)
             for claim in claims
-            if claim.role == "standby" and claim.peer != us
+            if stands_by(claim) and claim.peer != us
         )
         if is_short(len(standbys) + (place in self._covered)):
             since = self._short_since.setdefault(place, now)

@@ -56,6 +56,9 @@ class Seat(Protocol):
     ) -> ClaimRecord | None:
         """Claim the stage above the term `over` and begin to host it; our claim, or None where we did not get it."""
 
+    def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
+        """As in `fusion.runtime.context.Succession`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SuccessionConfig:
@@ -319,7 +322,12 @@ class Successor:
                 return await self._claims(place)
         return self._leases.recent(*place)
 
-    # --- an owner that leaves, and its successor
+    # --- an owner that leaves, or gives a stage away, and its successor
+
+    def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
+        """As in `Succession`."""
+        if self._seat is not None:
+            self._seat.give_away(job, stage, peer)
 
     async def hand_over(
         self, job: JobId, stage: int, term: int, baton: Mapping[str, Any], order: Sequence[PeerId]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,27 +16,23 @@ from safetensors.torch import save
 from tokenizers import Tokenizer
 
 from fusion.dag import wire
-from fusion.dag.costs import cache_bytes_per_position, stage_cost
-from fusion.dag.cuts import split
 from fusion.dag.errors import UnsupportedModel
 from fusion.dag.ir import Graph
-from fusion.dag.placement import Device, place
 from fusion.dag.rewrites.clean import clean
-from fusion.dag.schedule import in_flight
-from fusion.dag.stage import Stage
 from fusion.runtime import manifest as manifests
 from fusion.runtime.data import pack_text, token_bytes
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import DataConfig, Manifest, ServeConfig, TrainConfig
 from fusion.runtime.launch import sources
 from fusion.runtime.launch.capture import is_exported
-from fusion.runtime.launch.link_guess import guess_links
+from fusion.runtime.launch.job_placement import as_asked, place_job
+from fusion.runtime.launch.plan import Plan
 from fusion.runtime.launch.sources import LanguageModel, Read
 from fusion.runtime.launch.spec import DataSpec, HuggingFaceConfig, JobSpec
 from fusion.runtime.serving.serving_graph import serving_graph
 from fusion.swarm.blob_store import BlobStore
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.records import Digest, JobId, PeerRecord
+from fusion.swarm.records import Digest, JobId, LinkRecord, PeerRecord
 from fusion.swarm.transport import PeerId
 
 Say = Callable[[str], None]  # gets one line each time the work enters another phase
@@ -57,13 +53,20 @@ class Prepared:
         float  # a step, or the longest prompt once through, by the placement's model; 0: not known
     )
     parameters: int
+    plan: Plan | None = None  # of a training job that was placed here: what launching it will set going
 
 
 def prepare_training(
-    spec: JobSpec, peers: Sequence[PeerRecord], store: BlobStore, *, trainer: str = "", say: Say = _silent
+    spec: JobSpec,
+    peers: Sequence[PeerRecord],
+    store: BlobStore,
+    *,
+    links: Sequence[LinkRecord] = (),
+    trainer: str = "",
+    say: Say = _silent,
 ) -> Prepared:
-    """Capture the model, place it on `peers`, shard weights, pack data. Raises JobError, CaptureError,
-    PlacementError. Blocking, for seconds: run it in a thread."""
+    """Capture the model, place it on `peers`, shard weights, pack data; `links` is what they have measured. Raises
+    JobError, CaptureError, PlacementError. Blocking, for seconds: run it in a thread."""
     tokenizer = _tokenizer(spec.data.tokenizer)
     say("capturing the model")
     if isinstance(spec.model, HuggingFaceConfig):
@@ -93,6 +96,7 @@ def prepare_training(
         snapshot_every=train.snapshot_every,
         evaluate_every=train.evaluate_every,
         evaluate_batches=train.evaluate_batches,
+        compression=spec.compression,
     )
     return prepare_graph(
         spec.name,
@@ -101,6 +105,7 @@ def prepare_training(
         config,
         store,
         peers=_chosen(peers, spec.placement.peers),
+        links=links,
         stages=spec.placement.stages,
         files=_export_files(model),
         tokenizer=model.tokenizer,
@@ -117,6 +122,7 @@ def prepare_serving(
     store: BlobStore,
     *,
     stages: int | None = None,
+    links: Sequence[LinkRecord] = (),
     trainer: str = "",
     say: Say = _silent,
 ) -> Prepared:
@@ -149,6 +155,7 @@ def prepare_serving(
         config,
         store,
         peers=peers,
+        links=links,
         stages=stages,
         tokenizer=model.tokenizer,
         byte_level=about.byte_level,
@@ -165,39 +172,25 @@ def prepare_graph(
     store: BlobStore,
     *,
     peers: Sequence[PeerRecord] = (),
+    links: Sequence[LinkRecord] = (),
     cuts: Sequence[int] | None = None,
     stages: int | None = None,
     proposed: Sequence[PeerId] = (),
+    replicas: Sequence[Sequence[PeerId]] = (),
     files: Mapping[str, bytes | Path] | None = None,
     tokenizer: Path | None = None,
     byte_level: bool = False,
     trainer: str = "",
     say: Say = _silent,
 ) -> Prepared:
-    """The part that both share: any captured graph with its variables by name. With `cuts` (and `proposed`, if
-    anybody) the placement is the caller's own; otherwise the graph is placed on `peers`."""
-    sizes = _sizes(config)
+    """The part that both share: any captured graph with its variables by name. With `cuts` (and `proposed`, `replicas`, if
+    anybody) the placement is the caller's own; otherwise the graph is placed on `peers`, whose links `links` tells of."""
     if cuts is None:
         say(f"placing it on {len(peers)} peers")
-        found = place(
-            graph,
-            [_device(peer) for peer in peers],
-            guess_links(peers),
-            sizes,
-            config.microbatches if isinstance(config, TrainConfig) else 1,
-            stages,
-            isinstance(config, TrainConfig),
-        )
-        cuts, proposed, seconds = (
-            found.cuts,
-            [PeerId(owner) for owner in found.owners],
-            found.predicted_seconds,
-        )
+        placed = place_job(graph, config, peers, links, stages)
     else:
-        seconds = 0.0
-    parts = split(graph, tuple(cuts))
-    proposed = list(proposed) or [PeerId("")] * len(parts)
-    config, memory = _fitted(config, parts, {peer.peer: peer.free_memory_bytes for peer in peers}, proposed)
+        placed = as_asked(graph, config, cuts, proposed, peers, replicas)
+    config, parts = placed.config, placed.parts
     say(f"sharding its weights into {len(parts)} stages")
     read = variables if callable(variables) else _reader(variables)
     data = config.data if isinstance(config, TrainConfig) else None
@@ -205,10 +198,11 @@ def prepare_graph(
         name=name,
         kind="train" if isinstance(config, TrainConfig) else "serve",
         graph=store.put(wire.encode(graph)),
-        cuts=tuple(cuts),
+        cuts=placed.cuts,
         weights=tuple(store.put(save(_contiguous(read(part.graph.variables)))) for part in parts),
-        proposed=tuple(proposed),
-        memory_bytes=memory,
+        proposed=placed.proposed,
+        replicas=placed.replicas,
+        memory_bytes=placed.memory_bytes,
         train=config if isinstance(config, TrainConfig) else None,
         serve=config if isinstance(config, ServeConfig) else None,
         tokenizer=store.put(tokenizer) if tokenizer is not None else None,
@@ -225,50 +219,11 @@ def prepare_graph(
         job=job,
         manifest=manifest,
         blobs=tuple(dict.fromkeys(blobs)),
-        predicted_seconds=seconds,
+        predicted_seconds=placed.predicted_seconds,
         parameters=sum(
             math.prod(int(d) for d in v.type.shape if isinstance(d, int)) for v in trained.values()
         ),
-    )
-
-
-def _sizes(config: TrainConfig | ServeConfig) -> dict[str, int]:
-    if isinstance(config, TrainConfig):
-        return {"batch": config.microbatch_size, "sequence": config.sequence}
-    return {"batch": 1, "sequence": config.max_sequence}
-
-
-def _fitted(
-    config: TrainConfig | ServeConfig,
-    parts: Sequence[Stage],
-    free: Mapping[PeerId, int],
-    owners: Sequence[PeerId],
-) -> tuple[TrainConfig | ServeConfig, tuple[int, ...]]:
-    """The configuration with the deepest pipeline that the owners have memory for, and what each stage needs then."""
-    while True:
-        memory = tuple(_memory_bytes(part, len(parts), config) for part in parts)
-        fits = all(need <= free.get(owner, need) for need, owner in zip(memory, owners, strict=True))
-        if fits or isinstance(config, ServeConfig) or config.depth == 1:
-            return config, memory
-        config = replace(config, depth=config.depth - 1)
-
-
-def _memory_bytes(stage: Stage, stages: int, config: TrainConfig | ServeConfig) -> int:
-    """What the owner of a stage has to set aside."""
-    sizes = _sizes(config)
-    cost = stage_cost(stage, sizes)
-    if isinstance(config, ServeConfig):
-        return cost.parameter_bytes + cache_bytes_per_position(stage.graph, sizes) * config.max_sequence
-    held = config.microbatches
-    if config.schedule == "1f1b":
-        held = in_flight(stage.index, stages, config.microbatches, config.depth)
-    static = cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
-    return static + held * cost.saved_bytes + cost.working_bytes
-
-
-def _device(peer: PeerRecord) -> Device:
-    return Device(
-        peer=peer.peer, flops_per_second=max(peer.flops_per_second, 1.0), memory_bytes=peer.free_memory_bytes
+        plan=placed.plan,
     )
 
 

@@ -17,20 +17,25 @@ sequence = 128
 
 [optimizer]
 learning_rate = 1e-3
+
+[compression]                # of what stages send each other; left out: none
+kind = "adaptive"            # the slower a link, the more; or "uniform" with codec = "int8"
+ratio = 8                    # the slowest link carries at least an eighth of its bytes
+families = ["bf16", "int8"]  # what may be chosen; "topk" allows any ratio
 """
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fusion.runtime.errors import JobError
 from fusion.runtime.fields import build
-from fusion.runtime.job import OptimizerConfig
+from fusion.runtime.job import CompressionConfig, OptimizerConfig
+from fusion.runtime.launch import toml_files
 from fusion.runtime.launch.models import GPTConfig
-from fusion.runtime.manifest import validate_optimizer
+from fusion.runtime.manifest import validate_compression, validate_optimizer
 
 MAX_SPEC_BYTES = 1 << 20
 
@@ -90,28 +95,21 @@ class JobSpec:
     train: TrainSpec
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     placement: PlacementSpec = field(default_factory=PlacementSpec)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
 
 
 def load(path: Path) -> JobSpec:
     """Read a job file. JobError says in one line which field is wrong and what would be right."""
+    text = toml_files.read(path, MAX_SPEC_BYTES)
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise JobError(f"{path}: {error.strerror or error}") from None
-    if len(data) > MAX_SPEC_BYTES:
-        raise JobError(f"{path}: larger than {MAX_SPEC_BYTES} bytes")
-    try:
-        return parse(data.decode("utf-8"), path.resolve().parent)
-    except (JobError, UnicodeDecodeError) as error:
+        return parse(text, path.resolve().parent)
+    except JobError as error:
         raise JobError(f"{path}: {error}") from None
 
 
 def parse(text: str, base: Path) -> JobSpec:
     """A JobSpec from TOML text; paths and patterns are relative to `base`. Raises JobError."""
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise JobError(f"not TOML: {error}") from None
+    table = toml_files.tables(text, "a job")
     known = {f.name for f in fields(JobSpec)}
     for key in table:
         if key not in known:
@@ -130,6 +128,7 @@ def parse(text: str, base: Path) -> JobSpec:
             train=train,
             optimizer=_optimizer(table.get("optimizer", {})),
             placement=build(PlacementSpec, table.get("placement", {}), "placement"),
+            compression=_compression(table.get("compression", {})),
         )
     except JobError:
         raise
@@ -142,6 +141,12 @@ def _optimizer(table: Any) -> OptimizerConfig:
     if config.clip_norm == 0:  # TOML has no null
         config = replace(config, clip_norm=None)
     validate_optimizer(config)
+    return config
+
+
+def _compression(table: Any) -> CompressionConfig:
+    config = build(CompressionConfig, table, "compression")
+    validate_compression(config)
     return config
 
 

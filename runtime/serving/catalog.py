@@ -1,29 +1,34 @@
 """Which models the swarm serves and who runs their stages, as a gateway sees it: the directory, remembered briefly.
 
-Nothing here runs while tokens flow: a route is looked up once for each session, and not even that within a heartbeat
-of the last look.
+No token waits for anything here. A route is looked up for each session, and while it runs, beside it, to see whether
+there is a better one; nobody looks twice within a heartbeat.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fusion.runtime import manifest as manifests
 from fusion.runtime.context import Context
 from fusion.runtime.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.job import Manifest, ServeConfig
+from fusion.runtime.serving.route_choice import Costs, Errand, Layers, Ways, costs_of, holders
 from fusion.runtime.serving.session import Hop
 from fusion.runtime.shortage import needs
 from fusion.runtime.text import ByteText, NoText, Text, TokenizerText
 from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.election import winner
+from fusion.swarm.election import stands_by
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.link_view import LinkView
 from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.transport import PeerId
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
+AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that died has run out
 LIVE = frozenset({"launching", "running"})
 
 
@@ -38,6 +43,7 @@ class ServedModel:
     job: JobId
     manifest: Manifest
     text: Text
+    costs: Costs
 
     @property
     def serve(self) -> ServeConfig:
@@ -45,22 +51,34 @@ class ServedModel:
         return self.manifest.serve
 
 
+@dataclass(frozen=True)
+class _Look:
+    """What the directory said of who runs the stages of a model."""
+
+    at: float
+    stages: Layers
+
+
 class Catalog:
-    """Served models by name and their routes. `fresh_seconds`: for how long a look into the directory is believed."""
+    """Served models by name and their routes. `fresh_seconds`: for how long a look into the directory is believed;
+    `ours`: how many sessions of this gateway run at each holder of a stage."""
 
     def __init__(
         self,
         context: Context,
+        ours: Callable[[JobId], Mapping[tuple[int, PeerId], int]] = lambda job: {},
         *,
         fresh_seconds: float = HEARTBEAT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context = context
+        self._ours = ours
         self._fresh_seconds = fresh_seconds
         self._clock = clock
         self._models: dict[JobId, ServedModel] = {}
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())
-        self._routes: dict[JobId, tuple[float, tuple[Hop, ...]]] = {}
+        self._looks: dict[JobId, _Look] = {}
+        self._avoided: dict[tuple[JobId, int, PeerId], float] = {}  # until when
 
     async def find(self, name: str) -> ServedModel:
         """The model served under `name` (or with that job id); "" where there is only one. JobError names what the
@@ -80,43 +98,113 @@ class Catalog:
             self._models[record.job] = known
         return known
 
-    async def route(self, model: ServedModel) -> tuple[Hop, ...]:
-        """Who runs each stage, from memory within `fresh_seconds` of the last look. A stage may still be on its way
-        into its owner's memory: the owner then lets us wait. NoOwner names the first stage that nobody holds, JobFailed
-        says that the model is served no longer."""
-        found = self._routes.get(model.job)
-        if found is not None and self._clock() - found[0] < self._fresh_seconds:
-            return found[1]
-        stages = range(model.manifest.stages)
-        claims = await asyncio.gather(*(self._context.leases.claims(model.job, stage) for stage in stages))
+    async def route(self, model: ServedModel, errand: Errand) -> tuple[Hop, ...]:
+        """The best of the routes that there are, as far as is known. A stage may still be on its way into its owner's
+        memory: the owner then lets us wait. NoOwner names the first stage that nobody holds, JobFailed says that the
+        model is served no longer."""
+        return (await self._ways(model)).choose(errand)
+
+    async def better(
+        self, model: ServedModel, errand: Errand, current: Sequence[Hop]
+    ) -> tuple[Hop, ...] | None:
+        """Where a session that runs on `current` should move to, if anywhere. Raises as `route` does."""
+        if not self.has_choice(model.job):
+            return None
+        return (await self._ways(model)).better(errand, current)
+
+    def has_choice(self, job: JobId) -> bool:
+        """Whether some stage had more than one holder when we last looked."""
+        look = self._looks.get(job)
+        return look is not None and any(len(layer) > 1 for layer in look.stages)
+
+    async def _look(self, model: ServedModel) -> _Look:
+        found = self._looks.get(model.job)
+        if found is not None and self._clock() - found.at < self._fresh_seconds:
+            return found
+        indices = range(model.manifest.stages)
+        claims = await asyncio.gather(*(self._context.leases.claims(model.job, stage) for stage in indices))
         try:
-            route = tuple(_hop(model, stage, held) for stage, held in enumerate(claims))
+            stages = [_held(model, stage, said) for stage, said in enumerate(claims)]
         except NoOwner:
             record = await self._context.directory.job(model.job)
             if record is not None and record.state not in LIVE:
                 raise JobFailed(f"{model.manifest.name} is not served any more: {record.state}") from None
             raise
-        self._routes[model.job] = (self._clock(), route)
-        return route
+        found = self._looks[model.job] = _Look(self._clock(), stages)
+        return found
 
-    def replace(self, job: JobId, route: tuple[Hop, ...], found: Mapping[int, Hop]) -> None:
-        """`route` did not hold. `found`: who runs some of its stages now; with nothing found we look next time."""
-        if not found:
+    async def _ways(self, model: ServedModel) -> Ways:
+        job = model.job
+        look = await self._look(model)
+        stages = [self._left(job, stage, layer) or layer for stage, layer in enumerate(look.stages)]
+        return Ways(
+            stages=stages,
+            links=await self._links(stages),
+            gateway=self._context.peer_id,
+            costs=model.costs,
+            ours=self._ours(job),
+        )
+
+    async def _links(self, stages: Layers) -> LinkView:
+        """What is known of the links, where there is anything to choose."""
+        links = self._context.links
+        if links is None or all(len(held) == 1 for held in stages):
+            return LinkView()
+        try:
+            return await links.refresh(self._fresh_seconds)
+        except SwarmError:
+            return links.snapshot()
+
+    # --- holders that fail
+
+    def avoid(self, job: JobId, stage: int, peer: PeerId) -> bool:
+        """The peer did not run the stage as it says: for a while go by others, where there are any. Whether there
+        are."""
+        now = self._clock()
+        self._avoided = {key: until for key, until in self._avoided.items() if until > now}
+        self._avoided[job, stage, peer] = now + AVOIDED_SECONDS
+        look = self._looks.get(job)
+        return look is not None and bool(self._left(job, stage, look.stages[stage]))
+
+    def _left(self, job: JobId, stage: int, layer: Sequence[ClaimRecord]) -> list[ClaimRecord]:
+        """Those of a stage's holders that are not avoided."""
+        now = self._clock()
+        return [claim for claim in layer if self._avoided.get((job, stage, claim.peer), now) <= now]
+
+    def owns(self, job: JobId, stage: int, peer: PeerId) -> bool:
+        """Whether the peer owns the stage rather than running it beside its owner, as far as is known."""
+        look = self._looks.get(job)
+        return look is None or all(c.role == "owner" for c in look.stages[stage] if c.peer == peer)
+
+    def replace(self, job: JobId, route: Sequence[Hop], found: Mapping[int, Hop]) -> None:
+        """The owners of `route` did not hold. `found`: who owns some of its stages now; with nothing found we look next
+        time."""
+        look = self._looks.get(job)
+        if not found or look is None:
             self.forget_route(job)
             return
-        known = self._routes.get(job, (0.0, route))[1]
-        hops = (max((old, found.get(i, old)), key=lambda hop: hop.term) for i, old in enumerate(known))
-        self._routes[job] = (self._clock(), tuple(hops))
+        stages = [list(layer) for layer in look.stages]
+        for stage, hop in found.items():
+            owner = stages[stage][0]
+            gone = {route[stage].peer, hop.peer}
+            if owner.role == "owner" and owner.term > hop.term:
+                continue
+            new = replace(owner, role="owner", peer=hop.peer, term=hop.term, load=0.0)
+            stages[stage] = [new, *(c for c in stages[stage] if c.role == "replica" and c.peer not in gone)]
+            self._avoided.pop((job, stage, hop.peer), None)
+        self._looks[job] = _Look(self._clock(), stages)
 
     def newer(self, job: JobId, stage: int, hop: Hop) -> Hop | None:
-        """Who runs the stage under a higher term than `hop`, as far as we know without looking."""
-        found = self._routes.get(job)
-        known = found[1][stage] if found is not None else hop
-        return known if known.term > hop.term else None
+        """Who owns the stage under a higher term than `hop`, as far as we know without looking."""
+        look = self._looks.get(job)
+        owner = None if look is None else look.stages[stage][0]
+        if owner is None or owner.role != "owner" or owner.term <= hop.term:
+            return None
+        return Hop(owner.peer, owner.term)
 
     def forget_route(self, job: JobId) -> None:
         """The route did not hold: look again next time."""
-        self._routes.pop(job, None)
+        self._looks.pop(job, None)
 
     async def _served(self) -> tuple[JobRecord, ...]:
         looked, records = self._jobs
@@ -132,20 +220,21 @@ class Catalog:
         manifest = manifests.decode(await blobs.read(Digest(record.job), manifests.MAX_MANIFEST_BYTES, hints))
         if manifest.serve is None:
             raise JobError(f"model: {record.name} is not a served model")
+        costs = costs_of(manifest)
         if manifest.byte_level:
-            return ServedModel(record.job, manifest, ByteText())
+            return ServedModel(record.job, manifest, ByteText(), costs)
         if manifest.tokenizer is None:
-            return ServedModel(record.job, manifest, NoText())
+            return ServedModel(record.job, manifest, NoText(), costs)
         data = await blobs.read(manifest.tokenizer, MAX_TOKENIZER_BYTES, hints)
-        return ServedModel(record.job, manifest, await asyncio.to_thread(TokenizerText, data))
+        return ServedModel(record.job, manifest, await asyncio.to_thread(TokenizerText, data), costs)
 
 
-def _hop(model: ServedModel, stage: int, claims: tuple[ClaimRecord, ...]) -> Hop:
-    owner = winner(claims)
-    if owner is not None:
-        return Hop(owner.peer, owner.term)
+def _held(model: ServedModel, stage: int, claims: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
+    held = holders(claims)
+    if held:
+        return held
     name = model.manifest.name
-    if any(claim.role == "standby" for claim in claims):
+    if any(stands_by(claim) for claim in claims):
         raise NoOwner(stage, f"stage {stage} of {name} has no owner now; a standby is about to take it over")
     raise NoOwner(stage, needs(stage, model.manifest.memory_bytes, name))
 

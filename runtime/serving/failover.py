@@ -102,12 +102,19 @@ class Retry:
     keep: bool = False  # the session stays as it is unless a suspect has been replaced: its owner may wake up
 
 
-def respond(trouble: Trouble, fault: Fault, stalled_seconds: float, config: FailoverConfig) -> Retry | None:
-    """What to do about `fault`, which `trouble` counts already, `stalled_seconds` after the last progress. None: give
-    the answer up."""
+def respond(
+    trouble: Trouble,
+    fault: Fault,
+    stalled_seconds: float,
+    config: FailoverConfig,
+    *,
+    elsewhere: bool = False,
+) -> Retry | None:
+    """What to do about `fault`, which `trouble` counts already, `stalled_seconds` after the last progress. `elsewhere`:
+    others run the stages at fault too. None: give the answer up."""
     if fault.kind == "refused" or trouble.lasting >= config.tries:
         return None
-    if fault.kind == "full" and not trouble.answered and trouble.faults == 1:
+    if fault.kind == "full" and not trouble.answered and trouble.faults == 1 and not elsewhere:
         return None  # a new request: better told at once than kept waiting
     if fault.kind not in _LASTING and stalled_seconds >= config.recover_seconds:
         return None
@@ -115,7 +122,7 @@ def respond(trouble: Trouble, fault: Fault, stalled_seconds: float, config: Fail
     return Retry(
         min(pause, LONGEST_PAUSE_SECONDS),
         suspects=fault.stages if fault.kind in ("vanished", "silent") else (),
-        keep=fault.kind == "silent",
+        keep=fault.kind == "silent" and not elsewhere,
     )
 
 

@@ -60,8 +60,8 @@ class Gateway:
     def __init__(self, context: Context, config: GatewayConfig | None = None) -> None:
         self._context = context
         self._config = config or GatewayConfig()
-        self._catalog = Catalog(context)
         self._sessions = GatewaySessions(context.transport, reach_seconds=self._config.failover.reach_seconds)
+        self._catalog = Catalog(context, self._sessions.through)
         self._answering = 0
         self._reports: dict[tuple[JobId, int, Hop], asyncio.Task[Hop | None]] = {}
 
@@ -130,8 +130,9 @@ class Gateway:
         """Report the owner of a stage, once for all the answers that wait for it. Who owns the stage now; None where
         nobody has taken it over."""
         known = self._catalog.newer(model.job, stage, hop)
-        if known is not None:
+        if known is not None and known.peer != hop.peer:
             return known
+        hop = known or hop  # it was a replica and is the owner now
         key = (model.job, stage, hop)
         report = self._reports.get(key)
         if report is None:

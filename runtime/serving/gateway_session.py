@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,8 @@ from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.errors import FrameError, SwarmError
 from fusion.swarm.handlers import one_line
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.transport import Frame, Transport
+from fusion.swarm.records import JobId
+from fusion.swarm.transport import Frame, PeerId, Transport
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,11 @@ class GatewaySession:
         """Every stage is ready: let the ring begin."""
         self.links[0].post("prompt", {"session": self.id}, [pack_tokens(tokens)])
 
+    def slow(self) -> None:
+        """Tell every stage that the tokens come slower than they did."""
+        for link in self.links.values():
+            link.post("slow", {"session": self.id})
+
     def ping(self) -> None:
         """Ask every stage whether it is there and how far it is."""
         for link in self.links.values():
@@ -79,6 +86,11 @@ class GatewaySessions:
 
     async def aclose(self) -> None:
         await self._links.aclose()
+
+    def through(self, job: JobId) -> Counter[tuple[int, PeerId]]:
+        """How many sessions run at each holder of a stage of the job."""
+        routes = (session.route for session in self._sessions.values() if session.model.job == job)
+        return Counter((stage, hop.peer) for route in routes for stage, hop in enumerate(route))
 
     async def open(
         self, opening: Opening, model: ServedModel, events: asyncio.Queue[Event]

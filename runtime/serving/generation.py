@@ -1,11 +1,12 @@
 """One answer, whatever happens to the peers that run its stages: tokens in order, over as many sessions as it takes.
 
 Positions and sampling are absolute, so a session that starts with the prompt and the tokens so far goes on with the
-very tokens that the lost one would have given. Two ways from one session to the next:
+very tokens that the lost one would have given. Three ways from one session to the next:
 
-    a stage dies     its owner is reported, the session is opened anew on the new route; the user sees a pause
+    a stage dies     its owner is reported, the session is opened anew on another route; the user sees a pause
     a stage leaves   it says so while it still serves: the next session is opened beside the one that runs, and takes
                      over with its first token; the user sees nothing
+    a way is better  a link has become slow, a stage busy, a replica has come: the same, as far as it pays
 
 The rules (whom to report, when to give up) are in `fusion.runtime.serving.failover`.
 """
@@ -14,20 +15,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from fusion.runtime.errors import JobFailed, NoRoute
 from fusion.runtime.serving.catalog import Catalog, NoOwner, ServedModel
 from fusion.runtime.serving.failover import FailoverConfig, Fault, Faulted, Pulse, Trouble, explain, respond
 from fusion.runtime.serving.gateway_session import Event, GatewaySession, GatewaySessions, token_of
+from fusion.runtime.serving.pace import Pace
 from fusion.runtime.serving.request import Finish, Sampling
+from fusion.runtime.serving.route_choice import Errand
 from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.handlers import one_line
+from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import Frame
 
 log = logging.getLogger(__name__)
@@ -36,6 +42,9 @@ FLOWING = Trouble(answered=True)  # tokens come
 WAKING_SECONDS = 0.05  # how often we look whether a silent stage has woken up while others look into it
 MOVE_TRIES = 10  # looks for the peer that follows one that leaves; its claim may not have come round yet
 MOVE_PAUSE_SECONDS = 0.2
+LOOK_SECONDS = 1.0  # between two looks for a better way
+CHOICELESS_LOOKS = 5  # of these one is taken while no stage has a replica
+SETTLE_SECONDS = 5.0  # from one move to a better way to the next
 
 # Reports that the owner of a stage seems to have vanished: who owns it now, None where nobody else does.
 Suspect = Callable[[ServedModel, int, Hop], Awaitable[Hop | None]]
@@ -88,12 +97,16 @@ class Generation:
         self._since = time.monotonic()  # of the last progress
         self._trouble = Trouble(answered=bool(task.answered))
         self._pulse = Pulse(config, self._since)
+        self._pace = Pace()
+        self._settled_at = self._since  # when the session may move to a better way again
+        self._beside: set[asyncio.Task[None]] = set()  # what nobody waits for
         # When the stages were asked whether they are there, 0 if not since anything was heard; how far they were then.
         self._pinged = 0.0
         self._ran: dict[int, int] = {}
 
     async def tokens(self) -> AsyncGenerator[Chosen, None]:
         """The tokens that the user does not have yet. NoRoute or JobFailed, in one line, when it is given up."""
+        self._spawn(self._watch())
         try:
             while not self.finish:
                 try:
@@ -107,9 +120,9 @@ class Generation:
                 if chosen is not None:
                     yield chosen
         finally:
-            if self._moving is not None:
-                self._moving.cancel()
-                await asyncio.gather(self._moving, return_exceptions=True)
+            for task in self._beside:
+                task.cancel()
+            await asyncio.gather(*self._beside, return_exceptions=True)
             for session in (self._current, self._next):
                 if session is not None:
                     self._sessions.close(session)
@@ -165,8 +178,9 @@ class Generation:
                 if not session.waiting:
                     # Since it was announced more may have come from the session that runs beside it.
                     session.prompt(self._known[: session.opening.prompt_length])
-            case "leaving" if session is self._current and (self._moving is None or self._moving.done()):
-                self._moving = asyncio.create_task(self._move(session))
+            case "leaving" if session is self._current and not self._moves:
+                self._catalog.avoid(session.model.job, event.stage, session.route[event.stage].peer)
+                self._moving = self._spawn(self._move(session))
             case "token":
                 return self._token(session, what)
         return None
@@ -182,6 +196,9 @@ class Generation:
         self._known.append(token)
         self._since = time.monotonic()
         self._pulse.token(self._since)
+        if self._pace.token(self._since):
+            log.debug("%s: tokens come slower", self._task.model.manifest.name)
+            session.slow()
         self._trouble = FLOWING
         self.finish = _finish(frame)
         return Chosen(token, bytes(frame.payload))
@@ -194,7 +211,7 @@ class Generation:
             self._promote()
             return
         try:
-            self.route = await self._catalog.route(self._task.model)
+            self.route = await self._catalog.route(self._task.model, self._errand)
         except NoOwner as error:
             raise Faulted(Fault("absent", str(error), (error.stage,))) from None
         except SwarmError as error:  # the directory is out of reach for now
@@ -202,6 +219,13 @@ class Generation:
         self._current = await self._open(self.route)
         self._pinged = 0.0
         self._pulse.begin(time.monotonic())
+        self._pace.begin()
+
+    @property
+    def _errand(self) -> Errand:
+        """What a session that begins now would have to do."""
+        task = self._task
+        return Errand(len(self._known), len(task.prompt) + task.max_tokens - len(self._known))
 
     async def _open(self, route: tuple[Hop, ...]) -> GatewaySession:
         task = self._task
@@ -209,7 +233,7 @@ class Generation:
             session=SessionId(secrets.token_hex(8)),
             route=route,
             prompt_length=len(self._known),
-            max_tokens=len(task.prompt) + task.max_tokens - len(self._known),
+            max_tokens=self._errand.tokens,
             sampling=task.sampling,
             logits=task.logits,
         )
@@ -220,19 +244,24 @@ class Generation:
         name = self._task.model.manifest.name
         self._trouble = self._trouble.with_fault(fault)
         stalled = time.monotonic() - self._since
-        retry = respond(self._trouble, fault, stalled, self._config)
+        job, before = self._task.model.job, self.route
+        # All of them: the other stages of a route may be reached from nowhere else.
+        left = [self._catalog.avoid(job, stage, before[stage].peer) for stage in fault.stages if before]
+        elsewhere = bool(left) and all(left)
+        retry = respond(self._trouble, fault, stalled, self._config, elsewhere=elsewhere)
         if retry is None:
             line = explain(fault, name, self._task.model.manifest.memory_bytes, stalled)
             raise NoRoute(line) if fault.kind == "absent" else JobFailed(line)
         log.info("%s: %s (%s); looking for another way", name, fault.message, fault.kind)
-        job, before = self._task.model.job, self.route
-        if retry.suspects:
+        if retry.suspects and elsewhere:
+            self._spawn(self._report(retry.suspects, keep=False))
+        elif retry.suspects:
             await self._report(retry.suspects, keep=retry.keep)
         if retry.keep and self._current is not None:
             if not self._events.empty():
                 return  # it has woken up
             with suppress(NoRoute, SwarmError):
-                if await self._catalog.route(self._task.model) == before:
+                if await self._catalog.route(self._task.model, self._errand) == before:
                     return  # nobody has taken over: it may yet wake up
         if self._current is not None:
             self._sessions.close(self._current)
@@ -244,6 +273,7 @@ class Generation:
     async def _report(self, stages: Sequence[int], *, keep: bool) -> None:
         """Report the owners of these stages. Afterwards the catalog knows the new ones, or that it has to look."""
         model, route = self._task.model, self.route
+        stages = [stage for stage in stages if self._catalog.owns(model.job, stage, route[stage].peer)]
         reports = asyncio.gather(*(self._suspect(model, stage, route[stage]) for stage in stages))
         try:
             while not reports.done():
@@ -259,7 +289,9 @@ class Generation:
         if session is self._next:
             log.debug("the session opened meanwhile was lost: %s", fault.message)
             self._sessions.close(session)
-            self._next = self._moving = None
+            self._next = None
+            for stage in fault.stages:
+                self._catalog.avoid(session.model.job, stage, session.route[stage].peer)
         elif self._next is not None:
             self._promote()
         else:
@@ -271,7 +303,7 @@ class Generation:
         for _ in range(MOVE_TRIES):
             self._catalog.forget_route(session.model.job)
             try:
-                route = await self._catalog.route(session.model)
+                route = await self._catalog.route(session.model, self._errand)
                 if route != session.route:
                     self._next = await self._open(route)
                     return
@@ -279,11 +311,55 @@ class Generation:
                 log.debug("no other way yet: %s", error)
             await asyncio.sleep(MOVE_PAUSE_SECONDS)
 
+    async def _watch(self) -> None:
+        """Move to a better way whenever there is one, for as long as the answer lasts."""
+        model, looks = self._task.model, 0
+        while True:
+            await asyncio.sleep(LOOK_SECONDS * random.uniform(0.8, 1.2))
+            looks += 1
+            session = self._current
+            runs = session is not None and not session.waiting and self._trouble is FLOWING
+            if not runs or session is None or self._moves or time.monotonic() < self._settled_at:
+                continue
+            if looks % CHOICELESS_LOOKS and not self._catalog.has_choice(model.job):
+                continue
+            try:
+                route = await self._catalog.better(model, self._errand, session.route)
+                if route is None or session is not self._current or self._moves:
+                    continue
+                self._settled_at = time.monotonic() + SETTLE_SECONDS
+                names = ", ".join(friendly_name(hop.peer) for hop in route)
+                log.info("%s: the way over %s is better", model.manifest.name, names)
+                self._moving = self._spawn(self._open_next(route))
+            except (NoRoute, JobFailed, SwarmError) as error:
+                log.debug("no better way: %s", one_line(error))
+
+    async def _open_next(self, route: tuple[Hop, ...]) -> None:
+        try:
+            self._next = await self._open(route)
+        except Faulted as error:
+            log.debug("no way over there: %s", error)
+            for stage in error.fault.stages:
+                self._catalog.avoid(self._task.model.job, stage, route[stage].peer)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether the next session is open, or being opened."""
+        return self._next is not None or (self._moving is not None and not self._moving.done())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run it beside the answer, at most as long."""
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+        return task
+
     def _promote(self) -> None:
         assert self._next is not None
         if self._current is not None:
             self._sessions.close(self._current)
         self._current, self._next, self._moving = self._next, None, None
+        self._pace.begin()
         self.route = self._current.route
         self._pinged = 0.0
 

@@ -43,7 +43,7 @@ PLANE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, Memor
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Which stage of which job we hold, and under which term."""
+    """Which stage of which job we hold, and under which term: the owner's, or a replica's own."""
 
     job: JobId
     name: str
@@ -63,13 +63,16 @@ class RingStage:
         plan: RingPlan,
         seat: Seat,
         check_memory: Callable[[], None] = lambda: None,
+        doubt: Callable[[PeerId], None] = lambda peer: None,
     ) -> None:
         """`check_memory` runs in the worker thread after a session's memory was reserved: MemoryError (one line)
-        where the peer holds more than it lends."""
+        where the peer holds more than it lends. `doubt` is told of a peer whose link may have become slow."""
         self._worker = worker
         self._runner = StageRunner(plane, plan, seat.serve.max_sequence, check_memory)
         self._plan = plan
         self._seat = seat
+        self._terms = {seat.term}
+        self._doubt = doubt
         self._incoming = {parcel.producer: parcel for parcel in plan.incoming}
         self._links = Links(transport, on_frame=_unasked, on_end=self._neighbour_lost)
         self._sessions: dict[SessionId, StageSession] = {}
@@ -87,6 +90,7 @@ class RingStage:
             "prompt": self._prompt,
             "close": self._close,
             "ping": self._ping,
+            "slow": self._slow,
         }
         self._tokens = 0
 
@@ -98,9 +102,10 @@ class RingStage:
     def running(self) -> bool:
         return self._tasks is not None
 
-    def counters(self) -> tuple[float, int]:
-        """Seconds computed and tokens passed since the start."""
-        return self._runner.busy_seconds, self._tokens
+    @property
+    def tokens(self) -> int:
+        """Passed since the start."""
+        return self._tokens
 
     async def run(self) -> None:
         """Serve until cancelled; then tell the gateways, and end every stream. After `leave` the sessions have a
@@ -121,6 +126,10 @@ class RingStage:
                 for stream in self._streams:
                     stream.abort()
                 await asyncio.gather(self._links.aclose(), *(link.aclose() for link in self._gateways))
+
+    def hold(self, term: int) -> None:
+        """We own now what we ran as a replica: sessions may know us by this term too."""
+        self._terms.add(term)
 
     def leave(self) -> None:
         """When `run` is cancelled another peer will hold the stage already: serve the sessions until they moved."""
@@ -186,7 +195,8 @@ class RingStage:
     def _command(self, link: Link, frame: Frame) -> None:
         command = self._commands.get(frame.kind)
         if command is None:
-            raise FrameError(f"gateways send open, prompt, ping and close, not {frame.kind!r:.40}")
+            known = ", ".join(self._commands)
+            raise FrameError(f"gateways send {known}, not {frame.kind!r:.40}")
         try:
             command(link, frame)
         except (JobError, StaleTerm) as error:
@@ -201,8 +211,8 @@ class RingStage:
             frame.header, stages=self._plan.stages, max_sequence=self._seat.serve.max_sequence
         )
         hop = opening.route[self._plan.index]
-        if hop.peer != self._seat.peer or hop.term != self._seat.term:
-            raise StaleTerm(f"{self._here} is held under term {self._seat.term}, the route says {hop.term}")
+        if hop.peer != self._seat.peer or hop.term not in self._terms:
+            raise StaleTerm(f"{self._here} is held under term {max(self._terms)}, the route says {hop.term}")
         if opening.session in self._sessions:
             raise JobError("session: a new name")
         if self._tasks is None or self._seen_off:
@@ -286,6 +296,13 @@ class RingStage:
         if session is None:
             raise StaleTerm(f"{self._here} does not know this session")
         link.post("pong", {"session": session.id, "ran": session.ran})
+
+    def _slow(self, link: Link, frame: Frame) -> None:
+        """Tokens come slower than they did: is it the way from us to the stages that we feed?"""
+        session = self._named(frame.header)
+        if session is not None:
+            for parcel, _ in session.hops:
+                self._doubt(session.opening.route[parcel.consumer].peer)
 
     # --- what other stages say
 

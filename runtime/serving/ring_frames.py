@@ -89,6 +89,18 @@ class RingPlan:
         return self.index == self.stages - 1
 
 
+def hop_bytes(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """What crosses each cut for one position, first cut first. JobError as in `plan_ring`."""
+    crossing = [0] * len(stages)
+    for consumer, stage in enumerate(stages):
+        _check(stage, last=consumer == len(stages) - 1)
+        for producer in {consumer - 1, *(edge.producer for edge in stage.receives)} - {-1}:
+            size = _parcel(stages, producer, consumer).size_bytes(1)
+            for cut in range(producer + 1, consumer + 1):
+                crossing[cut] += size
+    return tuple(crossing[1:])
+
+
 def plan_ring(stages: Sequence[Stage], index: int) -> RingPlan:
     """The ring as stage `index` sees it. JobError for a model that cannot be served this way.
 

@@ -1,7 +1,7 @@
 """Long-lived streams of the ring: who is at which end, what waits to go out, and one link for each neighbour.
 
 /fusion/ring/1   first frame `hello` {job, from, to}; `from` is a stage, or GATEWAY. Then
-    gateway -> stage   open, prompt (to the first stage), ping, close
+    gateway -> stage   open, prompt (to the first stage), ping, slow, close
     stage -> gateway   opened, token, pong, failed {message, reason, stage}; for all sessions: loading, leaving
     stage -> later stage   chunk                                     last stage -> first stage   token
 """

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -33,7 +32,7 @@ from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends
 from fusion.swarm.directory import HEARTBEAT_SECONDS
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError
 from fusion.swarm.handlers import one_line
-from fusion.swarm.records import JobId, JobRecord
+from fusion.swarm.records import Digest, JobId, JobRecord
 from fusion.swarm.transport import Stream
 
 log = logging.getLogger(__name__)
@@ -42,31 +41,38 @@ MAX_GRAPH_BYTES = 64 << 20
 LOADING_SECONDS = 60.0  # for which a stream waits for a stage that is being loaded
 LOADING_WORD_SECONDS = 0.4  # between two words to a gateway that waits
 COPY_RETRY_SECONDS = 30.0
+LOAD_SECONDS = 1.0  # between two looks at how many sessions a stage has
 
 
 Place = tuple[JobId, int]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Loaded:
     """A stage in memory: hosted, or warm for when we have to."""
 
     plan: RingPlan
     plane: TorchDecodingStage
+    weights: Digest
     weights_bytes: int
 
 
-@dataclass
+@dataclass(eq=False)
 class _Hosted:
+    """A stage that takes sessions: we own it, or run it beside its owner, as a replica."""
+
     stage: RingStage
     manifest: Manifest
     loaded: _Loaded
+    running: asyncio.Task[None]
+    owned: bool
     tokens_per_second: float = 0.0
 
 
 class ServingService:
     """Registers the ring and generate protocols; runs the stages that `host` is called for, and keeps those that
-    `prepare` is called for ready to run."""
+    `prepare` is called for ready to run. Of these an idle peer serves what is in its memory, beside the owner: the
+    owner's death then costs a session a move, and the stage the time that a claim takes."""
 
     def __init__(self, context: Context, gateway: GatewayConfig | None = None) -> None:
         self._context = context
@@ -74,17 +80,20 @@ class ServingService:
         self._hosted: dict[Place, _Hosted] = {}
         self._warm: dict[Place, _Loaded] = {}
         self._loading: dict[Place, asyncio.Task[_Loaded]] = {}
+        self._replicas: dict[Place, asyncio.Task[None]] = {}
         self._began = asyncio.Event()  # set, and replaced, whenever a stage begins to run here
 
     async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         await self._context.transport.serve(RING, self._ring)
         await self._context.transport.serve(GENERATE, self.gateway.attend)
 
     async def aclose(self) -> None:
-        loading = list(self._loading.values())
-        for task in loading:
-            task.cancel()
-        await asyncio.gather(*loading, return_exceptions=True)
+        for place in list(self._replicas):
+            self._end_replica(place)
+        for loading in self._loading.values():
+            loading.cancel()
+        await asyncio.gather(*self._loading.values(), *self._replicas.values(), return_exceptions=True)
         self._warm.clear()
         await self.gateway.aclose()
 
@@ -93,21 +102,17 @@ class ServingService:
     ) -> None:
         """Serve one stage until cancelled. Raises JobFailed for a job that no peer could serve (its graph, its
         weights), BlobError where a blob cannot be had, MemoryError where the weights do not fit."""
-        context, place = self._context, (job, stage)
+        place = (job, stage)
         if manifest.serve is None:
             raise JobFailed(f"job {manifest.name} is not one that serves a model")
-        seat = Seat(job=job, name=manifest.name, serve=manifest.serve, peer=context.peer_id, term=term)
         try:
             loaded = await self._load(place, manifest)
         finally:
             self._warm.pop(place, None)
-        ring = RingStage(
-            context.transport, context.compute, loaded.plane, loaded.plan, seat, self._check_memory
-        )
-        hosted = self._hosted[place] = _Hosted(ring, manifest, loaded)
+        hosted = await self._promoted(place, term) or self._run(place, manifest, loaded, term, owned=True)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(ring.run())
+                tasks.create_task(_to_the_end(hosted.running))
                 tasks.create_task(self._report(job, stage, hosted))
                 tasks.create_task(self._keep_copy(manifest, stage))
         except ExceptionGroup as group:  # the first cause, as callers of any other coroutine would see it
@@ -121,21 +126,26 @@ class ServingService:
         place = (job, stage)
         if manifest.serve is None:
             raise JobError(f"job {manifest.name} is not one that serves a model")
+        if place in self._hosted and place not in self._warm and place in self._replicas:
+            await asyncio.wait([self._replicas[place]])  # its sessions are being seen off
         if place not in self._hosted and place not in self._warm:
             try:
                 await self._fetch(manifest, stage)
                 stages = await self._stages(manifest)
-                if self._used_bytes() + _weights_bytes(stages[stage]) <= self._context.memory_bytes:
+                wanted = _weights_bytes(stages[stage]) + self._kept_for_replicas(place, manifest)
+                if self._used_bytes() + wanted <= self._context.memory_bytes:
                     loaded = await self._load(place, manifest)
                     if place not in self._hosted:  # else we were promoted meanwhile
                         self._warm[place] = loaded
+                        self._replicas[place] = asyncio.create_task(self._replicate(place, manifest, loaded))
             except (JobFailed, MemoryError) as error:
                 raise JobError(str(error)) from None
         return record.step
 
     def forget(self, job: JobId, stage: int) -> None:
-        """No longer standing by for the stage."""
+        """No longer standing by for the stage. Sessions that run here have a moment to move."""
         self._warm.pop((job, stage), None)
+        self._end_replica((job, stage))
         loading = self._loading.get((job, stage))
         if loading is not None:
             loading.cancel()
@@ -144,15 +154,18 @@ class ServingService:
         """The peer leaves: the stage is served until the host is cancelled, and its sessions then have a moment to
         move to the successor, who needs nothing from us. JobError where the stage does not run here."""
         hosted = self._hosted.get((job, stage))
-        if hosted is None:
+        if hosted is None or not hosted.owned:
             raise JobError(f"stage {stage} of job {job[:12]} does not run here")
         hosted.stage.leave()
         return {}
 
+    def stay(self, job: JobId, stage: int) -> None:
+        """Only stages of training jobs are given away by a peer that stays."""
+
     def progress(self, job: JobId) -> Progress | None:
         """How the job stands, as the owner of its first stage knows it; None on other peers."""
         hosted = self._hosted.get((job, 0))
-        if hosted is None:
+        if hosted is None or not hosted.owned:
             return None
         return Progress(
             job=job,
@@ -183,21 +196,117 @@ class ServingService:
                     await stream.send("loading")  # we are here
         return hosted
 
+    def _run(self, place: Place, manifest: Manifest, loaded: _Loaded, term: int, *, owned: bool) -> _Hosted:
+        context, links = self._context, self._context.links
+        assert manifest.serve is not None, "callers have looked"
+        seat = Seat(job=place[0], name=manifest.name, serve=manifest.serve, peer=context.peer_id, term=term)
+        ring = RingStage(
+            *(context.transport, context.compute, loaded.plane, loaded.plan, seat),
+            self._check_memory,
+            doubt=(lambda peer: None) if links is None else links.doubt,
+        )
+        running = asyncio.create_task(ring.run(), name=f"stage {place[1]} of {manifest.name}")
+        hosted = self._hosted[place] = _Hosted(ring, manifest, loaded, running, owned)
+        return hosted
+
+    # --- replicas
+
+    async def _replicate(self, place: Place, manifest: Manifest, loaded: _Loaded) -> None:
+        """For as long as the stage is warm here: serve it beside its owner whenever we may."""
+        leases = self._context.leases
+        try:
+            while self._warm.get(place) is loaded:
+                term = leases.serve_beside(*place) if self._may_serve(place, manifest, loaded) else 0
+                if term:
+                    await self._serve_beside(place, manifest, loaded, term)
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+        finally:
+            if self._replicas.get(place) is asyncio.current_task():
+                del self._replicas[place]
+
+    async def _serve_beside(self, place: Place, manifest: Manifest, loaded: _Loaded, term: int) -> None:
+        leases = self._context.leases
+        log.info("stage %d of %s is served here as well (term %d)", place[1], manifest.name, term)
+        hosted = self._run(place, manifest, loaded, term, owned=False)
+        try:
+            while leases.beside(*place) and not hosted.running.done():
+                leases.update(*place, load=float(hosted.stage.sessions))
+                await asyncio.wait([hosted.running], timeout=LOAD_SECONDS)
+        finally:
+            if not hosted.owned:
+                leases.only_stand_by(*place)
+                hosted.stage.leave()
+                hosted.running.cancel()
+                await asyncio.wait([hosted.running])
+                if self._hosted.get(place) is hosted:
+                    del self._hosted[place]
+
+    async def _promoted(self, place: Place, term: int) -> _Hosted | None:
+        """The stage that we ran as a replica, with its sessions, ours under `term` from now on."""
+        hosted, replica = self._hosted.get(place), self._replicas.get(place)
+        promoted = None
+        if hosted is not None and not hosted.running.done() and not hosted.running.cancelling():
+            promoted, hosted.owned = hosted, True
+            hosted.stage.hold(term)
+        elif hosted is not None:
+            await asyncio.wait([hosted.running])
+            self._hosted.pop(place, None)
+        if replica is not None:
+            replica.cancel()
+        return promoted
+
+    def _end_replica(self, place: Place) -> None:
+        if (replica := self._replicas.get(place)) is not None and not replica.cancelling():
+            replica.cancel()
+
+    def _may_serve(self, place: Place, manifest: Manifest, loaded: _Loaded) -> bool:
+        """Whether sessions would fit beside the weights, as many as the launcher thought of for each stage here."""
+        hosted = sum(
+            max(
+                _needed_bytes(h.manifest, h.loaded.plan.index),
+                h.loaded.weights_bytes + h.loaded.plane.used_bytes(),
+            )
+            for h in self._hosted.values()
+        )
+        runs = {h.loaded for h in self._hosted.values()} | {loaded}
+        warm = sum(w.weights_bytes for w in self._warm.values() if w not in runs)
+        wanted = max(_needed_bytes(manifest, place[1]), loaded.weights_bytes)
+        kept = self._kept_for_replicas(place, manifest)
+        return hosted + warm + wanted + kept <= self._context.memory_bytes
+
+    def _kept_for_replicas(self, place: Place, manifest: Manifest) -> int:
+        """What is to stay free for other stages of the job that we are proposed to serve, and do not yet."""
+        job, stage = place
+        us = self._context.peer_id
+        proposed = [other for other, peers in enumerate(manifest.replicas) if us in peers]
+        awaited = [other for other in proposed if (job, other) not in self._hosted]
+        return 0 if stage in proposed else sum(_needed_bytes(manifest, other) for other in awaited)
+
+    # --- memory
+
     def _used_bytes(self) -> int:
         held = [h.loaded for h in list(self._hosted.values())]
-        return sum(h.weights_bytes + h.plane.used_bytes() for h in held) + sum(
-            warm.weights_bytes for warm in list(self._warm.values())
-        )
+        warm = [w for w in list(self._warm.values()) if w not in held]
+        return sum(h.weights_bytes + h.plane.used_bytes() for h in held) + sum(w.weights_bytes for w in warm)
 
-    def _make_room(self, wanted_bytes: int) -> None:
-        """Drop what is only kept warm, oldest first, until there is room beside what runs here, or none is left."""
-        while self._warm and self._used_bytes() + wanted_bytes > self._context.memory_bytes:
-            with suppress(KeyError, RuntimeError):  # the loop's and the worker's thread both come here
-                self._warm.pop(next(iter(self._warm)))
+    def _make_room(self, wanted_bytes: int, *, spare_sessions: bool) -> None:
+        """Drop what is only kept warm until there is room beside what runs here: what takes no sessions first, then
+        replicas, those with sessions unless these are to be spared."""
+        context = self._context
+        for place in sorted(self._warm, key=lambda place: place in self._hosted):
+            if self._used_bytes() + wanted_bytes <= context.memory_bytes:
+                return
+            hosted = self._hosted.get(place)
+            if hosted is not None and (hosted.owned or (spare_sessions and hosted.stage.sessions)):
+                continue
+            # The loop's and the worker's thread both come here.
+            self._warm.pop(place, None)
+            self._hosted.pop(place, None)
+            self._loop.call_soon_threadsafe(self._end_replica, place)
 
     def _check_memory(self) -> None:
         """In the worker thread, the only one that opens and closes sessions."""
-        self._make_room(0)
+        self._make_room(0, spare_sessions=True)
         used = self._used_bytes()
         if used > self._context.memory_bytes:
             sessions = sum(h.stage.sessions for h in list(self._hosted.values()))
@@ -207,17 +316,17 @@ class ServingService:
             )
 
     async def _report(self, job: JobId, stage: int, hosted: _Hosted) -> None:
-        """Say that the stage takes frames, then how busy it is, once a heartbeat."""
-        self._context.leases.update(job, stage, ready=True, load=0.0)
+        """Say that the stage takes frames, and how many sessions it has."""
+        self._context.leases.update(job, stage, ready=True, load=float(hosted.stage.sessions))
         self._began.set()
         self._began = asyncio.Event()
-        then, (busy, tokens) = time.monotonic(), hosted.stage.counters()
+        then, tokens = time.monotonic(), hosted.stage.tokens
         while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
-            now, (busy_now, tokens_now) = time.monotonic(), hosted.stage.counters()
-            self._context.leases.update(job, stage, load=min(1.0, (busy_now - busy) / (now - then)))
+            await asyncio.sleep(LOAD_SECONDS)
+            now, tokens_now = time.monotonic(), hosted.stage.tokens
+            self._context.leases.update(job, stage, load=float(hosted.stage.sessions))
             hosted.tokens_per_second = (tokens_now - tokens) / (now - then)
-            then, busy, tokens = now, busy_now, tokens_now
+            then, tokens = now, tokens_now
 
     async def _keep_copy(self, manifest: Manifest, stage: int) -> None:
         """Hold the weights of the stage before as well, so that they outlive its owner where nobody stands by."""
@@ -259,7 +368,7 @@ class ServingService:
         except JobError as error:
             raise JobFailed(str(error)) from None
         wanted = _weights_bytes(stages[stage])
-        self._make_room(wanted)
+        self._make_room(wanted, spare_sessions=False)
         path = await self._context.blobs.fetch(manifest.weights[stage])
         device = self._context.device
         try:
@@ -268,7 +377,7 @@ class ServingService:
             )
         except (SafetensorError, ValueError, KeyError) as error:
             raise JobFailed(f"the weights of stage {stage} of {manifest.name}: {error}") from None
-        return _Loaded(plan, plane, wanted)
+        return _Loaded(plan, plane, manifest.weights[stage], wanted)
 
     async def _fetch(self, manifest: Manifest, stage: int) -> None:
         """Everything that the stage needs, on this disk."""
@@ -286,9 +395,23 @@ class ServingService:
             raise JobFailed(f"the graph of {manifest.name}: {error}") from None
 
 
+async def _to_the_end(task: asyncio.Task[None]) -> None:
+    """Wait for it as if it were ours: it is cancelled with us, and we end when it has."""
+    try:
+        await asyncio.shield(task)
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
 def _cancelled_ourselves() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _needed_bytes(manifest: Manifest, stage: int) -> int:
+    """Weights and sessions, as the launcher estimates them."""
+    return manifest.memory_bytes[stage] if manifest.memory_bytes else 0
 
 
 def _weights_bytes(stage: Stage) -> int:

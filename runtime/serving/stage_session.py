@@ -5,7 +5,6 @@ that a session has links to the stages it feeds.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -60,7 +59,6 @@ class StageRunner:
     def __init__(
         self, plane: DecodingStage, plan: RingPlan, max_sequence: int, check_memory: Callable[[], None]
     ) -> None:
-        self.busy_seconds = 0.0
         self._plane = plane
         self._plan = plan
         self._positions = torch.arange(max_sequence).unsqueeze(0)
@@ -80,7 +78,6 @@ class StageRunner:
 
     def run(self, work: Work) -> Outcome:
         """One chunk through the stage; at the last stage, the choice of a token too."""
-        began = time.perf_counter()
         chunk, opening = work.chunk, work.session.opening
         inputs: dict[str, torch.Tensor] = {}
         ids = work.ids
@@ -92,13 +89,10 @@ class StageRunner:
             inputs["position_ids"] = self._positions[:, chunk.start : chunk.end]
         outputs = self._plane.run(opening.session, chunk.start, inputs)
         if not self._plan.last:
-            outcome = Outcome(sends=tuple(p.pack(outputs, ids) for p in self._plan.outgoing))
-        elif chunk.sample:
+            return Outcome(sends=tuple(p.pack(outputs, ids) for p in self._plan.outgoing))
+        if chunk.sample:
             logits = outputs["result/0"][0, -1]
             token = sample(logits, opening.sampling, chunk.end)
             raw = logits.to(device="cpu", dtype=torch.float32).numpy().tobytes() if opening.logits else b""
-            outcome = Outcome(token=token, logits=raw)
-        else:
-            outcome = Outcome()
-        self.busy_seconds += time.perf_counter() - began
-        return outcome
+            return Outcome(token=token, logits=raw)
+        return Outcome()

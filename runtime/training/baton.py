@@ -12,6 +12,7 @@ from typing import Any
 
 from fusion.runtime.errors import JobError
 from fusion.runtime.fields import build, plain
+from fusion.runtime.job import Wires
 from fusion.runtime.training.ledger import UNTRAINED, Ledger
 from fusion.runtime.training.point import Point
 from fusion.runtime.training.tally import CLEAN, Tally
@@ -25,6 +26,7 @@ class Baton:
     point: Point  # the newest snapshot that all stages hold
     ledger: Ledger = UNTRAINED  # of `step`; from the lead only
     tally: Tally = CLEAN
+    wires: Wires | None = None  # that the lead has chosen since the job began; from the lead only
 
     def to_header(self) -> dict[str, Any]:
         return plain(self)

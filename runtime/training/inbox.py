@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from fusion.compression.codec import codec
+from fusion.compression.codec import NONE
 from fusion.dag.dims import bind
 from fusion.dag.ir import DTYPE_BYTES, TensorType
 from fusion.dag.stage import Stage, TieGroup
@@ -22,6 +22,7 @@ from fusion.runtime.fields import build
 from fusion.runtime.job import TrainConfig
 from fusion.runtime.training.messages import TENSOR_KINDS, TensorHeader
 from fusion.runtime.training.step import NO_ATTEMPT, Attempt
+from fusion.runtime.training.wire_codecs import DENSE, Sent, WireCodecs
 from fusion.swarm.errors import FrameError
 from fusion.swarm.transport import Frame
 
@@ -34,10 +35,10 @@ class Plan:
     stages: int
     ties: tuple[TieGroup, ...]  # those that this stage belongs to
     sizes: Mapping[str, int]  # of the symbols: batch is a microbatch's
-    codec: str = "none"
     memory_bytes: tuple[
         int, ...
     ] = ()  # what each stage of the job needs, as its launcher estimates it; or nothing
+    whole: tuple[Stage, ...] = ()  # all stages, for the first one: who leads looks after all
 
     @property
     def partners(self) -> frozenset[int]:
@@ -68,9 +69,9 @@ class Key:
 
 
 class Inbox:
-    def __init__(self, plan: Plan, config: TrainConfig) -> None:
+    def __init__(self, plan: Plan, config: TrainConfig, codecs: WireCodecs | None = None) -> None:
         self._config = config
-        self._codec = plan.codec
+        self._codecs = codecs or WireCodecs(config)
         self._expected = _expected(plan)
         self._attempt: Attempt = NO_ATTEMPT
         self._step = 0
@@ -81,7 +82,7 @@ class Inbox:
 
     @property
     def largest_bytes(self) -> int:
-        """Of the tensors that may arrive."""
+        """Of the tensors that may arrive; no codec makes one larger."""
         return max((math.prod(s) * DTYPE_BYTES[dtype] for s, dtype in self._expected.values()), default=0)
 
     def advance(self, attempt: Attempt, step: int) -> None:
@@ -98,18 +99,39 @@ class Inbox:
             future.cancel()
         self._waiting.clear()
 
-    def offer(self, source: int, frame: Frame) -> None:
+    def offer(self, source: int, frame: Frame) -> Awaitable[None] | None:
         """A tensor frame from stage `source`. FrameError for one that the plan does not have; one of an attempt that
-        is over, or a second copy, is dropped without a word."""
+        is over, or a second copy, is dropped without a word. One that has to be decoded takes its time: what is
+        returned then is to be awaited before the next frame of `source` is offered, and raises the same."""
         header = _header(frame)
         shape, dtype = self._check(source, frame.kind, header)
         if not self._wanted(header):
-            return
-        key = Key(frame.kind, header.step, header.microbatch, header.edge, source, header.evaluate)
+            return None
+        if header.codec != DENSE:
+            return self._decode(source, frame, header, shape, dtype)
         try:
-            tensor: torch.Tensor = codec(self._codec).decode(frame.payload, frame.header, shape, dtype)
+            tensor = NONE.decode(frame.payload, {}, shape, dtype)
         except ValueError as error:
             raise FrameError(f"{frame.kind} {header.edge[:80]!r}: {error}") from None
+        self._put(source, frame.kind, header, tensor)
+        return None
+
+    async def _decode(
+        self, source: int, frame: Frame, header: TensorHeader, shape: tuple[int, ...], dtype: str
+    ) -> None:
+        place = (header.attempt, header.step, header.microbatch, header.edge)
+        sent = Sent(header.codec, header.masked, (frame.payload,))
+        try:
+            tensor = await self._codecs.decode(
+                place, frame.kind, sent, shape, dtype, evaluate=header.evaluate
+            )
+        except ValueError as error:
+            raise FrameError(f"{frame.kind} {header.edge[:80]!r}: {error}") from None
+        if self._wanted(header):  # still
+            self._put(source, frame.kind, header, tensor)
+
+    def _put(self, source: int, kind: str, header: TensorHeader, tensor: torch.Tensor) -> None:
+        key = Key(kind, header.step, header.microbatch, header.edge, source, header.evaluate)
         future = self._waiting.pop(key, None) if header.attempt == self._attempt else None
         if future is not None and not future.done():
             future.set_result(tensor)
@@ -154,8 +176,10 @@ class Inbox:
         if header.shape != shape or header.dtype != dtype:
             given = f"{header.dtype[:20]}{list(header.shape)[:8]}"
             raise FrameError(f"{kind} {header.edge[:80]!r} is {given}: the plan says {dtype}{list(shape)}")
-        if header.codec != self._codec:
-            raise FrameError(f"codec {header.codec[:40]!r}: the plan says {self._codec!r}")
+        try:
+            self._codecs.check(header.codec)
+        except ValueError as error:
+            raise FrameError(str(error)) from None
         last = self._config.evaluate_batches if header.evaluate else self._config.microbatches
         if not 0 <= header.microbatch < (1 if kind == "tie" else last):
             raise FrameError(f"no microbatch {header.microbatch} in the plan")

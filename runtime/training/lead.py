@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, Literal
 
-from fusion.runtime.job import TrainConfig
+from fusion.runtime.job import TrainConfig, Wires
 from fusion.runtime.progress import RECENT, Progress
 from fusion.runtime.training import messages as m
 from fusion.runtime.training import step as steps
@@ -21,11 +22,24 @@ from fusion.runtime.training.point import Point
 from fusion.runtime.training.snapshot import Collector, encode_index
 from fusion.runtime.training.snapshot_period import SnapshotPeriod
 from fusion.runtime.training.tally import CLEAN
+from fusion.runtime.training.tuning import in_words
 from fusion.swarm.records import Digest, JobId, one_line
+from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
 SPEED_STEPS = 8  # the speed shown is that of so many steps
+BATON_WIRES = 8192  # characters of a table that is handed on; the next lead can choose anew
+PACE_STEPS = 2  # committed in a row, before it is known how fast the job is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How fast a job trains."""
+
+    step_seconds: float  # of the last step, or of the one under way where that takes longer already
+    compute_seconds: tuple[float, ...]  # of each stage for one microbatch, as the last steps showed it
+    steps_left: int
 
 
 class Lead:
@@ -33,7 +47,7 @@ class Lead:
     beside the loop; `put` stores a blob; `changed` is called when the progress did; `clock` counts seconds.
 
     `newest` is the snapshot that our stage was loaded from, or knows of beside the `baton` that it took over with;
-    `samples`: in the training data, None where our stage reads none of it."""
+    `samples`: in the training data, None where our stage reads none of it; `edges`: names of those of the job."""
 
     def __init__(
         self,
@@ -45,6 +59,7 @@ class Lead:
         baton: Baton | None = None,
         *,
         samples: int | None,
+        edges: Sequence[str] = (),
         send: Callable[[int, m.Message], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         put: Callable[[bytes], Awaitable[Digest]],
@@ -69,6 +84,7 @@ class Lead:
             ledger=newest.ledger if baton is None else baton.ledger,
             tally=CLEAN if baton is None else baton.tally,
             heir=baton is not None,
+            wires=None if baton is None else baton.wires,
         )
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None
@@ -76,10 +92,13 @@ class Lead:
         self._watched = clock()  # until when the tally counts the seconds
         self._finishing = False
         self._times: deque[float] = deque(maxlen=SPEED_STEPS + 1)
+        self._computed: deque[tuple[float, ...]] = deque(maxlen=SPEED_STEPS)  # as `Pace.compute_seconds`
+        self._edges = edges
         self.progress = Progress(
             job=job, state="running", steps=config.steps, stages=stages,
             snapshot=newest.digest, snapshot_step=newest.step,
             step=newest.step if baton is None else baton.step,
+            codecs=self._codecs(),
         )  # fmt: skip
         self._tell_books()
 
@@ -94,6 +113,39 @@ class Lead:
     def books(self) -> tuple[steps.Ledger, steps.Tally]:
         """What the next lead needs, if we hand over."""
         return self._state.ledger, self._state.tally
+
+    @property
+    def pace(self) -> Pace | None:
+        """None while no step is under way, before a few were committed, and once the job is to end."""
+        state = self._state
+        if state.phase != "running" or state.stopping or len(self._computed) < PACE_STEPS:
+            return None
+        return Pace(
+            step_seconds=max(self._times[-1] - self._times[-2], self._clock() - self._times[-1]),
+            compute_seconds=tuple(median(of_stage) for of_stage in zip(*self._computed, strict=True)),
+            steps_left=self._config.steps - state.step,
+        )
+
+    @property
+    def wires(self) -> Wires:
+        """What tensors are sent as, from the next step on at the latest."""
+        return self._config.wires if self._state.wires is None else self._state.wires
+
+    @property
+    def chosen(self) -> Wires | None:
+        """The table that the next lead would not know of, if it is no longer than a baton can carry."""
+        wires = self._state.wires or ()
+        return self._state.wires if sum(len(word) for way in wires for word in way) <= BATON_WIRES else None
+
+    def rewire(self, wires: Wires) -> None:
+        """Send tensors by that table from the next step on."""
+        self._event(steps.Rewire(wires))
+        self.tell(codecs=self._codecs())
+        log.info("step %d: codecs are %s", self._state.step, self._codecs())
+
+    def move(self, stage: int, peer: PeerId) -> None:
+        """Have the owner of a stage hand it to that peer at a step boundary."""
+        self._send(stage, m.MoveMessage(peer=peer))
 
     def stop(self) -> None:
         """End the job after the step that is under way, with a snapshot."""
@@ -160,6 +212,7 @@ class Lead:
                 now = self._clock()
                 self._times.clear()
                 self._times.append(now)
+                self._computed.clear()
                 self._period = self._period.seen(now, tally.seconds, tally.losses).give_up()
                 # Whoever was saving may be gone, and the next owner does not know of it.
                 self._collector, self._index = Collector(stages=self._stages), None
@@ -226,8 +279,9 @@ class Lead:
         reports = [committed.reports[s] for s in range(self._stages)]
         loss = next((report.loss for report in reports if report.loss is not None), None)
         self._times.append(self._clock())
-        self._period = self._period.stepped(self._times[-1] - self._times[-2])
-        config = self._config
+        took, config = self._times[-1] - self._times[-2], self._config
+        self._period = self._period.stepped(took)
+        self._computed.append(tuple(_share(r.busy) * took / config.microbatches for r in reports))
         tokens = config.microbatches * config.microbatch_size * max(1, config.sequence)
         seconds = self._times[-1] - self._times[0]
         recent = self.progress.recent
@@ -244,6 +298,9 @@ class Lead:
             received_bytes=sum(report.received_bytes for report in reports),
             **self._books(),
         )
+
+    def _codecs(self) -> str:
+        return "" if self._config.compression.kind == "none" else in_words(self.wires, self._edges)
 
     # --- snapshots
 
@@ -293,3 +350,8 @@ class Lead:
             self._finishing = True
             self._everyone(m.FinishMessage(state=state, text=text[:300]))
             self.tell(state=state, error=text[:300], message="")
+
+
+def _share(said: float) -> float:
+    """What another peer said of itself, as a number from 0 to 1."""
+    return said if 0 <= said <= 1 else 0.0

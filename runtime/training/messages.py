@@ -5,7 +5,7 @@ answers `welcome`, then only the opener speaks. Every frame carries the term tha
 
     activation, gradient, tie        tensors, see `TensorHeader`
     begin commit discard hold        the lead to the others
-    restore replicate saved finish
+    restore replicate saved move finish
     join suspect ready evaluated     the others to the lead
     shard held failed leaving lack
 """
@@ -22,7 +22,7 @@ from fusion.runtime.training.point import Point as Point
 from fusion.runtime.training.step_events import NO_ENTRY, After, Entry, Links, Report
 from fusion.runtime.training.tally import CLEAN, NO_ATTEMPT, Attempt, Tally
 from fusion.swarm.records import Digest, JobId
-from fusion.swarm.transport import Frame
+from fusion.swarm.transport import Frame, PeerId
 
 PROTOCOL = "/fusion/stage/1"
 TENSOR_KINDS = ("activation", "gradient", "tie")
@@ -56,6 +56,7 @@ class TensorHeader:
     dtype: str
     shape: tuple[int, ...]
     codec: str
+    masked: bool = False  # a gradient at the elements of the activation that had any, in their order
     evaluate: bool = False  # of the held-out data, forward only
 
 
@@ -112,6 +113,13 @@ class SavedMessage:
     """Every shard of this snapshot lies on two peers (where there are two): it is the newest to go back to."""
 
     point: Point
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveMessage:
+    """Hand your stage to that idle peer at the next step boundary, if it takes it."""
+
+    peer: PeerId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +206,7 @@ _CONTROL: Mapping[str, type[Any]] = {
     "restore": RestoreMessage,
     "replicate": ReplicateMessage,
     "saved": SavedMessage,
+    "move": MoveMessage,
     "finish": FinishMessage,
     "join": JoinMessage,
     "suspect": SuspectMessage,
@@ -210,11 +219,13 @@ _CONTROL: Mapping[str, type[Any]] = {
     "lack": LackMessage,
 }
 _KIND: Mapping[type[Any], str] = {made: kind for kind, made in _CONTROL.items()}
-FROM_LEAD = frozenset({"begin", "commit", "discard", "hold", "restore", "replicate", "saved", "finish"})
+FROM_LEAD = frozenset(
+    {"begin", "commit", "discard", "hold", "restore", "replicate", "saved", "move", "finish"}
+)
 
 Message = (
     BeginMessage | CommitMessage | DiscardMessage | HoldMessage | RestoreMessage | ReplicateMessage | SavedMessage
-    | FinishMessage | JoinMessage | SuspectMessage | ReadyMessage | EvaluatedMessage | ShardMessage | HeldMessage
+    | MoveMessage | FinishMessage | JoinMessage | SuspectMessage | ReadyMessage | EvaluatedMessage | ShardMessage | HeldMessage
     | FailedMessage | LeavingMessage | LackMessage
 )  # fmt: skip
 

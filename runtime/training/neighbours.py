@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,16 +36,17 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.1  # doubled up to the longest, from one failed dial to the next
 LONGEST_RETRY_SECONDS = 1.6
 HELLO_SECONDS = 10.0
+LANES = 4  # activations one way, gradients the other, at once
 PATIENCE_SECONDS = 0.1  # for a peer whose stream broke to answer once more, before it is suspected
 SUSPECT_SECONDS = 6.0  # for the answer of those who may replace it
 SUSPECT_AGAIN_SECONDS = 2.0
 
-Deliver = Callable[[int, Frame], None]
+Deliver = Callable[[int, Frame], Awaitable[None] | None]
 
 
 class Neighbours:
-    """`deliver(stage, frame)` gets every frame whose term is right; a ValueError or SwarmError from it ends that
-    stream. `changed(linked)` is called, in the loop, whenever the stage becomes linked or unlinked. `largest_bytes`: of
+    """`deliver(stage, frame)` gets every frame whose term is right; what it returns, if anything, is awaited before the
+    next frame of that stream is read; a ValueError or SwarmError from it ends that stream. `changed(linked)` is called, in the loop, whenever the stage becomes linked or unlinked. `largest_bytes`: of
     the payloads that a partner may send. `memory_bytes`: what each stage of the job needs, for people; or nothing.
     `host`: drawn anew whenever a peer begins the stage, to tell it from an earlier time under the same term."""
 
@@ -243,7 +244,7 @@ class Neighbours:
     async def _greet(self, target: int, claim: ClaimRecord) -> Stream:
         leases = self._context.leases
         async with asyncio.timeout(HELLO_SECONDS):
-            stream = await self._context.transport.open(claim.peer, PROTOCOL)
+            stream = await self._context.transport.open(claim.peer, PROTOCOL, lanes=LANES)
             try:
                 hello = Hello(
                     job=self.job, source=self.stage, target=target, term=self.term, target_term=claim.term,
@@ -359,7 +360,9 @@ class Neighbours:
                 frame = checked(await stream.receive())
                 self._check_term(stream.remote, hello, frame)
                 self.received_bytes += frame.payload.nbytes
-                self._deliver(hello.source, frame)
+                work = self._deliver(hello.source, frame)
+                if work is not None:
+                    await work
         finally:
             if self._incoming.get(hello.source) is stream:
                 del self._incoming[hello.source]

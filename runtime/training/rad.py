@@ -4,7 +4,8 @@
     BP   sum the remote gradients of each output in stage order, run backward, send each input's gradient back
 
 The order of FP and BP is a schedule of `fusion.dag.schedule`. The device's thread has the next action waiting while it
-runs one, so it never waits for the loop, for data or for a send: sends go out beside the computation that follows.
+runs one, so it never waits for the loop, for data or for a send: what is sent is encoded and goes out beside the
+computation that follows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 
-from fusion.compression.codec import codec
 from fusion.dag.schedule import Action, gpipe, one_f_one_b
 from fusion.dag.stage import Edge
 from fusion.runtime.data import Batches
@@ -28,6 +28,7 @@ from fusion.runtime.training.inbox import Inbox, Key, Plan
 from fusion.runtime.training.ledger import fed_digest
 from fusion.runtime.training.step_events import Report
 from fusion.runtime.training.tally import Attempt
+from fusion.runtime.training.wire_codecs import Sent, WireCodecs
 from fusion.runtime.worker import Worker
 from fusion.swarm.transport import Buffer
 
@@ -49,8 +50,10 @@ class Rad:
         worker: Worker,
         batches: Batches,
         send: Send,
+        codecs: WireCodecs | None = None,
     ) -> None:
-        self.inbox = Inbox(plan, config)
+        self._codecs = codecs or WireCodecs(config)
+        self.inbox = Inbox(plan, config, self._codecs)
         self._plan = plan
         self._config = config
         self._plane = plane
@@ -68,6 +71,7 @@ class Rad:
         """Forward and backward of every microbatch of `step`, gradients summed over tie-groups. Cancelling it leaves
         gradients and stashes behind, for `TrainingStage.discard`."""
         self.inbox.advance(attempt, step)
+        self._codecs.advance(attempt, step)
         self._losses.clear()
         self._fed.clear()
         began, busy = time.perf_counter(), self._busy
@@ -148,7 +152,7 @@ class Rad:
         self._fed[microbatch] = indices
         if loss is not None:
             self._losses[microbatch] = loss
-        self._send_forward(attempt, step, microbatch, sends, evaluate=False)
+        await self._send_forward(attempt, step, microbatch, sends, evaluate=False)
 
     async def _evaluate(self, attempt: Attempt, step: int, batch: int, inputs: Tensors) -> None:
         def run() -> tuple[Tensors, float | None]:
@@ -157,7 +161,7 @@ class Rad:
         sends, loss = await self._compute(run)
         if loss is not None:
             self._losses[batch] = loss
-        self._send_forward(attempt, step, batch, sends, evaluate=True)
+        await self._send_forward(attempt, step, batch, sends, evaluate=True)
 
     async def _backward(
         self, attempt: Attempt, step: int, microbatch: int, gradients: list[tuple[str, list[torch.Tensor]]]
@@ -170,7 +174,9 @@ class Rad:
         made = await self._compute(run)
         for edge in self._plan.stage.receives:
             if edge.needs_gradient:
-                self._post(edge.producer, "gradient", attempt, step, microbatch, edge.name, made[edge.name])
+                tensor = made[edge.name]
+                sent = await self._codecs.gradient(attempt, step, microbatch, edge.name, tensor)
+                self._post(edge.producer, "gradient", attempt, step, microbatch, edge.name, tensor, sent)
 
     async def _sum_ties(self, attempt: Attempt, step: int) -> None:
         """Every member of a tie-group ends with the same sum: added up in stage order, wherever it is added."""
@@ -178,9 +184,10 @@ class Rad:
             own = await self._compute(self._own_gradient, group.variable)
             here = self._plan.stage.index
             others = [member for member in group.stages if member != here]
+            sent, read = await self._codecs.tie(group.variable, own)
             for member in others:
-                self._post(member, "tie", attempt, step, 0, group.variable, own)
-            parts = {here: own}
+                self._post(member, "tie", attempt, step, 0, group.variable, own, sent)
+            parts = {here: read}
             for member in others:
                 parts[member] = await self.inbox.take(Key("tie", step, 0, group.variable, member))
             ordered = [parts[member] for member in group.stages]
@@ -189,14 +196,14 @@ class Rad:
     def _own_gradient(self, variable: str) -> torch.Tensor:
         return self._plane.gradients([variable])[variable].to("cpu", copy=True).contiguous()
 
-    def _send_forward(
+    async def _send_forward(
         self, attempt: Attempt, step: int, microbatch: int, sends: Tensors, *, evaluate: bool
     ) -> None:
         for edge in self._plan.stage.sends:
+            name, tensor = edge.name, sends[edge.name]
+            sent = await self._codecs.activation(attempt, step, microbatch, name, tensor, evaluate=evaluate)
             for consumer in edge.consumers:
-                self._post(
-                    consumer, "activation", attempt, step, microbatch, edge.name, sends[edge.name], evaluate
-                )
+                self._post(consumer, "activation", attempt, step, microbatch, name, tensor, sent, evaluate)
 
     def _post(
         self,
@@ -207,9 +214,9 @@ class Rad:
         microbatch: int,
         edge: str,
         tensor: torch.Tensor,
+        sent: Sent,
         evaluate: bool = False,
     ) -> None:
-        encoded = codec(self._plan.codec).encode(tensor)
         header = {
             "attempt": attempt,
             "step": step,
@@ -217,11 +224,11 @@ class Rad:
             "edge": edge,
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": tuple(tensor.shape),
-            "codec": self._plan.codec,
+            "codec": sent.spec,
+            "masked": sent.masked,
             "evaluate": evaluate,
-            **encoded.header,
         }
-        self._send(target, kind, header, encoded.buffers)
+        self._send(target, kind, header, sent.buffers)
 
     async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
         def timed() -> Any:

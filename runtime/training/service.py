@@ -115,6 +115,12 @@ class TrainingService:
             raise JobError(f"stage {stage} of job {job[:12]} does not run here")
         return {**(await host.pass_on()).to_header(), BATON_PEER: self._context.peer_id}
 
+    def stay(self, job: JobId, stage: int) -> None:
+        """Nobody took the stage that `pass_on` stopped: it goes on here."""
+        host = self._hosts.get((job, stage))
+        if host is not None:
+            host.stay()
+
     def progress(self, job: JobId) -> Progress | None:
         """How a job stands: everything where we lead it or led it to its end, the step and the newest snapshot where
         we run another of its stages, None for a job that is not here."""

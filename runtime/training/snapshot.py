@@ -1,8 +1,8 @@
 """The state of a job at a step, as blobs: one safetensors shard per stage and an index that names them.
 
-A shard holds `variable/<name>` and `optimizer/<name>/<slot>` (`TrainingStage.state`): all the state there is, as what is
-drawn at random is a function of (seed, step, microbatch, node), and the codec in use keeps none (`codec/<edge>/<slot>` is
-the place for one that does). The index is msgpack, and has the ledger of the step beside the shards. A snapshot counts only once every shard lies on two peers, where there are two: `Collector` keeps the lead's books of that.
+A shard holds `variable/<name>` and `optimizer/<name>/<slot>` (`TrainingStage.state`) and, with error feedback, what the
+codecs have left out, `codec/<edge or variable>`: all the state there is, as what is drawn at random is a function of
+(seed, step, microbatch, node). The index is msgpack, and has the ledger of the step beside the shards. A snapshot counts only once every shard lies on two peers, where there are two: `Collector` keeps the lead's books of that.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ MAX_INDEX_BYTES = 1 << 20
 VARIABLE = "variable/"
 OPTIMIZER = "optimizer/"
 CODEC = "codec/"
+NO_RESIDUALS: Mapping[str, tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +100,13 @@ def load_weights(path: Path, stage: Stage) -> dict[str, torch.Tensor]:
     return _load(path, wanted, {})
 
 
-def load_state(path: Path, stage: Stage) -> dict[str, torch.Tensor]:
-    """The shard of a stage, checked as by `load_weights`; optimizer slots are scalars or as large as their variable."""
+def load_state(
+    path: Path, stage: Stage, residuals: Mapping[str, tuple[int, ...]] = NO_RESIDUALS
+) -> dict[str, torch.Tensor]:
+    """The shard of a stage, checked as by `load_weights`; optimizer slots are scalars or as large as their variable.
+    `residuals`: what codecs may have left out, by edge or variable, and the shape of it."""
     types = {variable.name: variable.type for variable in stage.graph.variables}
-    return _load(path, {VARIABLE + name: kind for name, kind in types.items()}, types)
+    return _load(path, {VARIABLE + name: kind for name, kind in types.items()}, types, residuals)
 
 
 def variables(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -110,8 +114,16 @@ def variables(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key.removeprefix(VARIABLE): value for key, value in state.items() if key.startswith(VARIABLE)}
 
 
+def residuals(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a shard's tensors, what codecs have left out, by edge or variable."""
+    return {key.removeprefix(CODEC): value for key, value in state.items() if key.startswith(CODEC)}
+
+
 def _load(
-    path: Path, wanted: Mapping[str, TensorType], slots: Mapping[str, TensorType]
+    path: Path,
+    wanted: Mapping[str, TensorType],
+    slots: Mapping[str, TensorType],
+    left_out: Mapping[str, tuple[int, ...]] = NO_RESIDUALS,
 ) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
@@ -121,14 +133,19 @@ def _load(
                 raise JobError(f"a weights blob lacks {missing[0]}" + _more(missing))
             for name in sorted(names):
                 part = file.get_slice(name)
-                _check(name, list(part.get_shape()), str(part.get_dtype()), wanted, slots)
+                _check(name, list(part.get_shape()), str(part.get_dtype()), wanted, slots, left_out)
             return {name: file.get_tensor(name) for name in sorted(names)}
     except SafetensorError as error:
         raise JobError(f"a weights blob is not safetensors: {error}") from None
 
 
 def _check(
-    name: str, shape: list[int], dtype: str, wanted: Mapping[str, TensorType], slots: Mapping[str, TensorType]
+    name: str,
+    shape: list[int],
+    dtype: str,
+    wanted: Mapping[str, TensorType],
+    slots: Mapping[str, TensorType],
+    left_out: Mapping[str, tuple[int, ...]],
 ) -> None:
     kind = wanted.get(name)
     if kind is not None:
@@ -136,7 +153,10 @@ def _check(
             raise JobError(f"{name} is {dtype}{shape}: the graph says {kind}")
         return
     if name.startswith(CODEC):
-        raise JobError(f"{name[:200]}: no codec of this version keeps state")
+        right = left_out.get(name.removeprefix(CODEC))
+        if right is None or shape != list(right) or dtype != "F32":
+            raise JobError(f"{name[:200]} is {dtype}{shape}: nothing that a codec of this stage leaves out")
+        return
     owner, _, _ = name.removeprefix(OPTIMIZER).rpartition("/")
     if not name.startswith(OPTIMIZER) or owner not in slots:
         raise JobError(f"a weights blob has {name[:200]!r}, which the stage does not")

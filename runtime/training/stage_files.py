@@ -16,6 +16,7 @@ from fusion.runtime.context import Context
 from fusion.runtime.job import Manifest
 from fusion.runtime.training import snapshot
 from fusion.runtime.training.messages import Point
+from fusion.runtime.training.wire_codecs import residual_shapes
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.records import Digest, JobId
 from fusion.swarm.transport import PeerId
@@ -32,6 +33,7 @@ class StageFiles:
         self._job = job
         self._manifest = manifest
         self._stage = stage
+        self._residuals = {} if manifest.train is None else residual_shapes(stage, manifest.train)
         self._scratch = scratch_folder(context)
         self._by_step: dict[int, set[Digest]] = {}  # blobs of snapshots that we wrote or fetched
 
@@ -49,13 +51,13 @@ class StageFiles:
             return {snapshot.VARIABLE + name: tensor for name, tensor in weights.items()}
         digest = await self._shard_of(point.digest, owners)
         path = await blobs.fetch(digest, self._near(stage.index, owners))
-        return await asyncio.to_thread(snapshot.load_state, path, stage)
+        return await asyncio.to_thread(snapshot.load_state, path, stage, self._residuals)
 
     async def load_shard(self, digest: Digest, step: int, near: Sequence[PeerId]) -> dict[str, torch.Tensor]:
         """The state of our stage at `step` from one shard, which the peers of `near` hold. Raises BlobError, JobError."""
         path = await self._context.blobs.fetch(digest, near)
         self._keep(step, digest)
-        return await asyncio.to_thread(snapshot.load_state, path, self._stage)
+        return await asyncio.to_thread(snapshot.load_state, path, self._stage, self._residuals)
 
     async def fetch(self, point: Point, owners: Mapping[int, PeerId]) -> None:
         """Bring here what `load` would read. Raises BlobError, JobError."""

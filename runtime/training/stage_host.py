@@ -12,12 +12,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
+from fusion.runtime.adaptive_wires import edges_of
 from fusion.runtime.context import Context
 from fusion.runtime.data import Batches
 from fusion.runtime.errors import JobError, JobFailed
@@ -35,6 +36,9 @@ from fusion.runtime.training.neighbours import Neighbours
 from fusion.runtime.training.point import START, Point
 from fusion.runtime.training.rad import Rad
 from fusion.runtime.training.stage_files import StageFiles
+from fusion.runtime.training.tuner import Tuner
+from fusion.runtime.training.tuning import job_of
+from fusion.runtime.training.wire_codecs import WireCodecs
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.records import Digest, JobId
 from fusion.swarm.transport import Frame, PeerId, Stream
@@ -55,6 +59,9 @@ class Loaded:
     batches: Batches
     files: StageFiles
     start: Point  # the newest snapshot; the ledger may be left out
+    residuals: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # see `fusion.compression.error_feedback`
     baton: Baton | None = None  # the owner before handed over: the state is that of the baton's step
 
     @property
@@ -92,7 +99,11 @@ class TrainingHost:
         if loaded.baton is not None:
             self._state = replace(self._state, tally=loaded.baton.tally)
         self._events: asyncio.Queue[tuple[int, m.Message | steps.StageEvent]] = asyncio.Queue()
-        self._rad = Rad(plan, config, loaded.plane, context.compute, loaded.batches, self._send_tensor)
+        self._codecs = WireCodecs(config, context.codec_worker)
+        self._codecs.load(loaded.residuals)
+        self._rad = Rad(
+            plan, config, loaded.plane, context.compute, loaded.batches, self._send_tensor, self._codecs
+        )
         self._neighbours = Neighbours(
             context, job, self.stage, term, plan.partners, self._deliver, self._link_changed,
             largest_bytes=self._rad.inbox.largest_bytes, memory_bytes=plan.memory_bytes, host=host,
@@ -112,7 +123,7 @@ class TrainingHost:
     def _new_lead(self, start: Point) -> Lead:
         return Lead(
             self.job, self._config, self._plan.stages, self.term, start, self._baton,
-            samples=self._samples, send=self._send, spawn=self._spawn, put=self._files.put,
+            samples=self._samples, edges=[edge.name for edge in edges_of(self._plan.whole)], send=self._send, spawn=self._spawn, put=self._files.put,
             changed=self._changed, clock=asyncio.get_running_loop().time,
         )  # fmt: skip
 
@@ -140,6 +151,12 @@ class TrainingHost:
             self._events.put_nowait((self.stage, steps.Leave()))
         return await asyncio.shield(self._passing)
 
+    def stay(self) -> None:
+        """Nobody took the stage that `pass_on` stopped, or was to stop: it goes on here."""
+        self._pass_failed("the stage stays")
+        self._passing = None
+        self._events.put_nowait((self.stage, steps.Stay()))
+
     async def accept(self, stream: Stream, hello: m.Hello) -> None:
         await self._neighbours.accept(stream, hello)
 
@@ -151,6 +168,8 @@ class TrainingHost:
                 group.create_task(self._neighbours.run(), name=f"streams of stage {self.stage}")
                 group.create_task(self._explain_waiting())
                 group.create_task(self._files.hold_copies())
+                if self.lead is not None:
+                    group.create_task(self._tuner(self.lead).run())
                 try:
                     await self._loop()
                 finally:
@@ -164,6 +183,11 @@ class TrainingHost:
             self._group = None
             self._neighbours.close()  # it may have welcomed some before it ran
             self._pass_failed("the job has ended")
+
+    def _tuner(self, lead: Lead) -> Tuner:
+        plan, clock = self._plan, asyncio.get_running_loop().time
+        job = job_of(self._config, plan.whole, plan.memory_bytes or (0,) * plan.stages)
+        return Tuner(self._context, job, lead, self._owners, clock, moved=self._baton is not None)
 
     async def _complete_start(self) -> None:
         """A job record has no room for the ledger of its snapshot: the snapshot itself has."""
@@ -201,6 +225,9 @@ class TrainingHost:
                     await self._event(steps.Restore(attempt, point))
                 case m.ReplicateMessage(step=step, index=index):
                     self._spawn(self._replicate(step, index))
+                case m.MoveMessage(peer=peer):
+                    if self._context.succession is not None:
+                        self._context.succession.give_away(self.job, self.stage, peer)
                 case m.SavedMessage(point=point):
                     if point.rank > self.newest.rank:
                         self.newest, self.before = point, self.newest
@@ -235,12 +262,14 @@ class TrainingHost:
             case steps.SendReady(attempt, step, report):
                 self._send(0, m.ReadyMessage(attempt=attempt, step=step, report=report))
             case steps.Apply(rate, clip):
+                self._codecs.commit()
                 # Queued on the device before anything of the next step is; nobody waits for it here.
                 self._apply = self._spawn(self._context.compute.run(self._plane.apply, rate, clip))
                 self._context.leases.update(self.job, self.stage, step=self._state.step)
             case steps.Drop():
                 await self._stop_work()
                 self._rad.inbox.drop()
+                await self._codecs.discard()
                 await self._context.compute.run(self._plane.discard)
             case steps.Load(attempt, point):
                 if point.rank < self.newest.rank:
@@ -269,6 +298,8 @@ class TrainingHost:
     # --- work
 
     async def _run(self, attempt: steps.Attempt, step: int, after: steps.After) -> None:
+        if after.wires is not None:
+            self._codecs.use(after.wires)
         try:
             if after.evaluate:
                 loss = await self._rad.evaluate(attempt, step)
@@ -307,8 +338,13 @@ class TrainingHost:
 
     def _timed_state(self) -> tuple[Mapping[str, torch.Tensor], float]:
         began = time.perf_counter()
-        state = self._plane.state()
+        state = self._state_now()
         return state, time.perf_counter() - began
+
+    def _state_now(self) -> dict[str, torch.Tensor]:
+        """In the device's thread, between two steps."""
+        left_out = {snapshot.CODEC + name: tensor for name, tensor in self._codecs.state().items()}
+        return {**self._plane.state(), **left_out}
 
     async def _save(self, step: int, state: Mapping[str, torch.Tensor], seconds: float) -> None:
         while self._save_step == step:
@@ -342,6 +378,7 @@ class TrainingHost:
         try:
             state = await self._files.load(point, self._owners())
             await self._context.compute.run(self._plane.load_state, state)
+            self._codecs.load(snapshot.residuals(state))
         except (SwarmError, JobError, OSError) as error:
             self._lacked = str(error)
             event = steps.LoadFailed(attempt)
@@ -350,7 +387,7 @@ class TrainingHost:
     async def _hand_over(self, step: int) -> None:
         if self._apply is not None:
             await self._apply
-        state = await self._context.compute.run(self._plane.state)
+        state = await self._context.compute.run(self._state_now)
         if self._saving is not None:  # the others may be waiting for it
             self._save_step = step
             await self._saving
@@ -364,10 +401,12 @@ class TrainingHost:
             FLUSH_SECONDS
         )  # what the others still need of the step that was committed
         ledger, tally = (UNTRAINED, self._state.tally) if self.lead is None else self.lead.books
-        if self._passing is not None and not self._passing.done():
-            self._passing.set_result(
-                Baton(step=step, shard=shard, point=self.newest, ledger=ledger, tally=tally)
-            )
+        if self._passing is None:  # nobody waits for it any more
+            self._events.put_nowait((self.stage, steps.Stay()))
+        elif not self._passing.done():
+            wires = None if self.lead is None else self.lead.chosen
+            baton = Baton(step=step, shard=shard, point=self.newest, ledger=ledger, tally=tally, wires=wires)
+            self._passing.set_result(baton)
 
     def _pass_failed(self, text: str) -> None:
         if self._passing is not None and not self._passing.done():
@@ -391,14 +430,14 @@ class TrainingHost:
     def _send_tensor(self, target: int, kind: str, header: Mapping[str, Any], payload: Any) -> None:
         self._neighbours.post(target, kind, {**header, "term": self.term}, payload)
 
-    def _deliver(self, source: int, frame: Frame) -> None:
+    def _deliver(self, source: int, frame: Frame) -> Awaitable[None] | None:
         if frame.kind in m.TENSOR_KINDS:
-            self._rad.inbox.offer(source, frame)
-            return
+            return self._rad.inbox.offer(source, frame)
         message = m.decode(frame)
         if (frame.kind in m.FROM_LEAD) != (source == 0) or (self.stage != 0 and source != 0):
             raise StaleTerm(f"stage {source} may not send {frame.kind} to stage {self.stage}")
         self._events.put_nowait((source, message))
+        return None
 
     def _link_changed(self, linked: bool) -> None:
         self._events.put_nowait(

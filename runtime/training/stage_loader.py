@@ -24,6 +24,7 @@ from fusion.runtime.training.inbox import Plan
 from fusion.runtime.training.messages import Point
 from fusion.runtime.training.stage_files import StageFiles
 from fusion.runtime.training.stage_host import Loaded
+from fusion.runtime.training.tuning import state_bytes
 from fusion.swarm.election import winner
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.records import JobId, JobRecord
@@ -32,7 +33,8 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 MAX_GRAPH_BYTES = 64 << 20
-BATON_SECONDS = 5.0  # for the state that a leaving owner hands over; a snapshot is as good, some steps ago
+BATON_SECONDS = 5.0  # for the state that an owner hands over; a snapshot is as good, some steps ago
+BATON_BYTES_PER_SECOND = 125e3  # and more, for what takes longer at the rate of a slow uplink
 REMEMBERED_GRAPHS = 8
 
 Place = tuple[JobId, int]
@@ -102,7 +104,7 @@ class StageLoader:
         else:
             state = await ahead.files.load(point, near)
             await self._context.compute.run(before.plane.load_state, state)
-            loaded = replace(before, start=point)
+            loaded = replace(before, start=point, residuals=snapshot.residuals(state))
         if not ahead.taken:
             ahead.loaded = loaded
 
@@ -149,7 +151,8 @@ class StageLoader:
 
     async def _taken_over(self, loaded: Loaded, baton: Baton, peer: PeerId | None) -> Loaded:
         try:
-            async with asyncio.timeout(BATON_SECONDS):
+            size = state_bytes(loaded.plan.stage)
+            async with asyncio.timeout(BATON_SECONDS + size / BATON_BYTES_PER_SECOND):
                 near = [peer] if peer is not None else []
                 state = await loaded.files.load_shard(baton.shard, baton.step, near)
         except (SwarmError, JobError, TimeoutError) as error:
@@ -159,7 +162,7 @@ class StageLoader:
             )
             return loaded
         await self._context.compute.run(loaded.plane.load_state, state)
-        return replace(loaded, start=baton.point, baton=baton)
+        return replace(loaded, start=baton.point, baton=baton, residuals=snapshot.residuals(state))
 
     # --- the parts of it
 
@@ -180,6 +183,7 @@ class StageLoader:
             ties=tuple(group for group in ties if index in group.stages),
             sizes={"batch": config.microbatch_size, "sequence": config.sequence},
             memory_bytes=manifest.memory_bytes,
+            whole=stages if index == 0 else (),
         )
 
     async def _resume(
@@ -209,7 +213,14 @@ class StageLoader:
         )
         if point.digest is not None:
             await self._context.compute.run(plane.load_state, state)
-        return Loaded(plan=plan, plane=plane, batches=batches, files=files, start=point)
+        return Loaded(
+            plan=plan,
+            plane=plane,
+            batches=batches,
+            files=files,
+            start=point,
+            residuals=snapshot.residuals(state),
+        )
 
     async def _batches(
         self, manifest: Manifest, config: TrainConfig, stage: Stage, near: Mapping[int, PeerId]

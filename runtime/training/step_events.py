@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusion.runtime.job import TrainConfig
+from fusion.runtime.job import TrainConfig, Wires
 from fusion.runtime.training.point import START, Point
 from fusion.runtime.training.tally import CLEAN, NO_ATTEMPT, Attempt, Tally
 
@@ -24,6 +24,7 @@ class After:
     snapshot: bool = False
     finish: bool = False  # no further step begins
     hold: tuple[int, ...] = ()  # stages that are handed over now: nothing begins until they have joined anew
+    wires: Wires | None = None  # what tensors are sent as from now on; None: as before
 
 
 def supersedes(entry: Entry, known: Entry) -> bool:
@@ -137,6 +138,13 @@ class SnapshotDue:
 @dataclass(frozen=True)
 class SnapshotLost:
     """The snapshot that was asked for takes so long that it is given up."""
+
+
+@dataclass(frozen=True)
+class Rewire:
+    """Tensors are to be sent otherwise from the next step on."""
+
+    wires: Wires
 
 
 @dataclass(frozen=True)
@@ -328,7 +336,9 @@ class HandOver:
     step: int
 
 
-LeadEvent = Joined | Lost | Ready | Failed | Leaving | Lacking | Saved | SnapshotDue | SnapshotLost | Stop
+LeadEvent = (
+    Joined | Lost | Ready | Failed | Leaving | Lacking | Saved | SnapshotDue | SnapshotLost | Rewire | Stop
+)
 LeadAction = Begin | Commit | Discard | Hold | Restore | Committed | FellBack | Fail
 StageEvent = (
     Begin | Commit | Discard | Hold | Restore | Linked | Unlinked | Completed | Restored | LoadFailed | Leave | Stay

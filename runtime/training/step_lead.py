@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from fusion.runtime.data import sample_indices
-from fusion.runtime.job import TrainConfig
+from fusion.runtime.job import TrainConfig, Wires
 from fusion.runtime.planes.optimizer import clip_factor, learning_rate
 from fusion.runtime.training import step_events as e
 from fusion.runtime.training.ledger import UNTRAINED, Ledger, fed_digest
@@ -40,6 +40,8 @@ class LeadState:
     links: Mapping[int, e.Links] = field(default_factory=dict)  # stage -> whom it was linked to then
     leaving: frozenset[int] = frozenset()  # want to be handed over
     held: frozenset[int] = frozenset()  # handed over: their next owner is no loss
+    wires: Wires | None = None  # chosen since the job began; None: those that it began with
+    rewired: bool = False  # nobody has been told yet
     stopping: bool = False
     due: bool = False  # a snapshot
     asked: int = -1  # the step of which a snapshot was asked for last
@@ -103,6 +105,8 @@ def lead(state: LeadState, event: e.LeadEvent) -> Result:
             return replace(state, saving=False), ()
         case e.SnapshotDue():
             return replace(state, due=True), ()
+        case e.Rewire(wires):
+            return replace(state, wires=wires, rewired=True), ()
         case e.Stop():
             return replace(state, stopping=True), ()
 
@@ -135,7 +139,8 @@ def _join(state: LeadState, event: e.Joined) -> Result:
         held=state.held - {stage},
     )
     state, more = _gather(state)
-    return state, (*actions, *more)
+    state, held = _hold(state)
+    return state, (*actions, *more, *held)
 
 
 def _lose(state: LeadState, stage: int) -> Result:
@@ -168,7 +173,9 @@ def _gather(state: LeadState) -> Result:
     following = e.after(config, step, stopping=state.stopping, due=due)
     if state.newest.step == step and not following.finish:
         following = replace(following, snapshot=False)  # we have just come back to it
-    state = replace(state, phase="running", count=state.count + 1, heir=True, saving=False)
+    # A new owner knows only what the job began with, and others may have heard of a choice of the lead before us.
+    following = replace(following, wires=config.wires if state.wires is None else state.wires)
+    state = replace(state, phase="running", count=state.count + 1, heir=True, saving=False, rewired=False)
     state = _asked(state, following)
     return state, (e.Begin(state.attempt, step, following, state.tally),)
 
@@ -239,6 +246,9 @@ def _commit(state: LeadState) -> Result:
         # What is due now is due when the next attempt begins.
         following = e.After(hold=tuple(sorted(state.leaving)))
         state = replace(_part(state), phase="gathering")
+    elif state.rewired:
+        following = replace(following, wires=state.wires)
+        state = replace(state, rewired=False)
     state = _asked(state, following)
     commit = e.Commit(
         state.attempt,
@@ -285,8 +295,8 @@ def _refuse(state: LeadState, text: str) -> Result:
 
 
 def _hold(state: LeadState) -> Result:
-    """Nothing is under way: those who want to leave may go."""
-    if state.phase != "gathering" or not state.leaving:
+    """Nothing is under way: those who want to leave may go, once our own stage is linked to them and can say so."""
+    if state.phase != "gathering" or not state.leaving or 0 not in state.joined:
         return state, ()
     going = tuple(sorted(state.leaving))
     state = replace(_part(state), count=state.count + 1)

@@ -11,9 +11,11 @@ import pytest
 from fusion.cli import demo
 from fusion.cli.fleet import FleetError
 from fusion.cli.output import Output
-from fusion.runtime.launch import spec
+from fusion.runtime.launch import spec, swarm_file
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.toml"))
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SWARM = EXAMPLES / "swarm.toml"
+JOBS = sorted(set(EXAMPLES.glob("*.toml")) - {SWARM})
 
 
 def test_the_job_is_one_that_train_takes(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_the_demo_ends_with_its_parent() -> None:
     assert cleared == [True]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
 def test_examples_are_jobs(path: Path) -> None:
     """Each example says what it needs from the machine; where that is missing, it is the only thing wrong."""
     try:
@@ -91,4 +93,5 @@ def test_examples_are_jobs(path: Path) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 2
+    assert len(JOBS) >= 2
+    assert len(swarm_file.load(SWARM).peers) >= 2

@@ -17,7 +17,7 @@ from fusion.cli import errors, main, status
 from fusion.runtime.errors import JobError, JobFailed
 from fusion.swarm.errors import IdentityError, PeerUnreachable
 
-COMMANDS = ("start", "train", "jobs", "serve", "generate", "status", "demo")
+COMMANDS = ("start", "plan", "train", "jobs", "serve", "generate", "status", "demo")
 
 
 def one_line(captured: str) -> str:
@@ -65,6 +65,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["start", "--listen", "localhost:80"], "--listen"),
         (["start", "--bootstrap", "no/such/file"], "--bootstrap"),
         (["train"], "JOB.TOML"),
+        (["plan"], "JOB.TOML"),
+        (["plan", "job.toml"], "--swarm"),
         (["serve", "DIR"], "--name"),
         (["serve", "no/such/dir", "--name", "x"], "no/such/dir"),
         (["generate"], "PROMPT"),

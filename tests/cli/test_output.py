@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fusion.cli.output import Output, bytes_text, flops_text, rate_text
+from fusion.cli.output import Output, bytes_text, flops_text, rate_text, seconds_text
 
 
 class Terminal(io.StringIO):
@@ -100,3 +100,11 @@ def test_speeds() -> None:
     assert flops_text(182.4e9) == "182 GFLOP/s"
     assert flops_text(1.5e12) == "1.5 TFLOP/s"
     assert rate_text(950) == "950" and rate_text(12_345) == "12.3k" and rate_text(5e9) == "5.0G"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 ms"), (0.00012, "120 us"), (0.0834, "83.4 ms"), (1.0, "1.00 s"), (99.5, "99.50 s"), (123.4, "123 s")],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text

@@ -43,6 +43,14 @@ def test_a_served_stage_is_never_behind() -> None:
     assert standby_text(stage, stage.standbys[0]) == "ready"
 
 
+def test_a_replica_says_how_many_sessions_it_has() -> None:
+    stage = stage_of(
+        replace(JOB, kind="serve"), 0, [claim("a", role="owner"), claim("b", role="replica", load=1.0)]
+    )
+    assert [each.peer for each in stage.replicas] == ["b"] and not stage.standbys
+    assert standby_text(stage, stage.replicas[0]) == "serves it too, 1 session"
+
+
 def test_a_line_of_owners_says_how_many_could_take_over() -> None:
     owned = stage_of(JOB, 0, [claim("one", role="owner"), claim("two"), claim("three", ready=False)])
     loading = stage_of(JOB, 1, [claim("four", role="owner", ready=False)])

@@ -39,6 +39,7 @@ class Pretence:
         self.batons: dict[Place, Any] = {}
         self.prepared: list[Place] = []
         self.passed_on: list[Place] = []
+        self.stayed: list[Place] = []
         self.on_host: Callable[[JobId, int], object] = lambda job, term: None
         self.running: dict[Place, asyncio.Future[None]] = {}
         self.terms: dict[Place, int] = {}
@@ -72,6 +73,9 @@ class Pretence:
     async def pass_on(self, job: JobId, stage: int) -> dict[str, Any]:
         self.passed_on.append((job, stage))
         return {"step": 7}
+
+    def stay(self, job: JobId, stage: int) -> None:
+        self.stayed.append((job, stage))
 
     def end(self, job: JobId, stage: int, error: BaseException | None = None) -> None:
         future = self.running[job, stage]

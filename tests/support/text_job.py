@@ -8,9 +8,17 @@ from pathlib import Path
 
 
 def write_job(
-    path: Path, name: str, *, steps: int, stages: int = 2, peers: tuple[str, ...] = (), **train: int
+    path: Path,
+    name: str,
+    *,
+    steps: int,
+    stages: int = 2,
+    peers: tuple[str, ...] = (),
+    live: bool = True,
+    **train: int,
 ) -> Path:
-    """A byte-level GPT of two blocks on a few modules of the standard library; `peers` pins its stages."""
+    """A byte-level GPT of two blocks on a few modules of the standard library; `peers` pins its stages, and without
+    `live` they stay where they are."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [str(library / f"{module}.py") for module in ("argparse", "datetime", "textwrap")]
     settings = {"sequence": 32, "microbatches": 2, "microbatch_size": 2, "snapshot_every": 50, **train}
@@ -33,6 +41,8 @@ learning_rate = 3e-3
 [placement]
 stages = {stages}
 {f"peers = {json.dumps(peers)}" if peers else ""}
+[compression]
+live = {json.dumps(live)}
 """
     )
     return path

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
-from fusion.dag.cuts import legal_cuts
+from fusion.dag.cuts import legal_cuts, split, tie_groups
 from fusion.dag.ir import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.context import Context
 from fusion.runtime.data import Batches
 from fusion.runtime.hosting.succession import Successor
-from fusion.runtime.job import DataConfig, Manifest, OptimizerConfig, TrainConfig
+from fusion.runtime.job import CompressionConfig, DataConfig, Manifest, OptimizerConfig, TrainConfig
 from fusion.runtime.launch.capture import capture_language_model, variables_from_module
 from fusion.runtime.launch.launch import Prepared, launch, prepare_graph
 from fusion.runtime.launch.models import GPTConfig
@@ -122,6 +122,7 @@ class Swarm:
             blobs=blobs,
             leases=leases,
             worker=worker,
+            codec_worker=await self.stack.enter_async_context(Worker()),
             home=home,
             succession=successor,
         )
@@ -192,6 +193,27 @@ class Job:
     held_out: Path
 
 
+def compressed(
+    module: nn.Module, stages: int, forward: str, backward: str, train: TrainConfig, **how: Any
+) -> TrainConfig:
+    """`train` with these codecs on every edge and every tied variable of `language_job`."""
+    graph = clean(capture_language_model(module, training=True, maximum_sequence=TINY.sequence))
+    parts = split(graph, _even(graph, stages))
+    wires = [(edge.name, forward, backward) for part in parts for edge in part.sends]
+    wires += [(group.variable, "int8", "none") for group in tie_groups(parts)]
+    families = ("bf16", "fp16", "int8", "int4", "topk")
+    return replace(
+        train,
+        wires=tuple(wires),
+        compression=CompressionConfig(kind="adaptive", families=families, live=False, **how),
+    )
+
+
+def _even(graph: Graph, stages: int) -> tuple[int, ...]:
+    legal = legal_cuts(graph)
+    return tuple(legal[i * len(legal) // stages] for i in range(1, stages))
+
+
 def language_job(peer: Peer, module: nn.Module, train: TrainConfig, stages: int) -> Job:
     graph = clean(capture_language_model(module, training=True, maximum_sequence=TINY.sequence))
     return job(peer, graph, variables_from_module(module), train, stages, tokens(), tokens()[100:])
@@ -210,9 +232,7 @@ def job(
     store = peer.context.blobs.store
     digests = store.put(data), store.put(held_out)
     train = replace(train, data=replace(train.data, train=digests[0], held_out=digests[1]))
-    legal = legal_cuts(graph)
-    cuts = cuts or [legal[i * len(legal) // stages] for i in range(1, stages)]
-    prepared = prepare_graph("test", graph, variables, train, store, cuts=cuts)
+    prepared = prepare_graph("test", graph, variables, train, store, cuts=cuts or _even(graph, stages))
     return Job(prepared, store.path(digests[0]), store.path(digests[1]))
 
 
@@ -349,10 +369,12 @@ async def stopped(made: Swarm, lead: Peer, job: Job) -> dict[int, float]:
     return dict(lead.service.losses(job.prepared.job))
 
 
-async def undisturbed(root: Path, module: nn.Module, stages: int, steps: int) -> dict[int, float]:
+async def undisturbed(
+    root: Path, module: nn.Module, stages: int, steps: int, train: TrainConfig = LONG
+) -> dict[int, float]:
     """The losses of the same run when nothing goes wrong."""
     async with swarm(root, stages) as made:
-        work = language_job(made.peers[0], module, LONG, stages)
+        work = language_job(made.peers[0], module, train, stages)
         await launch(made.peers[0].context, work.prepared)
         for stage in range(stages):
             await made.peers[stage].host(work.prepared, stage)

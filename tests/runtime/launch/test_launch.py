@@ -10,16 +10,17 @@ from safetensors.torch import save_file
 
 from fusion.dag import wire
 from fusion.dag.errors import PlacementError
-from fusion.dag.placement import UNKNOWN_LINK
+from fusion.dag.network import UNKNOWN_LINK
 from fusion.runtime import manifest as manifests
 from fusion.runtime.errors import JobError
+from fusion.runtime.job import CompressionConfig
 from fusion.runtime.launch import sources, spec
 from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
 from fusion.runtime.launch.link_guess import SAME_MACHINE, SAME_NETWORK, guess_links
 from fusion.runtime.launch.models import GPT, GPTConfig
 from fusion.swarm.blob_store import BlobStore
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.records import PeerRecord
+from fusion.swarm.records import LinkRecord, Pair, PeerRecord
 from fusion.swarm.transport import PeerId
 
 JOB = """
@@ -170,6 +171,58 @@ def test_links_are_guessed_from_addresses() -> None:
     assert links["A", "D"] == links["D", "B"] == UNKNOWN_LINK
     assert guess_links([peer("E"), peer("F")])["E", "F"] == SAME_MACHINE
     assert guess_links([here, peer("G", "/dns4/example.org/tcp/1")])["A", "G"] == UNKNOWN_LINK
+
+
+def apart(*names: str, mbps: float) -> list[LinkRecord]:
+    """What such peers have measured."""
+    return [
+        LinkRecord(peer=PeerId(a), pairs=tuple(Pair(PeerId(b), 40.0, mbps, 1.0) for b in names if a != b))
+        for a in names
+    ]
+
+
+def test_codecs_are_chosen_for_the_links_that_were_measured(job_file: Path, store: BlobStore) -> None:
+    peers, links = [peer("A"), peer("B")], apart("A", "B", mbps=0.2)
+    job_file.write_text(JOB + '[compression]\nkind = "adaptive"\n')
+    prepared = prepare_training(spec.load(job_file), peers, store, links=links)
+    train, plan = prepared.manifest.train, prepared.plan
+    assert train is not None and plan is not None
+    assert train.compression == CompressionConfig(kind="adaptive")
+    assert train.wires and {codec for _, *both in train.wires for codec in both} <= {"none", "bf16", "int8"}
+    assert all(link.known and link.mbps == pytest.approx(0.2) for link in plan.links)
+    assert all(link.rtt_ms == pytest.approx(40) for link in plan.links)
+    assert {codec for link in plan.links for codec in link.codecs} & {"bf16", "int8"}
+    assert plan.compression == train.compression and prepared.predicted_seconds == plan.predicted_seconds
+    assert manifests.decode(store.path(prepared.job).read_bytes()) == prepared.manifest  # type: ignore[arg-type]
+
+    job_file.write_text(JOB)
+    dense = prepare_training(spec.load(job_file), peers, store, links=links)
+    assert dense.manifest.train is not None and dense.manifest.train.wires == ()
+    assert prepared.predicted_seconds < dense.predicted_seconds
+    # Nothing was measured, and all are on one machine: that is faster than any codec.
+    job_file.write_text(JOB + '[compression]\nkind = "adaptive"\n')
+    guessed = prepare_training(spec.load(job_file), peers, store)
+    assert guessed.manifest.train is not None and guessed.manifest.train.wires == ()
+    assert guessed.plan is not None and not any(link.known for link in guessed.plan.links)
+
+
+def test_a_uniform_codec_is_on_every_edge_and_error_feedback_needs_memory(
+    job_file: Path, store: BlobStore
+) -> None:
+    peers = [peer("A"), peer("B")]
+    uniform = JOB + '[compression]\nkind = "uniform"\ncodec = "int4"\n'
+    job_file.write_text(uniform)
+    plain = prepared_job(job_file, store, peers).manifest
+    assert plain.train is not None
+    edges = [both for name, *both in plain.train.wires if name != "tokens.weight"]
+    assert edges and all(both == ["int4", "int4"] for both in edges)
+    assert ("tokens.weight", "int4", "none") in plain.train.wires  # both stages hold it
+    job_file.write_text(uniform + "error_feedback = true\n")
+    kept = prepared_job(job_file, store, peers).manifest
+    assert kept.cuts == plain.cuts
+    more = [a - b for a, b in zip(kept.memory_bytes, plain.memory_bytes, strict=True)]
+    tied, edge = 4 * 256 * 16, 4 * (4 * 8 * 16)  # 4 samples of 8 positions, 16 wide
+    assert more[0] == tied and more[1] > tied and (more[1] - tied) % edge == 0
 
 
 def test_held_is_complete_once_all_is_loaded_and_copied() -> None:

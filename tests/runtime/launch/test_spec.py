@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fusion.runtime.errors import JobError
+from fusion.runtime.job import CompressionConfig
 from fusion.runtime.launch import spec
 from fusion.runtime.launch.models import GPTConfig
 
@@ -70,6 +71,13 @@ def test_held_out_files_by_pattern_are_not_trained_on(base: Path) -> None:
         ("learning_rate = 3e-3", 'schedule = "step"', "optimizer.schedule must be one of"),
         ("learning_rate = 3e-3", "betas = [0.9]", "optimizer.betas must have 2 values"),
         ("learning_rate = 3e-3", "betas = [0.9, 1.0]", "optimizer.betas must be"),
+        ("[train]", "[compression]\nratio = 0.5\n[train]", "compression.ratio must be from 1"),
+        ("[train]", "[compression]\nkind = 'some'\n[train]", "compression.kind must be one of"),
+        ("[train]", "[compression]\nfamilies = ['zip']\n[train]", "compression.families must be some of"),
+        ("[train]", "[compression]\ncodec = 'topk:0.9'\n[train]", "compression.codec: a density of topk"),
+        ("[train]", "[compression]\ncodec = 'topk:0.010'\n[train]", "compression.codec must be 'topk:0.01'"),
+        ("[train]", "[compression]\nlive = 1\n[train]", "compression.live must be true or false"),
+        ("[train]", "[compression]\nspeed = 1\n[train]", "compression.speed is not known"),
         ('kind = "gpt"', 'kind = "rnn"', "model.kind must be"),
         ('kind = "gpt"', 'kind = "huggingface"', "model.blocks is not known"),
         ("heads = 2", "heads = 3", "model.width: a multiple of"),
@@ -102,3 +110,13 @@ def test_the_share_held_out(count: int, part: float, held: int) -> None:
     files = tuple(Path(f"{i:03}") for i in range(count))
     chosen = spec.share(files, part)
     assert len(set(chosen)) == held and set(chosen) <= set(files)
+
+
+def test_compression_is_none_unless_the_file_asks_for_it(base: Path) -> None:
+    assert spec.parse(SOUND, base).compression == CompressionConfig()
+    asked = (
+        SOUND + '[compression]\nkind = "adaptive"\nratio = 100\nfamilies = ["int8", "topk"]\nlive = false\n'
+    )
+    assert spec.parse(asked, base).compression == CompressionConfig(
+        kind="adaptive", ratio=100.0, families=("int8", "topk"), live=False
+    )

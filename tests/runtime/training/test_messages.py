@@ -9,7 +9,7 @@ from fusion.runtime.training import step as s
 from fusion.runtime.training.baton import Baton
 from fusion.runtime.training.point import Point
 from fusion.swarm.records import Digest
-from fusion.swarm.transport import Frame
+from fusion.swarm.transport import Frame, PeerId
 
 POINT = Point(step=3, digest=Digest("a" * 64), ledger=s.Ledger(steps=3, samples=12, head="b" * 64))
 TALLY = s.Tally(high=4, discarded=1, last_discard=(2, 3), failed=(4, 1), seconds=7.5)
@@ -21,6 +21,10 @@ MESSAGES: tuple[m.Message, ...] = (
     m.HoldMessage(attempt=(2, 4), stage=2, entry=(1, 99, 2)),
     m.RestoreMessage(attempt=(2, 5), point=POINT),
     m.SavedMessage(point=POINT),
+    m.MoveMessage(peer=PeerId("12D3KooW")),
+    m.CommitMessage(
+        attempt=(2, 4), step=4, learning_rate=0.1, clip_factor=0.5, after=s.After(wires=(("x/0", "int8", "none"),))
+    ),
     m.JoinMessage(
         step=-1, newest=POINT, entry=(1, 99, 2), links=((0, 1), (2, 3)), attempt=(2, 4), abandoned=True, tally=TALLY
     ),
@@ -53,7 +57,14 @@ def test_what_is_no_message_is_refused_by_name() -> None:
 
 
 def test_a_baton_arrives_as_it_was_given_and_anything_else_is_refused() -> None:
-    baton = Baton(step=4, shard=Digest("e" * 64), point=POINT, ledger=s.Ledger(steps=4), tally=TALLY)
+    baton = Baton(
+        step=4,
+        shard=Digest("e" * 64),
+        point=POINT,
+        ledger=s.Ledger(steps=4),
+        tally=TALLY,
+        wires=(("x/0", "int8", "none"),),
+    )
     assert Baton.read(over_the_wire(baton.to_header())) == baton
     assert len(msgpack.packb(baton.to_header())) < 16 << 10
     for changes in ({"step": -1}, {"shard": "x"}, {"stray": 1}, {"point": None}):

@@ -68,7 +68,7 @@ def test_nothing_begins_until_every_stage_has_joined() -> None:
     state, actions = s.lead(state, join(1, 0))
     assert actions == () and state.missing == (0,)
     state, actions = s.lead(state, join(0, 0))
-    assert actions == (s.Begin((7, 1), 0, s.After()),)
+    assert actions == (s.Begin((7, 1), 0, s.After(wires=())),)
 
 
 def test_commit_needs_every_stage_and_carries_the_clip_of_the_whole_norm() -> None:
@@ -102,6 +102,29 @@ def test_a_snapshot_that_is_due_goes_with_the_next_commit_once() -> None:
     assert commit.after == s.After(snapshot=True)
     state, commit = committed(state)
     assert commit.after == s.After()
+
+
+def test_new_codecs_go_with_the_next_commit_once_and_with_every_begin() -> None:
+    chosen = (("a/0", "int8", "int8"),)
+    state, actions = s.lead(gathered(), s.Rewire(chosen))
+    assert actions == ()
+    state, commit = committed(state)
+    assert commit.after.wires == chosen
+    state, commit = committed(state)
+    assert commit.after.wires is None
+    state, _ = s.lead(state, s.Lost(1, (1, 0, 1)))
+    state, (begin,) = s.lead(state, join(1, 2, (2, 0, 1)))
+    assert isinstance(begin, s.Begin) and begin.after.wires == chosen
+
+
+def test_codecs_that_come_while_a_stage_is_handed_over_are_told_when_it_is_back() -> None:
+    chosen = (("a/0", "int8", "int8"),)
+    state, _ = s.lead(gathered(), s.Leaving(1, (1, 0, 1)))
+    state, _ = s.lead(state, s.Rewire(chosen))
+    state, commit = committed(state)
+    assert commit.after == s.After(hold=(1,))
+    state, (begin,) = s.lead(state, join(1, 1, (2, 0, 1)))
+    assert isinstance(begin, s.Begin) and begin.after.wires == chosen
 
 
 def test_one_snapshot_after_the_other() -> None:
@@ -138,7 +161,7 @@ def test_a_lost_stage_discards_the_step_and_the_rest_wait_joined() -> None:
     late, actions = s.lead(state, s.Ready(1, (7, 1), 0, s.Report()))
     assert actions == () and late == state
     state, (begin,) = s.lead(state, join(2, 0, (1, 0, 2)))
-    assert begin == s.Begin((7, 2), 0, s.After(), state.tally)
+    assert begin == s.Begin((7, 2), 0, s.After(wires=()), state.tally)
     assert (state.tally.discarded, state.tally.recoveries, state.tally.losses) == (1, 1, 0)
 
 
@@ -198,24 +221,35 @@ def test_a_snapshot_that_nobody_holds_is_given_up_for_the_one_before_and_stays_g
 
 
 def test_a_stage_that_lacks_its_shard_is_asked_again_though_another_was_handed_over_meanwhile() -> None:
-    state = s.LeadState(config=CONFIG, stages=2, term=7, newest=point(4))
-    state, _ = s.lead(state, join(0, 0))
-    state, (restore,) = s.lead(state, join(1, 4))
+    state = s.LeadState(config=CONFIG, stages=3, term=7, newest=point(4))
+    for stage in range(2):
+        state, _ = s.lead(state, join(stage, 4))
+    state, (restore,) = s.lead(state, join(2, 0))
     assert isinstance(restore, s.Restore)
-    state, _ = s.lead(state, join(1, 4, (1, 0, 2)))
+    for stage in range(2):
+        state, _ = s.lead(state, join(stage, 4, (1, 0, 2)))
     state, (hold,) = s.lead(state, s.Leaving(1, (1, 0, 2)))
     assert isinstance(hold, s.Hold) and hold.attempt > restore.attempt
-    others, _ = s.lead(state, join(0, 4, (2, 0, 1)))
-    assert s.lead(others, s.Lacking(0, restore.attempt)) == (others, ())  # the owner before said so
-    state, (again,) = s.lead(state, s.Lacking(0, restore.attempt))
+    others, _ = s.lead(state, join(2, 4, (2, 0, 1)))
+    assert s.lead(others, s.Lacking(2, restore.attempt)) == (others, ())  # the owner before said so
+    state, (again,) = s.lead(state, s.Lacking(2, restore.attempt))
     assert isinstance(again, s.Restore) and again.attempt > hold.attempt
+
+
+def test_who_leaves_before_our_own_stage_is_linked_is_told_to_go_once_it_is() -> None:
+    state = s.LeadState(config=CONFIG, stages=3, term=7)
+    state, _ = s.lead(state, join(1, 0))
+    state, actions = s.lead(state, s.Leaving(1, (1, 0, 1)))
+    assert actions == ()  # it could not be told
+    state, (hold,) = s.lead(state, join(0, 0))
+    assert isinstance(hold, s.Hold) and hold.stage == 1
 
 
 def test_a_job_whose_stages_are_all_at_the_end_only_finishes() -> None:
     state = s.LeadState(config=CONFIG, stages=1, term=7, newest=point(5), ledger=s.Ledger(steps=5))
     _, (begin,) = s.lead(state, join(0, 5))
     assert isinstance(begin, s.Begin)
-    assert begin.after == s.After(evaluate=True, snapshot=True, finish=True)
+    assert begin.after == s.After(evaluate=True, snapshot=True, finish=True, wires=())
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan])

@@ -374,3 +374,32 @@ def test_a_stage_that_does_not_run_here_cannot_be_handed_over(tmp_path: Path) ->
                 await two.service.prepare(work.prepared.job, work.prepared.manifest, 7, record)
 
     asyncio.run(main())
+
+
+def test_a_stage_that_nobody_took_goes_on_and_nothing_is_lost(tmp_path: Path) -> None:
+    async def main() -> None:
+        torch.manual_seed(1)
+        module = GPT(TINY)
+        async with swarm(tmp_path / "rough", 2) as made:
+            lead, other = made.peers
+            work = language_job(lead, module, LONG, 2)
+            await launch(lead.context, work.prepared)
+            for stage in range(2):
+                await made.peers[stage].host(work.prepared, stage)
+            at = 2
+            for peer, stage in ((other, 1), (lead, 0), (other, 1)):
+                at = (await reached(lead, work, at + 2)).step
+                await peer.service.pass_on(work.prepared.job, stage)
+                peer.service.stay(work.prepared.job, stage)
+            # Not waiting for the boundary: the lead may have asked for the hand-over already, or not.
+            passing = asyncio.create_task(other.service.pass_on(work.prepared.job, 1))
+            await asyncio.sleep(0)
+            other.service.stay(work.prepared.job, 1)
+            with pytest.raises(JobError, match="stays"):
+                await passing
+            left = await reached(lead, work, at + 4)
+            assert (left.discarded, left.replayed, left.losses) == (0, 0, 0)
+            losses = await stopped(made, lead, work)
+        assert_bit_identical(losses, await undisturbed(tmp_path / "calm", module, 2, max(losses) + 1))
+
+    asyncio.run(main())

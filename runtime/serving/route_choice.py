@@ -1,0 +1,146 @@
+"""Which holder of each stage a session goes through, by what the claims and the links say. Pure.
+
+A token goes once around the ring, so that is what a route costs for each token: every stage's compute and queue, every
+link between them, and the way back to the first stage. Before the first token all that is known so far has to go
+through as well: the prompt of a new session, or all of a session that moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fusion.dag.network import UNKNOWN_LINK, Device
+from fusion.runtime.job import Manifest
+from fusion.runtime.serving.session import Hop
+from fusion.swarm import routes
+from fusion.swarm.election import winner
+from fusion.swarm.link_view import LinkView
+from fusion.swarm.records import ClaimRecord
+from fusion.swarm.routes import Demand, Hopping, Replica
+from fusion.swarm.transport import PeerId
+
+TOKEN_BYTES = 64.0  # a token on its way back, and the question in front of it
+LEAST_STAGE_SECONDS = 0.0005  # a token's, however small the stage
+UNKNOWN_HOP_BYTES = 16 * 1024  # where a manifest does not say
+PREFILL_SHARE = 0.1  # of a token's compute is a position's of a prompt, which is computed by the hundred
+GAIN = 0.2  # of the time that is left is what moving has to save
+LEAST_GAIN_SECONDS = 0.5
+
+Layers = Sequence[Sequence[ClaimRecord]]  # by stage: who runs it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What one position costs: `stage_seconds` of computing by stage, `hop_bytes` over each cut. Without a KV cache the
+    whole sequence goes through for each token."""
+
+    stage_seconds: tuple[float, ...]
+    hop_bytes: tuple[float, ...]
+    cached: bool = True
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What a session has to do: read `known` positions, then make `tokens`."""
+
+    known: int
+    tokens: int
+
+
+def costs_of(manifest: Manifest) -> Costs:
+    """Decoding reads a stage's weights once for a token, and that is what takes its time."""
+    assert manifest.serve is not None, "only served models have routes"
+    held = manifest.memory_bytes or (0,) * manifest.stages
+    return Costs(
+        stage_seconds=tuple(max(LEAST_STAGE_SECONDS, b / Device.memory_bytes_per_second) for b in held),
+        hop_bytes=manifest.serve.hop_bytes or (UNKNOWN_HOP_BYTES,) * (manifest.stages - 1),
+        cached=manifest.serve.cache == "kv",
+    )
+
+
+def holders(claims: Sequence[ClaimRecord]) -> tuple[ClaimRecord, ...]:
+    """Who runs the stage: its owner first, then the replicas that are ready. Empty where nobody does."""
+    owner = winner(claims)
+    replicas = [claim for claim in claims if claim.role == "replica" and claim.ready]
+    found = {claim.peer: claim for claim in reversed(replicas)}
+    if owner is not None:
+        found.pop(owner.peer, None)
+        return (owner, *found.values())
+    return tuple(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """The routes that there are: holders of each stage (none may be without), links, and `ours`: how many sessions of
+    this `gateway` run at a stage's holder, which its claim may not know of yet."""
+
+    stages: Layers
+    links: LinkView
+    gateway: PeerId
+    costs: Costs
+    ours: Mapping[tuple[int, PeerId], int]
+
+    def choose(self, errand: Errand) -> tuple[Hop, ...]:
+        """For a new session."""
+        found = routes.cheapest(self._layers(errand, ()), self._demand(errand), self._link)
+        return self._hops(found.peers)
+
+    def better(self, errand: Errand, current: Sequence[Hop]) -> tuple[Hop, ...] | None:
+        """Where a session that runs on `current` should go on: None unless that saves clearly more than it costs to
+        read all that is known anew."""
+        peers = tuple(hop.peer for hop in current)
+        held = [{claim.peer for claim in layer} for layer in self.stages]
+        if not all(peer in there for peer, there in zip(peers, held, strict=True)):
+            return None  # a claim has run out: the session itself will tell
+        found = routes.cheapest(self._layers(errand, peers), self._demand(errand), self._link)
+        if found.peers == peers:
+            return None
+        goes_on = Errand(0, errand.tokens) if self.costs.cached else errand
+        layers = self._layers(goes_on, peers)
+        stays = routes.seconds(
+            [next(r for r in layer if r.peer == peer) for layer, peer in zip(layers, peers, strict=True)],
+            self._demand(goes_on),
+            self._link,
+        )
+        saved = errand.tokens * (stays - found.seconds)
+        if saved > LEAST_GAIN_SECONDS and saved > GAIN * errand.tokens * stays:
+            return self._hops(found.peers)
+        return None
+
+    def _hops(self, peers: Sequence[PeerId]) -> tuple[Hop, ...]:
+        terms = [{claim.peer: claim.term for claim in layer} for layer in self.stages]
+        return tuple(Hop(peer, held[peer]) for peer, held in zip(peers, terms, strict=True))
+
+    def _demand(self, errand: Errand) -> Demand:
+        """For each token, with its share of what goes before the first."""
+        positions = 1.0 + errand.known / max(errand.tokens, 1) if self.costs.cached else float(errand.known)
+        return Demand(
+            hop_bytes=tuple(size * positions for size in self.costs.hop_bytes),
+            start=self.gateway,
+            start_bytes=TOKEN_BYTES,
+            answer_bytes=TOKEN_BYTES,
+            ring=True,
+            ring_bytes=TOKEN_BYTES,
+        )
+
+    def _link(self, one: PeerId, two: PeerId) -> Hopping:
+        known = self.links.link(one, two)
+        alpha = UNKNOWN_LINK.alpha_seconds if known.rtt_seconds is None else known.rtt_seconds / 2
+        return Hopping(alpha, 1.0 / (known.bytes_per_second or UNKNOWN_LINK.bytes_per_second))
+
+    def _layers(self, errand: Errand, current: Sequence[PeerId]) -> list[list[Replica]]:
+        read = PREFILL_SHARE * errand.known
+        share = 1.0 + read / max(errand.tokens, 1) if self.costs.cached else max(1.0, read)
+        return [
+            [self._replica(stage, claim, share, current) for claim in layer]
+            for stage, layer in enumerate(self.stages)
+        ]
+
+    def _replica(self, stage: int, claim: ClaimRecord, share: float, current: Sequence[PeerId]) -> Replica:
+        own = bool(current) and current[stage] == claim.peer
+        others = max(claim.load, self.ours.get((stage, claim.peer), 0)) - own
+        seconds = self.costs.stage_seconds[stage]
+        # Each of the other sessions is at this stage, and in the way, for one stage's share of its round.
+        queue = seconds * max(others, 0.0) / len(self.stages)
+        return Replica(peer=claim.peer, compute_seconds=seconds * share, queue_seconds=queue)

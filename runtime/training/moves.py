@@ -1,0 +1,103 @@
+"""Whether a stage of a running job should go to an idle peer: pure, over the model that placements are compared by.
+
+A move stops the whole job while the stage's state crosses a link, so it has to save twice that in the steps that are
+left, and a fifth of each. What a peer announces of its speed was measured in an idle moment: unless it is BELIEVED times
+as much, the peer counts as no faster than the one that has been seen at work. The way back never pays then, as long as
+nothing else changes: both of its ends are judged by the same figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fusion.dag.pipeline import Pipeline, StageLoad
+from fusion.dag.step_model import step_seconds
+
+LEAST_GAIN = 0.2  # of a step
+WORTH = 2.0  # times the cost
+PAUSE_SECONDS = 3.0  # of a move, beside sending the state: to stop, to claim, to link, to begin
+BELIEVED = 3.0  # how much faster a peer has to be by its own account
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    stage: int
+    peer: str
+    before_seconds: float  # a step
+    after_seconds: float
+    cost_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Of a step, from 0 to 1."""
+        return 1 - self.after_seconds / self.before_seconds
+
+
+def best_move(
+    pipe: Pipeline,
+    idle: Sequence[str],
+    *,
+    state_bytes: Sequence[int],
+    steps_left: int,
+    seconds: float,
+    known: Callable[[str, str], bool] = lambda a, b: True,
+) -> Move | None:
+    """The move that shortens a step most, of those that pay; None where none does.
+
+    `idle` are peers of the network that run no stage, whose `memory_bytes` are free; `state_bytes` by stage. `seconds`:
+    what a step takes by the clock; the model may expect worse, and is not believed. `known` tells which ordered pairs
+    of peers the network does not guess: a stage goes nowhere on a guess."""
+    before = min(step_seconds(pipe).seconds, seconds)
+    best: Move | None = None
+    for stage, load in enumerate(pipe.stages):
+        for peer in idle:
+            fits = load.memory_bytes <= pipe.network.device(peer).memory_bytes
+            if peer in pipe.owners or not fits or not _reaches(pipe, stage, peer, known):
+                continue
+            rate = pipe.network.rate(pipe.owners[stage], peer)
+            move = Move(
+                stage=stage,
+                peer=peer,
+                before_seconds=before,
+                after_seconds=step_seconds(moved(pipe, stage, peer)).seconds,
+                cost_seconds=state_bytes[stage] / rate + PAUSE_SECONDS,
+            )
+            if pays(move, steps_left) and (best is None or move.after_seconds < best.after_seconds):
+                best = move
+    return best
+
+
+def pays(move: Move, steps_left: int) -> bool:
+    saved = move.before_seconds - move.after_seconds
+    return saved >= LEAST_GAIN * move.before_seconds and saved * steps_left > WORTH * move.cost_seconds
+
+
+def moved(pipe: Pipeline, stage: int, peer: str) -> Pipeline:
+    """The same job with the stage on that peer."""
+    owners, stages = list(pipe.owners), list(pipe.stages)
+    network = pipe.network
+    ratio = network.device(owners[stage]).flops_per_second / network.device(peer).flops_per_second
+    owners[stage] = peer
+    stages[stage] = _slower(stages[stage], ratio if ratio * BELIEVED < 1 else max(1.0, ratio))
+    return replace(pipe, owners=tuple(owners), stages=tuple(stages))
+
+
+def _slower(load: StageLoad, times: float) -> StageLoad:
+    return replace(
+        load,
+        forward_seconds=load.forward_seconds * times,
+        backward_seconds=load.backward_seconds * times,
+        update_seconds=load.update_seconds * times,
+    )
+
+
+def _reaches(pipe: Pipeline, stage: int, peer: str, known: Callable[[str, str], bool]) -> bool:
+    """Whether something is known of every link that the stage would use there."""
+    ends = {
+        pipe.owners[flow.consumer if flow.producer == stage else flow.producer]
+        for flow in pipe.flows
+        if stage in (flow.producer, flow.consumer)
+    }
+    there = known(pipe.owners[stage], peer)
+    return there and all(known(peer, end) and known(end, peer) for end in ends)
