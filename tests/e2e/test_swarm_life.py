@@ -8,7 +8,9 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from support import namespaces
+from box import kernel
+from box.network import Box
+from box.spec import Host, NetworkSpec
 from support.jobs import with_client
 
 from fusion.cli.fleet import Fleet, LocalPeer, open_fleet
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 JOINERS = 20
+SIDES = ("left", "right")
 CUT_SECONDS = (
     20.0  # long enough for all records of the other side to run out, and for libp2p to give its peers up
 )
@@ -80,49 +83,47 @@ def test_twenty_join_in_the_same_second(peers: Peers) -> None:
         assert not [line for line in lines if "Traceback" in line or line.startswith(" ")], lines
 
 
-@pytest.mark.skipif(bool(namespaces.unavailable()), reason="network namespaces cannot be made here")
+@pytest.mark.skipif(bool(kernel.unavailable()), reason=kernel.unavailable() or "it can be made")
 def test_two_halves_of_a_swarm_find_each_other_again(traces: str) -> None:
     async def scenario() -> None:
-        with namespaces.two_sides() as split:
+        with Box(NetworkSpec(hosts=tuple(Host(name=side) for side in SIDES))) as box:
             async with open_fleet("fleet-") as fleet:
-                first = await start(fleet, split, "first", 0)
+                first = await start(fleet, box, "first", "left")
                 others = await asyncio.gather(
-                    *(start(fleet, split, f"other-{i}", i % 2, first.address) for i in range(1, 4))
+                    *(start(fleet, box, f"other-{i}", SIDES[i % 2], first.address) for i in range(1, 4))
                 )
                 everybody = {peer.peer_id for peer in (first, *others)}
                 here = {first.peer_id, others[1].peer_id}
-                assert await united(fleet, split, 0, first, everybody, UNITED_SECONDS)
-                split.cut()
+                assert await united(fleet, box, "left", first, everybody, UNITED_SECONDS)
+                box.set_pair(*SIDES, loss=1.0)
                 await asyncio.sleep(CUT_SECONDS)
-                assert await united(fleet, split, 0, first, here, UNITED_SECONDS)
-                assert await united(fleet, split, 1, others[0], everybody - here, UNITED_SECONDS)
-                split.heal()
+                assert await united(fleet, box, "left", first, here, UNITED_SECONDS)
+                assert await united(fleet, box, "right", others[0], everybody - here, UNITED_SECONDS)
+                box.set_pair(*SIDES, loss=0.0)
                 began = time.monotonic()
-                assert await united(fleet, split, 0, first, everybody, UNITED_SECONDS)
-                assert await united(fleet, split, 1, others[0], everybody, UNITED_SECONDS)
+                assert await united(fleet, box, "left", first, everybody, UNITED_SECONDS)
+                assert await united(fleet, box, "right", others[0], everybody, UNITED_SECONDS)
                 print(f"one swarm again after {time.monotonic() - began:.1f} s")
 
     asyncio.run(scenario())
 
 
-async def start(fleet: Fleet, split: namespaces.Split, name: str, side: int, *bootstrap: str) -> LocalPeer:
-    return await fleet.start_peer(
-        name, bootstrap=bootstrap, listen=split.listen(side), prefix=split.prefix(side)
-    )
+async def start(fleet: Fleet, box: Box, name: str, side: str, *bootstrap: str) -> LocalPeer:
+    return await fleet.start_peer(name, bootstrap=bootstrap, listen=box.listen(side), prefix=box.prefix(side))
 
 
 async def united(
-    fleet: Fleet, split: namespaces.Split, side: int, through: LocalPeer, wanted: set[str], seconds: float
+    fleet: Fleet, box: Box, side: str, through: LocalPeer, wanted: set[str], seconds: float
 ) -> bool:
     """Whether a newcomer on that side, who knows `through` alone, comes to see exactly these peers."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         [status] = await fleet.run(
             f"status-{time.monotonic_ns()}", "status", "--home", str(fleet.root / "nobody"),
-            "--bootstrap", through.address, prefix=split.prefix(side),
+            "--bootstrap", through.address, prefix=box.prefix(side),
         )  # fmt: skip
         found = {each["peer"] for each in status["peers"]}
-        print(f"side {side}: {len(found)} peers")
+        print(f"{side}: {len(found)} peers")
         if found == wanted:
             return True
     return False

@@ -22,8 +22,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from reports import tell
 from safetensors.torch import save_file
+from support.endings import end_as_if_interrupted
 
 from fusion.cli.chaos import last_words
 from fusion.cli.chaos_job import STORE_BYTES, Plan, invented, launched
@@ -94,7 +97,7 @@ class Stage:
         for stage in range(self.stages):
             claims = await self._claims(stage)
             owner = winner(claims)
-            standby = any(claim.role == "standby" and claim.ready for claim in claims)
+            standby = any(claim.role in ("standby", "replica") and claim.ready for claim in claims)
             count += owner is not None and owner.ready and standby
         return count
 
@@ -297,6 +300,7 @@ def _report(
 
 
 def main() -> int:
+    end_as_if_interrupted()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--together-kills", type=int, default=20)

@@ -123,14 +123,14 @@ def install() -> None:
     from fusion.runtime.training.lead import Lead
     from fusion.runtime.training.service import TrainingService
     from fusion.runtime.training.stage_files import StageFiles
-    from fusion.swarm.frame_stream import FrameStream
+    from fusion.swarm.lanes import Lanes
 
     wrap(TorchTrainingStage, "forward", "fp")
     wrap(TorchTrainingStage, "backward", "bp")
     wrap(TorchTrainingStage, "apply", "commit")
     wrap(TorchTrainingStage, "discard", "recovery")
-    wrap(FrameStream, "send", "ready", lambda _, kind, *__, **___: kind == "ready")
-    wrap(FrameStream, "send", "commit-sent", lambda _, kind, *__, **___: kind == "commit")
+    wrap(Lanes, "send", "ready", lambda _, kind, *__, **___: kind == "ready")
+    wrap(Lanes, "send", "commit-sent", lambda _, kind, *__, **___: kind == "commit")
     wrap(Lead, "receive", "ready", lambda _, __, message: isinstance(message, m.ReadyMessage))
     wrap(StageFiles, "save", "snapshot")
     wrap(StageFiles, "replicate", "snapshot")

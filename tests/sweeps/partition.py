@@ -1,8 +1,8 @@
 """A swarm cut in two for a while in the middle of training, with a whole pipeline on each side: python tests/sweeps/partition.py
 
-Two network namespaces, two peers in each: an owner and a standby. While they are cut off from each other, each side
-elects owners for the stages that it lost and trains on. Once healed there must be one history, the same weights as
-those of a quiet run, and the other side's owners back among the standbys. Needs root (namespaces).
+Two hosts of a network in a box, two peers on each: an owner and a standby. While they are cut off from each other, each
+side elects owners for the stages that it lost and trains on. Once healed there must be one history, the same weights as
+those of a quiet run, and the other side's owners back among the standbys. Needs root and Linux.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-import namespaces
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from box import kernel
+from box.network import Box
+from box.spec import Host, NetworkSpec
+from support.endings import end_as_if_interrupted
 
 from fusion.cli import chaos_job
 from fusion.cli.chaos_swarm import Swarm
@@ -25,6 +27,7 @@ from fusion.cli.chaos_timeline import Commit, Timeline
 from fusion.cli.fleet import FleetError, LocalPeer, open_fleet
 from fusion.runtime.peer import ClientConfig, open_client
 
+SIDES = ("left", "right")
 STAGES = 2
 TRIAL_STEPS = 80
 BEGIN_SECONDS = 120.0
@@ -33,25 +36,23 @@ POOL_SECONDS = 30.0
 
 
 def main() -> int:
+    end_as_if_interrupted()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="length of the cut")
     parser.add_argument("--before", type=float, default=10.0, help="training before the cut, in seconds")
     parser.add_argument("--after", type=float, default=40.0, help="training after it, about, in seconds")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.inside is not None:
-        report = asyncio.run(_partition(namespaces.Split(arguments.inside), arguments))
-        print(json.dumps(report, indent=2))
-        return 0 if report["passed"] else 1
-    reason = namespaces.unavailable()
+    reason = kernel.unavailable()
     if reason:
         print(f"skipped: {reason}", file=sys.stderr)
         return 0
-    with namespaces.two_sides() as split:
-        command = [*split.prefix(0), sys.executable, *sys.argv, "--inside", split.name]
-        return subprocess.run(command).returncode
+    # The launcher and the one who asks at the end are on the first side.
+    with Box(NetworkSpec(hosts=tuple(Host(name=side) for side in SIDES))) as box, box.entered(SIDES[0]):
+        report = asyncio.run(_partition(box, arguments))
+    print(json.dumps(report, indent=2))
+    return 0 if report["passed"] else 1
 
 
 @dataclass
@@ -61,14 +62,14 @@ class Run:
     commits: tuple[tuple[str, Commit], ...] = ()  # with the lead's name
 
 
-async def _partition(split: namespaces.Split, arguments: argparse.Namespace) -> dict[str, object]:
+async def _partition(box: Box, arguments: argparse.Namespace) -> dict[str, object]:
     async with open_fleet("fusion-partition-") as fleet:
         swarm = Swarm(fleet)
         plan = await asyncio.to_thread(chaos_job.prepare, fleet.root / "plan", STAGES)
-        sides: dict[str, int] = {}
+        sides: dict[str, str] = {}
         peers: list[LocalPeer] = []
-        for name, side in (("peer-1", 0), ("peer-2", 1), ("peer-3", 0), ("peer-4", 1)):
-            peers.append(await _start(swarm, split, name, side, peers))
+        for name, side in zip(("peer-1", "peer-2", "peer-3", "peer-4"), SIDES * 2, strict=True):
+            peers.append(await _start(swarm, box, name, side, peers))
             sides[name] = side
         trial = await _train(swarm, plan, "trial", TRIAL_STEPS, peers)
         rate = trial.timeline.rate(10)
@@ -79,9 +80,9 @@ async def _partition(split: namespaces.Split, arguments: argparse.Namespace) -> 
         async def cut_and_heal() -> None:
             await asyncio.sleep(arguments.before)
             cut["at"] = time.time()
-            await asyncio.to_thread(split.cut)
+            await asyncio.to_thread(box.set_pair, *SIDES, loss=1.0)
             await asyncio.sleep(arguments.seconds)
-            await asyncio.to_thread(split.heal)
+            await asyncio.to_thread(box.set_pair, *SIDES, loss=0.0)
             cut["healed"] = time.time()
 
         try:
@@ -92,7 +93,7 @@ async def _partition(split: namespaces.Split, arguments: argparse.Namespace) -> 
         pool = await _pool(swarm, run.timeline.job, peers)
         per_side = [
             len({c.step for who, c in run.commits if sides[who] == side and cut["at"] < c.at < cut["healed"]})
-            for side in (0, 1)
+            for side in SIDES
         ]
         leads = {who for who, c in run.commits if c.at > cut["healed"] + 15.0}
         merged = _merged(run, cut["healed"])
@@ -119,9 +120,7 @@ async def _partition(split: namespaces.Split, arguments: argparse.Namespace) -> 
         }
 
 
-async def _start(
-    swarm: Swarm, split: namespaces.Split, name: str, side: int, others: list[LocalPeer]
-) -> LocalPeer:
+async def _start(swarm: Swarm, box: Box, name: str, side: str, others: list[LocalPeer]) -> LocalPeer:
     def hear(record: dict[str, object]) -> None:
         timeline = swarm.timelines.get(str(record.get("job")))
         if timeline is None:
@@ -135,8 +134,8 @@ async def _start(
     return await swarm.fleet.start_peer(
         name, "--tell-steps",
         bootstrap=[peer.address for peer in others],
-        listen=split.listen(side),
-        prefix=split.prefix(1) if side == 1 else (),
+        listen=box.listen(side),
+        prefix=box.prefix(side),
         on_record=hear,
     )  # fmt: skip
 
