@@ -2,9 +2,10 @@
 #   make demo     see it work: peers on this machine train a model on real text, then answer a prompt
 #   make test     lint, format check, types, tests
 #   make bench    the figures of the README, as a table and bench-results.json
+#   make bench-network  train over slow links (root, Linux): docs/network.md; stop it whenever you like, it goes on from there
 #   make chaos    train on peers of this machine that are killed meanwhile, and compare with a quiet run
 #   make worlds   simulate the protocol in 100 000 worlds with faults (WORLDS=, SEED=)
-#   make sweep    every way to go, in every phase: kills, frozen peers, cold starts, departures, a partition
+#   make sweep    every way to go, in every phase: kills, frozen peers, cold starts, departures, a partition; placements
 # PYTHON=python3.12 picks an interpreter (3.11 or newer). PIP_ARGS is handed to pip, for a mirror or an index of its own.
 
 VENV := .venv
@@ -25,7 +26,7 @@ PACKAGES := -p fusion.swarm -p fusion.dag -p fusion.compression -p fusion.runtim
 SEED ?= 1
 WORLDS ?= 100000
 
-.PHONY: help demo test bench chaos sweep worlds lint format clean install
+.PHONY: help demo test bench bench-network chaos sweep worlds lint format clean install
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +50,10 @@ format: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	@exec $(BIN)/python tests/bench $(ARGS)
 
+# For example: make bench-network ARGS="--networks C --rounds 1 --curves --minutes 30"
+bench-network: $(VENV)/.installed-dev
+	@exec $(BIN)/python tests/bench/network.py $(ARGS)
+
 # For example: make chaos ARGS="--minutes 5 --seed 7 --json"
 chaos: $(VENV)/.installed
 	@exec $(BIN)/fusion-peer chaos --stop-with $$PPID $(ARGS)
@@ -62,6 +67,7 @@ sweep: $(VENV)/.installed-dev
 	$(BIN)/python tests/sweeps/cold_start.py --seed $(SEED) --json sweep-cold-start.json
 	$(BIN)/python tests/sweeps/departures.py --seed $(SEED)
 	$(BIN)/python tests/sweeps/partition.py
+	$(BIN)/python tests/sweeps/placement.py --seed $(SEED) --json sweep-placement.json
 
 worlds: $(VENV)/.installed-dev
 	@exec $(BIN)/python tests/worlds --worlds $(WORLDS) --seed $(SEED) $(ARGS)

@@ -1,0 +1,108 @@
+"""The stages of a job in one process, with everything that they send encoded and decoded as between peers.
+
+No network: each stage is run by its `Rad`, which sends straight into the inboxes of the others. What is left is the
+arithmetic of a pipeline over slow links, as fast as one core allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+from fusion.dag.cuts import split, tie_groups
+from fusion.dag.ir import Graph
+from fusion.dag.stage import Stage
+from fusion.runtime.data import Batches
+from fusion.runtime.job import TrainConfig
+from fusion.runtime.launch.sources import Read
+from fusion.runtime.planes.optimizer import clip_factor, learning_rate
+from fusion.runtime.planes.torch_plane import TorchTrainingStage
+from fusion.runtime.training.inbox import Plan
+from fusion.runtime.training.rad import Rad
+from fusion.runtime.training.wire_codecs import WireCodecs
+from fusion.runtime.worker import Worker
+from fusion.swarm.transport import Buffer, Frame
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ATTEMPT = (1, 1)
+
+
+class Line:
+    """All stages of a job. `sent_bytes`: payload between them so far."""
+
+    def __init__(
+        self, graph: Graph, cuts: Sequence[int], read: Read, config: TrainConfig, train: Path, held_out: Path
+    ) -> None:
+        self.sent_bytes = 0
+        self._config = config
+        self._arriving: set[asyncio.Future[None]] = set()
+        parts = split(graph, cuts)
+        ties = tie_groups(parts)
+        sizes = {"batch": config.microbatch_size, "sequence": config.sequence}
+        self._planes = [
+            TorchTrainingStage(part, read(part.graph.variables), config.optimizer) for part in parts
+        ]
+        self._codecs = [WireCodecs(config) for _ in parts]
+        self._rads = [
+            Rad(
+                Plan(
+                    stage=part,
+                    stages=len(parts),
+                    ties=tuple(tie for tie in ties if part.index in tie.stages),
+                    sizes=sizes,
+                ),
+                config,
+                plane,
+                cast(Worker, _Here()),
+                _batches(config, part, train, held_out),
+                self._send_from(part.index),
+                codecs,
+            )
+            for part, plane, codecs in zip(parts, self._planes, self._codecs, strict=True)
+        ]
+
+    async def step(self, step: int) -> float:
+        """One committed step; the training loss."""
+        reports = await asyncio.gather(*(rad.step(ATTEMPT, step) for rad in self._rads))
+        rate = learning_rate(self._config.optimizer, step, self._config.steps)
+        clip = clip_factor(self._config.optimizer, sum(report.squared_norm for report in reports))
+        for plane, codecs in zip(self._planes, self._codecs, strict=True):
+            codecs.commit()
+            plane.apply(rate, clip)
+        return next(report.loss for report in reports if report.loss is not None)
+
+    async def evaluate(self, step: int) -> float:
+        """The validation loss of the state of `step`."""
+        losses = await asyncio.gather(*(rad.evaluate(ATTEMPT, step) for rad in self._rads))
+        return next(loss for loss in losses if loss is not None)
+
+    def _send_from(self, source: int) -> Callable[[int, str, Mapping[str, Any], Sequence[Buffer]], None]:
+        def send(target: int, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> None:
+            # A copy, as on a wire: the sender goes on with its own memory.
+            data = memoryview(bytearray().join(payload))
+            self.sent_bytes += data.nbytes
+            frame = Frame(kind, {**header, "term": 1}, data)
+            work = self._rads[target].inbox.offer(source, frame)
+            if work is not None:
+                arriving = asyncio.ensure_future(work)
+                self._arriving.add(arriving)
+                arriving.add_done_callback(self._arriving.discard)
+
+        return send
+
+
+class _Here:
+    """A worker that computes at once, where it is called."""
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs)
+
+
+def _batches(config: TrainConfig, part: Stage, train: Path, held_out: Path) -> Batches:
+    received = {edge.name for edge in part.receives}
+    inputs = [given.name for given in part.graph.inputs if given.name not in received]
+    needed = Batches.needs_blobs(config, inputs)
+    return Batches(config, inputs, train if needed else None, held_out if needed else None)

@@ -1,0 +1,252 @@
+"""`make bench-network`: real peers train a GPT over slow links; network x scheduler x codec -> step time, bytes, loss.
+
+    python tests/bench/network.py [--networks A,B,my.toml] [--rounds 3] [--curves] [--minutes 60] [--only "equal-ops/dense"]
+
+Peers are real processes in network namespaces (root and Linux), joined by links as slow as the network's file says. The
+cases run in turn, round after round, a job each; results are kept in docs/network.json after each job, and what is
+there is not measured again, so it may be stopped at any time and gone on with. With --curves whole trainings follow,
+whose validation loss is drawn against wall-clock time. `--report` only writes the table from what is there.
+
+All peers share the cores of this machine, and the predictions know it: what a message costs those cores, what idle peers
+do, and what payloads get of a link's rate is measured before any job; what a stage needs, by running each placement
+with the box's limits lifted and one microbatch at a time. Where the machine is others' too, a job waits until it is as
+fast as it can be, a minute at most, and runs again if it was not after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.network_cases import (
+    BASELINE,
+    CODECS,
+    Bench,
+    Case,
+    busiest_pairs,
+    measurable,
+    placed,
+    predicted,
+    seconds_of,
+)
+from bench.network_machine import (
+    AFTER_SECONDS,
+    WAIT_SECONDS,
+    Pace,
+    frame_cost,
+    frame_goodput,
+    unlimited,
+    useful_cores,
+)
+from bench.network_results import Results, alone, report
+from bench.network_run import Testbed, open_testbed
+from bench.network_table import step_lengths, step_seconds
+from box import kernel
+from box.network import Box
+from box.network_file import read_network
+from support.endings import end_as_if_interrupted
+
+from fusion.cli.fleet import FleetError
+from fusion.compression.codec_speed import measure_families
+from fusion.runtime.errors import JobError
+
+DOCS = Path(__file__).parents[2] / "docs"
+CURVES = (
+    ("equal-ops", "dense"), ("equal-ops", "adaptive"),
+    ("op-fence", "dense"), ("op-fence", "adaptive"), ("op-fence, 6", "adaptive"),
+)  # fmt: skip
+LONGER = 1.5  # the other curves have so many times the baseline's steps: they may need a few more
+ADDED_SECONDS = 20.0  # what a job takes beside its steps, about: to know whether there is time for one
+TRIES = 2  # of a job that fails
+REPEATS = 3  # of a job while others kept this machine busy: the last counts
+RESTARTS = 10  # of a network's peers
+SETTLE_SECONDS = 30.0  # until new peers have measured their links
+FAMILIES = ("bf16", "fp16", "int8", "int4", "topk")
+
+
+async def measure(
+    bench: Bench,
+    box: Box,
+    testbed: Testbed,
+    cases: Sequence[Case],
+    results: Results,
+    options: argparse.Namespace,
+) -> None:
+    """The jobs of one network that are missing, while there is time. FleetError: the peers are of no use any more."""
+    results.data["speeds"] = {family: asdict(speed) for family, speed in measure_families(FAMILIES).items()}
+    machine = results.data["machine"][bench.name]
+    if "idle_cores" not in machine:
+        await asyncio.sleep(SETTLE_SECONDS)
+        machine["idle_cores"] = await asyncio.to_thread(testbed.idle_cores)
+        say(f"{bench.name}: {machine}")
+    for number in range(options.rounds):
+        for case in cases:
+            if len(results.jobs("alone", alone(bench, case))) <= number:
+                with unlimited(box, list(testbed.peers)):
+                    await _job(bench, testbed, "alone", case, bench.alone_steps, results, options)
+            if len(results.jobs("jobs", case.name)) <= number:
+                await _job(bench, testbed, "jobs", case, bench.steps, results, options)
+    if not options.curves:
+        return
+    for scheduler, codec in CURVES:
+        case = Case(network=bench.name, scheduler=scheduler, codec=codec)
+        if case in cases and not results.jobs("curves", case.name):
+            longer = 1.0 if (scheduler, codec) == BASELINE else LONGER
+            await _job(bench, testbed, "curves", case, round(longer * bench.curve_steps), results, options)
+
+
+async def _job(
+    bench: Bench,
+    testbed: Testbed,
+    kind: str,
+    case: Case,
+    steps: int,
+    results: Results,
+    options: argparse.Namespace,
+) -> None:
+    known = results.jobs("jobs", case.name)
+    step = step_seconds(known, bench.warm_up) if known else predicted(bench, case).simulated_seconds
+    needs = ADDED_SECONDS + steps * step
+    if time.monotonic() + needs > options.until:
+        say(f"{case.name}: about {needs:.0f} s, no time left for it")
+        return
+    if results.failures(kind, case) >= TRIES:
+        return
+    try:
+        for _ in range(REPEATS):
+            quiet = await asyncio.to_thread(options.pace.quiet_within, WAIT_SECONDS)
+            sample = await testbed.run(case, steps, evaluate=kind == "curves", alone=kind == "alone")
+            quiet &= await asyncio.to_thread(options.pace.quiet_within, AFTER_SECONDS)
+            if quiet:
+                break
+            say(f"{case.name}: the machine was slower than it can be, once more")
+    except FleetError as error:
+        results.data["failed"].append([kind, case.name, str(error)])
+        results.save()
+        raise
+    results.jobs(kind, alone(bench, case) if kind == "alone" else case.name).append(
+        asdict(sample) | {"quiet": quiet}
+    )
+    results.save()
+    lengths = step_lengths(asdict(sample), bench.warm_up)
+    say(f"{kind} {case.name}: {median(lengths):.3f} s a step ({min(lengths):.3f}-{max(lengths):.3f}), "
+        f"{sample.cpu_seconds:.3f} s of CPU, loss {sample.losses[-1]:.3f}")  # fmt: skip
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="make bench-network", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", default="A,B,C")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--only", default="", help="SCHEDULER/CODEC, with ; between several; the baseline is added"
+    )
+    parser.add_argument("--curves", action="store_true", help="train to the baseline's loss as well")
+    parser.add_argument("--minutes", type=float, default=90.0, help="begin no job that would end later")
+    parser.add_argument("--folder", type=Path, default=DOCS, help="where results are kept")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    end_as_if_interrupted()
+    options.pace = Pace()
+    options.until = time.monotonic() + 60.0 * options.minutes
+    options.folder.mkdir(parents=True, exist_ok=True)
+    results = Results(options.folder / "network.json")
+    chosen = []
+    try:
+        for name in options.networks.split(","):
+            bench = measurable(name)
+            results.open(bench)
+            chosen.append((bench, distinct(bench, _chosen(bench.cases(), options.only))))
+    except (JobError, ValueError) as error:
+        say(f"bench-network: {error}")
+        return 2
+    reason = kernel.unavailable()
+    if reason:
+        say(f"skipped: {reason}")
+    elif not options.report:
+        try:
+            for bench, cases in chosen:
+                measure_network(bench, cases, results, options)
+        except KeyboardInterrupt:
+            say("interrupted; the same command goes on from here")
+            return 130
+    report(results, chosen, options.folder)
+    return 0
+
+
+def measure_network(
+    bench: Bench, cases: Sequence[Case], results: Results, options: argparse.Namespace
+) -> None:
+    spec = read_network(bench.path)
+    used = {owner for case in cases for owner in placed(bench, case).placement.owners}
+    hosts = [host.name for host in spec.hosts if host.name in used]
+
+    async def scenario() -> None:
+        async with open_testbed(bench, box, hosts) as testbed:
+            await measure(bench, box, testbed, cases, results, options)
+
+    with Box(spec) as box:
+        if bench.name not in results.data["machine"]:
+            results.data["machine"][bench.name] = _machine(bench, box)
+        with box.entered(hosts[0]):  # where the launcher is
+            for _ in range(RESTARTS):
+                try:
+                    asyncio.run(scenario())
+                    break
+                except (
+                    FleetError
+                ) as error:  # what is still running of the job would be in the way of the next
+                    say(f"once more with other peers: {error}")
+
+
+def _machine(bench: Bench, box: Box) -> dict[str, float]:
+    """See `Machine`; the goodput is measured where the baseline is slowest."""
+    pairs = busiest_pairs(bench, bench.baseline)
+    goodput = frame_goodput(box, pairs, lambda bytes_: seconds_of(bench.network, pairs, bytes_))
+    message, byte = frame_cost(box, *pairs[0])
+    return {"goodput": goodput, "cores": useful_cores(), "message_seconds": message, "byte_seconds": byte}
+
+
+def distinct(bench: Bench, cases: Sequence[Case]) -> list[Case]:
+    """Without those that would run exactly what an earlier one runs."""
+    found: dict[tuple[object, ...], Case] = {}
+    for case in cases:
+        one = placed(bench, case)
+        runs = (
+            case.network,
+            case.codec,
+            one.placement.cuts,
+            one.placement.owners,
+            one.placement.depth,
+            one.wires,
+        )
+        found.setdefault(runs, case)
+    return list(found.values())
+
+
+def _chosen(cases: Sequence[Case], only: str) -> list[Case]:
+    """ValueError for one that there is not."""
+    if not only:
+        return list(cases)
+    wanted = [BASELINE, *(tuple(part.strip() for part in name.rsplit("/", 1)) for name in only.split(";"))]
+    for name in wanted:
+        if len(name) != 2 or name[1] not in CODECS or not any(case.scheduler == name[0] for case in cases):
+            raise ValueError(f"--only: {'/'.join(name)} is not one of {sorted({c.name for c in cases})}")
+    return [case for case in cases if (case.scheduler, case.codec) in wanted]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""What the machine adds to a network in a box, measured before any job: what frames get of a link's rate, and what they
+cost the cores that all peers, and the box itself, share."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from statistics import median
+
+import psutil
+from box.network import Box
+
+from fusion.dag.simulate import Shared
+
+WORK = (sys.executable, str(Path(__file__).with_name("core_work.py")))
+FLOW = (sys.executable, str(Path(__file__).with_name("frame_flow.py")))
+SMALL, LARGE = (1 << 10, 3000), (1 << 17, 600)  # bytes of a payload, payloads
+QUIET = 1.25  # times the fastest, up to which this machine counts as ours alone
+WAIT_SECONDS, AFTER_SECONDS = 60.0, 8.0  # for that before a job, and after it, when its peers clear up
+PAUSE_SECONDS = 1.0
+HASHED_BYTES = 100_000_000
+SECONDS = 6.0  # for which the rate of a link is measured
+WORK_SECONDS, WORK_TURNS = 2.0, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """`goodput`: the share of the slowest link's or line's rate that payloads get; `cores`: how many times as much all cores
+    compute together as one alone; `idle_cores`: that idle peers keep busy."""
+
+    goodput: float = 1.0
+    cores: float = math.inf
+    message_seconds: float = 0.0
+    byte_seconds: float = 0.0
+    idle_cores: float = 0.0
+
+    @property
+    def shared(self) -> Shared:
+        return Shared(
+            cores=self.cores - self.idle_cores,
+            message_seconds=self.message_seconds,
+            byte_seconds=self.byte_seconds,
+        )
+
+
+class Flow:
+    """Frames there and back between two hosts of a box."""
+
+    def __init__(self, box: Box, server: subprocess.Popen[str], client: subprocess.Popen[str]) -> None:
+        self._client = client
+        self._pids = [box.router_pid, server.pid, client.pid]
+
+    def exchange(self, size: int, count: int) -> tuple[float, float]:
+        """Seconds, and seconds of all cores together, of `count` payloads there and back."""
+        assert self._client.stdin is not None and self._client.stdout is not None
+        before = cpu_seconds(self._pids)
+        self._client.stdin.write(f"{size} {count}\n")
+        self._client.stdin.flush()
+        seconds = float(self._client.stdout.readline())
+        return seconds, cpu_seconds(self._pids) - before
+
+
+@contextmanager
+def flow(box: Box, a: str, b: str) -> Iterator[Flow]:
+    pipe = subprocess.PIPE
+    with box.run(b, [*FLOW, "serve", box.address(b)], stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        to = server.stdout.readline().strip()
+        with box.run(
+            a, [*FLOW, "exchange", box.address(a), to], stdin=pipe, stdout=pipe, text=True
+        ) as client:
+            assert client.stdin is not None and client.stdout is not None
+            assert client.stdout.readline().strip() == "ready"
+            yield Flow(box, server, client)
+            client.stdin.close()
+            client.wait()
+        server.stdin.close()
+        server.wait()
+
+
+def frame_goodput(box: Box, pairs: Sequence[tuple[str, str]], seconds_of: Callable[[float], float]) -> float:
+    """The share of its rate that payloads get of what these pairs share, sent both ways between all of them at once.
+    `seconds_of` so many bytes each way of each pair, where nothing is lost."""
+    count = max(24, round(SECONDS / seconds_of(LARGE[0])))
+    with ExitStack() as opened, ThreadPoolExecutor(len(pairs)) as pool:
+        flows = [opened.enter_context(flow(box, *pair)) for pair in pairs]
+
+        def exchanged(payloads: int) -> float:
+            """Seconds of the slowest."""
+            return max(pool.map(lambda one: one.exchange(LARGE[0], payloads)[0], flows))
+
+        exchanged(24)  # what a connection learns first
+        return min(1.0, seconds_of(LARGE[0] * count) / exchanged(count))
+
+
+def frame_cost(box: Box, a: str, b: str) -> tuple[float, float]:
+    """Seconds of a core for each message, and for each byte, of both ends and the box, over a link without limits."""
+    with unlimited(box, (a, b)), flow(box, a, b) as between:
+        between.exchange(*SMALL)
+        (size, count), (large, fewer) = SMALL, LARGE
+        small = between.exchange(size, count)[1] / (2 * count)
+        each = between.exchange(large, fewer)[1] / (2 * fewer)
+    byte = max(0.0, (each - small) / (large - size))
+    return max(0.0, small - byte * size), byte
+
+
+@contextmanager
+def unlimited(box: Box, hosts: Sequence[str]) -> Iterator[None]:
+    """Meanwhile the box is as fast as it can be between these: what is left is computing."""
+    pairs = list(permutations(hosts, 2))
+    links, lines = {pair: box.link(*pair) for pair in pairs}, {name: box.host(name) for name in hosts}
+    try:
+        for pair in pairs:
+            box.set_link(*pair, rate_mbps=math.inf, delay_ms=0.0)
+        for name in hosts:
+            box.set_host(name, up_mbps=math.inf, down_mbps=math.inf)
+        yield
+    finally:
+        for pair, link in links.items():
+            box.set_link(*pair, rate_mbps=link.rate_mbps, delay_ms=link.delay_ms)
+        for name, line in lines.items():
+            box.set_host(name, up_mbps=line.up_mbps, down_mbps=line.down_mbps)
+
+
+def useful_cores() -> float:
+    """How many times as much all cores compute together as one alone: they may share caches, memory and more."""
+
+    def done(workers: int) -> float:
+        running = [
+            subprocess.Popen([*WORK, str(WORK_SECONDS)], stdout=subprocess.PIPE, text=True)
+            for _ in range(workers)
+        ]
+        return sum(float(each.communicate()[0]) for each in running)
+
+    return median(done(cores()) / done(1) for _ in range(WORK_TURNS))
+
+
+def idle_cores(pids: list[int], seconds: float = 5.0) -> float:
+    """Cores that these processes, and those under them, keep busy while nothing is asked of them."""
+    before = cpu_seconds(pids)
+    time.sleep(seconds)
+    return (cpu_seconds(pids) - before) / seconds
+
+
+def cores() -> int:
+    return os.cpu_count() or 1
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """That these processes, and those under them, have used so far."""
+    total = 0.0
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            found = [process, *process.children(recursive=True)]
+        except psutil.Error:
+            continue
+        for each in found:
+            try:
+                times = each.cpu_times()
+            except psutil.Error:
+                continue
+            total += float(times.user + times.system)
+    return total
+
+
+class Pace:
+    """How fast this machine is now, against its fastest so far: others use it too, and slow it down for minutes."""
+
+    def __init__(self) -> None:
+        self._least = math.inf
+
+    def slowness(self) -> float:
+        """1 for as fast as ever; a fixed piece of work, about a tenth of a second on each core."""
+        with ThreadPoolExecutor(cores()) as pool:
+            took = max(pool.map(lambda _: _hash_seconds(), range(cores())))
+        self._least = min(self._least, took)
+        return took / self._least
+
+    def quiet_within(self, seconds: float) -> bool:
+        """Whether it is as fast as it can be, or becomes so within that time."""
+        until = time.monotonic() + seconds
+        while self.slowness() > QUIET:
+            if time.monotonic() > until:
+                return False
+            time.sleep(PAUSE_SECONDS)
+        return True
+
+
+def _hash_seconds() -> float:
+    began = time.perf_counter()
+    hashlib.sha256(bytes(HASHED_BYTES)).digest()
+    return time.perf_counter() - began

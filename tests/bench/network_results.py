@@ -1,0 +1,182 @@
+"""What `make bench-network` has measured, on disk, and the page that is made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.network_cases import Bench, Case, placed, predicted
+from bench.network_machine import Machine
+from bench.network_table import (
+    Row,
+    bytes_a_step,
+    in_words,
+    markdown,
+    plain,
+    speed_up,
+    stage_seconds,
+    step_seconds,
+    time_to_loss,
+)
+
+from fusion.compression.adaptive import CodecSpeed
+
+
+class Results:
+    """What has been measured, on disk after every job."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.data: dict[str, Any] = {
+            "bench": {}, "jobs": {}, "alone": {}, "curves": {}, "failed": [], "speeds": {}, "machine": {},
+        }  # fmt: skip
+        if path.exists():
+            self.data = json.loads(path.read_text())
+
+    def open(self, bench: Bench) -> None:
+        """ValueError if what is there of its network is of another model."""
+        about = json.loads(json.dumps(bench.to_json()))
+        if self.data["bench"].setdefault(bench.name, about) != about:
+            raise ValueError(
+                f"{self._path}: network {bench.name} is of another model or schedule; move it away to begin anew"
+            )
+
+    def jobs(self, kind: str, name: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.data[kind].setdefault(name, [])
+        return found
+
+    def failures(self, kind: str, case: Case) -> int:
+        return sum(failed[:2] == [kind, case.name] for failed in self.data["failed"])
+
+    def save(self) -> None:
+        scratch = self._path.with_suffix(".new")
+        scratch.write_text(json.dumps(self.data) + "\n")
+        scratch.replace(self._path)
+
+
+def alone(bench: Bench, case: Case) -> str:
+    """What the jobs without limits are kept by: cases may have one placement."""
+    placement = placed(bench, case).placement
+    return f"{case.network}: {' '.join(placement.owners)} at {' '.join(map(str, placement.cuts))}"
+
+
+def rows(bench: Bench, results: Results, cases: Sequence[Case]) -> list[Row]:
+    """Of the cases that were measured beside their network's baseline."""
+    data, warm_up, found = results.data, bench.warm_up, []
+    cores = os.cpu_count() or 1
+    speeds = {family: CodecSpeed(**speed) for family, speed in data["speeds"].items()}
+    for case in cases:
+        base = bench.baseline
+        jobs, baseline = data["jobs"].get(case.name), data["jobs"].get(base.name)
+        calibration = data["alone"].get(alone(bench, case))
+        if not jobs or not baseline or not calibration:
+            continue
+        machine = Machine(**data["machine"][case.network])
+        expected = predicted(bench, case, stage_seconds(calibration, warm_up), speeds, machine)
+        of_base = data["alone"].get(alone(bench, base))
+        dense = predicted(bench, base, stage_seconds(of_base, warm_up) if of_base else None, speeds)
+        apart = predicted(bench, case, stage_seconds(calibration, warm_up), speeds)
+        cores_seconds = median(job["cpu_seconds"] for job in jobs) / cores
+        bound, what = max(
+            (expected.bound_seconds, expected.bottleneck),
+            (cores_seconds, f"the {cores} cores of this machine"),
+        )
+        steps = min(len(job["losses"]) for name, all_ in data["jobs"].items() for job in all_
+                    if name.startswith(f"{case.network} /"))  # fmt: skip
+        target = _target(data, base)
+        own = data["curves"].get(case.name)
+        reached = time_to_loss(own[0], target) if own and target is not None else None
+        medians = [step_seconds([job], warm_up) for job in jobs]
+        arranged = placed(bench, case)
+        found.append(
+            Row(
+                network=case.network,
+                scheduler=case.scheduler,
+                codec=case.codec,
+                peers=len(arranged.placement.owners),
+                codecs=_codecs(arranged.wires),
+                seconds=step_seconds(jobs, warm_up),
+                least_seconds=min(medians),
+                most_seconds=max(medians),
+                jobs=len(jobs),
+                speed_up=speed_up(baseline, jobs, warm_up),
+                sent_bytes=bytes_a_step(jobs, warm_up),
+                model_seconds=expected.model_seconds,
+                simulated_seconds=expected.simulated_seconds,
+                apart_seconds=apart.simulated_seconds,
+                apart_speed_up=dense.simulated_seconds / apart.simulated_seconds,
+                bound_seconds=bound,
+                bottleneck=what,
+                loss=median(job["losses"][steps - 1] for job in jobs),
+                ratio=dense.slowest_ratio,
+                reached_seconds=reached,
+                reached_speed_up=data["curves"][base.name][0]["validation"][-1][1] / reached
+                if reached
+                else None,
+            )
+        )
+    return found
+
+
+def _target(data: dict[str, Any], base: Case) -> float | None:
+    """The baseline's last validation loss."""
+    found = data["curves"].get(base.name)
+    return float(found[0]["validation"][-1][2]) if found else None
+
+
+def _codecs(wires: Sequence[tuple[str, str, str]]) -> str:
+    """Each codec that is sent with, forward and backward alike named once."""
+    names = {name for _, *ways in wires for name in ways}
+    return ", ".join(sorted(names)) or "none"
+
+
+def report(results: Results, chosen: Sequence[tuple[Bench, Sequence[Case]]], folder: Path) -> None:
+    """The table, on stdout and in the folder, and the curves."""
+    found = [row for bench, cases in chosen for row in rows(bench, results, cases)]
+    if not found:
+        print("nothing to report yet")
+        return
+    print(plain(found))
+    words = in_words(found)
+    print("\n".join(words))
+    about = _about([bench for bench, _ in chosen])
+    text = "\n\n".join((about, "\n".join(f"* {line}" for line in words), markdown(found).rstrip()))
+    (folder / "network.md").write_text(text + "\n")
+    from bench.network_plots import draw
+
+    for bench, _ in chosen:
+        drawn = {
+            name.partition(" / ")[2]: [(at, loss) for _, at, loss in jobs[0]["validation"]]
+            for name, jobs in results.data["curves"].items()
+            if jobs and name.startswith(f"{bench.name} /")
+        }
+        if drawn:
+            draw(
+                folder / f"network-{bench.name.lower()}.png",
+                f"network {bench.name}",
+                "seconds (log)",
+                drawn,
+                _target(results.data, bench.baseline),
+            )
+
+
+def _about(benches: Sequence[Bench]) -> str:
+    """What stands above the table."""
+    models = "; ".join(
+        f"{bench.name}: width {bench.model.width}, sequence {bench.model.sequence}, {bench.microbatches} microbatches of "
+        f"{bench.microbatch_size}"
+        for bench in benches
+    )
+    return f"""# Training over slow links, measured
+
+`make bench-network` makes this page: a GPT of {benches[0].model.blocks} blocks on the standard library's text, trained by real peers in
+network namespaces on {os.cpu_count()} cores that all of them share ({models}). Networks:
+`tests/box/networks`. Seconds are those of a step: the median over jobs that ran in turn, and in brackets the least and
+most of single jobs. "Speed-up" is against equal-ops, dense, of the same network. "Apart" is what the same simulator says
+of peers that are machines of their own, as volunteers' are. "Bound" is the busiest link, line or stage of the placement,
+at the network's whole rate, or the machine's cores, busy all the time. "Loss" is that of training after the few steps of
+a timed job; "to loss" the wall-clock time to the baseline's last validation loss."""
