@@ -116,11 +116,13 @@ class Prober:
             known = neighbour.out.bytes_per_second if neighbour.out else 0.0
             if rate > known:
                 self._learned(neighbour, RateEstimate(bytes_per_second=rate, at=now))
-            if not alone or await self._held_back(neighbour, train, known, rtt):
+            if await self._held_back(neighbour, train, known, rtt):
                 return True  # a lower bound, no more
             if link_trains.plainly_cut(train, known):
                 neighbour.trains = ()  # those before are of another time
-                self._learned(neighbour, RateEstimate(bytes_per_second=rate, at=now))
+                self._learned(neighbour, RateEstimate(bytes_per_second=train.most, at=now))
+            if not alone:
+                return True
             if link_trains.long_enough(size, rate) or link_trains.borne_out(rate, believed):
                 break
             size = link_trains.next_bytes(size, rate)
@@ -186,11 +188,10 @@ class Prober:
         if train is None:  # another is heard there first
             neighbour.trained_at -= random.uniform(0.2, 0.8) * self._config.again_seconds
         crossed = self._traffic_bytes() - before
-        if (
-            train is not None and neighbour.pressed
-        ):  # it is little traffic, and goes on: it takes its part of the link
-            train = replace(train, rate=train.rate * (1.0 + crossed / size))
-            crossed = 0
+        if train is not None:
+            train = replace(train, crossed=crossed)
+            if neighbour.pressed:  # it is little traffic, and goes on: it takes its part of the link
+                train, crossed = replace(train, rate=train.most, crossed=0), 0
         return train, self._alone(neighbour) and crossed <= max(QUIET_BYTES, QUIET_SHARE * size)
 
     def _alone(self, neighbour: Neighbour) -> bool:

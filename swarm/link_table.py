@@ -30,7 +30,7 @@ PEAK_SECONDS = 10.0
 SUM_SECONDS = 3.0  # that a sum over all links may lie back
 WITNESSES = 3  # trains in a row that say that a link to us became slower
 PRESS_SECONDS = 3.0  # after a link was measured it is not measured again because somebody asks for it
-DOUBT_SECONDS = 20.0  # after a link was measured it is not doubted again because of another
+DOUBT_SECONDS = 8.0  # after a link was measured it is not doubted again because of another
 
 
 @dataclass(eq=False)
@@ -181,16 +181,15 @@ class LinkTable:
             self.up.fell(now)
             if now - neighbour.firm_at < TOGETHER_SECONDS:
                 neighbour.firm_at = now
-            for other in self._neighbours.values():
-                if other is not neighbour and now - (other.settled_at or now) >= DOUBT_SECONDS:
-                    other.doubt()
+            self._doubt_others(neighbour, now)
         if not differ(before, rate):
             return None
         neighbour.noticed = rate
         return before
 
     def came(self, neighbour: Neighbour, estimate: RateEstimate, now: float, *, firm: bool) -> None:
-        """What is known of the link from there to us now; `firm`: it is more than a bound."""
+        """What is known of the link from there to us now; `firm`: it is more than a bound. One that fell by much casts
+        doubt on the others: it may be our own line, and lines often fall both ways."""
         neighbour.into = estimate
         if firm:
             neighbour.into_firm_at = now
@@ -198,6 +197,12 @@ class LinkTable:
         neighbour.stood_into = held(stood, estimate.bytes_per_second)
         if neighbour.stood_into < stood:
             self.down.fell(now)
+            self._doubt_others(neighbour, now)
+
+    def _doubt_others(self, fallen: Neighbour, now: float) -> None:
+        for other in self._neighbours.values():
+            if other is not fallen and now - (other.settled_at or now) >= DOUBT_SECONDS:
+                other.doubt()
 
     def carried(self, size: int, now: float, span_seconds: float) -> None:
         """One of them came: it tells of `size` bytes in the last `span_seconds`. Others tell of the same time a little

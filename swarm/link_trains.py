@@ -50,12 +50,19 @@ def next_bytes(size: int, rate: float) -> int:
 
 @dataclass(frozen=True)
 class Train:
-    """`seconds`: from its begin to the answer, the round trip left out. `rtt_seconds`: as it was right before."""
+    """`seconds`: from its begin to the answer, the round trip left out. `rtt_seconds`: as it was right before. `crossed`:
+    bytes that went out beside it, over any link."""
 
     size: int
     seconds: float
     rate: float
     rtt_seconds: float
+    crossed: int = 0
+
+    @property
+    def most(self) -> float:
+        """The rate if all that crossed had gone the same way."""
+        return self.rate * (1.0 + self.crossed / self.size)
 
 
 def train(size: int, seconds: float, idle_rtt_seconds: float, rtt_seconds: float, spacing: float) -> Train:
@@ -79,9 +86,10 @@ def borne_out(rate: float, believed: float) -> bool:
 
 
 def plainly_cut(train: Train, believed: float) -> bool:
-    """Whether one train alone says that a link of which `believed` was known became much slower."""
-    late = train.seconds - train.size / believed if believed else 0.0
-    return PLAINLY * train.rate < believed and late > PLAINLY_SECONDS
+    """Whether one train alone says that a link of which `believed` was known became much slower, whoever else was
+    under way."""
+    late = train.seconds - (train.size + train.crossed) / believed if believed else 0.0
+    return PLAINLY * train.most < believed and late > PLAINLY_SECONDS
 
 
 def healthy_seconds(size: int, rate: float, rtt_seconds: float) -> float:

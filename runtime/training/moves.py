@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from fusion.dag.pipeline import Pipeline, StageLoad
 from fusion.dag.step_model import step_seconds
 
+EXPLAINED = 0.5  # of what a step takes by the clock: less, and the links are not yet known as they are
 LEAST_GAIN = 0.2  # of a step
 WORTH = 2.0  # times the cost
 PAUSE_SECONDS = 3.0  # of a move, beside sending the state: to stop, to claim, to link, to begin
@@ -46,9 +47,13 @@ def best_move(
     """The move that shortens a step most, of those that pay; None where none does.
 
     `idle` are peers of the network that run no stage, whose `memory_bytes` are free; `state_bytes` by stage. `seconds`:
-    what a step takes by the clock; the model may expect worse, and is not believed. `known` tells which ordered pairs
-    of peers the network does not guess: a stage goes nowhere on a guess."""
-    before = min(step_seconds(pipe).seconds, seconds)
+    what a step takes by the clock. The model may expect worse, and is not believed; where it expects far better, the
+    figures of the links are still on their way, and which stage they will tell of is not known: no move. `known` tells
+    which ordered pairs of peers the network does not guess: a stage goes nowhere on a guess."""
+    modelled = step_seconds(pipe).seconds
+    if modelled < EXPLAINED * seconds:
+        return None
+    before = min(modelled, seconds)
     best: Move | None = None
     for stage, load in enumerate(pipe.stages):
         for peer in idle:

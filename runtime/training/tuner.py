@@ -35,7 +35,7 @@ CALM_SECONDS = 5.0  # elsewhere
 SLOWED = 1.5  # times what steps took by the last looks
 SMALL_SWARM = 100  # peers; where there are more their records are read as much more rarely
 MOVE_SECONDS = 60.0  # from one move to the next that saves little; the more it saves the sooner
-WITNESSES = 3  # looks
+WITNESSES = 2  # looks
 ASKED_SECONDS = 20.0  # a move that was asked for may take so long to be seen
 CANDIDATES = 16  # idle peers that are looked at, those of which most is known
 

@@ -13,7 +13,7 @@ from fusion.swarm import link_trains
 from fusion.swarm.coordinates import Coordinate
 from fusion.swarm.link_estimate import RateEstimate
 from fusion.swarm.link_prober import ProbeConfig, Prober
-from fusion.swarm.link_table import PRESS_SECONDS, LinkTable, Neighbour
+from fusion.swarm.link_table import DOUBT_SECONDS, PRESS_SECONDS, LinkTable, Neighbour
 from fusion.swarm.link_trains import Train
 from fusion.swarm.memory import ManualClock
 from fusion.swarm.probes import ProbeLine, Report
@@ -36,6 +36,7 @@ class Line:
     sent_bytes: int = 0
     pressed: bool = False
     held_up: tuple[float, ...] = ()
+    beside: tuple[PeerId, int] | None = None  # so many bytes go to somebody else during each train
 
     async def train(self, size: int, rtt_seconds: float, timeout_seconds: float, *, pressed: bool) -> Train:
         factor, self.held_up = (self.held_up[0], self.held_up[1:]) if self.held_up else (1.0, ())
@@ -44,6 +45,9 @@ class Line:
         took = factor * size / self.rate + 3 * self.full + RTT
         self.world.clock.advance(took)
         self.world.sent[self.peer] = self.world.sent.get(self.peer, 0) + size
+        if self.beside is not None:
+            other, crossed = self.beside
+            self.world.sent[other] = self.world.sent.get(other, 0) + crossed
         return link_trains.train(size, took, rtt_seconds, rtt_seconds, 0.0)
 
     async def ping(self, timeout_seconds: float) -> tuple[float, Coordinate]:
@@ -208,6 +212,45 @@ def test_while_others_are_sent_to_a_train_only_raises() -> None:
         assert world.mbps(0) == pytest.approx(80, rel=0.1)
 
     world(work, 80, 80)
+
+
+@pytest.mark.parametrize("crossed", [0, 50_000])
+def test_a_plain_cut_is_seen_although_others_are_sent_to(crossed: int) -> None:
+    async def work(world: World) -> None:
+        await world.run(10)
+        world.lines[0].rate /= 10
+        world.lines[0].beside = PeerId("peer-1"), crossed
+        world.neighbours[0].doubt()
+        world.neighbours[1].report = (world.clock() + 2.0, REPORT)
+        await world.run(2)
+        assert 1.6 * 0.9 < world.mbps(0) < 4
+
+    world(work, 16, 16)
+
+
+def test_what_others_took_of_our_line_is_no_cut() -> None:
+    async def work(world: World) -> None:
+        await world.run(10)
+        world.lines[0].rate /= 10
+        world.lines[0].beside = PeerId("peer-1"), 10 * link_trains.LEAST_BYTES
+        world.neighbours[0].doubt()
+        world.neighbours[1].report = (world.clock() + 2.0, REPORT)
+        await world.run(2)
+        assert world.mbps(0) == pytest.approx(16, rel=0.1)
+
+    world(work, 16, 16)
+
+
+def test_one_that_comes_in_slower_casts_doubt_on_the_others() -> None:
+    async def work(world: World) -> None:
+        await world.run(10)
+        await world.run(DOUBT_SECONDS)
+        for rate in (16, 1.6):
+            estimate = RateEstimate(bytes_per_second=rate * MBPS, at=world.clock())
+            world.table.came(world.neighbours[0], estimate, world.clock(), firm=True)
+        assert [neighbour.settled_at is None for neighbour in world.neighbours] == [False, True]
+
+    world(work, 16, 16)
 
 
 def test_traffic_pays_for_few_checks() -> None:

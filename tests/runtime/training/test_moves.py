@@ -11,7 +11,7 @@ from fusion.dag.network import Device, Link, Network
 from fusion.dag.pipeline import Flow, Pipeline, StageLoad
 from fusion.dag.step_model import step_seconds
 from fusion.dag.wire_cost import DENSE
-from fusion.runtime.training.moves import LEAST_GAIN, PAUSE_SECONDS, WORTH, best_move, moved
+from fusion.runtime.training.moves import EXPLAINED, LEAST_GAIN, PAUSE_SECONDS, WORTH, best_move, moved
 
 MBIT = 1e6 / 8
 NEED = 1000
@@ -88,6 +88,14 @@ def test_a_move_has_to_pay_for_itself() -> None:
     assert best_move(pipe, ["idle"], state_bytes=(1000,) * 3, **{**how, "steps_left": 1}) is None
     # The clock says that the link is not as slow as that.
     assert best_move(pipe, ["idle"], state_bytes=(1000,) * 3, **{**how, "seconds": seconds / 20}) is None
+
+
+def test_no_stage_moves_while_the_links_do_not_explain_what_the_clock_shows() -> None:
+    pipe = behind_a_slow_link()
+    how = {"state_bytes": (1000,) * 3, "steps_left": 1000}
+    seconds = step_seconds(pipe).seconds
+    assert best_move(pipe, ["idle"], **how, seconds=0.9 * seconds / EXPLAINED) is not None
+    assert best_move(pipe, ["idle"], **how, seconds=1.1 * seconds / EXPLAINED) is None
 
 
 def test_nothing_goes_anywhere_on_a_guess_or_without_room() -> None:
