@@ -40,6 +40,10 @@ class StageFiles:
     async def put(self, data: bytes) -> Digest:
         return await self._context.blobs.put(data)
 
+    async def point(self, index_digest: Digest) -> Point:
+        """The snapshot with this index, its ledger included. Raises BlobError, JobError."""
+        return (await self._index(index_digest, {})).point(index_digest)
+
     async def load(self, point: Point, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
         """The state of our stage at a snapshot, or its initial weights where `point` names none, as
         `TrainingStage.load_state` takes it. Raises BlobError, JobError."""

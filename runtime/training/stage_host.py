@@ -11,63 +11,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
-
-import torch
 
 from fusion.runtime.adaptive_wires import edges_of
 from fusion.runtime.context import Context
-from fusion.runtime.data import Batches
 from fusion.runtime.errors import JobError, JobFailed
 from fusion.runtime.job import TrainConfig
-from fusion.runtime.planes.plane import TrainingStage
 from fusion.runtime.progress import Progress
 from fusion.runtime.training import messages as m
-from fusion.runtime.training import snapshot
 from fusion.runtime.training import step as steps
 from fusion.runtime.training.baton import Baton
-from fusion.runtime.training.inbox import Plan
 from fusion.runtime.training.lead import Lead
 from fusion.runtime.training.ledger import UNTRAINED
+from fusion.runtime.training.loaded import Loaded
 from fusion.runtime.training.neighbours import Neighbours
 from fusion.runtime.training.point import START, Point
 from fusion.runtime.training.rad import Rad
-from fusion.runtime.training.stage_files import StageFiles
+from fusion.runtime.training.stage_snapshots import StageSnapshots
 from fusion.runtime.training.tuner import Tuner
 from fusion.runtime.training.tuning import job_of
 from fusion.runtime.training.wire_codecs import WireCodecs
 from fusion.swarm.errors import StaleTerm, SwarmError
-from fusion.swarm.records import Digest, JobId
+from fusion.swarm.records import JobId
 from fusion.swarm.transport import Frame, PeerId, Stream
 
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0
-RETRY_SECONDS = 1.0  # before a snapshot that could not be saved or held is tried again
 WAIT_SECONDS = 1.0  # how often what we wait for is put in words
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """A stage in memory: its part of the plan, its arithmetic, its data, its blobs, and what state it is in."""
-
-    plan: Plan
-    plane: TrainingStage
-    batches: Batches
-    files: StageFiles
-    start: Point  # the newest snapshot; the ledger may be left out
-    residuals: Mapping[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # see `fusion.compression.error_feedback`
-    baton: Baton | None = None  # the owner before handed over: the state is that of the baton's step
-
-    @property
-    def step(self) -> int:
-        """That the state is of."""
-        return self.start.step if self.baton is None else self.baton.step
 
 
 class TrainingHost:
@@ -108,11 +82,11 @@ class TrainingHost:
             context, job, self.stage, term, plan.partners, self._deliver, self._link_changed,
             largest_bytes=self._rad.inbox.largest_bytes, memory_bytes=plan.memory_bytes, host=host,
         )  # fmt: skip
+        self._snapshots = StageSnapshots(
+            loaded, self._codecs, context.compute, self._owners, partial(self._send, 0), self._spawn
+        )
         self._work: asyncio.Task[None] | None = None
         self._apply: asyncio.Task[None] | None = None
-        self._saving: asyncio.Task[None] | None = None
-        self._save_step = -1  # the newest that we were asked to save
-        self._replica: Digest | None = None  # the newest index that we were asked to hold
         self._lacked = ""  # why the last restore failed
         self._restoring: asyncio.Task[None] | None = None
         self._passing: asyncio.Future[Baton] | None = None  # while we leave
@@ -193,9 +167,7 @@ class TrainingHost:
         """A job record has no room for the ledger of its snapshot: the snapshot itself has."""
         if self.newest.digest is None or self.newest.sound:
             return
-        data = await self._context.blobs.read(self.newest.digest, snapshot.MAX_INDEX_BYTES)
-        index = snapshot.decode_index(data, self.job, self._plan.stages)
-        self.newest = index.point(self.newest.digest)
+        self.newest = await self._files.point(self.newest.digest)
         if self.lead is not None:
             self.lead = self._new_lead(self.newest)
 
@@ -224,7 +196,7 @@ class TrainingHost:
                 case m.RestoreMessage(attempt=attempt, point=point):
                     await self._event(steps.Restore(attempt, point))
                 case m.ReplicateMessage(step=step, index=index):
-                    self._spawn(self._replicate(step, index))
+                    self._spawn(self._snapshots.replicate(step, index))
                 case m.MoveMessage(peer=peer):
                     if self._context.succession is not None:
                         self._context.succession.give_away(self.job, self.stage, peer)
@@ -306,7 +278,7 @@ class TrainingHost:
                 if loss is not None:
                     self._send(0, m.EvaluatedMessage(step=step, loss=loss))
             if after.snapshot:
-                await self._snapshot(step)
+                await self._snapshots.take(step)
             if after.finish:
                 return
             report = await self._rad.step(attempt, step)
@@ -329,56 +301,13 @@ class TrainingHost:
         await self._neighbours.flush(FLUSH_SECONDS)
         return True
 
-    async def _snapshot(self, step: int) -> None:
-        state, seconds = await self._context.compute.run(self._timed_state)
-        self._save_step = step
-        if self._saving is not None:
-            await self._saving
-        self._saving = self._spawn(self._save(step, state, seconds))
-
-    def _timed_state(self) -> tuple[Mapping[str, torch.Tensor], float]:
-        began = time.perf_counter()
-        state = self._state_now()
-        return state, time.perf_counter() - began
-
-    def _state_now(self) -> dict[str, torch.Tensor]:
-        """In the device's thread, between two steps."""
-        left_out = {snapshot.CODEC + name: tensor for name, tensor in self._codecs.state().items()}
-        return {**self._plane.state(), **left_out}
-
-    async def _save(self, step: int, state: Mapping[str, torch.Tensor], seconds: float) -> None:
-        while self._save_step == step:
-            try:
-                digest = await self._files.save(step, state)
-            except (SwarmError, OSError) as error:
-                log.warning("stage %d could not save step %d: %s", self.stage, step, error)
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            self._send(0, m.ShardMessage(step=step, digest=digest, seconds=seconds))
-            return
-
-    async def _replicate(self, step: int, index: Digest) -> None:
-        """Until it is done, or a newer snapshot is asked for: without the last one the job could not end."""
-        self._replica = index
-        while self._replica == index:
-            try:
-                await self._files.replicate(index, self._owners())
-            except (SwarmError, JobError) as error:
-                log.warning("stage %d could not hold the snapshot of step %d: %s", self.stage, step, error)
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            self._send(0, m.HeldMessage(step=step, index=index))
-            return
-
     async def _restore(self, attempt: steps.Attempt, point: Point, before: asyncio.Task[None] | None) -> None:
         if before is not None:  # its point is not the one to go back to any more
             before.cancel()
             await asyncio.wait([before])
         event: steps.StageEvent = steps.Restored(attempt, point.step)
         try:
-            state = await self._files.load(point, self._owners())
-            await self._context.compute.run(self._plane.load_state, state)
-            self._codecs.load(snapshot.residuals(state))
+            await self._snapshots.restore(point)
         except (SwarmError, JobError, OSError) as error:
             self._lacked = str(error)
             event = steps.LoadFailed(attempt)
@@ -387,14 +316,10 @@ class TrainingHost:
     async def _hand_over(self, step: int) -> None:
         if self._apply is not None:
             await self._apply
-        state = await self._context.compute.run(self._state_now)
-        if self._saving is not None:  # the others may be waiting for it
-            self._save_step = step
-            await self._saving
         try:
-            shard = await self._files.save(step, state)
-        except (SwarmError, OSError) as error:
-            self._pass_failed(f"stage {self.stage} could not store its state: {error}")
+            shard = await self._snapshots.store(step)
+        except JobError as error:
+            self._pass_failed(str(error))
             self._events.put_nowait((self.stage, steps.Stay()))
             return
         await self._neighbours.flush(

@@ -21,9 +21,9 @@ from fusion.runtime.planes.torch_plane import TorchTrainingStage
 from fusion.runtime.training import snapshot
 from fusion.runtime.training.baton import Baton
 from fusion.runtime.training.inbox import Plan
+from fusion.runtime.training.loaded import Loaded
 from fusion.runtime.training.messages import Point
 from fusion.runtime.training.stage_files import StageFiles
-from fusion.runtime.training.stage_host import Loaded
 from fusion.runtime.training.tuning import state_bytes
 from fusion.swarm.election import winner
 from fusion.swarm.errors import SwarmError
