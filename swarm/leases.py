@@ -17,9 +17,11 @@ from typing import Self
 
 from fusion.swarm.claim_memory import ClaimMemory, Slot
 from fusion.swarm.directory import HEARTBEAT_SECONDS, Directory
-from fusion.swarm.election import is_idle, next_term, rank, rivals, stands_by, winner
+from fusion.swarm.election import next_term, rank, rivals, stands_by, winner
 from fusion.swarm.errors import SwarmError
+from fusion.swarm.own_claims import OwnClaims
 from fusion.swarm.records import ClaimRecord, JobId
+from fusion.swarm.standbys import Standbys
 from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -48,8 +50,9 @@ class LeaseConfig:
 
 
 class Leases:
-    """The stages that this peer owns or stands by for. `async with Leases(...)` renews its claims every heartbeat and
-    releases them at the end; `beat` is one heartbeat, for tests that drive the clock themselves.
+    """The stages that this peer owns, and in `standbys` those that it stands by for. `async with Leases(...)` renews
+    its claims every heartbeat and releases them at the end; `beat` is one heartbeat, for tests that drive the clock
+    themselves.
 
     `on_lost` is called (in the loop, must not block) with our old claim when a higher claim has taken a stage from us;
     the stage is then no longer in `mine()`.
@@ -66,15 +69,11 @@ class Leases:
         self.on_lost = on_lost
         self._directory = directory
         self._config = config or LeaseConfig()
-        self._mine: dict[Slot, ClaimRecord] = {}
-        self._standing: dict[Slot, ClaimRecord] = {}
+        self._ours = OwnClaims(directory, self._config.ttl_seconds)
         self._memory = ClaimMemory(directory.unsealed, self._config.remembered_slots)
+        self.standbys = Standbys(peer_id, self._ours, self._memory)
         self._locks: dict[Slot, asyncio.Lock] = {}
-        self._claiming: set[Slot] = set()
-        self._unsaid: dict[Slot, ClaimRecord] = {}  # what the loop publishes before the next heartbeat
-        self._wake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
-        self._slow: set[asyncio.Task[None]] = set()  # publications that nobody waits for any more
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.create_task(self._renew_for_ever(), name="leases")
@@ -85,31 +84,29 @@ class Leases:
 
     async def aclose(self) -> None:
         """Release every stage and stop renewing. Idempotent."""
-        tasks = [*self._slow] if self._loop is None else [self._loop, *self._slow]
+        tasks = [*self._ours.late] if self._loop is None else [self._loop, *self._ours.late]
         self._loop = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        held = list(self._mine)
-        for job, stage in list(self._standing):
-            self.stand_down(job, stage)
+        held = list(self._ours.owned)
+        for job, stage in list(self._ours.standing):
+            self.standbys.stand_down(job, stage)
         results = await asyncio.gather(
-            self._say_unsaid(), *(self.release(job, stage) for job, stage in held), return_exceptions=True
+            self._ours.say_unsaid(),
+            *(self.release(job, stage) for job, stage in held),
+            return_exceptions=True,
         )
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, SwarmError):
                 raise result
 
     def mine(self) -> tuple[ClaimRecord, ...]:
-        return tuple(self._mine.values())
+        return tuple(self._ours.owned.values())
 
     def holds(self, job: JobId, stage: int) -> ClaimRecord | None:
         """Our live claim of the stage, or None."""
-        return self._mine.get((job, stage))
-
-    def standing(self) -> tuple[ClaimRecord, ...]:
-        """Our claims of stages that we stand by for."""
-        return tuple(self._standing.values())
+        return self._ours.owned.get((job, stage))
 
     def observe(self, job: JobId, stage: int, term: int) -> None:
         """Remember a term seen elsewhere (in a frame, a StaleTerm refusal, a job record): our next claim of the stage
@@ -129,7 +126,7 @@ class Leases:
     def recent(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
         """What `claims` said last, with our own claim and what was shown to us (`credit`) since; nothing is asked."""
         slot = (job, stage)
-        own = self._mine.get(slot) or self._standing.get(slot)
+        own = self._ours.of(slot)
         # We know better than the directory what we do not own: it may still tell from before a restart.
         claims = [
             claim
@@ -154,7 +151,7 @@ class Leases:
         """
         slot = (job, stage)
         async with self._locks.setdefault(slot, asyncio.Lock()):
-            held = self._mine.get(slot)
+            held = self._ours.owned.get(slot)
             if held is not None:
                 # Whoever is gone, we are not: two who ask may know of different owners before us, and a claim above our
                 # own would leave what we host under it behind.
@@ -174,26 +171,26 @@ class Leases:
                 step=0,
                 load=0.0,
             )
-            before = self._standing.pop(slot, None)  # must not be published over the claim
-            self._claiming.add(slot)
+            before = self._ours.standing.pop(slot, None)  # must not be published over the claim
+            self._ours.claiming.add(slot)
             won: ClaimRecord | None = None
             try:
                 won = await self._win(ours, over, confirm)
             finally:
-                self._claiming.discard(slot)
+                self._ours.claiming.discard(slot)
                 if won is None:
                     if before is not None:
-                        self._standing[slot] = before
-                    await self._withdraw(replace(ours, term=max(term, self.known_term(job, stage))))
+                        self._ours.standing[slot] = before
+                    await self._ours.withdraw(replace(ours, term=max(term, self.known_term(job, stage))))
             if won is not None:
                 self.observe(job, stage, won.term)
-                self._mine[slot] = won
+                self._ours.owned[slot] = won
             return won
 
     async def _win(self, ours: ClaimRecord, over: int, confirm: bool) -> ClaimRecord | None:
         """Publish `ours`, raised above every rival, until nobody else can hold its term; None if another wins."""
         for _ in range(_ROUNDS):
-            await self._publish(ours, self._config.patience_seconds if over else None)
+            await self._ours.publish(ours, self._config.patience_seconds if over else None)
             if not confirm:
                 return ours
             if not over:
@@ -212,83 +209,18 @@ class Leases:
 
     def sealed(self, job: JobId, stage: int) -> bytes | None:
         """Our claim of a stage that we own, signed now, to be shown to a peer that has not seen it in the directory."""
-        held = self._mine.get((job, stage))
+        held = self._ours.owned.get((job, stage))
         return None if held is None else self._directory.sealed(held, ttl_seconds=self._config.ttl_seconds)
 
     def credit(self, data: bytes) -> ClaimRecord:
         """Believe a sealed claim of an owner that somebody showed us, as if the directory had it, until it expires or
         a higher one is shown; it may cost us the stage. Raises RecordError for anything else."""
         claim = self._memory.credit(data)
-        held = self._mine.get((claim.job, claim.stage))
+        held = self._ours.owned.get((claim.job, claim.stage))
         if held is not None and claim.peer != self.peer_id and rank(claim) > rank(held):
             self._give_way(held, claim)
-            self._say_soon(_released(held))
+            self._ours.withdraw_soon(held)
         return claim
-
-    # --- standing by
-
-    def stand_by(
-        self, job: JobId, stage: int, *, score: float, step: int, ready: bool = False, busy: bool = False
-    ) -> None:
-        """Say, now and every heartbeat until `stand_down` or a won `claim`, that we could take the stage over: with its
-        state of `step` here, and `ready` in memory; `busy` with stages of our own, so that others go first. Ignored for
-        a stage that we own. A replica stays one unless it is `busy`."""
-        slot = (job, stage)
-        if slot in self._mine or slot in self._claiming:
-            return
-        before = self._standing.get(slot)
-        if before is not None and before.role == "replica" and not busy:
-            claim = replace(before, score=score, step=step)
-        else:
-            claim = ClaimRecord(
-                job=job,
-                stage=stage,
-                peer=self.peer_id,
-                role="standby",
-                term=self.known_term(job, stage),
-                score=score,
-                step=step,
-                load=1.0 if busy else 0.0,
-                ready=ready,
-            )
-        self._standing[slot] = claim
-        if before is None or replace(before, term=claim.term, step=step) != claim:
-            self._say_soon(claim)
-
-    def serve_beside(self, job: JobId, stage: int) -> int:
-        """Say from now on that we run the stage beside its owner, ready for sessions. The term of that claim, which
-        stays the same for as long as we say so; 0 where we may not: only who stands by for the stage and owns none
-        does."""
-        slot = (job, stage)
-        claim = self._standing.get(slot)
-        if claim is None or not is_idle(claim):
-            return 0
-        if claim.role != "replica":
-            term = max(1, claim.term, self.known_term(*slot))
-            claim = self._standing[slot] = replace(claim, role="replica", term=term, load=0.0, ready=True)
-            self._say_soon(claim)
-        return claim.term
-
-    def only_stand_by(self, job: JobId, stage: int) -> None:
-        """Say that we run the stage beside its owner no longer, and only stand by for it."""
-        slot = (job, stage)
-        claim = self._standing.get(slot)
-        if claim is not None and claim.role == "replica":
-            term = max(claim.term, self.known_term(*slot))
-            self._standing[slot] = replace(claim, role="standby", term=term, load=0.0)
-            self._say_soon(self._standing[slot])
-
-    def beside(self, job: JobId, stage: int) -> bool:
-        """Whether we say that we run the stage beside its owner, or are about to own it ourselves."""
-        slot = (job, stage)
-        claim = self._standing.get(slot)
-        return slot in self._claiming or (claim is not None and claim.role == "replica")
-
-    def stand_down(self, job: JobId, stage: int) -> None:
-        """No longer stand by for the stage."""
-        claim = self._standing.pop((job, stage), None)
-        if claim is not None:
-            self._say_soon(_released(claim))
 
     def update(
         self,
@@ -302,8 +234,8 @@ class Leases:
         """Change what our claim says, an owner's or a standby's; published with the next heartbeat, at once where
         `ready` changed. Ignored for a stage of which we have no claim."""
         slot = (job, stage)
-        ours = self._mine if slot in self._mine else self._standing
-        held = ours.get(slot)
+        claims = self._ours.owned if slot in self._ours.owned else self._ours.standing
+        held = claims.get(slot)
         if held is None:
             return
         changed = replace(
@@ -312,55 +244,47 @@ class Leases:
             load=held.load if load is None else load,
             ready=held.ready if ready is None else ready,
         )
-        ours[slot] = changed
+        claims[slot] = changed
         if changed.ready != held.ready:
-            self._say_soon(changed)
+            self._ours.say_soon(changed)
 
     async def release(self, job: JobId, stage: int) -> None:
         """Give the stage up: our claim becomes "released", so that others need not wait for it to expire."""
-        held = self._mine.pop((job, stage), None)
+        held = self._ours.owned.pop((job, stage), None)
         if held is not None:
-            await self._withdraw(held)
+            await self._ours.withdraw(held)
 
     # --- renewing
 
     async def beat(self) -> None:
         """Renew every claim of ours, then give up those that a higher claim has beaten."""
-        for slot in [*self._mine, *self._standing]:
-            self._unsaid.pop(slot, None)
+        for slot in [*self._ours.owned, *self._ours.standing]:
+            self._ours.leave_unsaid(slot)
         await asyncio.gather(
-            self._say_unsaid(),
-            *(self._renew(slot) for slot in list(self._mine)),
-            *(self._stand(slot) for slot in list(self._standing)),
+            self._ours.say_unsaid(),
+            *(self._renew(slot) for slot in list(self._ours.owned)),
+            *(self.standbys.renew(slot) for slot in list(self._ours.standing)),
         )
 
     async def _renew(self, slot: Slot) -> None:
-        held = self._mine.get(slot)
+        held = self._ours.owned.get(slot)
         if held is None:
             return
         try:
-            await self._publish(held)
+            await self._ours.publish(held)
             claims = await self.claims(*slot)
         except SwarmError as error:
             logger.warning("claim of stage %d of job %.8s not renewed: %s", slot[1], slot[0], error)
             return
         best = winner(claims)
-        held = self._mine.get(slot)  # it may have been released while we looked
+        held = self._ours.owned.get(slot)  # it may have been released while we looked
         if held is None or best is None or best.peer == self.peer_id or rank(best) <= rank(held):
             return
         self._give_way(held, best)
-        await self._withdraw(held)
-
-    async def _stand(self, slot: Slot) -> None:
-        claim = self._standing.get(slot)
-        if claim is not None:
-            if claim.role == "standby":  # sessions know a replica by its term
-                # Not below a claim of ours that was an owner's: readers go by the term where they have seen both.
-                self._standing[slot] = replace(claim, term=max(claim.term, self.known_term(*slot)))
-            await self._say(claim)
+        await self._ours.withdraw(held)
 
     def _give_way(self, held: ClaimRecord, best: ClaimRecord) -> None:
-        del self._mine[held.job, held.stage]
+        del self._ours.owned[held.job, held.stage]
         logger.info(
             "stage %d of job %.8s went from us (term %d) to %s (term %d)",
             held.stage,
@@ -376,75 +300,17 @@ class Leases:
         clock = asyncio.get_running_loop()
         beat_at = clock.time()
         while True:
-            self._wake.clear()
+            self._ours.wake.clear()
             if clock.time() >= beat_at:
                 beat_at = clock.time() + self._config.heartbeat_seconds
                 await self.beat()
             else:
-                await self._say_unsaid()
+                await self._ours.say_unsaid()
             try:
                 async with asyncio.timeout_at(beat_at):
-                    await self._wake.wait()
+                    await self._ours.wake.wait()
             except TimeoutError:
                 continue
-
-    # --- publishing
-
-    def _say_soon(self, claim: ClaimRecord) -> None:
-        self._unsaid[claim.job, claim.stage] = claim
-        self._wake.set()
-
-    async def _say_unsaid(self) -> None:
-        unsaid, self._unsaid = self._unsaid, {}
-        await asyncio.gather(*(self._say(claim) for claim in unsaid.values()))
-
-    async def _say(self, claim: ClaimRecord) -> None:
-        """Publish what we have to say of a stage now: what owns it or stands by for it, else `claim`."""
-        slot = (claim.job, claim.stage)
-        if slot in self._claiming:
-            return
-        claim = self._mine.get(slot) or self._standing.get(slot) or claim
-        try:
-            await self._publish(claim)
-        except SwarmError as error:
-            logger.warning(
-                "%s claim of stage %d of job %.8s not published: %s",
-                claim.role,
-                claim.stage,
-                claim.job,
-                error,
-            )
-
-    async def _publish(self, claim: ClaimRecord, patience_seconds: float | None = None) -> None:
-        """Raises SwarmError. With patience, what takes longer goes on in the background: one node that does not answer
-        must not hold up a takeover."""
-        work = self._directory.publish(claim, ttl_seconds=self._config.ttl_seconds)
-        if patience_seconds is None:
-            await work
-            return
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([task], timeout=patience_seconds)
-        finally:
-            if not task.done():
-                self._slow.add(task)
-                task.add_done_callback(self._published_late)
-        if task.done():
-            task.result()
-
-    def _published_late(self, task: asyncio.Task[None]) -> None:
-        self._slow.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.debug("a claim was not published: %s", error)
-
-    async def _withdraw(self, claim: ClaimRecord) -> None:
-        """Say in place of a claim that we do not hold that we stand by, or that it is released."""
-        self._unsaid.pop((claim.job, claim.stage), None)
-        await self._say(_released(claim))
-
-
-def _released(claim: ClaimRecord) -> ClaimRecord:
-    return replace(claim, role="released", ready=False)
 
 
 def _counts(other: ClaimRecord, term: int) -> bool:

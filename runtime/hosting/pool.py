@@ -1,7 +1,7 @@
 """The backup pool, as one peer of it sees it: stages that it stands by for, and what it brings here ahead of time.
 
 Which stages those are is decided by `fusion.runtime.hosting.standing`; what "ready to host" means for a stage, by the service
-that would host it. The pool announces itself through `Leases.stand_by` and follows the job's snapshots.
+that would host it. The pool announces itself through `Standbys.stand_by` and follows the job's snapshots.
 """
 
 from __future__ import annotations
@@ -303,12 +303,13 @@ class Pool:
         log.info("no longer standing by for stage %d of %s", place[1], covered.manifest.name)
         if covered.task is not None:
             covered.task.cancel()
-        self._context.leases.stand_down(*place)
+        self._context.leases.standbys.stand_down(*place)
         self._services[covered.manifest.kind].forget(*place)
 
     def _say(self, place: Place, covered: _Covered) -> None:
         step, ready = max(covered.step, 0), covered.step >= 0
-        self._context.leases.stand_by(*place, score=covered.score, step=step, ready=ready, busy=covered.busy)
+        standbys = self._context.leases.standbys
+        standbys.stand_by(*place, score=covered.score, step=step, ready=ready, busy=covered.busy)
 
     def _follow(self, place: Place) -> None:
         """Prepare the stage unless that is done, under way, or failed lately."""

@@ -255,7 +255,7 @@ class Successor:
         seat, leases = self._seat, self._leases
         if (own := self._own(place)) is not None and own.term > term:
             return own
-        if seat is None or not any((claim.job, claim.stage) == place for claim in leases.standing()):
+        if seat is None or not any((claim.job, claim.stage) == place for claim in leases.standbys.standing()):
             return Answer("no", message="not a standby of that stage")
         if term > leases.known_term(*place) + TERM_LEAP:
             return Answer("no", message="no such term")

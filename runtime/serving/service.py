@@ -213,10 +213,10 @@ class ServingService:
 
     async def _replicate(self, place: Place, manifest: Manifest, loaded: _Loaded) -> None:
         """For as long as the stage is warm here: serve it beside its owner whenever we may."""
-        leases = self._context.leases
+        standbys = self._context.leases.standbys
         try:
             while self._warm.get(place) is loaded:
-                term = leases.serve_beside(*place) if self._may_serve(place, manifest, loaded) else 0
+                term = standbys.serve_beside(*place) if self._may_serve(place, manifest, loaded) else 0
                 if term:
                     await self._serve_beside(place, manifest, loaded, term)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -229,12 +229,12 @@ class ServingService:
         log.info("stage %d of %s is served here as well (term %d)", place[1], manifest.name, term)
         hosted = self._run(place, manifest, loaded, term, owned=False)
         try:
-            while leases.beside(*place) and not hosted.running.done():
+            while leases.standbys.beside(*place) and not hosted.running.done():
                 leases.update(*place, load=float(hosted.stage.sessions))
                 await asyncio.wait([hosted.running], timeout=LOAD_SECONDS)
         finally:
             if not hosted.owned:
-                leases.only_stand_by(*place)
+                leases.standbys.only_stand_by(*place)
                 hosted.stage.leave()
                 hosted.running.cancel()
                 await asyncio.wait([hosted.running])

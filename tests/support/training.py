@@ -66,7 +66,7 @@ class Peer:
         """Prepare a stage and say so, as the peer's pool does; again for a newer record."""
         self.work[prepared.job] = prepared.manifest
         step = await self.service.prepare(prepared.job, prepared.manifest, stage, record)
-        self.context.leases.stand_by(prepared.job, stage, score=0.5, step=step, ready=True)
+        self.context.leases.standbys.stand_by(prepared.job, stage, score=0.5, step=step, ready=True)
         await self.context.leases.beat()
         return step
 

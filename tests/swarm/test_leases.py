@@ -202,7 +202,7 @@ def test_a_node_that_takes_no_record_holds_up_no_takeover() -> None:
         assert claim is not None and claim.term == 5
         closing = asyncio.create_task(leases.aclose())
         await asyncio.sleep(0.01)
-        assert not leases._slow and not leases.mine()
+        assert not leases._ours.late and not leases.mine()
         closing.cancel()
 
     asyncio.run(scenario())
@@ -228,25 +228,25 @@ def test_a_standby_says_so_until_it_owns_the_stage_or_stands_down() -> None:
     async def scenario() -> None:
         room = Room(2)
         ours, other = room.leases
-        ours.stand_by(JOB, 0, score=0.4, step=3)
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=3)
         await room.beat()
         [claim] = await other.claims(JOB, 0)
         assert (claim.role, claim.score, claim.step, claim.ready) == ("standby", 0.4, 3, False)
-        assert ours.standing() == (claim,) and ours.mine() == ()
+        assert ours.standbys.standing() == (claim,) and ours.mine() == ()
         ours.update(JOB, 0, step=9, ready=True)
         for _ in range(9):
             await room.beat()
         [claim] = await other.claims(JOB, 0)
         assert (claim.step, claim.ready) == (9, True)
         owned = await ours.claim(JOB, 0, 0.4)
-        assert owned is not None and ours.standing() == ()
-        ours.stand_by(JOB, 0, score=0.4, step=3)  # an owner does not
+        assert owned is not None and ours.standbys.standing() == ()
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=3)  # an owner does not
         await room.beat()
-        assert ours.standing() == () and await other.claims(JOB, 0) == (owned,)
-        other.stand_by(JOB, 0, score=0.4, step=3)
-        other.stand_by(JOB, 1, score=0.4, step=3)
+        assert ours.standbys.standing() == () and await other.claims(JOB, 0) == (owned,)
+        other.standbys.stand_by(JOB, 0, score=0.4, step=3)
+        other.standbys.stand_by(JOB, 1, score=0.4, step=3)
         await room.beat()
-        other.stand_down(JOB, 0)
+        other.standbys.stand_down(JOB, 0)
         await room.beat()
         assert {c.peer: c.role for c in await ours.claims(JOB, 0)}[other.peer_id] == "released"
         assert [claim.role for claim in await ours.claims(JOB, 1)] == ["standby"]
@@ -261,24 +261,25 @@ def test_a_replica_keeps_its_term_until_it_only_stands_by() -> None:
         room = Room(2)
         ours, other = room.leases
         owned = await other.claim(JOB, 0, 1.0)
-        assert owned is not None and ours.serve_beside(JOB, 0) == 0, "it does not stand by"
+        assert owned is not None and ours.standbys.serve_beside(JOB, 0) == 0, "it does not stand by"
         await ours.claims(JOB, 0)
-        ours.stand_by(JOB, 0, score=0.4, step=0)
-        term = ours.serve_beside(JOB, 0)
-        assert term == ours.serve_beside(JOB, 0) == owned.term and ours.beside(JOB, 0)
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=0)
+        term = ours.standbys.serve_beside(JOB, 0)
+        assert term == ours.standbys.serve_beside(JOB, 0) == owned.term and ours.standbys.beside(JOB, 0)
         ours.update(JOB, 0, load=2.0)
         ours.observe(JOB, 0, term + 3)
-        ours.stand_by(JOB, 0, score=0.3, step=1)  # the next heartbeat of the pool
+        ours.standbys.stand_by(JOB, 0, score=0.3, step=1)  # the next heartbeat of the pool
         await room.beat()
         [replica] = [claim for claim in await other.claims(JOB, 0) if claim.peer == ours.peer_id]
         assert (replica.role, replica.term, replica.load, replica.ready) == ("replica", term, 2.0, True)
         assert winner(await other.claims(JOB, 0)) == other.holds(JOB, 0)
-        ours.only_stand_by(JOB, 0)
-        assert [claim.role for claim in ours.standing()] == ["standby"] and not ours.beside(JOB, 0)
-        assert ours.serve_beside(JOB, 0) == term + 3, "a later claim has a later term"
-        ours.stand_by(JOB, 0, score=0.3, step=1, ready=True, busy=True)
-        assert [(claim.role, claim.load) for claim in ours.standing()] == [("standby", 1.0)]
-        assert ours.serve_beside(JOB, 0) == 0, "it owns stages of its own"
+        ours.standbys.only_stand_by(JOB, 0)
+        assert [claim.role for claim in ours.standbys.standing()] == ["standby"]
+        assert not ours.standbys.beside(JOB, 0)
+        assert ours.standbys.serve_beside(JOB, 0) == term + 3, "a later claim has a later term"
+        ours.standbys.stand_by(JOB, 0, score=0.3, step=1, ready=True, busy=True)
+        assert [(claim.role, claim.load) for claim in ours.standbys.standing()] == [("standby", 1.0)]
+        assert ours.standbys.serve_beside(JOB, 0) == 0, "it owns stages of its own"
 
     asyncio.run(scenario())
 
@@ -291,12 +292,12 @@ def test_a_replica_that_claims_the_stage_goes_one_term_up() -> None:
         assert owned is not None
         for leases in (ours, third):
             await leases.claims(JOB, 0)
-            leases.stand_by(JOB, 0, score=0.4, step=0)
-            assert leases.serve_beside(JOB, 0) == owned.term
+            leases.standbys.stand_by(JOB, 0, score=0.4, step=0)
+            assert leases.standbys.serve_beside(JOB, 0) == owned.term
         await room.beat()
         claim = await ours.claim(JOB, 0, 0.4, over=owned.term)
         assert claim is not None and claim.term == owned.term + 1, "another replica is no rival"
-        assert not ours.beside(JOB, 0) and third.beside(JOB, 0)
+        assert not ours.standbys.beside(JOB, 0) and third.standbys.beside(JOB, 0)
 
     asyncio.run(scenario())
 
@@ -305,7 +306,7 @@ def test_whoever_fails_to_claim_stands_by_again() -> None:
     async def scenario() -> None:
         room = Room(2)
         ours, other = room.leases
-        ours.stand_by(JOB, 0, score=0.4, step=3)
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=3)
         owned = await other.claim(JOB, 0, 1.0)
         assert owned is not None and await ours.claim(JOB, 0, 0.4, over=0) is None
         claiming = asyncio.create_task(ours.claim(JOB, 0, 0.4, over=owned.term))
@@ -314,9 +315,9 @@ def test_whoever_fails_to_claim_stands_by_again() -> None:
         rival = Identity.generate()
         high = claim_record(rival, term=owned.term + 1, score=1.0)
         ours.credit(MemoryDirectory(room.network, rival, room.clock).sealed(high))
-        ours.stand_by(JOB, 0, score=0.4, step=99)  # in the middle of it: not said over the claim
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=99)  # in the middle of it: not said over the claim
         assert await claiming is None
-        [standing] = ours.standing()
+        [standing] = ours.standbys.standing()
         assert standing.role == "standby" and standing.step == 3
         await room.beat()
         assert {c.peer: c.role for c in await other.claims(JOB, 0)}[ours.peer_id] == "standby"
@@ -339,12 +340,12 @@ def test_what_changes_is_said_at_once_and_nothing_else() -> None:
         directory.publish = counted  # type: ignore[method-assign]
         async with Leases(identity.peer_id, directory, LeaseConfig(heartbeat_seconds=3600)) as leases:
             for stage in range(3):
-                leases.stand_by(JOB, stage, score=0.5, step=0)
+                leases.standbys.stand_by(JOB, stage, score=0.5, step=0)
             async with asyncio.timeout(5):
                 while len(published) < 3:
                     await asyncio.sleep(0.001)
                 leases.update(JOB, 1, step=5)
-                leases.stand_by(JOB, 2, score=0.5, step=0)  # said already
+                leases.standbys.stand_by(JOB, 2, score=0.5, step=0)  # said already
                 leases.update(JOB, 1, step=6, ready=True)
                 while len(published) < 4:
                     await asyncio.sleep(0.001)
@@ -400,7 +401,7 @@ def test_what_the_directory_says_later_of_the_same_peer_outweighs_what_was_shown
         assert seen is not None and (seen.step, seen.ready) == (8, True)
         await owner.release(JOB, 0)
         assert await reader.owner(JOB, 0) is None and owner.sealed(JOB, 0) is None
-        owner.stand_by(JOB, 0, score=0.1, step=8)
+        owner.standbys.stand_by(JOB, 0, score=0.1, step=8)
         await owner.beat()
         assert [claim.role for claim in await reader.claims(JOB, 0)] == ["standby"]
 

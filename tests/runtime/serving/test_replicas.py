@@ -66,9 +66,9 @@ async def replicated(tmp_path: Path, stage: int = 1) -> AsyncIterator[tuple[Swar
 
 async def become_replica(swarm: Swarm, peer: Peer, job: JobId, stage: int) -> None:
     leases = peer.context.leases
-    leases.stand_by(job, stage, score=0.5, step=0)
+    leases.standbys.stand_by(job, stage, score=0.5, step=0)
     await swarm.stand_by(peer, job, stage)
-    while not leases.beside(job, stage):
+    while not leases.standbys.beside(job, stage):
         await asyncio.sleep(0.002)
     await leases.beat()
 
@@ -131,11 +131,11 @@ def test_who_owns_stages_only_stands_by(tmp_path: Path) -> None:
     async def main() -> None:
         async with replicated(tmp_path) as (_, job, replica, _):
             leases = replica.context.leases
-            leases.stand_by(job, 1, score=0.5, step=0, ready=True, busy=True)
-            assert [claim.role for claim in leases.standing()] == ["standby"]
+            leases.standbys.stand_by(job, 1, score=0.5, step=0, ready=True, busy=True)
+            assert [claim.role for claim in leases.standbys.standing()] == ["standby"]
             while replica.service._hosted:
                 await asyncio.sleep(0.01)
-            assert leases.serve_beside(job, 1) == 0
+            assert leases.standbys.serve_beside(job, 1) == 0
 
     asyncio.run(main())
 
@@ -145,10 +145,10 @@ def test_without_room_for_sessions_a_standby_stays_one(tmp_path: Path) -> None:
         async with swarm_of(3, tmp_path, memory_bytes=1 << 20) as swarm:
             job = await swarm.serve("llama", 2, memory_bytes=(1 << 19, 1 << 30))
             for stage in (0, 1):
-                swarm.peers[2].context.leases.stand_by(job, stage, score=0.5, step=0)
+                swarm.peers[2].context.leases.standbys.stand_by(job, stage, score=0.5, step=0)
                 await swarm.stand_by(swarm.peers[2], job, stage)
             await asyncio.sleep(0.05)
-            roles = {claim.stage: claim.role for claim in swarm.peers[2].context.leases.standing()}
+            roles = {claim.stage: claim.role for claim in swarm.peers[2].context.leases.standbys.standing()}
             assert roles == {0: "replica", 1: "standby"}
 
     asyncio.run(main())
@@ -161,10 +161,10 @@ def test_room_is_kept_for_the_stage_that_was_proposed(tmp_path: Path) -> None:
             sizes = {"memory_bytes": (600 << 10, 600 << 10)}
             job = await swarm.serve("llama", 2, replicas=((), (us.id,)), **sizes)
             for stage in (0, 1):
-                us.context.leases.stand_by(job, stage, score=0.5, step=0)
+                us.context.leases.standbys.stand_by(job, stage, score=0.5, step=0)
                 await swarm.stand_by(us, job, stage)
             await asyncio.sleep(0.05)
-            roles = {claim.stage: claim.role for claim in us.context.leases.standing()}
+            roles = {claim.stage: claim.role for claim in us.context.leases.standbys.standing()}
             assert roles == {0: "standby", 1: "replica"}
 
     asyncio.run(main())
@@ -173,7 +173,8 @@ def test_room_is_kept_for_the_stage_that_was_proposed(tmp_path: Path) -> None:
 def test_a_session_that_names_another_term_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with replicated(tmp_path) as (_, job, replica, _):
-            stage, (claim,) = replica.service._hosted[job, 1].stage, replica.context.leases.standing()
+            stage = replica.service._hosted[job, 1].stage
+            (claim,) = replica.context.leases.standbys.standing()
             assert stage._terms == {claim.term}
             stage.hold(claim.term + 5)
             assert stage._terms == {claim.term, claim.term + 5}
@@ -249,7 +250,7 @@ def test_a_replica_that_leaves_sees_its_sessions_off(
             slow_down(replica, job, 1, 0.003)
 
             async def leave() -> None:
-                replica.context.leases.stand_down(job, 1)
+                replica.context.leases.standbys.stand_down(job, 1)
                 replica.service.forget(job, 1)
 
             answer = await answer_while(swarm, {10: leave})

@@ -48,7 +48,7 @@ def test_a_stage_that_nobody_holds_is_waited_for_by_what_it_needs() -> None:
             await asyncio.sleep(1.0)
             assert one.neighbours is not None
             assert one.neighbours.waiting_for == "stage 1 needs a peer with 1.2 GiB free"
-            two.context.leases.stand_by(JOB, 1, score=0.5, step=0)
+            two.context.leases.standbys.stand_by(JOB, 1, score=0.5, step=0)
             await two.context.leases.beat()
             await asyncio.sleep(2.0)
             assert "a standby is about to" in one.neighbours.waiting_for
