@@ -127,6 +127,11 @@ class FrameStream(asyncio.BufferedProtocol):
         """Whether it ended, and neither side had said so."""
         return self.lost.done() and not self._closed and not self._parser.ended
 
+    @property
+    def allowed(self) -> int:
+        """The largest payload that is taken now."""
+        return self._parser.allowed
+
     async def send(
         self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
     ) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -159,14 +160,12 @@ def test_a_send_that_is_cancelled_before_its_turn_leaves_no_gap() -> None:
                 return
 
     async def work(stream: Stream) -> None:
-        big = bytes(
-            8_000_000
-        )  # more than the kernel and p2pd take; one a lane is read before it is asked for
+        big = bytes(16_000_000)  # more than the lanes read before they are asked, p2pd and the kernel take
         first = [asyncio.create_task(stream.send("x", {"n": n}, (big,))) for n in range(8)]
-        await asyncio.wait(first[:4])
+        await asyncio.sleep(0.5)
         waiting = [asyncio.create_task(stream.send("x", {"n": n})) for n in range(8, 12)]
         await asyncio.sleep(0.1)
-        assert not any(task.done() for task in (*first[4:], *waiting))
+        assert not any(task.done() for task in (*first, *waiting))
         for task in waiting[1:]:
             task.cancel()
         last = asyncio.create_task(stream.send("x", {"n": 99}))
@@ -178,6 +177,92 @@ def test_a_send_that_is_cancelled_before_its_turn_leaves_no_gap() -> None:
         assert got == [*range(9), 99]
 
     over(late, work)
+
+
+@pytest.mark.parametrize("size", [64 * 1024 + 1, 300_001, 1 << 20, 3_000_003])
+def test_a_large_frame_goes_in_pieces_over_all_lanes(size: int) -> None:
+    payload = random.Random(size).randbytes(size)
+
+    async def work(stream: Stream) -> None:
+        assert isinstance(stream, lanes.Lanes)
+        # In parts that are no pieces, and without a copy.
+        await stream.send(
+            "x", {"n": 1}, (payload[:7], memoryview(payload)[7 : size // 2], payload[size // 2 :])
+        )
+        assert stream._sent == max(
+            -(-size // lanes.MOST_PIECE_BYTES), min(-(-size // lanes.LEAST_PIECE_BYTES), 4)
+        )
+        frame = await stream.receive()
+        assert (frame.kind, frame.header, bytes(frame.payload)) == ("x", {"n": 1}, payload)
+
+    over(echo, work)
+
+
+def test_a_receiver_that_is_cancelled_between_pieces_loses_none() -> None:
+    payload = random.Random(1).randbytes(4_000_000)
+
+    async def work(stream: Stream) -> None:
+        sending = asyncio.create_task(stream.send("x", {}, (payload,)))
+        frame = None
+        while frame is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.002):
+                    frame = await stream.receive()
+        assert bytes(frame.payload) == payload
+        await sending
+
+    over(echo, work)
+
+
+def test_a_send_that_is_cancelled_between_pieces_breaks_the_stream() -> None:
+    async def hold(stream: Stream) -> None:
+        with pytest.raises((StreamBroken, StreamClosed)):
+            while True:
+                await stream.receive()
+
+    async def work(stream: Stream) -> None:
+        sending = asyncio.create_task(stream.send("x", {}, (bytes(64_000_000),)))
+        await asyncio.sleep(0.01)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        with pytest.raises(StreamClosed):
+            await stream.send("x")
+
+    over(hold, work)
+
+
+Hostile = Sequence[tuple[str, dict[str, object], int]]
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        ([("x", {"": 1 << 40}, 10)], "at most 1000000 are allowed"),
+        ([("x", {"": "many"}, 10)], "'many'"),
+        ([("x", {"": -1}, 10)], "-1"),
+        ([("x", {"": 10}, 10)], "first piece of a payload of 10 bytes"),
+        ([("x", {"": 100}, 10), ("x", {}, 10)], "'x' frame among the pieces"),
+        ([("x", {"": 100}, 10), ("piece", {}, 91)], "91 bytes that does not fit"),
+        ([("x", {"": 100}, 10), ("piece", {}, 0)], "0 bytes that does not fit"),
+    ],
+)
+def test_pieces_that_make_no_frame_are_refused(sent: Hostile, error: str) -> None:
+    seen = asyncio.Event()
+
+    async def strict(stream: Stream) -> None:
+        stream.allow(1_000_000)
+        with pytest.raises(FrameError, match=error):
+            await stream.receive()
+        seen.set()
+
+    async def work(stream: Stream) -> None:
+        assert isinstance(stream, lanes.Lanes)
+        for lane, (kind, header, size) in zip(stream._lanes, sent, strict=False):
+            await lane.send(kind, header, (bytes(size),))
+        await seen.wait()
+
+    over(strict, work)
 
 
 def test_a_frame_that_is_too_large_to_be_sent_leaves_no_gap() -> None:
