@@ -24,7 +24,7 @@ from fusion.swarm.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import Stream
 
 PROTOCOL = "/fusion/flow/1"
-WINDOW = 16
+WINDOW = 3  # about what 1F1B has under way between two stages
 
 
 async def echo(stream: Stream) -> None:

@@ -7,9 +7,10 @@ cases run in turn, round after round, a job each; results are kept in docs/netwo
 there is not measured again, so it may be stopped at any time and gone on with. With --curves whole trainings follow,
 whose validation loss is drawn against wall-clock time. `--report` only writes the table from what is there.
 
-All peers share the cores of this machine, and the predictions know it: what a message costs those cores, what idle peers
-do, and what payloads get of a link's rate is measured before any job; what a stage needs, by running each placement
-with the box's limits lifted and one microbatch at a time. Where the machine is others' too, a job waits until it is as
+All peers share the cores of this machine, and the predictions know it: what a bare message costs those cores, what idle
+peers do, and what payloads get of a link's rate is measured before any job; how much dearer a message of a job is, by
+what the baseline's jobs took of the cores; what a stage needs, by running each placement with the box's limits lifted
+and one microbatch at a time. Where the machine is others' too, a job waits until it is as
 fast as it can be, a minute at most, and runs again if it was not after it.
 """
 

@@ -27,7 +27,7 @@ from fusion.compression.reference_speeds import REFERENCE
 from fusion.dag.cuts import split
 from fusion.dag.ir import Graph
 from fusion.dag.network import Network
-from fusion.dag.pipeline import Pipeline, Wires, pipeline
+from fusion.dag.pipeline import Flow, Pipeline, Wires, pipeline
 from fusion.dag.placement import Scheduler
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.simulate import ALONE, simulate
@@ -179,6 +179,8 @@ class Predicted:
     bound_seconds: float
     bottleneck: str
     slowest_ratio: float
+    computing_seconds: float  # of all stages together
+    messages: int
 
 
 def predicted(
@@ -217,19 +219,31 @@ def predicted(
         bound_seconds=bound.bound_seconds,
         bottleneck=bound.bottleneck,
         slowest_ratio=busiest[0] / computing[busiest[1]] if busiest[1] else 0.0,
+        computing_seconds=sum(dense.stage_busy_seconds),
+        messages=bench.microbatches
+        * sum(1 + (flow.backward is not None) for flow in whole.flows if _crosses(whole, flow)),
     )
 
 
+def _crosses(line: Pipeline, flow: Flow) -> bool:
+    return line.owners[flow.producer] != line.owners[flow.consumer]
+
+
 def busiest_pairs(bench: Bench, case: Case) -> tuple[tuple[str, str], ...]:
-    """The neighbours that share the slowest line of a placement; where a link is slower still, the two at its ends."""
-    network, owners = bench.network, placed(bench, case).placement.owners
-    one = min(pairwise(owners), key=lambda pair: min(network.rate(*pair), network.rate(*pair[::-1])))
-    slowest = min(network.rate(*one), network.rate(*one[::-1]))
-    for peer in one:
-        device = network.device(peer)
-        if min(device.up_bytes_per_second, device.down_bytes_per_second) <= slowest:
-            return tuple(pair for pair in pairwise(owners) if peer in pair)
-    return (one,)
+    """The neighbours between whom the busiest link or line of a placement lies, where nothing is compressed."""
+    placement = placed(bench, case).placement
+    dense = step_seconds(pipeline(bench.graph, placement, bench.network, bench.sizes, None))
+    pairs = tuple(pairwise(placement.owners))
+    over = [
+        (seconds, tuple(each for each in pairs if peer in each))
+        for table in (dense.uplink_busy_seconds, dense.downlink_busy_seconds)
+        for peer, seconds in table.items()
+    ]
+    over += [
+        (seconds, tuple(each for each in pairs if set(each) == set(pair)))
+        for pair, seconds in dense.link_busy_seconds.items()
+    ]
+    return max((seconds, found) for seconds, found in over if found)[1]
 
 
 def seconds_of(network: Network, pairs: Sequence[tuple[str, str]], bytes_: float) -> float:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,8 @@ from fusion.dag.simulate import Shared
 
 WORK = (sys.executable, str(Path(__file__).with_name("core_work.py")))
 FLOW = (sys.executable, str(Path(__file__).with_name("frame_flow.py")))
-SMALL, LARGE = (1 << 10, 3000), (1 << 17, 600)  # bytes of a payload, payloads
+# Bytes of a payload, payloads. A large one is about what crosses a cut of the models here.
+SMALL, LARGE = (1 << 10, 3000), (3 << 17, 200)
 QUIET = 1.25  # times the fastest, up to which this machine counts as ours alone
 WAIT_SECONDS, AFTER_SECONDS = 60.0, 8.0  # for that before a job, and after it, when its peers clear up
 PAUSE_SECONDS = 1.0
@@ -51,6 +52,29 @@ class Machine:
             message_seconds=self.message_seconds,
             byte_seconds=self.byte_seconds,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Used:
+    """What a step of a job took, and put over links."""
+
+    cpu_seconds: float  # of all cores together
+    step_seconds: float
+    computing_seconds: float  # of its stages together, by themselves
+    messages: int
+    bytes: float
+
+
+def carrying(machine: Machine, used: Used) -> Machine:
+    """With messages as dear as they were in a job: there they pass through a peer, and over links with limits."""
+    busy = min(1.0, used.cpu_seconds / (cores() * used.step_seconds))
+    slowed = 1.0 + max(0.0, cores() / machine.cores - 1.0) * busy  # by each other
+    left = used.cpu_seconds / slowed - used.computing_seconds - machine.idle_cores * used.step_seconds
+    bare = used.messages * machine.message_seconds + used.bytes * machine.byte_seconds
+    times = max(1.0, left / bare) if bare > 0 else 1.0
+    return replace(
+        machine, message_seconds=times * machine.message_seconds, byte_seconds=times * machine.byte_seconds
+    )
 
 
 class Flow:

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.network_cases import Bench, Case, placed, predicted
-from bench.network_machine import Machine
+from bench.network_cases import Bench, Case, Predicted, placed, predicted
+from bench.network_machine import Machine, Used, carrying
 from bench.network_table import (
     Row,
     bytes_a_step,
@@ -75,10 +75,10 @@ def rows(bench: Bench, results: Results, cases: Sequence[Case]) -> list[Row]:
         calibration = data["alone"].get(alone(bench, case))
         if not jobs or not baseline or not calibration:
             continue
-        machine = Machine(**data["machine"][case.network])
-        expected = predicted(bench, case, stage_seconds(calibration, warm_up), speeds, machine)
         of_base = data["alone"].get(alone(bench, base))
         dense = predicted(bench, base, stage_seconds(of_base, warm_up) if of_base else None, speeds)
+        machine = carrying(Machine(**data["machine"][case.network]), _used(dense, baseline, warm_up))
+        expected = predicted(bench, case, stage_seconds(calibration, warm_up), speeds, machine)
         apart = predicted(bench, case, stage_seconds(calibration, warm_up), speeds)
         cores_seconds = median(job["cpu_seconds"] for job in jobs) / cores
         bound, what = max(
@@ -120,6 +120,16 @@ def rows(bench: Bench, results: Results, cases: Sequence[Case]) -> list[Row]:
             )
         )
     return found
+
+
+def _used(expected: Predicted, jobs: Sequence[dict[str, Any]], warm_up: int) -> Used:
+    return Used(
+        cpu_seconds=median(job["cpu_seconds"] for job in jobs),
+        step_seconds=step_seconds(jobs, warm_up),
+        computing_seconds=expected.computing_seconds,
+        messages=expected.messages,
+        bytes=bytes_a_step(jobs, warm_up),
+    )
 
 
 def _target(data: dict[str, Any], base: Case) -> float | None:

@@ -23,7 +23,7 @@ from bench.network_cases import (
     predicted,
     seconds_of,
 )
-from bench.network_machine import Machine, Pace
+from bench.network_machine import Machine, Pace, Used, carrying, cores
 from bench.network_table import HEAD
 from box import kernel
 
@@ -114,6 +114,17 @@ def test_measured_stages_and_slower_links_move_the_prediction(tmp_path: Path) ->
     assert half.bound_seconds == quick.bound_seconds
     dear = predicted(bench, case, machine=Machine(message_seconds=1.0))
     assert dear.simulated_seconds > half.simulated_seconds
+
+
+def test_messages_are_as_dear_as_in_a_job() -> None:
+    bare = Machine(message_seconds=1e-4, byte_seconds=1e-8, idle_cores=0.1)
+    used = Used(cpu_seconds=1.7, step_seconds=2.0, computing_seconds=0.5, messages=1000, bytes=4e7)
+    alone = carrying(bare, used)  # 1 s is left, twice what bare messages cost
+    assert alone.message_seconds == pytest.approx(2e-4) and alone.byte_seconds == pytest.approx(2e-8)
+    slowed = carrying(replace(bare, cores=cores() / 1.2), used)  # the cores slow each other down
+    assert bare.message_seconds < slowed.message_seconds < alone.message_seconds
+    assert carrying(bare, replace(used, cpu_seconds=0.1)) == bare
+    assert carrying(Machine(), used) == Machine()
 
 
 def test_results_of_another_model_are_refused(tmp_path: Path) -> None:
