@@ -58,8 +58,8 @@ ABOUT = """# Codecs and convergence, measured
 `python tests/bench/convergence.py` makes this page: a GPT of 4 blocks of width 128 on the standard library's text, in four
 stages whose activations and gradients go through the codec. The validation loss is that after the same number of steps,
 evaluated without sparse codecs; it and the bytes are means over the seeds that dense was run with too. A ratio is one of
-bytes, forward; backward sends the values at the same positions, unless "own gradients". `convergence.json` has every
-point, `convergence.png` the curves.
+bytes, forward; backward sends the values at the same positions, unless "own gradients"; "adaptive (default)" is
+`kind = "adaptive"` with nothing else said. `convergence.json` has every point, `convergence.png` the curves.
 
 """
 

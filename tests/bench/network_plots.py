@@ -11,13 +11,14 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+DIVERGED = 1.5  # times the least loss at the end
 Curve = Sequence[tuple[float, float]]
 
 
 def draw(
     path: Path, title: str, across: str, curves: Mapping[str, Curve], level: float | None = None
 ) -> None:
-    """`curves`: points by name; `level` is marked by a line."""
+    """`curves`: points by name; `level` is marked by a line. What ends far above the best leaves the picture at its top."""
     figure, axes = pyplot.subplots(figsize=(10.0, 4.5), layout="constrained")
     styles = ("-", "--", ":", "-.")
     for number, (name, points) in enumerate(curves.items()):
@@ -34,6 +35,10 @@ def draw(
     axes.set_ylabel("validation loss")
     if across.endswith("(log)"):
         axes.set_xscale("log")
+    ends = [points[-1][1] for points in curves.values() if points]
+    if ends and max(ends) > DIVERGED * min(ends):
+        best = min(curves.values(), key=lambda points: points[-1][1])
+        axes.set_ylim(0.98 * min(ends), max(DIVERGED * min(ends), 1.02 * best[0][1]))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=110)
