@@ -40,7 +40,6 @@ class Lanes:
         self.remote = lanes[0].remote
         self.protocol = lanes[0].protocol.removesuffix(SUFFIX)
         self._lanes = tuple(lanes)
-        self._allowed = lanes[0].allowed
         self._sent = 0
         self._taken = 0
         self._pieces = _Pieces()
@@ -95,7 +94,7 @@ class Lanes:
             frame = await self._lanes[self._taken % len(self._lanes)].receive()
             self._taken += 1
             try:
-                whole = self._pieces.add(frame, self._allowed)
+                whole = self._pieces.add(frame, self._lanes[0].allowed)
             except FrameError as error:
                 self.abort()
                 raise FrameError(f"{self.remote} on {self.protocol}: {error}") from error
@@ -103,7 +102,6 @@ class Lanes:
                 return whole
 
     def allow(self, payload_bytes: int) -> None:
-        self._allowed = payload_bytes
         for lane in self._lanes:
             lane.allow(payload_bytes)
 

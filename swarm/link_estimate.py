@@ -158,8 +158,8 @@ def bounds(rate: float, *, line: float, sure: bool) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class RateEstimate:
-    """Bytes per second, and when it was last borne out: a lower bound far below it says nothing. It moves by how long the evidence lasted, so one odd frame
-    changes little and a second of transfer nearly all."""
+    """Bytes per second, and when it was last borne out: a lower bound far below it says nothing. It moves by how long the
+    evidence lasted, so one odd frame changes little and a second of transfer nearly all."""
 
     bytes_per_second: float
     at: float

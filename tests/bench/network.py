@@ -90,14 +90,9 @@ async def measure_stages(
         say(f"{bench.name}: {machine}")
     with unlimited(box, list(testbed.peers)):
         for number in range(options.rounds):
-            for case in _unmeasured(bench, cases, results, number):
+            for case in cases:
                 if len(results.jobs("alone", alone(bench, case))) <= number:
                     await _job(bench, testbed, "alone", case, bench.alone_steps, results, options)
-
-
-def _unmeasured(bench: Bench, cases: Sequence[Case], results: Results, number: int = 0) -> list[Case]:
-    """Those whose stages have not been measured so often."""
-    return [case for case in cases if len(results.jobs("alone", alone(bench, case))) <= number]
 
 
 async def measure(
@@ -210,7 +205,7 @@ def measure_network(
 
     async def scenario() -> None:
         # Connections that have known no limits have buffers far too large for slow links: the jobs get peers of their own.
-        if _unmeasured(bench, cases, results, options.rounds - 1):
+        if any(len(results.jobs("alone", alone(bench, case))) < options.rounds for case in cases):
             async with open_testbed(bench, box, hosts) as testbed:
                 await measure_stages(bench, box, testbed, cases, results, options)
         async with open_testbed(bench, box, hosts) as testbed:

@@ -16,6 +16,7 @@ import uvloop
 
 from fusion.swarm import lanes
 from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed
+from fusion.swarm.frames import DEFAULT_LIMITS
 from fusion.swarm.identity import Identity
 from fusion.swarm.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import Handler, Stream
@@ -263,6 +264,23 @@ def test_pieces_that_make_no_frame_are_refused(sent: Hostile, error: str) -> Non
         await seen.wait()
 
     over(strict, work)
+
+
+def test_pieces_make_no_frame_beyond_the_limits_whatever_is_allowed() -> None:
+    seen = asyncio.Event()
+
+    async def generous(stream: Stream) -> None:
+        stream.allow(1 << 50)
+        with pytest.raises(FrameError, match=f"at most {DEFAULT_LIMITS.payload_bytes} are allowed"):
+            await stream.receive()
+        seen.set()
+
+    async def work(stream: Stream) -> None:
+        assert isinstance(stream, lanes.Lanes)
+        await stream._lanes[0].send("x", {"": DEFAULT_LIMITS.payload_bytes + 1}, (bytes(10),))
+        await seen.wait()
+
+    over(generous, work)
 
 
 def test_a_frame_that_is_too_large_to_be_sent_leaves_no_gap() -> None:
