@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Self, TypeVar
 
 import msgpack
@@ -24,7 +23,7 @@ from google.protobuf.message import DecodeError
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.proto import dht_pb2
 
@@ -33,6 +32,7 @@ from fusion.swarm.dht_values import MAX_SUBKEYS, key_id, parse_values
 from fusion.swarm.directory import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS, newest_jobs
 from fusion.swarm.errors import PeerUnreachable, RecordError
 from fusion.swarm.lookup import Answer, Found, LookupConfig, Node, lookup
+from fusion.swarm.peer_ids import from_bytes, to_hivemind
 from fusion.swarm.records import (
     CLOCK_TOLERANCE_SECONDS,
     MAX_TTL_SECONDS,
@@ -329,7 +329,7 @@ class HivemindDirectory:
                 request = dht_pb2.FindRequest(
                     keys=[DHTID(key).to_bytes() for key in part], peer=self._protocol.node_info
                 )
-                stub = self._protocol.get_stub(_hivemind_id(node.peer))
+                stub = self._protocol.get_stub(to_hivemind(node.peer))
                 response = await stub.rpc_find(request, timeout=self._config.call_seconds)
                 if response.ByteSize() > _BIG_ANSWER_BYTES:
                     self._keys_per_ask = max(1, self._keys_per_ask // 2)
@@ -350,13 +350,13 @@ class HivemindDirectory:
     def _nodes_of(self, result: Any) -> Iterator[Node]:
         for node_id, peer in list(zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False))[:64]:
             if len(node_id) == DHTID.HASH_NBYTES and 0 < len(peer) <= 64:
-                node = Node(int.from_bytes(node_id, "big"), PeerId(PeerID(peer).to_base58()))
+                node = Node(int.from_bytes(node_id, "big"), from_bytes(peer))
                 if node.peer != self._identity.peer_id and not self._is_suspended(node.peer):
                     yield node
 
     async def _store(self, node: Node, request: Any) -> bool:
         try:
-            stub = self._protocol.get_stub(_hivemind_id(node.peer))
+            stub = self._protocol.get_stub(to_hivemind(node.peer))
             response = await stub.rpc_store(request, timeout=self._config.call_seconds)
         except _CALL_ERRORS as error:
             logger.debug("record not stored at %s: %r", node.peer, error)
@@ -367,12 +367,12 @@ class HivemindDirectory:
     async def _ping(self, peer: PeerId) -> None:
         request = dht_pb2.PingRequest(peer=self._protocol.node_info)
         asked_at = time.time()
-        stub = self._protocol.get_stub(_hivemind_id(peer))
+        stub = self._protocol.get_stub(to_hivemind(peer))
         response = await stub.rpc_ping(request, timeout=self._config.call_seconds)
         answered_at = time.time()
         if len(response.peer.node_id) == DHTID.HASH_NBYTES:
             await self._protocol.update_routing_table(
-                DHTID.from_bytes(response.peer.node_id), _hivemind_id(peer), responded=True
+                DHTID.from_bytes(response.peer.node_id), to_hivemind(peer), responded=True
             )
         self._suspended.pop(peer, None)
         if response.dht_time and answered_at - asked_at < 1.0:
@@ -401,9 +401,7 @@ class HivemindDirectory:
         # One failure is no death: on a busy machine every neighbour may miss a deadline once.
         if self._failed(node.peer) >= 3:
             self._offsets.pop(node.peer, None)
-            await self._protocol.update_routing_table(
-                DHTID(node.id), _hivemind_id(node.peer), responded=False
-            )
+            await self._protocol.update_routing_table(DHTID(node.id), to_hivemind(node.peer), responded=False)
 
     def _remember_expiry(self, slot: tuple[str, str], expires_at: float) -> None:
         now = self.now()
@@ -416,8 +414,3 @@ def _each(values: Any) -> Iterator[tuple[str, bytes]]:
     for subkey, candidates in values.items():
         for data in candidates:
             yield subkey, data
-
-
-@lru_cache(maxsize=4096)
-def _hivemind_id(peer: PeerId) -> PeerID:
-    return PeerID.from_base58(peer)

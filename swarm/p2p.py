@@ -34,6 +34,7 @@ from fusion.swarm.handlers import Handlers, one_line
 from fusion.swarm.identity import Identity
 from fusion.swarm.lanes import SUFFIX, Gathering, join
 from fusion.swarm.memory_stream import stream_pair
+from fusion.swarm.peer_ids import from_bytes, to_bytes
 from fusion.swarm.traffic import TrafficCounter
 from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traffic
 
@@ -43,7 +44,9 @@ _CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
 _ADDRESS_SECONDS = 10.0  # libp2p learns its outside addresses little by little
 _GONE = "p2pd is gone"
 _KNOCK_SECONDS = 3.0
-_CONNECTED_SECONDS = 0.05  # how old an answer of p2pd's may be for the many small calls of the DHT
+_CONNECTED_SECONDS = (
+    0.25  # how old an answer of p2pd's may be for the many small calls of the DHT: each costs it a connection
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +186,7 @@ class P2PTransport:
 
     async def _open(self, peer: PeerId, protocol: str) -> FrameStream:
         try:
-            request = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol])
+            request = p2pd_pb2.StreamOpenRequest(peer=to_bytes(peer), proto=[protocol])
         except ValueError as error:
             raise PeerUnreachable(str(error)) from error
         request.timeout = _whole_seconds(self._config.dial_seconds)
@@ -268,7 +271,7 @@ class P2PTransport:
         except DecodeError:
             stream.abort()
             return
-        stream.remote = PeerId(PeerID(info.peer).to_base58())
+        stream.remote = from_bytes(info.peer)
         stream.protocol = info.proto
         self._hold(stream)
         self._handlers.accept(stream)
@@ -293,9 +296,10 @@ class P2PTransport:
 
     async def _list_connected(self) -> frozenset[PeerId]:
         try:
-            return frozenset(PeerId(info.peer_id.to_base58()) for info in await self.p2p.list_peers())
-        except (OSError, asyncio.IncompleteReadError, P2PDaemonError) as error:
+            response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        except TransportError as error:
             raise PeerUnreachable(_GONE) from error
+        return frozenset(from_bytes(info.id) for info in response.peers)
 
     async def _dial(self, peer: PeerId, addresses: Sequence[str]) -> None:
         try:
@@ -306,13 +310,13 @@ class P2PTransport:
                 raise
             async with detour(*target) as around:
                 await self._connect_to(peer, [f"{around}/p2p/{peer}"])
-                request = p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer))
+                request = p2pd_pb2.DisconnectRequest(peer=to_bytes(peer))
                 await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
             await self._connect_to(peer, addresses)
 
     async def _connect_to(self, peer: PeerId, addresses: Sequence[str]) -> None:
         request = p2pd_pb2.ConnectRequest(
-            peer=_peer_bytes(peer), addrs=[split_address(address)[0].to_bytes() for address in addresses]
+            peer=to_bytes(peer), addrs=[split_address(address)[0].to_bytes() for address in addresses]
         )
         request.timeout = _whole_seconds(self._config.dial_seconds)
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
@@ -323,7 +327,7 @@ class P2PTransport:
         except TransportError as error:
             raise P2PDaemonError(str(error)) from error
 
-    async def _ask(self, request: p2pd_pb2.Request) -> None:
+    async def _ask(self, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
         response = p2pd_pb2.Response()
         writer = None
         try:
@@ -338,6 +342,7 @@ class P2PTransport:
                 writer.close()
         if response.type == p2pd_pb2.Response.ERROR:
             raise PeerUnreachable(_reason(response.error.msg))
+        return response
 
     async def _refresh_addresses(self) -> None:
         with contextlib.suppress(ValueError):  # hivemind's way to say that there are none
@@ -356,7 +361,7 @@ def split_address(address: str) -> tuple[Multiaddr, PeerId]:
     """The part to dial and the peer id of a full multiaddr. Raises ValueError in one line."""
     where, _, peer = address.rpartition("/p2p/")
     try:
-        _peer_bytes(PeerId(peer))
+        to_bytes(PeerId(peer))
         if not where:
             raise ValueError("no address to dial")
         return Multiaddr(where), PeerId(peer)
@@ -429,16 +434,6 @@ def _reason(message: str) -> str:
     """The last, most telling part of a Go error, in one short line."""
     text = " ".join(message.split())
     return text if len(text) <= 200 else f"{text[:80]} ... {text[-100:]}"
-
-
-def _peer_bytes(peer: PeerId) -> bytes:
-    try:
-        data = PeerID.from_base58(peer).to_bytes()
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{peer!r} is not a peer id") from error
-    if not 34 <= len(data) <= 64:
-        raise ValueError(f"{peer!r} is not a peer id")
-    return bytes(data)
 
 
 def _varint(value: int) -> bytes:
