@@ -19,9 +19,6 @@ async def detour(host: str, port: int) -> AsyncIterator[str]:
     running: set[asyncio.Task[None]] = set()
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        running.add(task)
         writers = [writer]
         try:
             far_reader, far_writer = await asyncio.open_connection(host, port)
@@ -32,11 +29,16 @@ async def detour(host: str, port: int) -> AsyncIterator[str]:
         except (OSError, ExceptionGroup):
             pass  # whoever dialled sees the connection end
         finally:
-            running.discard(task)
             for each in writers:
                 each.transport.abort()
 
-    server = await asyncio.start_server(forward, "127.0.0.1", 0)
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task of ours: asyncio reports one of its own as an error where it is cancelled.
+        task = asyncio.create_task(forward(reader, writer), name="detour")
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
     try:
         yield f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
     finally:

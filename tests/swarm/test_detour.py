@@ -8,7 +8,11 @@ from fusion.swarm.detour import detour
 
 
 def test_bytes_go_both_ways_and_the_end_of_the_block_ends_it() -> None:
+    errors: list[object] = []
+
     async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+
         async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             while data := await reader.read(1000):
                 writer.write(data)
@@ -27,8 +31,10 @@ def test_bytes_go_both_ways_and_the_end_of_the_block_ends_it() -> None:
                 assert await reader.read() == b""
             writer.transport.abort()
         server.close()
+        await asyncio.sleep(0.05)
 
     asyncio.run(scenario())
+    assert errors == []
 
 
 def test_a_host_that_is_not_there_ends_the_connection() -> None:
