@@ -52,14 +52,29 @@ class Trace:
 @dataclass(frozen=True, kw_only=True)
 class Shared:
     """One machine on which all peers of a network run. `cores` are those that nothing else keeps busy; a message costs
-    its sender and its reader together `message_seconds` and `byte_seconds` for each byte, whatever it is sent with."""
+    its sender and its reader together `message_seconds`, `byte_seconds` for each byte and `packet_seconds` for each
+    packet, whatever it is sent with."""
 
     cores: float = inf
     message_seconds: float = 0.0
     byte_seconds: float = 0.0
+    packet_seconds: float = 0.0
+
+    def carry_seconds(self, bytes_: float, bytes_per_second: float) -> float:
+        """Of the cores, for a message of so many bytes over a link of that rate."""
+        packets = bytes_ / packet_bytes(bytes_per_second)
+        return self.message_seconds + self.byte_seconds * bytes_ + self.packet_seconds * packets
 
 
 ALONE = Shared()  # every peer on a machine of its own, whose transport costs it nothing
+SPAN_SECONDS = 1e-3
+LEAST_PACKET, MOST_PACKET = 1448.0, 65536.0  # a segment of TCP over Ethernet; what IP can say
+
+
+def packet_bytes(bytes_per_second: float) -> float:
+    """That go over a link of that rate at once: Linux gives a link about a millisecond's worth (`tcp_tso_autosize`), so
+    that a byte over a slow link costs the cores far more than one over a fast link."""
+    return min(MOST_PACKET, max(LEAST_PACKET, SPAN_SECONDS * bytes_per_second))
 
 
 def simulate(pipeline: Pipeline, shared: Shared = ALONE) -> Trace:
@@ -298,7 +313,9 @@ class _Simulation:
             bytes=wire.bytes(elements),
             encode_seconds=wire.encode_seconds_per_element * elements,
             decode_seconds=wire.decode_seconds_per_element * elements,
-            carry_seconds=(self.shared.message_seconds + self.shared.byte_seconds * wire.bytes(elements)) / 2,
+            carry_seconds=0.0
+            if a == b
+            else self.shared.carry_seconds(wire.bytes(elements), self.pipeline.network.rate(a, b)) / 2,
             encoder=self.codecs[a],
             decoder=self.codecs[b],
             sender=self.couriers[a],

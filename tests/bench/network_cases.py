@@ -11,6 +11,7 @@ seconds of computing, the codecs' speeds, and what TCP gets of a link's rate.
 
 from __future__ import annotations
 
+import math
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +31,7 @@ from fusion.dag.network import Network
 from fusion.dag.pipeline import Flow, Pipeline, Wires, pipeline
 from fusion.dag.placement import Scheduler
 from fusion.dag.rewrites.clean import clean
-from fusion.dag.simulate import ALONE, simulate
+from fusion.dag.simulate import ALONE, packet_bytes, simulate
 from fusion.dag.step_model import step_seconds
 from fusion.runtime.adaptive_wires import edges_of, wire_costs
 from fusion.runtime.job import CompressionConfig
@@ -79,8 +80,9 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """One network. `steps` of the jobs that are timed, of which the first `warm_up` do not count; `curve_steps` of the
-    dense job whose loss is to be reached."""
+    """One network. Of a job the first `warm_up_seconds` do not count, in which its peers also get ready to stand by for
+    each other; `timed_seconds` do, and at least `least` steps of either. `curve_steps` of the dense job whose loss is to
+    be reached."""
 
     name: str
     path: Path  # of the network's file
@@ -88,12 +90,13 @@ class Bench:
     model: GPTConfig
     microbatches: int = 24
     microbatch_size: int
-    warm_up: int = 2
-    steps: int = 6
+    warm_up_seconds: float = 12.0
+    timed_seconds: float = 12.0
+    least: tuple[int, int] = (2, 4)
     curve_steps: int = 30
     evaluate_every: int = 3
     evaluate_batches: int = 8
-    alone_steps: int = 12  # of one microbatch
+    alone_steps: int = 100  # of one microbatch
     schedulers: Mapping[str, tuple[Scheduler, int | None]] = field(default_factory=lambda: SCHEDULERS)
     codecs: Sequence[str] = tuple(CODECS)
     seed: int = 0
@@ -126,13 +129,17 @@ class Bench:
             Case(network=self.name, scheduler=s, codec=c) for s in self.schedulers for c in self.codecs
         )
 
+    def steps(self, seconds: float) -> tuple[int, int]:
+        """Of the warm-up of a job whose steps take so long, and in all."""
+        warm_up = max(self.least[0], math.ceil(self.warm_up_seconds / seconds))
+        return warm_up, warm_up + max(self.least[1], math.ceil(self.timed_seconds / seconds))
+
     def to_json(self) -> dict[str, Any]:
         """What has to be the same for results to stand in one table."""
         return {
             "model": asdict(self.model),
             "microbatches": self.microbatches,
             "microbatch_size": self.microbatch_size,
-            "warm_up": self.warm_up,
             "curve_steps": self.curve_steps,
         }
 
@@ -181,6 +188,7 @@ class Predicted:
     slowest_ratio: float
     computing_seconds: float  # of all stages together
     messages: int
+    packets: float
 
 
 def predicted(
@@ -213,15 +221,17 @@ def predicted(
     )
     computing = dict(zip(found.placement.owners, dense.stage_busy_seconds, strict=True))
     bound = step_seconds(whole)
+    played = simulate(real, shared)
     return Predicted(
         model_seconds=step_seconds(real).seconds,
-        simulated_seconds=simulate(real, shared).step_seconds,
+        simulated_seconds=played.step_seconds,
         bound_seconds=bound.bound_seconds,
         bottleneck=bound.bottleneck,
         slowest_ratio=busiest[0] / computing[busiest[1]] if busiest[1] else 0.0,
         computing_seconds=sum(dense.stage_busy_seconds),
         messages=bench.microbatches
         * sum(1 + (flow.backward is not None) for flow in whole.flows if _crosses(whole, flow)),
+        packets=sum(load.bytes / packet_bytes(network.rate(*pair)) for pair, load in played.links.items()),
     )
 
 

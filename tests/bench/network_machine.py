@@ -20,14 +20,14 @@ from statistics import median
 import psutil
 from box.network import Box
 
-from fusion.dag.simulate import Shared
+from fusion.dag.simulate import MOST_PACKET, Shared, packet_bytes
 
 WORK = (sys.executable, str(Path(__file__).with_name("core_work.py")))
 FLOW = (sys.executable, str(Path(__file__).with_name("frame_flow.py")))
 # Bytes of a payload, payloads. A large one is about what crosses a cut of the models here.
 SMALL, LARGE = (1 << 10, 3000), (3 << 17, 200)
 QUIET = 1.25  # times the fastest, up to which this machine counts as ours alone
-WAIT_SECONDS, AFTER_SECONDS = 60.0, 8.0  # for that before a job, and after it, when its peers clear up
+WAIT_SECONDS = 60.0  # for that before a job
 PAUSE_SECONDS = 1.0
 HASHED_BYTES = 100_000_000
 SECONDS = 6.0  # for which the rate of a link is measured
@@ -37,12 +37,13 @@ WORK_SECONDS, WORK_TURNS = 2.0, 3
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """`goodput`: the share of the slowest link's or line's rate that payloads get; `cores`: how many times as much all cores
-    compute together as one alone; `idle_cores`: that idle peers keep busy."""
+    compute together as one alone; `idle_cores`: that idle peers keep busy. The others as in `Shared`."""
 
     goodput: float = 1.0
     cores: float = math.inf
     message_seconds: float = 0.0
     byte_seconds: float = 0.0
+    packet_seconds: float = 0.0
     idle_cores: float = 0.0
 
     @property
@@ -51,6 +52,7 @@ class Machine:
             cores=self.cores - self.idle_cores,
             message_seconds=self.message_seconds,
             byte_seconds=self.byte_seconds,
+            packet_seconds=self.packet_seconds,
         )
 
 
@@ -63,13 +65,15 @@ class Used:
     computing_seconds: float  # of its stages together, by themselves
     messages: int
     bytes: float
+    packets: float
 
 
 def carrying(machine: Machine, used: Used) -> Machine:
-    """With messages as dear as they were in a job: there they pass through a peer, and over links with limits."""
+    """With messages as dear as they were in a job, where they pass through a peer; packets cost what they cost."""
     busy = min(1.0, used.cpu_seconds / (cores() * used.step_seconds))
     slowed = 1.0 + max(0.0, cores() / machine.cores - 1.0) * busy  # by each other
     left = used.cpu_seconds / slowed - used.computing_seconds - machine.idle_cores * used.step_seconds
+    left -= used.packets * machine.packet_seconds
     bare = used.messages * machine.message_seconds + used.bytes * machine.byte_seconds
     times = max(1.0, left / bare) if bare > 0 else 1.0
     return replace(
@@ -127,15 +131,26 @@ def frame_goodput(box: Box, pairs: Sequence[tuple[str, str]], seconds_of: Callab
         return min(1.0, seconds_of(LARGE[0] * count) / exchanged(count))
 
 
-def frame_cost(box: Box, a: str, b: str) -> tuple[float, float]:
-    """Seconds of a core for each message, and for each byte, of both ends and the box, over a link without limits."""
-    with unlimited(box, (a, b)), flow(box, a, b) as between:
-        between.exchange(*SMALL)
-        (size, count), (large, fewer) = SMALL, LARGE
-        small = between.exchange(size, count)[1] / (2 * count)
-        each = between.exchange(large, fewer)[1] / (2 * fewer)
-    byte = max(0.0, (each - small) / (large - size))
-    return max(0.0, small - byte * size), byte
+def frame_cost(box: Box, a: str, b: str, rates: Sequence[float]) -> tuple[float, float, float]:
+    """Seconds of a core for each message, each byte and each packet, of both ends and the box. `rates`: those of the link
+    as it is, there and back; what a packet costs is what the link's cuts add to a payload."""
+    (size, count), (large, fewer) = SMALL, LARGE
+    few = max(8, round(SECONDS * min(rates) / large))
+    with flow(box, a, b) as between:
+
+        def cost(size: int, count: int) -> float:
+            """A message."""
+            return between.exchange(size, count)[1] / (2 * count)
+
+        between.exchange(large, few)  # what a connection learns first
+        cut = cost(large, few)
+        with unlimited(box, (a, b)):
+            between.exchange(size, count)
+            small, each = cost(size, count), cost(large, fewer)
+    packets, least = large * sum(1 / packet_bytes(rate) for rate in rates) / len(rates), large / MOST_PACKET
+    packet = max(0.0, cut - each) / (packets - least) if packets > least else 0.0
+    byte = max(0.0, (each - packet * least - small) / (large - size))
+    return max(0.0, small - byte * size), byte, packet
 
 
 @contextmanager
@@ -196,6 +211,24 @@ def cpu_seconds(pids: list[int]) -> float:
                 continue
             total += float(times.user + times.system)
     return total
+
+
+class Stolen:
+    """What other machines on this one's host have of its cores."""
+
+    def __init__(self) -> None:
+        self._before = self._times()
+
+    def share(self) -> float:
+        """Of the time since this was made for which the cores were wanted here."""
+        stolen, wanted = (now - then for now, then in zip(self._times(), self._before, strict=True))
+        return stolen / wanted if wanted > 0 else 0.0
+
+    @staticmethod
+    def _times() -> tuple[float, float]:
+        times = psutil.cpu_times()
+        stolen = float(getattr(times, "steal", 0.0))
+        return stolen, stolen + times.user + times.nice + times.system
 
 
 class Pace:

@@ -64,25 +64,40 @@ def alone(bench: Bench, case: Case) -> str:
     return f"{case.network}: {' '.join(placement.owners)} at {' '.join(map(str, placement.cuts))}"
 
 
+def expected(bench: Bench, results: Results, case: Case) -> Predicted:
+    """With what has been measured by now of the machine, its codecs, the stages, and the baseline."""
+    machine = Machine(**results.data["machine"][bench.name])
+    baseline = results.data["jobs"].get(bench.baseline.name)
+    if baseline:
+        machine = carrying(machine, _used(_predicted(bench, results, bench.baseline), baseline))
+    return _predicted(bench, results, case, machine)
+
+
+def _predicted(bench: Bench, results: Results, case: Case, machine: Machine | None = None) -> Predicted:
+    """`machine` None: every peer has one of its own."""
+    speeds = {family: CodecSpeed(**speed) for family, speed in results.data["speeds"].items()}
+    calibration = results.data["alone"].get(alone(bench, case))
+    return predicted(bench, case, stage_seconds(calibration) if calibration else None, speeds, machine)
+
+
 def rows(bench: Bench, results: Results, cases: Sequence[Case]) -> list[Row]:
     """Of the cases that were measured beside their network's baseline."""
-    data, warm_up, found = results.data, bench.warm_up, []
+    data, found = results.data, []
     cores = os.cpu_count() or 1
-    speeds = {family: CodecSpeed(**speed) for family, speed in data["speeds"].items()}
     for case in cases:
         base = bench.baseline
         jobs, baseline = data["jobs"].get(case.name), data["jobs"].get(base.name)
         calibration = data["alone"].get(alone(bench, case))
         if not jobs or not baseline or not calibration:
             continue
-        of_base = data["alone"].get(alone(bench, base))
-        dense = predicted(bench, base, stage_seconds(of_base, warm_up) if of_base else None, speeds)
-        machine = carrying(Machine(**data["machine"][case.network]), _used(dense, baseline, warm_up))
-        expected = predicted(bench, case, stage_seconds(calibration, warm_up), speeds, machine)
-        apart = predicted(bench, case, stage_seconds(calibration, warm_up), speeds)
+        dense, apart, here = (
+            _predicted(bench, results, base),
+            _predicted(bench, results, case),
+            expected(bench, results, case),
+        )
         cores_seconds = median(job["cpu_seconds"] for job in jobs) / cores
         bound, what = max(
-            (expected.bound_seconds, expected.bottleneck),
+            (here.bound_seconds, here.bottleneck),
             (cores_seconds, f"the {cores} cores of this machine"),
         )
         steps = min(len(job["losses"]) for name, all_ in data["jobs"].items() for job in all_
@@ -90,7 +105,7 @@ def rows(bench: Bench, results: Results, cases: Sequence[Case]) -> list[Row]:
         target = _target(data, base)
         own = data["curves"].get(case.name)
         reached = time_to_loss(own[0], target) if own and target is not None else None
-        medians = [step_seconds([job], warm_up) for job in jobs]
+        medians = [step_seconds([job]) for job in jobs]
         arranged = placed(bench, case)
         found.append(
             Row(
@@ -99,14 +114,14 @@ def rows(bench: Bench, results: Results, cases: Sequence[Case]) -> list[Row]:
                 codec=case.codec,
                 peers=len(arranged.placement.owners),
                 codecs=_codecs(arranged.wires),
-                seconds=step_seconds(jobs, warm_up),
+                seconds=step_seconds(jobs),
                 least_seconds=min(medians),
                 most_seconds=max(medians),
                 jobs=len(jobs),
-                speed_up=speed_up(baseline, jobs, warm_up),
-                sent_bytes=bytes_a_step(jobs, warm_up),
-                model_seconds=expected.model_seconds,
-                simulated_seconds=expected.simulated_seconds,
+                speed_up=speed_up(baseline, jobs),
+                sent_bytes=bytes_a_step(jobs),
+                model_seconds=here.model_seconds,
+                simulated_seconds=here.simulated_seconds,
                 apart_seconds=apart.simulated_seconds,
                 apart_speed_up=dense.simulated_seconds / apart.simulated_seconds,
                 bound_seconds=bound,
@@ -122,13 +137,14 @@ def rows(bench: Bench, results: Results, cases: Sequence[Case]) -> list[Row]:
     return found
 
 
-def _used(expected: Predicted, jobs: Sequence[dict[str, Any]], warm_up: int) -> Used:
+def _used(expected: Predicted, jobs: Sequence[dict[str, Any]]) -> Used:
     return Used(
         cpu_seconds=median(job["cpu_seconds"] for job in jobs),
-        step_seconds=step_seconds(jobs, warm_up),
+        step_seconds=step_seconds(jobs),
         computing_seconds=expected.computing_seconds,
         messages=expected.messages,
-        bytes=bytes_a_step(jobs, warm_up),
+        bytes=bytes_a_step(jobs),
+        packets=expected.packets,
     )
 
 

@@ -40,6 +40,7 @@ class Sample:
     stage_seconds: tuple[tuple[float, ...], ...]  # computing, by stage
     cpu_seconds: float  # a step after the warm-up, of all peers and the box's router together
     validation: tuple[tuple[int, float, float], ...]  # step, seconds, loss
+    warm_up: int  # steps that do not count
 
 
 @dataclass(eq=False)
@@ -47,7 +48,7 @@ class Watch:
     """What the lead of one job says."""
 
     job: str
-    warm_up: int
+    warm_up: int  # steps that do not count
     cpu: Any  # () -> seconds of all processes so far
     began: float | None = None
     at: list[float] = field(default_factory=list)
@@ -98,6 +99,7 @@ class Watch:
             ),
             cpu_seconds=(after - before) / max(1, last - first),
             validation=tuple(self.validation),
+            warm_up=self.warm_up,
         )
 
 
@@ -121,11 +123,13 @@ class Testbed:
         if self._watch is not None:
             self._watch.see(record)
 
-    async def run(self, case: Case, steps: int, *, evaluate: bool = False, alone: bool = False) -> Sample:
-        """One job to its end; `alone`: without its codec, and one microbatch at a time, so that no two stages compute at
+    async def run(
+        self, case: Case, warm_up: int, steps: int, *, evaluate: bool = False, alone: bool = False
+    ) -> Sample:
+        """One job to its end, of `steps` with those of the warm-up; `alone`: without its codec, and one microbatch at a time, so that no two stages compute at
         once. FleetError where it stands still, is disturbed or fails."""
         prepared = await asyncio.to_thread(self._prepare, case, steps, evaluate, alone)
-        watch = self._watch = Watch(prepared.job, self._bench.warm_up, self._cpu_seconds)
+        watch = self._watch = Watch(prepared.job, warm_up, self._cpu_seconds)
         await launch(self._client, prepared)
         holding = asyncio.create_task(wait_until_held(self._client, prepared), name="handing over")
         try:

@@ -49,34 +49,33 @@ class Row:
         return self.bound_seconds / self.seconds
 
 
-def step_lengths(job: Recorded, warm_up: int) -> list[float]:
+def step_lengths(job: Recorded) -> list[float]:
     """Seconds of each step after the warm-up."""
-    return [b - a for a, b in pairwise(job["ended_at"][warm_up - 1 :])]
+    return [b - a for a, b in pairwise(job["ended_at"][job["warm_up"] - 1 :])]
 
 
-def step_seconds(jobs: Sequence[Recorded], warm_up: int) -> float:
+def step_seconds(jobs: Sequence[Recorded]) -> float:
     """The median of all steps that count."""
-    return median(length for job in jobs for length in step_lengths(job, warm_up))
+    return median(length for job in jobs for length in step_lengths(job))
 
 
-def bytes_a_step(jobs: Sequence[Recorded], warm_up: int) -> float:
+def bytes_a_step(jobs: Sequence[Recorded]) -> float:
     return median(
-        (job["sent_bytes"][-1] - job["sent_bytes"][warm_up - 1]) / (len(job["sent_bytes"]) - warm_up)
+        (job["sent_bytes"][-1] - job["sent_bytes"][job["warm_up"] - 1])
+        / (len(job["sent_bytes"]) - job["warm_up"])
         for job in jobs
     )
 
 
-def stage_seconds(jobs: Sequence[Recorded], warm_up: int) -> list[float]:
-    """Computing in a step, by stage: medians."""
-    steps = [stages for job in jobs for stages in job["stage_seconds"][warm_up:]]
-    return [median(step[s] for step in steps) for s in range(len(steps[0]))]
+def stage_seconds(jobs: Sequence[Recorded]) -> list[float]:
+    """Computing in a step, by stage: lower quartiles, as whatever else a peer does meanwhile only adds to it."""
+    steps = [stages for job in jobs for stages in job["stage_seconds"][job["warm_up"] :]]
+    return [sorted(step[s] for step in steps)[len(steps) // 4] for s in range(len(steps[0]))]
 
 
-def speed_up(baseline: Sequence[Recorded], jobs: Sequence[Recorded], warm_up: int) -> float:
+def speed_up(baseline: Sequence[Recorded], jobs: Sequence[Recorded]) -> float:
     """The median of the ratios of jobs that ran in the same round."""
-    return median(
-        step_seconds([a], warm_up) / step_seconds([b], warm_up) for a, b in zip(baseline, jobs, strict=False)
-    )
+    return median(step_seconds([a]) / step_seconds([b]) for a, b in zip(baseline, jobs, strict=False))
 
 
 def time_to_loss(job: Recorded, loss: float) -> float | None:

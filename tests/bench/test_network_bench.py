@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 from dataclasses import replace
@@ -23,7 +24,7 @@ from bench.network_cases import (
     predicted,
     seconds_of,
 )
-from bench.network_machine import Machine, Pace, Used, carrying, cores
+from bench.network_machine import Machine, Pace, Stolen, Used, carrying, cores
 from bench.network_table import HEAD
 from box import kernel
 
@@ -63,7 +64,8 @@ def small(folder: Path) -> Bench:
         model=GPTConfig(blocks=2, width=32, heads=2, sequence=32, tied=False),
         microbatches=4,
         microbatch_size=1,
-        steps=4,
+        warm_up_seconds=0.2,
+        timed_seconds=0.2,
         curve_steps=4,
         evaluate_every=2,
         evaluate_batches=1,
@@ -91,6 +93,12 @@ def test_the_model_is_as_wide_as_the_slowest_link_allows(tmp_path: Path) -> None
     assert max(crossing) <= 1.01 * min(crossing)
 
 
+def test_a_job_is_timed_for_long_enough(tmp_path: Path) -> None:
+    bench = replace(small(tmp_path), warm_up_seconds=12.0, timed_seconds=10.0, least=(2, 4))
+    assert bench.steps(20.0) == (2, 6)
+    assert bench.steps(1.0) == (12, 22)
+
+
 def test_only_what_differs_is_measured(tmp_path: Path) -> None:
     bench = replace(small(tmp_path), schedulers={"equal-ops": ("equal-ops", 3), "again": ("equal-ops", 3)})
     found = network.distinct(bench, bench.cases())
@@ -112,18 +120,23 @@ def test_measured_stages_and_slower_links_move_the_prediction(tmp_path: Path) ->
     half = predicted(bench, case, machine=Machine(goodput=0.5))
     assert half.simulated_seconds > quick.simulated_seconds
     assert half.bound_seconds == quick.bound_seconds
-    dear = predicted(bench, case, machine=Machine(message_seconds=1.0))
-    assert dear.simulated_seconds > half.simulated_seconds
+    for price in (Machine(message_seconds=1.0), Machine(packet_seconds=1.0)):
+        assert predicted(bench, case, machine=price).simulated_seconds > half.simulated_seconds
+    assert quick.packets > 0.9 * quick.messages
 
 
 def test_messages_are_as_dear_as_in_a_job() -> None:
     bare = Machine(message_seconds=1e-4, byte_seconds=1e-8, idle_cores=0.1)
-    used = Used(cpu_seconds=1.7, step_seconds=2.0, computing_seconds=0.5, messages=1000, bytes=4e7)
+    used = Used(
+        cpu_seconds=1.7, step_seconds=2.0, computing_seconds=0.5, messages=1000, bytes=4e7, packets=5e3
+    )
     alone = carrying(bare, used)  # 1 s is left, twice what bare messages cost
     assert alone.message_seconds == pytest.approx(2e-4) and alone.byte_seconds == pytest.approx(2e-8)
     slowed = carrying(replace(bare, cores=cores() / 1.2), used)  # the cores slow each other down
     assert bare.message_seconds < slowed.message_seconds < alone.message_seconds
     assert carrying(bare, replace(used, cpu_seconds=0.1)) == bare
+    packed = carrying(replace(bare, packet_seconds=1e-4), used)  # 0.5 s of it for the packets
+    assert packed.packet_seconds == 1e-4 and packed.byte_seconds == pytest.approx(1e-8)
     assert carrying(Machine(), used) == Machine()
 
 
@@ -137,6 +150,24 @@ def test_results_of_another_model_are_refused(tmp_path: Path) -> None:
         network_results.Results(tmp_path / "network.json").open(replace(bench, microbatches=5))
 
 
+def test_the_least_disturbed_measurement_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares, made = iter([0.3, 0.1, 0.2]), iter("abc")
+    monkeypatch.setattr(network.Stolen, "share", lambda _: next(shares))
+
+    async def measured() -> str:
+        return next(made)
+
+    options = argparse.Namespace(pace=argparse.Namespace(quiet_within=lambda seconds: True))
+    assert asyncio.run(network.undisturbed("one", measured, options)) == ("b", 0.1)
+    shares, made = iter([0.04]), iter("a")
+    assert asyncio.run(network.undisturbed("one", measured, options)) == ("a", 0.04)
+
+
+def test_cores_that_nobody_wanted_were_not_stolen() -> None:
+    stolen = Stolen()
+    assert 0.0 <= stolen.share() <= 1.0
+
+
 @pytest.mark.e2e
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_two_cases_on_three_peers(
@@ -145,6 +176,7 @@ def test_two_cases_on_three_peers(
     monkeypatch.setattr(network, "CURVES", (BASELINE,))
     monkeypatch.setattr(network, "SETTLE_SECONDS", 0.1)
     monkeypatch.setattr(network, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(network, "MOST_STOLEN", 1.0)
     monkeypatch.setattr(network, "REPEATS", 1)
     monkeypatch.setattr(network_machine, "SECONDS", 0.5)
     monkeypatch.setattr(network_machine, "WORK_SECONDS", 0.1)

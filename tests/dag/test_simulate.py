@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusion.dag.network import Device, Link, Network
 from fusion.dag.pipeline import Flow, Pipeline, StageLoad
-from fusion.dag.simulate import Shared, simulate
+from fusion.dag.simulate import Shared, packet_bytes, simulate
 from fusion.dag.step_model import step_seconds
 from fusion.dag.wire_cost import WireCost
 
@@ -345,6 +345,22 @@ def test_messages_cost_the_cores_of_both_ends():
         message_seconds=0.2, byte_seconds=0.01
     )  # one end sends while the other reads what came before
     assert simulate(pipeline, alone).step_seconds == pytest.approx(6 * (0.2 + 0.01 * size) / 2)
+
+
+def test_a_slow_link_has_small_packets():
+    # 8 Mbps: a segment at once, 100 Mbps: what goes over in a millisecond, 10 Gbps: all that IP can say.
+    assert [packet_bytes(rate) for rate in (1e6, 12.5e6, 1.25e9, inf)] == [1448, 12_500, 65_536, 65_536]
+    one_way = [flow(0, 1, 10, backward=None)]
+    slow = {("p0", "p1"): Link(alpha_seconds=0.0, bytes_per_second=1e6)}
+    sent = Shared(packet_seconds=10.0)
+    took = [
+        simulate(
+            pipe([load(0, 0)] * 2, one_way, microbatches=1, schedule="gpipe", **links), sent
+        ).step_seconds
+        for links in ({"links": slow}, {})
+    ]
+    assert took[0] / took[1] == pytest.approx(65_536 / 1448, rel=0.01)
+    assert sent.carry_seconds(14_480, 1e6) == pytest.approx(100.0)
 
 
 @settings(max_examples=100, deadline=None)
