@@ -35,8 +35,10 @@ help:
 demo: $(VENV)/.installed
 	@exec $(BIN)/fusion-peer demo --stop-with $$PPID $(ARGS)
 
+# What starts peers of its own runs alone: it watches the clock.
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 -m "not e2e"
+	$(BIN)/python -m pytest -q -m e2e
 
 lint: $(VENV)/.installed-dev .typing/fusion
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ def test_a_file_has_one_address_a_line_and_comments() -> None:
         "example.org:31330",
         "/ip4/192.0.2.1/tcp/31330",
         "/ip4/192.0.2.1/tcp/31330/p2p/",
-        f"/p2p/{PEER}",
+        pytest.param(f"/p2p/{PEER}", id="no address"),
         f"{ADDRESS} {ADDRESS}",
         "/ip4/192.0.2.1/tcp/31330/p2p/0OIl" + "1" * 48,
         f"/ip4/{'9' * 600}/tcp/1/p2p/{PEER}",
