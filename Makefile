@@ -35,10 +35,12 @@ help:
 demo: $(VENV)/.installed
 	@exec $(BIN)/fusion-peer demo --stop-with $$PPID $(ARGS)
 
-# What starts peers of its own runs alone: it watches the clock.
+# Side by side runs what is pure; the rest watches the clock.
+PURE := tests/dag tests/compression
+
 test: lint
-	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 -m "not e2e"
-	$(BIN)/python -m pytest -q -m e2e
+	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 $(PURE)
+	$(BIN)/python -m pytest -q $(PURE:%=--ignore=%)
 
 lint: $(VENV)/.installed-dev .typing/fusion
 	$(BIN)/ruff check .
