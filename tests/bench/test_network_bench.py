@@ -169,6 +169,7 @@ def test_cores_that_nobody_wanted_were_not_stolen() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(600)  # two fleets and five jobs, on whatever the machine has left
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_two_cases_on_three_peers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
