@@ -44,9 +44,7 @@ _CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
 _ADDRESS_SECONDS = 10.0  # libp2p learns its outside addresses little by little
 _GONE = "p2pd is gone"
 _KNOCK_SECONDS = 3.0
-_CONNECTED_SECONDS = (
-    0.25  # how old an answer of p2pd's may be for the many small calls of the DHT: each costs it a connection
-)
+_CONNECTED_SECONDS = 0.25  # how old p2pd's list may be for the many small calls of the DHT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from fusion.runtime.hosting.departure import DepartureConfig, Departures, Hosted
 from fusion.runtime.hosting.duties import Vacancy, beside_the_idle, one_each, one_early, stages_to_claim
 from fusion.runtime.hosting.job_desk import ENDED, PROTOCOL, JobDesk, Service, stop_request
 from fusion.runtime.hosting.job_files import JobFiles
+from fusion.runtime.hosting.known_jobs import KnownJobs
 from fusion.runtime.hosting.pool import Pool
 from fusion.runtime.hosting.succession import Successor
 from fusion.runtime.hosting.vacancies import Vacancies, needed_bytes
@@ -37,7 +38,6 @@ __all__ = ["PROTOCOL", "Hosting", "HostingConfig", "Service", "stop_request"]
 
 log = logging.getLogger(__name__)
 
-REMEMBERED_JOBS = 1000
 OVERTAKEN_SECONDS = 5.0  # once in so long a stage is claimed anew at once
 RECORD_SECONDS = 0.3  # for the directory to say how the job stands, while somebody waits for us to lead it
 
@@ -98,10 +98,8 @@ class Hosting:
         self._departures = Departures(context, services, self._config.departure, self._spawn, clock)
         self._hosts: dict[Place, Hosted] = {}
         self._claiming: list[Place] = []
-        self._open: dict[JobId, tuple[JobRecord, Manifest]] = {}  # the jobs that go on, as last seen
+        self._jobs = KnownJobs(lambda job: context.leases.known_term(job, 0))
         self._leaving = False
-        # Jobs that have ended, and the lead's term then: only a later lead knows better, whatever the directory says.
-        self._over: dict[JobId, int] = {}
         self._nudged = asyncio.Event()
         self._beating = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None  # None: not running
@@ -166,15 +164,15 @@ class Hosting:
         for record in records:
             self._context.leases.observe(record.job, 0, record.term)
             if record.state in ENDED:
-                self._end(record.job)
+                self._jobs.end(record.job)
                 # What we lead ends by itself.
                 if record.author != self._context.peer_id or not self._desk.leads(record.job):
                     self._cancel(record.job)
-            elif record.term > self._over.get(record.job, -1) and not self._desk.concluded(record.job):
+            elif not (self._jobs.ended(record) or self._desk.concluded(record.job)):
                 manifest = self._shelf.get(record)
                 if manifest is not None:
                     open_jobs[record.job] = (record, manifest)
-        self._open = dict(open_jobs)  # what ends meanwhile is taken out of it
+        self._jobs.see(open_jobs)
         self._shelf.keep_only({record.job for record in records})
         claims = await self._claims({job: manifest for job, (_, manifest) in open_jobs.items()})
         if not self._leaving:
@@ -243,7 +241,7 @@ class Hosting:
 
     async def _take(self, vacancy: Vacancy, record: JobRecord, manifest: Manifest) -> None:
         place = (vacancy.job, vacancy.stage)
-        if await self._lives(place) or vacancy.job not in self._open:
+        if await self._lives(place) or self._jobs.get(vacancy.job) is None:
             return
         self._claiming.append(place)
         try:
@@ -290,7 +288,7 @@ class Hosting:
     ) -> ClaimRecord | None:
         """Claim the stage above the term `over`, which is known to be free, and begin to host it. None where we cannot
         or another was first."""
-        place, known = (job, stage), self._open.get(job)
+        place, known = (job, stage), self._jobs.get(job)
         if place in self._hosts:
             return self._context.leases.holds(job, stage)
         if known is None or self._tasks is None or self._leaving or self._cooling.lasts(place):
@@ -344,7 +342,7 @@ class Hosting:
     ) -> None:
         """Run a stage that we have claimed. It may have been begun by another way, or lost already."""
         claim = self._context.leases.holds(*place)
-        over = self._tasks is None or self._leaving or place[0] not in self._open
+        over = self._tasks is None or self._leaving or self._jobs.get(place[0]) is None
         if over or place in self._hosts or claim is None:
             return
         self._vacancies.filled(place)
@@ -363,12 +361,12 @@ class Hosting:
         try:
             more = {} if baton is None else {"baton": baton}
             await self._services[manifest.kind].host(job, manifest, stage, claim.term, **more)
-            self._end(job)
+            self._jobs.end(job)
             log.info("stage %d of %s has ended", stage, manifest.name)
             await self._desk.conclude(record)
         except JobFailed as error:
             log.error("job %s failed: %s", manifest.name, one_line(str(error)))
-            self._end(job)
+            self._jobs.end(job)
             if stage == 0:
                 self._desk.fail(job, str(error))
         except Exception as error:
@@ -405,13 +403,6 @@ class Hosting:
             self.on_rest()
             self.nudge()
 
-    def _end(self, job: JobId) -> None:
-        self._open.pop(job, None)
-        self._over.pop(job, None)
-        self._over[job] = self._context.leases.known_term(job, 0)
-        while len(self._over) > REMEMBERED_JOBS:
-            del self._over[next(iter(self._over))]
-
     def _lost(self, claim: ClaimRecord) -> None:
         place = (claim.job, claim.stage)
         hosted = self._hosts.get(place)
@@ -420,7 +411,7 @@ class Hosting:
             hosted.task.cancel()
 
     def _stopped(self, job: JobId) -> None:
-        self._end(job)
+        self._jobs.end(job)
         self._cancel(job)
 
     def _cancel(self, job: JobId) -> None:

@@ -71,8 +71,9 @@ REPEATS = 3  # of a job while others kept this machine busy: the least disturbed
 MOST_STOLEN = 0.05  # of the time the cores were wanted: more, and it was disturbed
 RESTARTS = 10  # of a network's peers
 SETTLE_SECONDS = 30.0  # until new peers have measured their links
-T = TypeVar("T")
 FAMILIES = ("bf16", "fp16", "int8", "int4", "topk")
+
+T = TypeVar("T")
 
 
 async def measure_stages(

@@ -48,7 +48,7 @@ class Watch:
     """What the lead of one job says."""
 
     job: str
-    warm_up: int  # steps that do not count
+    warm_up: int
     cpu: Any  # () -> seconds of all processes so far
     began: float | None = None
     at: list[float] = field(default_factory=list)
@@ -126,8 +126,8 @@ class Testbed:
     async def run(
         self, case: Case, warm_up: int, steps: int, *, evaluate: bool = False, alone: bool = False
     ) -> Sample:
-        """One job to its end, of `steps` with those of the warm-up; `alone`: without its codec, and one microbatch at a time, so that no two stages compute at
-        once. FleetError where it stands still, is disturbed or fails."""
+        """One job of `steps`, the warm-up's included, to its end; `alone`: without its codec, and one microbatch at a time,
+        so that no two stages compute at once. FleetError where it stands still, is disturbed or fails."""
         prepared = await asyncio.to_thread(self._prepare, case, steps, evaluate, alone)
         watch = self._watch = Watch(prepared.job, warm_up, self._cpu_seconds)
         await launch(self._client, prepared)

@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from bench import network, network_machine, network_results
 from bench.network_cases import (
@@ -163,9 +164,14 @@ def test_the_least_disturbed_measurement_counts(monkeypatch: pytest.MonkeyPatch)
     assert asyncio.run(network.undisturbed("one", measured, options)) == ("a", 0.04)
 
 
-def test_cores_that_nobody_wanted_were_not_stolen() -> None:
+def test_what_others_had_is_a_share_of_what_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = psutil.cpu_times()
+    monkeypatch.setattr(psutil, "cpu_times", lambda: at)
     stolen = Stolen()
-    assert 0.0 <= stolen.share() <= 1.0
+    assert stolen.share() == 0.0  # nothing was wanted
+    later = at._replace(user=at.user + 2.0, system=at.system + 1.0, idle=at.idle + 50.0, steal=at.steal + 1.0)
+    monkeypatch.setattr(psutil, "cpu_times", lambda: later)
+    assert stolen.share() == pytest.approx(0.25)
 
 
 @pytest.mark.e2e
@@ -177,7 +183,6 @@ def test_two_cases_on_three_peers(
     monkeypatch.setattr(network, "CURVES", (BASELINE,))
     monkeypatch.setattr(network, "SETTLE_SECONDS", 0.1)
     monkeypatch.setattr(network, "WAIT_SECONDS", 0.1)
-    monkeypatch.setattr(network, "MOST_STOLEN", 1.0)
     monkeypatch.setattr(network, "REPEATS", 1)
     monkeypatch.setattr(network_machine, "SECONDS", 0.5)
     monkeypatch.setattr(network_machine, "WORK_SECONDS", 0.1)

@@ -312,7 +312,7 @@ def test_a_job_that_ends_while_we_look_is_not_claimed(tmp_path: Path) -> None:
             await ours.look()
             assert leases.mine() == ()
             leases.claims, leases.claim = claims, ended_late  # type: ignore[method-assign, assignment]
-            ours.hosting._over.clear()
+            ours.hosting._jobs._ended.clear()
             await ours.look()
             assert leases.mine() == () and ours.service.begun == [] and await made.owner(job, 0) is None
 
