@@ -23,7 +23,7 @@ from fusion.cli import janitor
 
 COMMAND = (sys.executable, "-m", "fusion.cli.main")
 LISTEN = "/ip4/127.0.0.1/tcp/0"
-READY_SECONDS = 120.0
+READY_SECONDS = 300.0
 STOP_SECONDS = 6.0
 LINE_BYTES = 1 << 24
 

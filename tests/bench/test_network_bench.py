@@ -175,7 +175,6 @@ def test_what_others_had_is_a_share_of_what_was_wanted(monkeypatch: pytest.Monke
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(600)  # two fleets and five jobs, on whatever the machine has left
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_two_cases_on_three_peers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

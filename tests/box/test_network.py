@@ -18,7 +18,7 @@ from box.network import Box, BoxError
 from box.spec import Host, Link, NetworkSpec
 
 REASON = kernel.unavailable()
-pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 HOSTS = (Host(name="a"), Host(name="b"), Host(name="c"))
 PAIR = [("a", "b")]
 GONE_SECONDS = 20.0

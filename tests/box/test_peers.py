@@ -20,7 +20,7 @@ from support.text_job import write_job
 from fusion.cli.fleet import open_fleet
 
 REASON = kernel.unavailable()
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(REASON), reason=REASON)]
 HOSTS = ("pair-1", "trio-1", "straggler")
 STEPS = 5
 GONE_SECONDS = 30.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 CHAOS = (sys.executable, "-m", "fusion.cli.main", "chaos", "--json")
 SWEEPS = Path(__file__).parents[1] / "sweeps"
 

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 DEMO = (sys.executable, "-m", "fusion.cli.main", "demo", "--json")
 FIGURES = [
     "peers",

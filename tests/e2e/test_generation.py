@@ -22,7 +22,7 @@ from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest, Piece
 from fusion.swarm.transport import PeerId
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 STAGES = 3
 NEW = 64
@@ -30,7 +30,7 @@ PROMPTS = (1, 7, 100)
 VARIED = 15  # different tokens in an answer, at least: one that repeats itself would hide a wrong cache
 CACHED = ("llama", "qwen3", "gpt2", "mistral", "mistral-windowed", "phi", "neox")
 RECOMPUTED = ("bloom", "gemma2")  # attention that is not recognised: biased by distance, with capped scores
-SERVE_SECONDS = 60.0
+SERVE_SECONDS = 300.0
 
 
 def prompt_of(length: int) -> list[int]:

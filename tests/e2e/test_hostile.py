@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
     from fusion.cli.fleet import LocalPeer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 GROWTH_BYTES = 40 << 20
-ANSWER_SECONDS = 20.0
+ANSWER_SECONDS = 120.0
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 WAIT_SECONDS = 0.5  # for an answer to nonsense, of which there may be none
 TINY = GPTConfig(vocabulary=256, blocks=1, width=16, heads=2, sequence=32)

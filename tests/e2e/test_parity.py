@@ -30,7 +30,7 @@ from fusion.runtime.launch.models import GPT, GPTConfig
 from fusion.runtime.planes.optimizer import learning_rate
 from fusion.runtime.planes.plane import RngKey
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 SEED, RATE = 7, float(1 << 19)
 SAMPLES, SEQUENCE = 64, 12

@@ -19,7 +19,7 @@ from fusion.runtime.progress import Progress
 from fusion.runtime.training.export import export
 
 T = TypeVar("T")
-JOB_SECONDS = 120.0
+JOB_SECONDS = 400.0
 
 
 def with_client(home: Path, peer: str, work: Callable[[Context], Awaitable[T]]) -> T:
