@@ -15,11 +15,12 @@ from support.families import VOCABULARY, build, config, greedy
 from support.jobs import with_client
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fusion.cli.ask import working_peers
+from fusion.cli.ask import find_job, stop, working_peers
 from fusion.runtime.context import Context
 from fusion.runtime.launch.launch import launch, prepare_serving, wait_until_held
 from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest, Piece
+from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId
 
 pytestmark = pytest.mark.e2e
@@ -38,12 +39,18 @@ def prompt_of(length: int) -> list[int]:
     return torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
 
 
-async def serve(context: Context, directory: Path, name: str) -> str:
+async def serve(context: Context, directory: Path, name: str, trainer: Identity) -> str:
     """Put the model on the swarm and wait until it is held; "kv" or "recompute", as the swarm runs it."""
     async with asyncio.timeout(SERVE_SECONDS):
         peers = await working_peers(context)
         prepared = await asyncio.to_thread(
-            prepare_serving, directory, name, peers, context.blobs.store, stages=STAGES
+            prepare_serving,
+            directory,
+            name,
+            peers,
+            context.blobs.store,
+            stages=STAGES,
+            trainer=trainer.peer_id,
         )
         await launch(context, prepared)
         await wait_until_held(context, prepared)
@@ -71,12 +78,13 @@ def test_answers_of_three_processes_are_those_of_generate(peers: Any, tmp_path: 
     ids = [PeerId(peer.peer_id) for peer in swarm]
     errors: dict[str, float] = {}
     answers: dict[tuple[str, int], list[int]] = {}
+    trainer = Identity.generate()
 
     async def compare(context: Context) -> None:
         for number, family in enumerate((*CACHED, *RECOMPUTED)):
             model = build(config(family))
             model.save_pretrained(tmp_path / family)
-            cache = await serve(context, tmp_path / family, family)
+            cache = await serve(context, tmp_path / family, family, trainer)
             assert cache == ("kv" if family in CACHED else "recompute"), family
             for length in PROMPTS:
                 wanted, logits = greedy(model, prompt_of(length), NEW)
@@ -86,6 +94,7 @@ def test_answers_of_three_processes_are_those_of_generate(peers: Any, tmp_path: 
                 assert len(answer.route) == STAGES and set(answer.route) == set(ids)
                 answers[family, length] = wanted
                 errors[f"{family}, prompt of {length}"] = float((found - logits).abs().max())
+            await stop(context, await find_job(context, family), trainer)
 
     with_client(peers.root / "client", swarm[0].address, compare)
     print("\n".join(f"{error:.1e}  {case}" for case, error in errors.items()))
