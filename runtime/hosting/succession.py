@@ -9,8 +9,8 @@ A standby with stages of its own asks those without first (`yours`): whoever is 
                  holds   {job, stage}             -> holds {term}, 0 where the stage is not held
                  take    {job, stage, term, baton} -> taking {claim} | no {message}; from the stage's owner, who leaves
 
-An owner that cannot be dialled, or whose stream breaks, is gone. One that says nothing is frozen or asleep, and keeps
-its stage until its claim has run out in the directory: then it is gone as well.
+An owner that cannot be dialled, or whose stream breaks, twice in a row, is gone. One that says nothing is frozen or asleep,
+and keeps its stage until its claim has run out in the directory: then it is gone as well.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 PROTOCOL = "/fusion/hold/1"
 MAX_BATON_BYTES = 16 * 1024
+LOOKS = 2  # at an owner, before it is gone
 TERM_LEAP = 1024  # how far above the terms that we know a report's may lie: nobody may use them up
 
 Place = tuple[JobId, int]
@@ -219,15 +220,18 @@ class Successor:
     # --- looking for oneself
 
     async def look(self, peer: PeerId, job: JobId, stage: int) -> Sign:
-        """Whether `peer` holds the stage, by asking it."""
-        try:
-            term = await self._ask_term(peer, job, stage)
-        except (PeerUnreachable, StreamBroken, StreamClosed) as error:
-            log.debug("%s is gone: %s", peer, error)
-            return GONE
-        except (SwarmError, ValueError, TimeoutError):
-            return SILENT
-        return Sign("holds", term) if term > 0 else GONE
+        """Whether `peer` holds the stage, by asking it. A connection may break although both ends live, on a machine that
+        is too busy to keep it: only a peer that is not there over a new one either is gone."""
+        for _ in range(LOOKS):
+            try:
+                term = await self._ask_term(peer, job, stage)
+            except (PeerUnreachable, StreamBroken, StreamClosed) as error:
+                log.debug("%s is gone: %s", peer, error)
+                continue
+            except (SwarmError, ValueError, TimeoutError):
+                return SILENT
+            return Sign("holds", term) if term > 0 else GONE
+        return GONE
 
     async def attends(self, peer: PeerId, job: JobId, stage: int) -> bool:
         """Whether `peer` answers at all."""

@@ -189,6 +189,30 @@ def test_an_owner_that_lives_keeps_its_stage(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("breaks", [1, 2])
+def test_an_owner_whose_stream_breaks_once_keeps_its_stage(tmp_path: Path, breaks: int) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            witness = await made.join()
+            handlers = owner.context.transport.handlers._handlers  # type: ignore[attr-defined]
+            answers, broken = handlers[PROTOCOL], []
+
+            async def busy(stream: Stream) -> None:
+                if len(broken) < breaks:
+                    broken.append(stream)
+                    stream.abort()
+                else:
+                    await answers(stream)
+
+            handlers[PROTOCOL] = busy
+            claim = await witness.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            assert len(broken) == breaks
+            assert (claim is None) == (first.service.begun == []) == (breaks == 1)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("lie", [{"peer": Identity.generate().peer_id}, {"term": 900}, {"term": 2**31 - 1}])
 def test_a_lie_about_who_owned_the_stage_takes_nothing(tmp_path: Path, lie: dict[str, Any]) -> None:
     async def main() -> None:
