@@ -41,7 +41,6 @@ from bench.network_cases import (
 from bench.network_machine import (
     WAIT_SECONDS,
     Pace,
-    Stolen,
     frame_cost,
     frame_goodput,
     unlimited,
@@ -54,6 +53,7 @@ from box import kernel
 from box.network import Box
 from box.network_file import read_network
 from support.endings import end_as_if_interrupted
+from support.stolen import MOST_STOLEN, Stolen
 
 from fusion.cli.fleet import FleetError
 from fusion.compression.codec_speed import measure_families
@@ -68,7 +68,6 @@ LONGER = 1.5  # the other curves have so many times the baseline's steps: they m
 ADDED_SECONDS = 20.0  # what a job takes beside its steps, about: to know whether there is time for one
 TRIES = 2  # of a job that fails
 REPEATS = 3  # of a job while others kept this machine busy: the least disturbed counts
-MOST_STOLEN = 0.05  # of the time the cores were wanted: more, and it was disturbed
 RESTARTS = 10  # of a network's peers
 SETTLE_SECONDS = 30.0  # until new peers have measured their links
 FAMILIES = ("bf16", "fp16", "int8", "int4", "topk")
@@ -163,8 +162,8 @@ async def undisturbed(
     found: list[tuple[T, float]] = []
     for _ in range(REPEATS):
         await asyncio.to_thread(options.pace.quiet_within, WAIT_SECONDS)
-        stolen = Stolen()
-        found.append((await measured(), stolen.share()))
+        others = Stolen()
+        found.append((await measured(), others.share()))
         if found[-1][1] <= MOST_STOLEN:
             break
         say(f"{what}: others had {100 * found[-1][1]:.0f} % of the cores, once more")

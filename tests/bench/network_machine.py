@@ -213,24 +213,6 @@ def cpu_seconds(pids: list[int]) -> float:
     return total
 
 
-class Stolen:
-    """What other machines on this one's host have of its cores."""
-
-    def __init__(self) -> None:
-        self._before = self._times()
-
-    def share(self) -> float:
-        """Of the time since this was made for which the cores were wanted here."""
-        stolen, wanted = (now - then for now, then in zip(self._times(), self._before, strict=True))
-        return stolen / wanted if wanted > 0 else 0.0
-
-    @staticmethod
-    def _times() -> tuple[float, float]:
-        times = psutil.cpu_times()
-        stolen = float(getattr(times, "steal", 0.0))
-        return stolen, stolen + times.user + times.nice + times.system
-
-
 class Pace:
     """How fast this machine is now, against its fastest so far: others use it too, and slow it down for minutes."""
 

@@ -25,9 +25,10 @@ from bench.network_cases import (
     predicted,
     seconds_of,
 )
-from bench.network_machine import Machine, Pace, Stolen, Used, carrying, cores
+from bench.network_machine import Machine, Pace, Used, carrying, cores
 from bench.network_table import HEAD
 from box import kernel
+from support.stolen import Stolen
 
 from fusion.runtime.launch.models import GPTConfig
 
@@ -153,7 +154,7 @@ def test_results_of_another_model_are_refused(tmp_path: Path) -> None:
 
 def test_the_least_disturbed_measurement_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     shares, made = iter([0.3, 0.1, 0.2]), iter("abc")
-    monkeypatch.setattr(network.Stolen, "share", lambda _: next(shares))
+    monkeypatch.setattr(Stolen, "share", lambda _: next(shares))
 
     async def measured() -> str:
         return next(made)

@@ -16,6 +16,7 @@ from box import kernel
 from box.measure import goodput_mbps, rtt_ms
 from box.network import Box, BoxError
 from box.spec import Host, Link, NetworkSpec
+from support.stolen import MOST_STOLEN, Stolen
 
 REASON = kernel.unavailable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -24,15 +25,25 @@ PAIR = [("a", "b")]
 GONE_SECONDS = 20.0
 INSIDE = ["sh", "-c", "sleep 1000 & echo up; sleep 1000"]
 ATTEMPTS = 3  # another program may have had the processor: a figure that is right once is right
+DISTURBED_SECONDS = 60.0
 
 
 def at_last(measured: Callable[[], float], least: float, most: float) -> None:
-    """One of a few measurements is within the bounds."""
-    seen = []
-    for _ in range(ATTEMPTS):
-        seen.append(measured())
-        if least <= seen[-1] <= most:
+    """One of a few measurements is within the bounds. What was measured while other machines had this one's cores does
+    not count; where they keep them, nothing can be said."""
+    seen: list[float] = []
+    until = time.monotonic() + DISTURBED_SECONDS
+    while len(seen) < ATTEMPTS:
+        others = Stolen()
+        found = measured()
+        if least <= found <= most:
             return
+        if others.share() <= MOST_STOLEN:
+            seen.append(found)
+        elif time.monotonic() > until:
+            pytest.skip(
+                f"other machines have the cores of this one: {found:g}, not from {least:g} to {most:g}"
+            )
     raise AssertionError(f"{seen}, none of them from {least} to {most}")
 
 
