@@ -23,7 +23,7 @@ CHILD = Path(__file__).parents[1] / "swarm" / "links_child.py"
 NETWORK = NetworkSpec(
     hosts=(Host(name="a", up_mbps=20), Host(name="b", up_mbps=8)), default=Link(rate_mbps=200, delay_ms=10)
 )
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 class Child:
