@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 HOSTS = ("west", "middle", "east", "spare", "laptop")
 MEASURED_SECONDS = 8.0  # for the peers to know their links
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 120.0
 
 
 def write_live_job(

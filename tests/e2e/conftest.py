@@ -23,7 +23,7 @@ import pytest
 from fusion.cli.fleet import Fleet, LocalPeer, Record, open_fleet
 
 MARK = "FUSION_PEER_TEST"  # in the environment of everything that a test starts
-LEFT_SECONDS = 30.0
+LEFT_SECONDS = 10.0
 CALL_SECONDS = 600.0
 
 

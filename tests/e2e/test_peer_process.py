@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fusion.cli.fleet import LocalPeer
 
 pytestmark = pytest.mark.e2e
-BACK_SECONDS = 120.0
+BACK_SECONDS = 20.0
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8F2dTq3vEaHs"
 
 

@@ -45,7 +45,7 @@ TOKENS = 450
 HOP_BYTES = 4 * WIDTH  # of a token, from stage to stage
 MBPS, CUT = 8.0, 0.1
 STARTED_TOKENS = 40  # before anything happens
-SETTLE_SECONDS = 240.0
+SETTLE_SECONDS = 60.0
 PUBLISH_SECONDS = 3.0  # until everybody knows that a session is over
 
 

@@ -159,7 +159,7 @@ def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before
             first = await reached(lead, work, 3, snapshot_step=3)
             await reached(lead, work, 3, snapshot_step=first.snapshot_step + 1)
             host = other.service._hosts[work.prepared.job, 1]
-            load, lost, loaded = host._files.load, [], []
+            load, lost, loaded, shown = host._files.load, [], [], []
 
             async def broken(point: leads.Point, owners: object) -> object:
                 if not lost:
@@ -167,6 +167,7 @@ def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before
                 if point == lost[0]:
                     raise snapshot.JobError("nobody announces it")
                 loaded.append(point)
+                shown.append(progress_at(lead, work).snapshot_step)
                 return await load(point, owners)  # type: ignore[arg-type]
 
             monkeypatch.setattr(host._files, "load", broken)
@@ -177,7 +178,7 @@ def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before
             for event in (steps.Unlinked(), steps.Linked(links)):
                 host._events.put_nowait((1, event))
             await until(lambda: bool(loaded))
-            assert 0 < loaded[0].step < lost[0].step
+            assert 0 < shown[0] == loaded[0].step < lost[0].step
             await until(lambda: progress_at(lead, work).replayed > 0 and progress_at(lead, work).step > at)
             await stopped(made, lead, work)
             assert_books(progress_at(lead, work), work)
