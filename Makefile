@@ -35,12 +35,12 @@ help:
 demo: $(VENV)/.installed
 	@exec $(BIN)/fusion-peer demo --stop-with $$PPID $(ARGS)
 
-# Side by side runs what is pure; the rest watches the clock.
-PURE := tests/dag tests/compression
+# Side by side runs what needs a core and no more; the rest starts processes, or watches the clock.
+SIDE_BY_SIDE := tests/worlds tests/runtime tests/dag tests/compression
 
 test: lint
-	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 $(PURE)
-	$(BIN)/python -m pytest -q $(PURE:%=--ignore=%)
+	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE:%=--ignore=%)
 
 lint: $(VENV)/.installed-dev .typing/fusion
 	$(BIN)/ruff check .

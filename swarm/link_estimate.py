@@ -29,8 +29,12 @@ UNKNOWN_RTT_SECONDS = 0.1  # while nobody has pinged: believe in slow start rath
 
 FALL_SECONDS = 0.7  # of transfer at another rate, until an estimate is 63 % of the way there
 RISE_SECONDS = 0.3
+PLAINLY = 2.0  # times below an estimate: two reports in a row that say so are believed at once
+WITNESS_SECONDS = 0.25  # of transfer that such a report has to speak of
 BORNE_OUT = 0.8  # of an estimate: a lower bound from there on bears it out
 TOGETHER = 1.1  # times what all transfers over a line came to: what any of them could get alone, at most
+
+LEAST_ALONE = 0.5  # of a transfer's time, for it to say more than what a line carried
 
 RTT_KEPT = 16
 RTT_SECONDS = 60.0  # for which a sample counts
@@ -148,31 +152,45 @@ def _quantile(steps: Sequence[tuple[float, int]], share: float) -> float:
     return ordered[-1][0]
 
 
-def bounds(rate: float, *, line: float, sure: bool) -> tuple[float, float]:
+def bounds(rate: float, *, line: float, sure: bool, alone: float = 0.0) -> tuple[float, float]:
     """Between which two rates the pair's own lies, where `rate` was seen while all transfers over the busier of the two
-    peers' own lines came to `line` together: alone, this one might have had all of that, and no more."""
+    peers' own lines came to `line` together: alone, this one might have had all of that, and no more. For a share `alone`
+    of its time it was: what came in all, it might have had in that."""
     if not sure:
         return rate, math.inf
-    return rate, rate if line <= rate else TOGETHER * line
+    if line <= rate:
+        return rate, rate
+    return rate, min(TOGETHER * line, rate / alone if alone >= LEAST_ALONE else math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateEstimate:
     """Bytes per second, and when it was last borne out: a lower bound far below it says nothing. It moves by how long the
-    evidence lasted, so one odd frame changes little and a second of transfer nearly all."""
+    evidence lasted, so one odd frame changes little and a second of transfer nearly all, and falls all the way where two
+    reports in a row agree that the link is much slower."""
 
     bytes_per_second: float
     at: float
+    fell_to: float = math.inf  # what the last report left of it, where that was much less
 
-    def updated(self, low: float, high: float, seconds: float, now: float) -> RateEstimate:
-        """After `seconds` of transfer that put the rate between `low` and `high`."""
+    def updated(
+        self, low: float, high: float, seconds: float, now: float, worth: float = 0.0
+    ) -> RateEstimate:
+        """After `seconds` of transfer that put the rate between `low` and `high`. Where it fell they count as at least
+        `worth`: what is late was slow, but what came early may have piled up before it was read."""
         rate = self.bytes_per_second
         if low > rate:
             rate += (low - rate) * -math.expm1(-seconds / RISE_SECONDS)
-        elif high < rate:
+        seconds = max(seconds, worth)
+        if high < rate:
             rate += (high - rate) * -math.expm1(-seconds / FALL_SECONDS)
+        plain = seconds >= WITNESS_SECONDS and PLAINLY * high <= self.bytes_per_second
+        if seconds >= WITNESS_SECONDS:
+            rate = min(rate, max(high, self.fell_to))
         borne_out = high < math.inf or low >= BORNE_OUT * self.bytes_per_second
-        return RateEstimate(bytes_per_second=rate, at=now if borne_out else self.at)
+        return RateEstimate(
+            bytes_per_second=rate, at=now if borne_out else self.at, fell_to=high if plain else math.inf
+        )
 
 
 @dataclass(frozen=True)

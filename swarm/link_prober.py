@@ -7,6 +7,7 @@ and then, which sees whether it was cut.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 QUIET_BYTES = 16 * 1024  # that may go out meanwhile, or in a second, without being traffic of note
 QUIET_SHARE = 0.2  # of a train, too
+IDLE_SECONDS = 10.0  # without traffic: a job pauses for seconds where one of its links was cut
 LEAST_PINGS = 2  # before a train: it is judged by the round trip
 
 
@@ -69,12 +71,15 @@ class Prober:
         self._first = Allowance(config.first_bytes, config.first_bytes_per_second, clock)
         self._doubts = Allowance(config.doubt_burst_bytes, config.doubt_bytes_per_second, clock)
         self._idle = True
+        self._busy_at = -math.inf
         self._checks = Allowance(config.check_burst_bytes, config.check_bytes_per_second, clock)
 
     def carried(self, bytes_per_second: float) -> None:
         """So much traffic goes out now."""
         share = self._config.traffic_share * bytes_per_second
-        idle = bytes_per_second <= QUIET_BYTES
+        if bytes_per_second > QUIET_BYTES:
+            self._busy_at = self._clock()
+        idle = self._clock() - self._busy_at >= IDLE_SECONDS
         if self._idle and not idle:
             self._checks.clear()  # what was put by belongs to idle times
         self._idle = idle

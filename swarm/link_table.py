@@ -25,7 +25,7 @@ SHARE_OF_BUSY = 0.2  # of the longest transfer's time: from there on one counts 
 NOTICED = 1.35  # a rate, or round trip, that changed by this factor is news
 LISTED_SECONDS = 60.0  # for which a peer counts as there, and as one that there is traffic with
 FALL = 2.0  # by which a rate fell when others that may share a line with it are looked at again
-EVIDENCE_BYTES, EVIDENCE_SECONDS = 128 * 1024, 0.5  # a report on so much counts as so much transfer at least
+EVIDENCE_BYTES, EVIDENCE_SECONDS = 128 * 1024, 0.5  # of a fall a report on so much counts as so much transfer
 PEAK_SECONDS = 10.0
 SUM_SECONDS = 3.0  # that a sum over all links may lie back
 WITNESSES = 3  # trains in a row that say that a link to us became slower
@@ -254,13 +254,17 @@ def counted(seconds: Iterable[float]) -> int:
     return max(1, sum(each >= SHARE_OF_BUSY * longest for each in times))
 
 
-def after(known: RateEstimate | None, report: Report, line: float, now: float) -> RateEstimate:
-    """The estimate with what a report adds to it. `line`: bytes a second of all transfers that were under way then."""
-    low, high = bounds(report.bytes_per_second, line=line, sure=report.sure)
+def after(
+    known: RateEstimate | None, report: Report, line: float, now: float, others_seconds: float = math.inf
+) -> RateEstimate:
+    """The estimate with what a report adds to it. `line`: bytes a second of all transfers that were under way then, for
+    how long in all the others among them."""
+    alone = 1.0 - others_seconds / report.seconds if report.seconds > 0 else 0.0
+    low, high = bounds(report.bytes_per_second, line=line, sure=report.sure, alone=alone)
     if known is None:
         return RateEstimate(bytes_per_second=low, at=now)
-    seconds = EVIDENCE_SECONDS * min(1.0, report.size / EVIDENCE_BYTES)
-    return known.updated(low, high, max(seconds, report.seconds), now)
+    worth = EVIDENCE_SECONDS * min(1.0, report.size / EVIDENCE_BYTES)
+    return known.updated(low, high, report.seconds, now, worth)
 
 
 def held(stood: float, rate: float) -> float:

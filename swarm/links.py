@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from fusion.swarm.transport import PeerId, Transport
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.5  # between looks at who is to be pinged
+MOMENT_SECONDS = 0.1  # that pings and publishing may take before the next look
 PROBE_PAUSE_SECONDS = 0.15  # between looks at who is to be probed
 TRAIN_WEIGHT_SECONDS = 3.0  # of traffic: a train is sent because nothing newer is known
 
@@ -51,6 +53,7 @@ class LinkConfig:
     ping_seconds: float = 5.0
     first_pings: int = 12  # of a neighbour, PAUSE_SECONDS apart
     answer_seconds: float = 3.0
+    busy_answer_seconds: float = 15.0  # while there is traffic: an answer may wait behind payloads
     first_mute_seconds: float = 2.0  # a peer that does not answer is left alone, each time twice as long
     mute_seconds: float = 30.0  # and no longer than that
     publish_seconds: float = 8.0
@@ -92,6 +95,7 @@ class Links:
         self._ticked_at = clock()
         self._prober = Prober(self._table, transport, config.probing, clock, self._learned, self._mute)
         self._probed_bytes = 0  # to those who are neighbours no more
+        self._publishing = False
         self._published_at = float("-inf")
         self._view_at = float("-inf")
         self._records: tuple[tuple[PeerRecord, ...], tuple[LinkRecord, ...]] = ((), ())
@@ -180,8 +184,9 @@ class Links:
             self._probed_bytes += gone.line.sent_bytes
             gone.line.drop()
         age = now - self._published_at
-        if age >= self._config.publish_seconds or any(n.news for n in self._table.every()):
-            await self._publish(now)
+        due = age >= self._config.publish_seconds or any(n.news for n in self._table.every())
+        if due and not self._publishing:
+            await self._moment(self._publish(now))
 
     def _time_arrivals(self, now: float, since: float) -> None:
         samples = {}
@@ -196,6 +201,7 @@ class Links:
             return
         sharers = counted(sample.busy_seconds for sample in samples.values())
         together = sum(sample.bytes_per_second for sample in samples.values()) if sharers > 1 else 0.0
+        busy = [sample.busy_seconds for sample in samples.values()]
         for peer, found in samples.items():
             neighbour, report = (
                 self._neighbour(peer),
@@ -203,16 +209,16 @@ class Links:
             )
             neighbour.active_at = now
             firm = report.sure and sharers == 1
-            self._table.came(neighbour, after(neighbour.into, report, report.together, now), now, firm=firm)
+            into = after(neighbour.into, report, report.together, now, sum(busy) - found.busy_seconds)
+            self._table.came(neighbour, into, now, firm=firm)
             if self._table.listed(peer) and not neighbour.reporting and neighbour.muted_until <= now:
                 neighbour.reporting = True
                 self._start(self._report(neighbour, report))
-        busy = max(sample.busy_seconds for sample in samples.values())
-        self._table.down.add(now, sum(s.size for s in samples.values()) / max(busy, now - since))
+        self._table.down.add(now, sum(s.size for s in samples.values()) / max(*busy, now - since))
 
     async def _report(self, neighbour: Neighbour, report: Report) -> None:
         try:
-            await neighbour.line.report(report, self._config.answer_seconds)
+            await neighbour.line.report(report, self._patience(neighbour))
         except (SwarmError, TimeoutError) as error:
             self._mute(neighbour, error)
         finally:
@@ -230,7 +236,8 @@ class Links:
         if report.sure and max(report.sharers, sharers) == 1:
             neighbour.settle(now)
         up = sum(each.bytes_per_second for each in together) if sharers > 1 else 0.0
-        self._learned(neighbour, after(neighbour.out, report, max(up, report.together), now))
+        others = sum(each.seconds for each in together) - report.seconds if report.sharers == 1 else math.inf
+        self._learned(neighbour, after(neighbour.out, report, max(up, report.together), now, others))
 
     def _train_came(self, peer: PeerId, sample: Sample) -> None:
         neighbour, now = self._table.find(peer), self._clock()
@@ -267,19 +274,24 @@ class Links:
         self._prober.carried(total / max(seconds, 1e-3))
 
     async def _publish(self, now: float) -> None:
-        self._published_at = now
+        self._publishing, self._published_at = True, now
         for neighbour in self._table.every():
             neighbour.published = neighbour.newest
         record = self.record()
-        if record.pairs:
-            await self._directory.publish(record, ttl_seconds=3 * self._config.publish_seconds)
+        try:
+            if record.pairs:
+                await self._directory.publish(record, ttl_seconds=3 * self._config.publish_seconds)
+        except SwarmError as error:
+            logger.debug("links: %s", one_line(error))
+        finally:
+            self._publishing = False
 
     # Pings.
 
     async def ping(self) -> None:
-        """Ping the neighbours whose turn it is."""
+        """Ping the neighbours whose turn it is, and wait a moment for their answers."""
         now = self._clock()
-        await asyncio.gather(*(self._ping(n) for n in self._chosen(now) if self._to_ping(n, now)))
+        await self._moment(*(self._ping(n) for n in self._chosen(now) if self._to_ping(n, now)))
 
     def _to_ping(self, neighbour: Neighbour, now: float) -> bool:
         if neighbour.line.asking:
@@ -291,7 +303,7 @@ class Links:
         neighbour.pinged_at = self._clock()
         before = self._bytes_with(neighbour.peer)
         try:
-            took, there = await neighbour.line.ping(self._config.answer_seconds)
+            took, there = await neighbour.line.ping(self._patience(neighbour))
         except (SwarmError, TimeoutError) as error:
             self._mute(neighbour, error)
             return
@@ -304,6 +316,12 @@ class Links:
         assert rtt is not None
         direction = lot(self._transport.peer_id, neighbour.peer)
         self.coordinate = moved(self.coordinate, there, 1e3 * rtt, direction)
+
+    def _patience(self, neighbour: Neighbour) -> float:
+        """Seconds to wait for an answer. One that is given up takes the stream with it, and what traffic tells."""
+        config = self._config
+        busy = self._clock() - neighbour.active_at <= config.answer_seconds
+        return config.busy_answer_seconds if busy else config.answer_seconds
 
     def _bytes_with(self, peer: PeerId) -> int:
         count = self._transport.traffic().get(peer)
@@ -341,7 +359,14 @@ class Links:
             except SwarmError as error:
                 logger.debug("links: %s", one_line(error))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _moment(self, *works: Coroutine[Any, Any, None]) -> None:
+        """Wait for these, but not for long: what hangs on a slow link must not hold up the timing of the others."""
+        tasks = [self._start(work) for work in works]
+        if tasks:
+            await asyncio.wait(tasks, timeout=MOMENT_SECONDS)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name="links")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -147,6 +147,31 @@ def test_an_estimate_follows_a_cut_within_seconds_of_traffic() -> None:
     assert estimate.at == 2.0
 
 
+def test_two_reports_in_a_row_of_a_much_slower_link_are_believed_at_once() -> None:
+    once = RateEstimate(bytes_per_second=80 * MBPS, at=0.0).updated(8 * MBPS, 9 * MBPS, 0.5, 1.0)
+    assert once.bytes_per_second > 30 * MBPS
+    assert once.updated(7 * MBPS, 8 * MBPS, 0.5, 2.0).bytes_per_second == 9 * MBPS
+    between = once.updated(5 * MBPS, math.inf, 0.5, 2.0)  # says nothing of a cut
+    assert between.updated(7 * MBPS, 8 * MBPS, 0.5, 3.0).bytes_per_second > 15 * MBPS
+    assert once.updated(7 * MBPS, 8 * MBPS, 0.02, 2.0).bytes_per_second > 30 * MBPS  # an odd frame
+    little = RateEstimate(bytes_per_second=80 * MBPS, at=0.0).updated(8 * MBPS, 60 * MBPS, 0.5, 1.0)
+    assert little.updated(7 * MBPS, 8 * MBPS, 0.5, 2.0).bytes_per_second > 30 * MBPS
+
+
+def test_who_shared_its_line_for_a_part_of_the_time_had_it_alone_for_the_rest() -> None:
+    shared = {"line": 21 * MBPS, "sure": True}
+    assert bounds(2 * MBPS, **shared, alone=0.8)[1] == pytest.approx(2.5 * MBPS)
+    assert bounds(2 * MBPS, **shared, alone=0.3)[1] == bounds(2 * MBPS, **shared)[1] > 20 * MBPS
+    assert bounds(18 * MBPS, **shared, alone=0.6)[1] == bounds(18 * MBPS, **shared)[1] < 24 * MBPS
+    assert bounds(2 * MBPS, line=21 * MBPS, sure=False, alone=0.8)[1] == math.inf
+
+
+def test_a_short_burst_raises_little_however_much_it_was() -> None:
+    known = RateEstimate(bytes_per_second=20 * MBPS, at=0.0)
+    assert known.updated(44 * MBPS, math.inf, 0.07, 1.0, 0.5).bytes_per_second < 26 * MBPS
+    assert known.updated(2 * MBPS, 2 * MBPS, 0.07, 1.0, 0.5).bytes_per_second < 12 * MBPS
+
+
 def test_one_odd_frame_changes_little() -> None:
     estimate = RateEstimate(bytes_per_second=80 * MBPS, at=0.0).updated(8 * MBPS, 8 * MBPS, 0.02, 1.0)
     assert estimate.bytes_per_second > 75 * MBPS

@@ -265,6 +265,22 @@ def test_traffic_pays_for_few_checks() -> None:
     world(work, 20, 20, 80, 80)
 
 
+def test_a_pause_in_the_traffic_is_no_leave_to_measure_it_all_again() -> None:
+    async def work(world: World) -> None:
+        await world.run(20)
+        cost = world.probed
+        for _ in range(30):
+            world.prober.carried(1e6)
+            await world.run(1)
+            for neighbour in world.neighbours:
+                neighbour.doubt()
+            world.prober.carried(0.0)
+            await world.run(4)
+        assert 0 < world.probed - cost <= 768e3 + 150 * (1e3 + 0.01 * 1e6)
+
+    world(work, 20, 20, 80, 80)
+
+
 def test_nobody_probes_beyond_what_is_allowed() -> None:
     async def work(world: World) -> None:
         await world.run(300)
