@@ -16,6 +16,7 @@ from fusion.cli.fleet import LocalPeer, open_fleet
 
 NOTICED = 2.0  # times the new rate: from there on the cut counts as noticed
 LONGEST_SECONDS = 240.0
+CUTS, WHOLE_SECONDS = 3, 25.0  # of a link with traffic, which is whole again in between
 FAST = 140.0  # Mbps: of such a link no more is known than that
 JOB = {"sequence": 256, "microbatch_size": 8, "microbatches": 4}  # 256 KiB for each microbatch and direction
 
@@ -60,8 +61,12 @@ async def show(path: Path, hosts: int, seconds: float) -> None:
                 print(
                     f"{workers[0]} sends {rates['mbps'].get(peers[workers[1]].peer_id, 0):.1f} Mbps at most"
                 )
-                busy = await _cut(box, watch, peers, workers[0], workers[1])
-                print(f"cut of a link with traffic noticed after {busy:.1f} s", flush=True)
+                before = dict(watch.last)
+                for _ in range(CUTS):
+                    busy = await _cut(box, watch, peers, workers[0], workers[1])
+                    print(f"cut of a link with traffic noticed after {busy:.1f} s", flush=True)
+                    await asyncio.sleep(WHOLE_SECONDS)
+                _bytes("meanwhile", before, watch.last)
             finally:
                 training.cancel()
                 await asyncio.gather(training, return_exceptions=True)

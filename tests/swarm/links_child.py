@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Set
 from pathlib import Path
 
 import uvloop
@@ -36,15 +37,16 @@ async def main(runtime_dir: Path, listen: str) -> None:
     ):
         print(transport.addresses[0], flush=True)
         await transport.serve(SINK, take)
-        tasks = [asyncio.create_task(tell(links), name="tell")]
+        met: set[PeerId] = set()
+        tasks = [asyncio.create_task(tell(links, met), name="tell")]
         while order := (await asyncio.to_thread(sys.stdin.readline)).split():
             match order:
                 case ["join", address]:
                     other = await transport.connect(address)
                     await directory.join(other)
-                    links.meet(other)
+                    met.add(other)
                 case ["meet", peer]:
-                    links.meet(PeerId(peer))
+                    met.add(PeerId(peer))
                 case ["send", peer]:
                     tasks.append(asyncio.create_task(send(transport, PeerId(peer)), name="send"))
         for task in tasks:
@@ -64,8 +66,12 @@ async def send(transport: Transport, peer: PeerId) -> None:
         await asyncio.sleep(0.3)
 
 
-async def tell(links: Links) -> None:
+async def tell(links: Links, met: Set[PeerId]) -> None:
     while True:
+        for peer in met:
+            links.meet(
+                peer
+            )  # as a peer does that reads the directory: who is not listed any more is forgotten
         known = {pair.peer: pair.mbps for pair in links.record().pairs}
         print(json.dumps({"to": known, "up": links.up_mbps, "down": links.down_mbps}), flush=True)
         await asyncio.sleep(1.0)
