@@ -77,9 +77,9 @@ class Prober:
     def carried(self, bytes_per_second: float) -> None:
         """So much traffic goes out now."""
         share = self._config.traffic_share * bytes_per_second
-        if bytes_per_second > QUIET_BYTES:
+        idle = bytes_per_second <= QUIET_BYTES
+        if not idle:
             self._busy_at = self._clock()
-        idle = self._clock() - self._busy_at >= IDLE_SECONDS
         if self._idle and not idle:
             self._checks.clear()  # what was put by belongs to idle times
         self._idle = idle
@@ -156,7 +156,8 @@ class Prober:
     def _may(self, size: int, believed: float) -> bool:
         if not believed:
             return self._first.take(size)
-        return self._doubts.take(size) or (self._idle and self._first.take(size))
+        silent = self._clock() - self._busy_at >= IDLE_SECONDS
+        return self._doubts.take(size) or (silent and self._first.take(size))
 
     async def _check(self, neighbour: Neighbour) -> bool:
         assert neighbour.out is not None

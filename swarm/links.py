@@ -267,8 +267,9 @@ class Links:
         for peer, count in self._transport.traffic().items():
             neighbour = self._table.find(peer)
             sent = count.sent_bytes - (0 if neighbour is None else neighbour.line.sent_bytes)
-            more, self._sent[peer] = sent - self._sent.get(peer, 0), sent
-            total += max(0, more)
+            before = self._sent.get(peer, 0)
+            more, self._sent[peer] = max(0, sent - before), max(before, sent)
+            total += more
             if more > QUIET_BYTES and self._table.listed(peer):
                 self._neighbour(peer).active_at = now
         self._prober.carried(total / max(seconds, 1e-3))

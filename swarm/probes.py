@@ -309,8 +309,8 @@ class ProbeLine:
     async def _say(
         self, stream: Stream, kind: str, header: Mapping[str, Any] | None = None, payload: bytes = b""
     ) -> None:
+        self.sent_bytes += _FRAME_BYTES + len(payload)  # first: what is on its way must not count as traffic
         await stream.send(kind, header, [payload])
-        self.sent_bytes += _FRAME_BYTES + len(payload)
 
     @staticmethod
     async def _answer(stream: Stream, kind: str) -> Mapping[str, Any]:

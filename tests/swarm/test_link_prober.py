@@ -281,6 +281,20 @@ def test_a_pause_in_the_traffic_is_no_leave_to_measure_it_all_again() -> None:
     world(work, 20, 20, 80, 80)
 
 
+def test_blips_of_traffic_do_not_keep_an_idle_link_from_being_checked() -> None:
+    async def work(world: World) -> None:
+        await world.run(20)
+        world.lines[0].rate = 0.8 * MBPS
+        for _ in range(18):
+            world.prober.carried(1e6)
+            await world.run(0.4)
+            world.prober.carried(0.0)
+            await world.run(8)
+        assert world.mbps(0) < 2
+
+    world(work, 8, 20)
+
+
 def test_nobody_probes_beyond_what_is_allowed() -> None:
     async def work(world: World) -> None:
         await world.run(300)
