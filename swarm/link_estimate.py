@@ -29,11 +29,10 @@ UNKNOWN_RTT_SECONDS = 0.1  # while nobody has pinged: believe in slow start rath
 
 FALL_SECONDS = 0.7  # of transfer at another rate, until an estimate is 63 % of the way there
 RISE_SECONDS = 0.3
-PLAINLY = 2.0  # times below an estimate: two reports in a row that say so are believed at once
+FALL = 2.0  # times below an estimate is much: two reports in a row that say so are believed at once
 WITNESS_SECONDS = 0.25  # of transfer that such a report has to speak of
 BORNE_OUT = 0.8  # of an estimate: a lower bound from there on bears it out
 TOGETHER = 1.1  # times what all transfers over a line came to: what any of them could get alone, at most
-
 LEAST_ALONE = 0.5  # of a transfer's time, for it to say more than what a line carried
 
 RTT_KEPT = 16
@@ -184,13 +183,12 @@ class RateEstimate:
         seconds = max(seconds, worth)
         if high < rate:
             rate += (high - rate) * -math.expm1(-seconds / FALL_SECONDS)
-        plain = seconds >= WITNESS_SECONDS and PLAINLY * high <= self.bytes_per_second
+        fell_to = math.inf
         if seconds >= WITNESS_SECONDS:
             rate = min(rate, max(high, self.fell_to))
+            fell_to = high if FALL * high <= self.bytes_per_second else math.inf
         borne_out = high < math.inf or low >= BORNE_OUT * self.bytes_per_second
-        return RateEstimate(
-            bytes_per_second=rate, at=now if borne_out else self.at, fell_to=high if plain else math.inf
-        )
+        return RateEstimate(bytes_per_second=rate, at=now if borne_out else self.at, fell_to=fell_to)
 
 
 @dataclass(frozen=True)

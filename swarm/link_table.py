@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from fusion.swarm.link_estimate import RateEstimate, RttEstimate, bounds
+from fusion.swarm.link_estimate import FALL, RateEstimate, RttEstimate, bounds
 from fusion.swarm.link_view import BYTES_PER_MBIT
 from fusion.swarm.probes import ProbeLine, Report
 from fusion.swarm.records import MAX_MBPS, MAX_PAIRS, MAX_RTT_MS, LinkRecord, Pair
@@ -24,7 +24,6 @@ TOGETHER_SECONDS = 1.5  # reports no further apart are of the same time
 SHARE_OF_BUSY = 0.2  # of the longest transfer's time: from there on one counts as sharing a link with it
 NOTICED = 1.35  # a rate, or round trip, that changed by this factor is news
 LISTED_SECONDS = 60.0  # for which a peer counts as there, and as one that there is traffic with
-FALL = 2.0  # by which a rate fell when others that may share a line with it are looked at again
 EVIDENCE_BYTES, EVIDENCE_SECONDS = 128 * 1024, 0.5  # of a fall a report on so much counts as so much transfer
 PEAK_SECONDS = 10.0
 SUM_SECONDS = 3.0  # that a sum over all links may lie back

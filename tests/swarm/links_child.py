@@ -68,10 +68,8 @@ async def send(transport: Transport, peer: PeerId) -> None:
 
 async def tell(links: Links, met: Set[PeerId]) -> None:
     while True:
-        for peer in met:
-            links.meet(
-                peer
-            )  # as a peer does that reads the directory: who is not listed any more is forgotten
+        for peer in met:  # as one that reads the directory does: who is listed no more is forgotten
+            links.meet(peer)
         known = {pair.peer: pair.mbps for pair in links.record().pairs}
         print(json.dumps({"to": known, "up": links.up_mbps, "down": links.down_mbps}), flush=True)
         await asyncio.sleep(1.0)

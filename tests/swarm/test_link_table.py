@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.swarm.link_estimate import RateEstimate
-from fusion.swarm.link_table import FALL, SUM_SECONDS, OwnLine, after, held
+from fusion.swarm.link_estimate import FALL, RateEstimate
+from fusion.swarm.link_table import SUM_SECONDS, OwnLine, after, held
 from fusion.swarm.probes import Report
 
 MBPS = 1e6 / 8

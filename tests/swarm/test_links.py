@@ -197,6 +197,19 @@ def test_traffic_with_silent_peers_is_not_reported_and_they_are_left_alone() -> 
     swarm(2, work)
 
 
+def test_a_directory_that_hangs_holds_up_no_timing() -> None:
+    async def hangs(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    async def work(swarm: Swarm) -> None:
+        swarm.directories[1].publish = hangs  # type: ignore[method-assign]
+        async with asyncio.timeout(60.0):
+            await swarm.flow(5, ab=8)
+        assert swarm.rate("ab") == pytest.approx(8, rel=0.1)
+
+    swarm(2, work)
+
+
 def test_an_idle_swarm_stays_within_its_allowance() -> None:
     async def work(swarm: Swarm) -> None:
         for _ in range(600):
