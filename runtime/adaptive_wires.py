@@ -26,13 +26,13 @@ from fusion.compression.adaptive import (
     target_seconds,
 )
 from fusion.compression.spec import Spec
-from fusion.dag import pipeline
-from fusion.dag.cuts import tie_groups
-from fusion.dag.dims import bind, size
-from fusion.dag.ir import DTYPE_BYTES, TensorType
-from fusion.dag.network import Network
-from fusion.dag.stage import Edge, Stage
-from fusion.dag.wire_cost import WireCost
+from fusion.dag.cutting.cuts import tie_groups
+from fusion.dag.cutting.stage import Edge, Stage
+from fusion.dag.ir.dims import bind, size
+from fusion.dag.ir.graph import DTYPE_BYTES, TensorType
+from fusion.dag.placement import pipeline
+from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.network import Network
 from fusion.runtime.job import CompressionConfig, Wires
 
 WITH_TOPK = "int8"  # what ties may have where topk is allowed: they keep every element

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from fusion.dag.opset import OPSET_VERSION
+from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.capability import Capability, measure
 from fusion.runtime.context import Context
 from fusion.runtime.hosting.hosting import Hosting, Service

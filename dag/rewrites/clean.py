@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from fusion.dag.dims import Dim, Poly
-from fusion.dag.ir import Arg, DType, Graph, Node, Ref, TensorType
-from fusion.dag.rewrites.refs import substitute, without_dead_nodes
+from fusion.dag.cutting.references import substitute, without_dead_nodes
+from fusion.dag.ir.dims import Dim, Poly
+from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
 
 Types = Mapping[Ref, TensorType]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fusion.dag.ir import Graph, Node, Ref
-from fusion.dag.rewrites.refs import without_dead_nodes
+from fusion.dag.cutting.references import without_dead_nodes
+from fusion.dag.ir.graph import Graph, Node, Ref
 
 
 def fuse(graph: Graph) -> Graph:

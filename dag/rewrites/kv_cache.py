@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion.dag.dims import symbol
-from fusion.dag.errors import UnsupportedModel
-from fusion.dag.ir import Arg, Graph, Node, Ref, TensorType
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.errors import UnsupportedModel
+from fusion.dag.ir.graph import Arg, Graph, Node, Ref, TensorType
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.masks import Evaluate, visible_window
 from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions

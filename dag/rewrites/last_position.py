@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion.dag.dims import symbol, symbols_of
-from fusion.dag.ir import Arg, Graph, Node, Ref, TensorType
-from fusion.dag.opset import infer, mixed_dims, spec
+from fusion.dag.cutting.references import argument_symbols, substitute
+from fusion.dag.ir.dims import symbol, symbols_of
+from fusion.dag.ir.graph import Arg, Graph, Node, Ref, TensorType
+from fusion.dag.ir.opset import infer, mixed_dims, spec
 from fusion.dag.rewrites.positions import SEQUENCE
-from fusion.dag.rewrites.refs import argument_symbols, substitute
 
 NAME = "last_position"
 _END = 2**63 - 1

@@ -15,11 +15,11 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from fusion.dag.dims import Poly
-from fusion.dag.errors import UnsupportedModel
-from fusion.dag.ir import Arg, Graph, Node, Ref
-from fusion.dag.opset import spec
-from fusion.dag.rewrites.refs import constants, needed
+from fusion.dag.cutting.references import constants, needed
+from fusion.dag.ir.dims import Poly
+from fusion.dag.ir.errors import UnsupportedModel
+from fusion.dag.ir.graph import Arg, Graph, Node, Ref
+from fusion.dag.ir.opset import spec
 
 Array = npt.NDArray[np.generic]
 # evaluate(graph, inputs by name, sizes of the symbols) -> the graph's outputs

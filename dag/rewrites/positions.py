@@ -6,11 +6,11 @@ from that of an input.
 
 from __future__ import annotations
 
-from fusion.dag.dims import Dim, Poly, size, symbols_of
-from fusion.dag.errors import UnsupportedModel
-from fusion.dag.ir import Graph, Node, TensorType
-from fusion.dag.opset import mixed_dims, spec
-from fusion.dag.rewrites.refs import argument_symbols
+from fusion.dag.cutting.references import argument_symbols
+from fusion.dag.ir.dims import Dim, Poly, size, symbols_of
+from fusion.dag.ir.errors import UnsupportedModel
+from fusion.dag.ir.graph import Graph, Node, TensorType
+from fusion.dag.ir.opset import mixed_dims, spec
 
 SEQUENCE = "sequence"
 # Ops that may give a new dimension along the sequence: with the same value at every position of it.

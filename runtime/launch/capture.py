@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional
 
-from fusion.dag.ir import Graph
+from fusion.dag.ir.graph import Graph
 from fusion.runtime.errors import CaptureError
 from fusion.runtime.launch.lower import lower
 from fusion.runtime.launch.respell import op_name, operators, supported

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from fusion.dag.ir import Graph, Variable
+from fusion.dag.ir.graph import Graph, Variable
 from fusion.runtime.errors import JobError
 from fusion.runtime.launch.capture import capture_language_model, is_exported, variables_from_module
 from fusion.runtime.planes.codegen import TORCH_DTYPES

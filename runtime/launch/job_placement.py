@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from fusion.compression.codec_speed import measure_families
-from fusion.dag.costs import cache_bytes_per_position, stage_cost
-from fusion.dag.cuts import split
-from fusion.dag.ir import Graph
-from fusion.dag.placement import place
-from fusion.dag.schedule import in_flight
-from fusion.dag.stage import Stage
+from fusion.dag.cutting.costs import cache_bytes_per_position, stage_cost
+from fusion.dag.cutting.cuts import split
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.place import place
+from fusion.dag.placement.schedule import in_flight
 from fusion.runtime.adaptive_wires import elements_of, ties_of
 from fusion.runtime.job import ServeConfig, TrainConfig
 from fusion.runtime.launch.known_links import KnownNetwork, known_network

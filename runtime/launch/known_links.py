@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from fusion.dag.network import Device, Link, Network
+from fusion.dag.placement.network import Device, Link, Network
 from fusion.runtime.launch.link_guess import guess_links
 from fusion.swarm.link_trains import FAST
 from fusion.swarm.link_view import LinkView, PairLink

@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 from itertools import permutations
 
-from fusion.dag.network import UNKNOWN_LINK, Link
+from fusion.dag.placement.network import UNKNOWN_LINK, Link
 from fusion.swarm.records import PeerRecord
 
 SAME_MACHINE = Link(alpha_seconds=0.0002, bytes_per_second=250e6)

@@ -16,10 +16,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 
-from fusion.dag.dims import Dim, poly
-from fusion.dag.ir import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
-from fusion.dag.opset import OPSET
-from fusion.dag.opset_spec import Parameter
+from fusion.dag.ir.dims import Dim, poly
+from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import OPSET
+from fusion.dag.ir.opset_spec import Parameter
 from fusion.runtime.errors import CaptureError
 from fusion.runtime.launch.respell import (
     arguments,

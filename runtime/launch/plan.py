@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from fusion.compression.reference_speeds import REFERENCE
-from fusion.dag.costs import node_costs
-from fusion.dag.ir import Graph
-from fusion.dag.network import Network
-from fusion.dag.pipeline import Wires, pipeline
-from fusion.dag.placement import Placement, Scheduler
+from fusion.dag.cutting.costs import node_costs
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.network import Network
+from fusion.dag.placement.pipeline import Wires, pipeline
+from fusion.dag.placement.place import Placement, Scheduler
+from fusion.dag.placement.simulate import simulate
+from fusion.dag.placement.step_model import step_seconds
 from fusion.dag.rewrites.clean import clean
-from fusion.dag.simulate import simulate
-from fusion.dag.step_model import step_seconds
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import CompressionConfig
 from fusion.runtime.launch.capture import capture_language_model

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save
 from tokenizers import Tokenizer
 
-from fusion.dag import wire
-from fusion.dag.errors import UnsupportedModel
-from fusion.dag.ir import Graph
+from fusion.dag.ir import serialise
+from fusion.dag.ir.errors import UnsupportedModel
+from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime import manifest as manifests
 from fusion.runtime.data import pack_text, token_bytes
@@ -197,7 +197,7 @@ def prepare_graph(
     manifest = Manifest(
         name=name,
         kind="train" if isinstance(config, TrainConfig) else "serve",
-        graph=store.put(wire.encode(graph)),
+        graph=store.put(serialise.encode(graph)),
         cuts=placed.cuts,
         weights=tuple(store.put(save(_contiguous(read(part.graph.variables)))) for part in parts),
         proposed=placed.proposed,
@@ -274,7 +274,7 @@ def _pack(
 def _export_files(model: LanguageModel) -> dict[str, bytes | Path]:
     """What makes an exported directory one that can be served: see `fusion.runtime.launch.sources`."""
     files: dict[str, bytes | Path] = {path.name: path for path in model.config}
-    files[sources.GRAPH_FILE] = wire.encode(clean(model.inference))
+    files[sources.GRAPH_FILE] = serialise.encode(clean(model.inference))
     files[sources.ABOUT_FILE] = model.about.to_json()
     constants = [v for v in model.inference.variables if not is_exported(v.name)]
     if constants:

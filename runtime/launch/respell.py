@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from fusion.dag.opset import OPSET
+from fusion.dag.ir.opset import OPSET
 
 Values = dict[str, Any]  # argument values by the name of torch's parameter
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fusion.dag import wire
-from fusion.dag.ir import Graph, Variable
+from fusion.dag.ir import serialise
+from fusion.dag.ir.graph import Graph, Variable
 from fusion.runtime.errors import JobError
 from fusion.runtime.fields import build, plain
 from fusion.runtime.launch.capture import capture_language_model, is_exported, variables_from_module
@@ -104,7 +104,7 @@ def exported(directory: Path) -> LanguageModel:
     """A directory that `jobs export` wrote. Raises JobError, GraphError."""
     try:
         about = About.from_json((directory / ABOUT_FILE).read_bytes(), str(directory / ABOUT_FILE))
-        inference = wire.decode((directory / GRAPH_FILE).read_bytes())
+        inference = serialise.decode((directory / GRAPH_FILE).read_bytes())
     except OSError as error:
         raise JobError(f"{error.filename}: {error.strerror}") from None
     tokenizer = directory / TOKENIZER_FILE

@@ -37,7 +37,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from fusion.dag.network import UNKNOWN_LINK, Device, Link, Network
+from fusion.dag.placement.network import UNKNOWN_LINK, Device, Link, Network
 from fusion.runtime.errors import JobError
 from fusion.runtime.fields import build
 from fusion.runtime.launch import toml_files

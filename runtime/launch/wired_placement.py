@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 from fusion.compression import spec as specs
 from fusion.compression.adaptive import GENTLE, CodecSpeed
-from fusion.dag import pipeline as pipelines
-from fusion.dag.cuts import split
-from fusion.dag.ir import Graph
-from fusion.dag.network import Network
-from fusion.dag.pipeline import Pipeline, Schedule, pipeline
-from fusion.dag.placement import Placement, Scheduler, place
-from fusion.dag.simulate import simulate
-from fusion.dag.wire_cost import WireCost
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement import pipeline as pipelines
+from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.network import Network
+from fusion.dag.placement.pipeline import Pipeline, Schedule, pipeline
+from fusion.dag.placement.place import Placement, Scheduler, place
+from fusion.dag.placement.simulate import simulate
 from fusion.runtime.adaptive_wires import WITH_TOPK, edges_of, fastest_wires, ties_of, wire_costs
 from fusion.runtime.job import CompressionConfig, TrainConfig, Wires
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fusion.dag.dims import Dim, Poly, bind, symbol, symbols_of
-from fusion.dag.errors import GraphError
-from fusion.dag.ir import DTYPE_BYTES, Arg, DType, Graph, Node, Ref
+from fusion.dag.ir.dims import Dim, Poly, bind, symbol, symbols_of
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Node, Ref
 from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -101,7 +101,7 @@ class Program:
 def compile_graph(graph: Graph, device: torch.device, *, training: bool) -> Program:
     """Generate the code of `graph` for `device`; without `training`, dropout is off and running statistics are used.
 
-    GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.wire.validate`; one
+    GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.ir.serialise.validate`; one
     that has not may fail later, but still cannot place text in the source.
     """
     return _Writer(graph, device, training).write()

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from fusion.dag.stage import Stage
+from fusion.dag.cutting.stage import Stage
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from fusion.dag.opset import OPSET
-from fusion.dag.opset_spec import OpSpec
+from fusion.dag.ir.opset import OPSET
+from fusion.dag.ir.opset_spec import OpSpec
 from fusion.runtime.planes.dropout import dropout, dropout_attention
 from fusion.runtime.planes.kv_cache import cached_attention
 

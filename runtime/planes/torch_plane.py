@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.dag.ir import Graph, Ref, Variable
-from fusion.dag.rewrites.rematerialise import written_buffers
-from fusion.dag.stage import Stage
+from fusion.dag.cutting.positional import written_buffers
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import Graph, Ref, Variable
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import OptimizerConfig
 from fusion.runtime.planes.codegen import TORCH_DTYPES, Program, compile_graph

@@ -12,9 +12,9 @@ from math import prod
 
 import torch
 
-from fusion.dag.dims import bind, symbols_of
-from fusion.dag.ir import DTYPE_BYTES
-from fusion.dag.stage import Edge, Stage
+from fusion.dag.cutting.stage import Edge, Stage
+from fusion.dag.ir.dims import bind, symbols_of
+from fusion.dag.ir.graph import DTYPE_BYTES
 from fusion.runtime.errors import JobError
 
 ID_BYTES = 8

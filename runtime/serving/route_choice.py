@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion.dag.network import UNKNOWN_LINK, Device
+from fusion.dag.placement.network import UNKNOWN_LINK, Device
 from fusion.runtime.job import Manifest
 from fusion.runtime.serving.session import Hop
 from fusion.swarm import routes

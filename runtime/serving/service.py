@@ -13,12 +13,12 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from fusion.dag import wire
-from fusion.dag.cuts import split
-from fusion.dag.dims import bind
-from fusion.dag.errors import GraphError
-from fusion.dag.ir import DTYPE_BYTES
-from fusion.dag.stage import Stage
+from fusion.dag.cutting.cuts import split
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir import serialise
+from fusion.dag.ir.dims import bind
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import DTYPE_BYTES
 from fusion.runtime.context import Context
 from fusion.runtime.errors import JobError, JobFailed
 from fusion.runtime.job import Manifest
@@ -390,7 +390,7 @@ class ServingService:
     async def _stages(self, manifest: Manifest) -> tuple[Stage, ...]:
         data = await self._context.blobs.read(manifest.graph, MAX_GRAPH_BYTES)
         try:
-            return await asyncio.to_thread(lambda: split(wire.decode(data), manifest.cuts))
+            return await asyncio.to_thread(lambda: split(serialise.decode(data), manifest.cuts))
         except GraphError as error:
             raise JobFailed(f"the graph of {manifest.name}: {error}") from None
 

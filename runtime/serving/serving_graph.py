@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fusion.dag.dims import Poly, bind
-from fusion.dag.errors import GraphError
-from fusion.dag.ir import Graph, Input, Node, TensorType
+from fusion.dag.ir.dims import Poly, bind
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import Graph, Input, Node, TensorType
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.fuse import fuse
 from fusion.dag.rewrites.kv_cache import cache_attention

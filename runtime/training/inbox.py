@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from fusion.compression.codec import NONE
-from fusion.dag.dims import bind
-from fusion.dag.ir import DTYPE_BYTES, TensorType
-from fusion.dag.stage import Stage, TieGroup
+from fusion.dag.cutting.stage import Stage, TieGroup
+from fusion.dag.ir.dims import bind
+from fusion.dag.ir.graph import DTYPE_BYTES, TensorType
 from fusion.runtime.fields import build
 from fusion.runtime.job import TrainConfig
 from fusion.runtime.training.messages import TENSOR_KINDS, TensorHeader

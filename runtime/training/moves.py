@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fusion.dag.pipeline import Pipeline, StageLoad
-from fusion.dag.step_model import step_seconds
+from fusion.dag.placement.pipeline import Pipeline, StageLoad
+from fusion.dag.placement.step_model import step_seconds
 
 EXPLAINED = 0.5  # of what a step takes by the clock: less, and the links are not yet known as they are
 LEAST_GAIN = 0.2  # of a step

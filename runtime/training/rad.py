@@ -3,7 +3,7 @@
     FP   wait for the stage's remote inputs, run, send each output once to every consumer, keep the stash
     BP   sum the remote gradients of each output in stage order, run backward, send each input's gradient back
 
-The order of FP and BP is a schedule of `fusion.dag.schedule`. The device's thread has the next action waiting while it
+The order of FP and BP is a schedule of `fusion.dag.placement.schedule`. The device's thread has the next action waiting while it
 runs one, so it never waits for the loop, for data or for a send: what is sent is encoded and goes out beside the
 computation that follows.
 """
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from fusion.dag.schedule import Action, gpipe, one_f_one_b
-from fusion.dag.stage import Edge
+from fusion.dag.cutting.stage import Edge
+from fusion.dag.placement.schedule import Action, gpipe, one_f_one_b
 from fusion.runtime.data import Batches
 from fusion.runtime.job import TrainConfig
 from fusion.runtime.planes.plane import RngKey, TrainingStage

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fusion.compression.codec import DTYPES
-from fusion.dag.ir import TensorType
-from fusion.dag.stage import Stage
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import TensorType
 from fusion.runtime.errors import JobError
 from fusion.runtime.fields import build, plain
 from fusion.runtime.training.ledger import Ledger

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fusion.dag.stage import Stage
+from fusion.dag.cutting.stage import Stage
 from fusion.runtime.context import Context
 from fusion.runtime.job import Manifest
 from fusion.runtime.training import snapshot

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from fusion.dag import wire
-from fusion.dag.cuts import split, tie_groups
-from fusion.dag.errors import GraphError
-from fusion.dag.stage import Stage, TieGroup
+from fusion.dag.cutting.cuts import split, tie_groups
+from fusion.dag.cutting.stage import Stage, TieGroup
+from fusion.dag.ir import serialise
+from fusion.dag.ir.errors import GraphError
 from fusion.runtime.context import Context
 from fusion.runtime.data import Batches
 from fusion.runtime.errors import JobError, JobFailed
@@ -249,7 +249,7 @@ async def load_stages(context: Context, manifest: Manifest) -> tuple[tuple[Stage
     data = await context.blobs.read(manifest.graph, MAX_GRAPH_BYTES, hints)
 
     def cut() -> tuple[tuple[Stage, ...], tuple[TieGroup, ...]]:
-        stages = split(wire.decode(data), manifest.cuts)
+        stages = split(serialise.decode(data), manifest.cuts)
         return stages, tie_groups(stages)
 
     return await asyncio.to_thread(cut)

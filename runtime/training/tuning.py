@@ -16,12 +16,12 @@ from math import inf
 
 from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.spec import parse
-from fusion.dag.costs import type_bytes
-from fusion.dag.network import Network
-from fusion.dag.pipeline import Flow, Pipeline, StageLoad
-from fusion.dag.stage import Edge, Stage
-from fusion.dag.step_model import step_seconds
-from fusion.dag.wire_cost import DENSE, WireCost
+from fusion.dag.cutting.costs import type_bytes
+from fusion.dag.cutting.stage import Edge, Stage
+from fusion.dag.placement.codec_cost import DENSE, WireCost
+from fusion.dag.placement.network import Network
+from fusion.dag.placement.pipeline import Flow, Pipeline, StageLoad
+from fusion.dag.placement.step_model import step_seconds
 from fusion.runtime.adaptive_wires import Tie, edges_of, elements_of, fastest_wires, ties_of, wire_costs
 from fusion.runtime.job import TrainConfig, Wires
 

@@ -24,8 +24,8 @@ from fusion.compression.codec import codec
 from fusion.compression.encoding import LOSSY, Sparse
 from fusion.compression.error_feedback import ErrorFeedback
 from fusion.compression.spec import parse
-from fusion.dag.dims import bind
-from fusion.dag.stage import Stage
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.dims import bind
 from fusion.runtime.job import TrainConfig, Wires
 from fusion.runtime.training.tally import Attempt
 from fusion.runtime.worker import Worker

@@ -34,10 +34,10 @@ from support.endings import end_as_if_interrupted
 
 from fusion.compression.reference_speeds import REFERENCE
 from fusion.compression.spec import LEAST, MOST, Spec
-from fusion.dag.cuts import split
-from fusion.dag.ir import Graph
-from fusion.dag.network import Network
-from fusion.dag.placement import Placement, place
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.network import Network
+from fusion.dag.placement.place import Placement, place
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.adaptive_wires import choose_wires, edges_of, ties_of
 from fusion.runtime.data import pack_text

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
-from fusion.dag.cuts import split, tie_groups
-from fusion.dag.ir import Graph
-from fusion.dag.stage import Stage
+from fusion.dag.cutting.cuts import split, tie_groups
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import Graph
 from fusion.runtime.data import Batches
 from fusion.runtime.job import TrainConfig
 from fusion.runtime.launch.sources import Read

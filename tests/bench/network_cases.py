@@ -25,14 +25,14 @@ from box.network_file import NETWORKS
 
 from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.reference_speeds import REFERENCE
-from fusion.dag.cuts import split
-from fusion.dag.ir import Graph
-from fusion.dag.network import Network
-from fusion.dag.pipeline import Flow, Pipeline, Wires, pipeline
-from fusion.dag.placement import Scheduler
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.network import Network
+from fusion.dag.placement.pipeline import Flow, Pipeline, Wires, pipeline
+from fusion.dag.placement.place import Scheduler
+from fusion.dag.placement.simulate import ALONE, packet_bytes, simulate
+from fusion.dag.placement.step_model import step_seconds
 from fusion.dag.rewrites.clean import clean
-from fusion.dag.simulate import ALONE, packet_bytes, simulate
-from fusion.dag.step_model import step_seconds
 from fusion.runtime.adaptive_wires import edges_of, wire_costs
 from fusion.runtime.job import CompressionConfig
 from fusion.runtime.launch import sources

@@ -388,7 +388,7 @@ def graph_variants(good: bytes) -> Iterator[tuple[str, bytes]]:
         data: bytes = msgpack.packb(value)
         return data
 
-    nodes = 6  # symbols 3, inputs 4, variables 5, nodes 6: see fusion.dag.wire
+    nodes = 6  # symbols 3, inputs 4, variables 5, nodes 6: see fusion.dag.ir.serialise
 
     def name(value: list[Any]) -> None:
         value[nodes][0][0] = "x\nimport os"

@@ -19,7 +19,7 @@ from support.models import Chain, Diamond, SameMasks, gpt2
 from torch import nn
 from torch.nn import functional
 
-from fusion.dag.ir import Graph
+from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.context import Context
 from fusion.runtime.data import Batches

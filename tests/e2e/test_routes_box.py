@@ -24,7 +24,7 @@ from box.spec import Host, Link, NetworkSpec
 from support.families import COMMON, build
 
 from fusion.cli.fleet import Fleet, open_fleet
-from fusion.dag.cuts import legal_cuts
+from fusion.dag.cutting.cuts import legal_cuts
 from fusion.runtime.context import Context
 from fusion.runtime.job import ServeConfig
 from fusion.runtime.launch.capture import capture_language_model, variables_from_module

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.reference_speeds import REFERENCE
 from fusion.compression.spec import LEAST, MOST, parse
-from fusion.dag.dims import symbol
-from fusion.dag.ir import DTYPE_BYTES, Ref, TensorType
-from fusion.dag.network import Device, Link, Network
-from fusion.dag.stage import Edge
-from fusion.dag.wire_cost import DENSE
+from fusion.dag.cutting.stage import Edge
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import DTYPE_BYTES, Ref, TensorType
+from fusion.dag.placement.codec_cost import DENSE
+from fusion.dag.placement.network import Device, Link, Network
 from fusion.runtime.adaptive_wires import Tie, choose_wires, wire_costs
 from fusion.runtime.job import CompressionConfig, Wires
 

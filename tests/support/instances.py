@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from fusion.dag.dims import symbol
-from fusion.dag.ir import Arg, Graph, Input, Node, Ref, TensorType, Variable
-from fusion.dag.network import Device, Link, Links, Network
-from fusion.dag.opset import infer
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Arg, Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import infer
+from fusion.dag.placement.network import Device, Link, Links, Network
 
 SIZES = {"batch": 32}
 GIB = 1 << 30

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fusion.dag.ir import Graph
+from fusion.dag.ir.graph import Graph
 from fusion.runtime.planes import dropout
 from fusion.runtime.planes.plane import RngKey
 

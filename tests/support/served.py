@@ -14,8 +14,8 @@ import torch
 import transformers
 from safetensors.torch import save as save_tensors
 
-from fusion.dag import wire
-from fusion.dag.cuts import legal_cuts, split
+from fusion.dag.cutting.cuts import legal_cuts, split
+from fusion.dag.ir import serialise
 from fusion.runtime import manifest as manifests
 from fusion.runtime.context import Context
 from fusion.runtime.job import Manifest, ServeConfig
@@ -182,7 +182,7 @@ class Swarm:
         manifest = Manifest(
             name=name,
             kind="serve",
-            graph=await blobs.put(wire.encode(graph)),
+            graph=await blobs.put(serialise.encode(graph)),
             cuts=cuts,
             weights=tuple(weights),
             proposed=tuple(peer.id for peer in self.peers[:stages]),

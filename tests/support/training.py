@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
-from fusion.dag.cuts import legal_cuts, split, tie_groups
-from fusion.dag.ir import Graph
+from fusion.dag.cutting.cuts import legal_cuts, split, tie_groups
+from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.context import Context
 from fusion.runtime.data import Batches

@@ -33,7 +33,7 @@ from fusion.cli.chaos_job import STORE_BYTES, Plan, invented, launched
 from fusion.cli.chaos_swarm import Swarm
 from fusion.cli.chaos_timeline import percentile
 from fusion.cli.fleet import FleetError, LocalPeer, open_fleet
-from fusion.dag import wire
+from fusion.dag.ir import serialise
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime import manifest as manifests
 from fusion.runtime.context import Context
@@ -141,7 +141,7 @@ def write_model(directory: Path) -> None:
     save_file(exported, directory / sources.WEIGHTS_FILE)
     if constants:
         save_file(constants, directory / sources.CONSTANTS_FILE)
-    (directory / sources.GRAPH_FILE).write_bytes(wire.encode(graph))
+    (directory / sources.GRAPH_FILE).write_bytes(serialise.encode(graph))
     (directory / sources.ABOUT_FILE).write_bytes(model.about.to_json())
 
 

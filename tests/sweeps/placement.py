@@ -26,16 +26,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.instances import SIZES, Instance, instances, large_network, with_skips
 
-from fusion.dag.baselines import equal_flops, equal_ops, exact
-from fusion.dag.costs import stage_cost
-from fusion.dag.cuts import legal_cuts, split
-from fusion.dag.errors import PlacementError
-from fusion.dag.ir import Graph
-from fusion.dag.network import Network
-from fusion.dag.op_fence import op_fence
-from fusion.dag.placement import Placement, place
+from fusion.dag.cutting.costs import stage_cost
+from fusion.dag.cutting.cuts import legal_cuts, split
+from fusion.dag.ir.errors import PlacementError
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.baselines import equal_flops, equal_ops, exact
+from fusion.dag.placement.network import Network
+from fusion.dag.placement.op_fence import op_fence
+from fusion.dag.placement.place import Placement, place
+from fusion.dag.placement.search_space import Choice, Space, space
 from fusion.dag.rewrites.clean import clean
-from fusion.dag.search_space import Choice, Space, space
 from fusion.runtime.launch.capture import capture_language_model
 from fusion.runtime.launch.models import GPT, GPTConfig
 

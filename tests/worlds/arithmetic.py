@@ -20,8 +20,8 @@ from typing import Any
 import msgpack
 import torch
 
-from fusion.dag.ir import Graph, Input, Ref, TensorType, Variable
-from fusion.dag.stage import Edge, Stage
+from fusion.dag.cutting.stage import Edge, Stage
+from fusion.dag.ir.graph import Graph, Input, Ref, TensorType, Variable
 from fusion.runtime.data import Batches, sample_indices
 from fusion.runtime.job import TrainConfig
 from fusion.runtime.planes.plane import RngKey, Tensors

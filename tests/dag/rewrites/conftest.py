@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusion.dag.dims import Poly, bind, symbol
-from fusion.dag.ir import Graph, Input, Node, Ref, TensorType, Variable
-from fusion.dag.opset import infer
-from fusion.dag.wire import validate
+from fusion.dag.ir.dims import Poly, bind, symbol
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import infer
+from fusion.dag.ir.serialise import validate
 
 B, S = symbol("batch"), symbol("sequence")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusion.dag.dims import symbol
-from fusion.dag.ir import DType, Ref
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import DType, Ref
+from fusion.dag.ir.serialise import validate
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.fuse import fuse
-from fusion.dag.wire import validate
 
 B, S = symbol("batch"), symbol("sequence")
 IDS, POSITIONS, TABLE, W = Ref("input_ids"), Ref("position_ids"), Ref("table"), Ref("w")

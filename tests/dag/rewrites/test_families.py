@@ -7,13 +7,13 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from fusion.dag.cuts import legal_cuts, split  # noqa: E402
-from fusion.dag.errors import UnsupportedModel  # noqa: E402
+from fusion.dag.cutting.cuts import legal_cuts, split  # noqa: E402
+from fusion.dag.ir.errors import UnsupportedModel  # noqa: E402
+from fusion.dag.ir.serialise import validate  # noqa: E402
 from fusion.dag.rewrites.clean import clean  # noqa: E402
 from fusion.dag.rewrites.fuse import fuse  # noqa: E402
 from fusion.dag.rewrites.kv_cache import cache_attention  # noqa: E402
 from fusion.dag.rewrites.last_position import last_position  # noqa: E402
-from fusion.dag.wire import validate  # noqa: E402
 from fusion.runtime.launch.capture import capture_language_model  # noqa: E402
 from fusion.runtime.serving.serving_graph import evaluate  # noqa: E402
 

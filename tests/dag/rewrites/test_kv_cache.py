@@ -7,12 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fusion.dag.dims import symbol
-from fusion.dag.errors import UnsupportedModel
-from fusion.dag.ir import DType, Ref
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.errors import UnsupportedModel
+from fusion.dag.ir.graph import DType, Ref
+from fusion.dag.ir.serialise import validate
 from fusion.dag.rewrites.kv_cache import cache_attention
 from fusion.dag.rewrites.last_position import last_position
-from fusion.dag.wire import validate
 
 B, S = symbol("batch"), symbol("sequence")
 BOOL, FLOAT = DType("bool"), DType("float32")

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fusion.dag import wire
-from fusion.dag.dims import symbol
-from fusion.dag.ir import Graph
-from fusion.dag.opset import node_kind
+from fusion.dag.ir import serialise
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.opset import node_kind
 from fusion.runtime.errors import CaptureError
 from fusion.runtime.launch.capture import (
     capture_language_model,
@@ -39,7 +39,7 @@ class Applied(nn.Module):
 
 
 def execute(graph: Graph, module: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    program = compile_graph(wire.decode(wire.encode(graph)), torch.device("cpu"), training=False)
+    program = compile_graph(serialise.decode(serialise.encode(graph)), torch.device("cpu"), training=False)
     values = variables_from_module(module)
     return program.run([inputs[n] for n in program.inputs], [values[n] for n in program.variables], None)
 
@@ -177,7 +177,7 @@ def test_a_language_model_has_two_symbols_and_tied_weights_once() -> None:
     assert [i.name for i in training.inputs] == ["input_ids", "position_ids", "targets"]
     assert training.types[training.outputs[0]].shape == ()
     assert node_kind(training, training.nodes[-1]) == "loss"
-    wire.validate(training)
+    serialise.validate(training)
     for batch, length in ((1, 1), (1, 7), (3, 24)):
         ids = torch.randint(0, 32, (batch, length))
         positions = torch.arange(length).repeat(batch, 1)

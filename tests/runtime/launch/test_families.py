@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.families import build, config, greedy
 
-from fusion.dag.cuts import split
-from fusion.dag.errors import UnsupportedModel
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.errors import UnsupportedModel
 from fusion.runtime.launch.capture import capture_language_model, variables_from_module
 from fusion.runtime.planes.torch_plane import TorchDecodingStage
 from fusion.runtime.serving.serving_graph import serving_graph

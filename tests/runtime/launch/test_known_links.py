@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from fusion.dag.network import UNKNOWN_LINK
+from fusion.dag.placement.network import UNKNOWN_LINK
 from fusion.runtime.launch.known_links import known_network
 from fusion.runtime.launch.link_guess import SAME_MACHINE, SAME_NETWORK
 from fusion.swarm.link_view import BYTES_PER_MBIT, link_view

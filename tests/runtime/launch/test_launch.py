@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fusion.dag import wire
-from fusion.dag.errors import PlacementError
-from fusion.dag.network import UNKNOWN_LINK
+from fusion.dag.ir import serialise
+from fusion.dag.ir.errors import PlacementError
+from fusion.dag.placement.network import UNKNOWN_LINK
 from fusion.runtime import manifest as manifests
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import CompressionConfig
@@ -77,7 +77,7 @@ def test_a_job_file_becomes_blobs_that_hold_everything(job_file: Path, store: Bl
     assert manifest.stages == 2 and set(manifest.proposed) == {"A", "B"}
     assert all(b > 0 for b in manifest.memory_bytes) and prepared.predicted_seconds > 0
     assert all(store.has(digest) for digest in prepared.blobs)
-    graph = wire.decode(store.path(manifest.graph).read_bytes())
+    graph = serialise.decode(store.path(manifest.graph).read_bytes())
     names: set[str] = set()
     for digest in manifest.weights:
         with safe_open(store.path(digest), framework="pt") as file:

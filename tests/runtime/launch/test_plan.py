@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusion.dag import wire
+from fusion.dag.ir import serialise
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.launch import sources, spec
 from fusion.runtime.launch.plan import plan_training, training_graph
@@ -36,7 +36,7 @@ def job(tmp_path):
 def test_the_graph_is_the_one_that_would_be_launched(job):
     asked = job(blocks=2, width=64)
     launched = sources.builtin(asked.model, asked.train.seed, byte_level=True, tokenizer=None)
-    assert wire.encode(training_graph(asked)) == wire.encode(clean(launched.training))
+    assert serialise.encode(training_graph(asked)) == serialise.encode(clean(launched.training))
 
 
 def test_a_model_that_no_machine_here_could_hold_is_captured(job):

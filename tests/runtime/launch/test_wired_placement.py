@@ -7,9 +7,9 @@ from support.instances import SIZES, chain
 
 from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.reference_speeds import REFERENCE
-from fusion.dag.network import Device, Link, Network
-from fusion.dag.pipeline import pipeline
-from fusion.dag.simulate import simulate
+from fusion.dag.placement.network import Device, Link, Network
+from fusion.dag.placement.pipeline import pipeline
+from fusion.dag.placement.simulate import simulate
 from fusion.runtime.job import CompressionConfig
 from fusion.runtime.launch.wired_placement import Wired, codec_families, place_wired
 

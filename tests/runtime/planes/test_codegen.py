@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.dag.dims import poly, symbol
-from fusion.dag.errors import GraphError
-from fusion.dag.ir import DType, Graph, Input, Node, Ref, TensorType, Variable
-from fusion.dag.opset import OPSET
+from fusion.dag.ir.dims import poly, symbol
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import OPSET
 from fusion.runtime.planes.codegen import compile_graph
 from fusion.runtime.planes.torch_ops import _DISPATCHED, _SPELLINGS, STATEFUL
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fusion.dag.cuts import split
+from fusion.dag.cutting.cuts import split
 from fusion.runtime.launch.capture import capture_language_model, variables_from_module
 from fusion.runtime.launch.models import GPT, GPTConfig
 from fusion.runtime.planes.kv_cache import SessionCache, SlotShape

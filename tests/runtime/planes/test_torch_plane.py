@@ -12,10 +12,10 @@ from support.models import Chain, Diamond, SameMasks, gpt2
 from torch import nn
 from torch.nn import functional
 
-from fusion.dag.cuts import split, tie_groups
-from fusion.dag.ir import Graph
+from fusion.dag.cutting.cuts import split, tie_groups
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.dag.stage import Stage
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import OptimizerConfig
 from fusion.runtime.launch.capture import capture_language_model, capture_module, variables_from_module

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.served import VOCABULARY, captured, model, reference, swarm_of
 
-from fusion.dag import wire
+from fusion.dag.ir import serialise
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import Manifest, ServeConfig
 from fusion.runtime.serving.generate_client import generate
@@ -184,7 +184,7 @@ def test_a_job_whose_blobs_are_wrong_fails_in_one_line(broken: str, tmp_path: Pa
     async def main() -> None:
         async with swarm_of(1, tmp_path) as swarm:
             peer = swarm.peers[0]
-            good = await peer.context.blobs.put(wire.encode(captured("gpt2", "kv")))
+            good = await peer.context.blobs.put(serialise.encode(captured("gpt2", "kv")))
             bad = await peer.context.blobs.put(b"not what it says")
             manifest = Manifest(
                 name="odd",

@@ -21,9 +21,9 @@ from support.toy_ring import (
     ring_of,
 )
 
-from fusion.dag.dims import symbol
-from fusion.dag.ir import Graph, Input, Ref, TensorType
-from fusion.dag.stage import Edge, Stage
+from fusion.dag.cutting.stage import Edge, Stage
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph, Input, Ref, TensorType
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import ServeConfig
 from fusion.runtime.serving.request import Sampling, pack_tokens

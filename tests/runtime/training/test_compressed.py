@@ -26,10 +26,10 @@ from support.training import (
 )
 
 from fusion.compression.spec import parse
-from fusion.dag import wire
-from fusion.dag.cuts import split, tie_groups
-from fusion.dag.dims import bind
-from fusion.dag.ir import DTYPE_BYTES
+from fusion.dag.cutting.cuts import split, tie_groups
+from fusion.dag.ir import serialise
+from fusion.dag.ir.dims import bind
+from fusion.dag.ir.graph import DTYPE_BYTES
 from fusion.runtime.launch.launch import launch
 from fusion.runtime.launch.models import GPT
 from fusion.runtime.training import snapshot
@@ -58,7 +58,7 @@ def test_it_trains_and_sends_the_bytes_that_were_planned(
             assert losses[-1] < losses[0]
             manifest = work.prepared.manifest
             stages = split(
-                wire.decode(made.peers[0].context.blobs.store.path(manifest.graph).read_bytes()),
+                serialise.decode(made.peers[0].context.blobs.store.path(manifest.graph).read_bytes()),
                 manifest.cuts,
             )
             assert progress.sent_bytes == planned_bytes(stages, forward, backward, how, train)

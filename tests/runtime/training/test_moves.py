@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from fusion.dag.network import Device, Link, Network
-from fusion.dag.pipeline import Flow, Pipeline, StageLoad
-from fusion.dag.step_model import step_seconds
-from fusion.dag.wire_cost import DENSE
+from fusion.dag.placement.codec_cost import DENSE
+from fusion.dag.placement.network import Device, Link, Network
+from fusion.dag.placement.pipeline import Flow, Pipeline, StageLoad
+from fusion.dag.placement.step_model import step_seconds
 from fusion.runtime.training.moves import EXPLAINED, LEAST_GAIN, PAUSE_SECONDS, WORTH, best_move, moved
 
 MBIT = 1e6 / 8

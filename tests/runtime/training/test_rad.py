@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fusion.compression.codec import NONE
-from fusion.dag.dims import symbol
-from fusion.dag.ir import Graph, Input, Ref, TensorType, Variable
-from fusion.dag.stage import Edge, Stage, TieGroup
+from fusion.dag.cutting.stage import Edge, Stage, TieGroup
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph, Input, Ref, TensorType, Variable
 from fusion.runtime.data import Batches
 from fusion.runtime.job import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.planes.plane import RngKey

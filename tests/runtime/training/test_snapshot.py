@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.dag.ir import Graph, TensorType, Variable
-from fusion.dag.stage import Stage
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import Graph, TensorType, Variable
 from fusion.runtime.errors import JobError
 from fusion.runtime.training import snapshot
 from fusion.runtime.training.ledger import Ledger

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.dag.ir import Graph
-from fusion.dag.stage import Stage
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import Graph
 from fusion.runtime.errors import JobError
 from fusion.runtime.training import messages as m
 from fusion.runtime.training import stage_snapshots

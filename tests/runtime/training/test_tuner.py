@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fusion.dag.dims import symbol
-from fusion.dag.ir import Ref, TensorType
-from fusion.dag.stage import Edge
+from fusion.dag.cutting.stage import Edge
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Ref, TensorType
 from fusion.runtime.job import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig, Wires
 from fusion.runtime.training import tuner
 from fusion.runtime.training.lead import Pace

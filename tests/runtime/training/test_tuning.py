@@ -9,11 +9,11 @@ from math import inf
 import pytest
 
 from fusion.compression.reference_speeds import REFERENCE
-from fusion.dag.dims import symbol
-from fusion.dag.ir import Ref, TensorType
-from fusion.dag.network import Device, Link, Network
-from fusion.dag.stage import Edge
-from fusion.dag.step_model import step_seconds
+from fusion.dag.cutting.stage import Edge
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Ref, TensorType
+from fusion.dag.placement.network import Device, Link, Network
+from fusion.dag.placement.step_model import step_seconds
 from fusion.runtime.adaptive_wires import Tie, choose_wires
 from fusion.runtime.job import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.training.tuning import (

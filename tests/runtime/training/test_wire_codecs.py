@@ -10,9 +10,9 @@ import torch
 
 from fusion.compression.codec import codec
 from fusion.compression.spec import parse
-from fusion.dag.dims import symbol
-from fusion.dag.ir import Graph, Input, Ref, TensorType, Variable
-from fusion.dag.stage import Edge, Stage
+from fusion.dag.cutting.stage import Edge, Stage
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph, Input, Ref, TensorType, Variable
 from fusion.runtime.job import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.training.inbox import Inbox, Key, Plan
 from fusion.runtime.training.wire_codecs import DENSE, EVALUATED, Sent, WireCodecs, residual_shapes

@@ -1,0 +1,232 @@
+"""Cutting the OP-DAG into stages (the sub-DAGs of FusionLLM, arXiv 2410.12707, and the values between them).
+
+A cut is an index into `graph.nodes`: a new stage starts there. Stages are contiguous in topological order, so the
+graph of stages has no cycle whatever the cuts are, and a value that skips stages goes straight to its consumers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion.dag.cutting.costs import differentiable, node_costs
+from fusion.dag.cutting.positional import POSITIONAL, repeatable, written_buffers
+from fusion.dag.cutting.references import argument_symbols, needed, substitute
+from fusion.dag.cutting.stage import Edge, Stage, TieGroup, edge_name
+from fusion.dag.ir.dims import Poly, bind, size
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Input, Node, Ref, TensorType, Variable
+
+Bytes = npt.NDArray[np.int64]
+
+
+def split(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
+    """One stage more than there are cuts; stage i has the nodes [cuts[i-1], cuts[i]) that something needs.
+
+    Nodes that `repeatable` names are computed again in every stage that reads them. A variable is in every stage
+    that reads it (see `tie_groups`); one that nothing reads is kept, frozen, by stage 0. Names do not change, except
+    that a value from another stage is an input called `edge_name(ref)`. A stage whose nodes nobody else needs has
+    no nodes. GraphError if the cuts do not ascend in [1, len(nodes)), or separate the users of a written buffer.
+    """
+    bounds = _bounds(graph, cuts)
+    parts = _partition(graph, bounds)
+    variables = _variables(graph, parts)
+    gradient = differentiable(graph)
+    consumers: dict[Ref, list[int]] = {}
+    for s, part in enumerate(parts):
+        for ref in part.foreign:
+            consumers.setdefault(ref, []).append(s)
+    producer = {ref: _stage_of(graph.node_index[ref.name], bounds) for ref in consumers}
+    edges = {
+        ref: Edge(
+            edge_name(ref), ref, graph.types[ref], producer[ref], tuple(consumers[ref]), ref in gradient
+        )
+        for ref in sorted(consumers, key=lambda r: (graph.node_index[r.name], r.index))
+    }
+    return tuple(_stage(graph, s, part, edges, variables[s]) for s, part in enumerate(parts))
+
+
+def tie_groups(stages: Sequence[Stage]) -> tuple[TieGroup, ...]:
+    """The trainable parameters that more than one stage holds, in order of first appearance."""
+    holders: dict[str, list[int]] = {}
+    for stage in stages:
+        for variable in stage.graph.variables:
+            if variable.trainable and variable.kind == "parameter":
+                holders.setdefault(variable.name, []).append(stage.index)
+    return tuple(TieGroup(name, tuple(held)) for name, held in holders.items() if len(held) > 1)
+
+
+def legal_cuts(graph: Graph) -> tuple[int, ...]:
+    """One cut for each way of dividing the work in two, ascending: a cut within a run of repeated or unused nodes
+    gives the same stages as the cut before that run. No stage made by these cuts is empty."""
+    fixed = _fixed_nodes(graph)
+    forbidden = np.zeros(len(graph.nodes) + 2, dtype=int)
+    for first, last in _written_spans(graph):
+        forbidden[first + 1] += 1
+        forbidden[last + 1] -= 1
+    barred = np.cumsum(forbidden)
+    return tuple(i + 1 for i in fixed[:-1] if not barred[i + 1])
+
+
+def crossing_bytes(graph: Graph, cut: int, sizes: Mapping[str, int]) -> int:
+    """Bytes of the values made before `cut` and read after it, each counted once (forward, one microbatch)."""
+    return int(crossings(graph, sizes)[0][cut])
+
+
+def crossings(graph: Graph, sizes: Mapping[str, int]) -> tuple[Bytes, Bytes]:
+    """For each cut 0 .. len(nodes): bytes that cross it forward, and bytes of gradients that cross it backward."""
+    forward = np.zeros(len(graph.nodes) + 2, dtype=np.int64)
+    backward = forward.copy()
+    repeated, gradient, index = repeatable(graph), differentiable(graph), graph.node_index
+    for ref, readers in graph.uses.items():
+        if ref.name not in index or ref.name in repeated:
+            continue
+        made, last, bytes_ = index[ref.name], readers[-1], value_bytes(graph.types[ref], sizes)
+        for total in (forward, backward) if ref in gradient else (forward,):
+            total[made + 1] += bytes_
+            total[last + 1] -= bytes_
+    return np.cumsum(forward)[:-1], np.cumsum(backward)[:-1]
+
+
+def candidate_cuts(graph: Graph, sizes: Mapping[str, int], limit: int) -> tuple[int, ...]:
+    """At most `limit` legal cuts, ascending: the legal cuts are divided into `limit` groups of about equal work,
+    and each group offers the cut that the fewest bytes cross, so that cheap cuts and balance are both on offer."""
+    legal = legal_cuts(graph)
+    if len(legal) <= limit:
+        return legal
+    costs = node_costs(graph, sizes)
+    # One byte moved counts as a few FLOPs: nodes without FLOPs take time too.
+    work = np.cumsum([c.forward_flops + 4 * c.moved_bytes for c in costs])
+    bytes_ = crossings(graph, sizes)[0]
+    best: dict[int, tuple[int, int]] = {}
+    for cut in legal:
+        group = min(int(work[cut - 1] / max(work[-1], 1) * limit), limit - 1)
+        best[group] = min(best.get(group, (int(bytes_[cut]), cut)), (int(bytes_[cut]), cut))
+    return tuple(sorted(cut for _, cut in best.values()))
+
+
+def value_bytes(type_: TensorType, sizes: Mapping[str, int]) -> int:
+    return bind(size(type_.shape), sizes) * DTYPE_BYTES[type_.dtype]
+
+
+@dataclass
+class _Part:
+    """What one stage turns out to hold."""
+
+    nodes: set[int]
+    names: set[str]  # inputs and variables read
+    foreign: set[Ref]  # values of earlier stages
+    results: list[int]
+
+
+def _bounds(graph: Graph, cuts: Sequence[int]) -> list[int]:
+    bounds = [0, *cuts, len(graph.nodes)]
+    if any(type(c) is not int for c in cuts) or any(a >= b for a, b in pairwise(bounds)):
+        raise GraphError(f"cuts must be whole numbers that ascend in [1, {len(graph.nodes)}): {list(cuts)}")
+    for first, last in _written_spans(graph):
+        if _stage_of(first, bounds) != _stage_of(last, bounds):
+            names = graph.nodes[first].name, graph.nodes[last].name
+            raise GraphError(f"a cut separates {names[0]} and {names[1]}, which write to the same buffer")
+    return bounds
+
+
+def _stage_of(node: int, bounds: Sequence[int]) -> int:
+    return int(np.searchsorted(bounds, node, side="right")) - 1
+
+
+def _partition(graph: Graph, bounds: Sequence[int]) -> list[_Part]:
+    """Walk back from what each stage must give, the last stage first, as it says what it wants of the others."""
+    repeated, index = repeatable(graph), graph.node_index
+    wanted: list[list[Ref]] = [[] for _ in bounds[1:]]
+    parts = [_Part(set(), set(), set(), []) for _ in bounds[1:]]
+    for i, ref in enumerate(graph.outputs):
+        home = _stage_of(index[ref.name], bounds) if ref.name in index else 0
+        parts[home].results.append(i)
+        wanted[home].append(ref)
+    for s in reversed(range(len(parts))):
+        part, first, todo = parts[s], bounds[s], list(wanted[s])
+        while todo:
+            ref = todo.pop()
+            at = index.get(ref.name)
+            if at is None:
+                part.names.add(ref.name)
+            elif at < first and ref.name not in repeated:
+                if ref not in part.foreign:
+                    part.foreign.add(ref)
+                    wanted[_stage_of(at, bounds)].append(ref)
+            elif at not in part.nodes:
+                part.nodes.add(at)
+                todo.extend(graph.nodes[at].refs())
+    return parts
+
+
+def _variables(graph: Graph, parts: Sequence[_Part]) -> list[tuple[Variable, ...]]:
+    held = [tuple(v for v in graph.variables if v.name in part.names) for part in parts]
+    read = {v.name for part in held for v in part}
+    # What nothing reads gets no gradient, so an optimizer must not decay it either.
+    idle = [replace(v, trainable=False) for v in graph.variables if v.name not in read]
+    return [(*held[0], *idle), *held[1:]]
+
+
+def _stage(
+    graph: Graph, s: int, part: _Part, edges: Mapping[Ref, Edge], variables: tuple[Variable, ...]
+) -> Stage:
+    receives = tuple(e for e in edges.values() if s in e.consumers)
+    sends = tuple(e for e in edges.values() if e.producer == s)
+    renamed = {e.ref: Ref(e.name) for e in receives}
+    nodes = [graph.nodes[i] for i in sorted(part.nodes)]
+    nodes = [
+        replace(n, args=substitute(n.args, renamed)) if renamed.keys() & set(n.refs()) else n for n in nodes
+    ]
+    names = part.names | _symbol_carriers(graph, nodes, part.names, receives)
+    inputs = [i for i in graph.inputs if i.name in names]
+    stage_graph = Graph(
+        inputs=(*inputs, *(Input(e.name, e.type) for e in receives)),
+        variables=variables,
+        nodes=tuple(nodes),
+        outputs=(*(e.ref for e in sends), *(graph.outputs[i] for i in part.results)),
+        symbols=graph.symbols,
+    )
+    return Stage(s, stage_graph, receives, sends, tuple(part.results))
+
+
+def _symbol_carriers(
+    graph: Graph, nodes: Iterable[Node], names: set[str], receives: Iterable[Edge]
+) -> set[str]:
+    """Model inputs to add so that each symbol that the nodes' arguments use is a dimension of some input: a stage
+    that receives only (batch * sequence, width) could not tell batch and sequence apart."""
+    missing = {s for node in nodes for s in argument_symbols(node.args)}
+    types = [*(i.type for i in graph.inputs if i.name in names), *(e.type for e in receives)]
+    missing -= {s for type_ in types for s in _plain_symbols(type_)}
+    added: set[str] = set()
+    for input_ in sorted(graph.inputs, key=lambda i: i.name not in POSITIONAL):
+        if missing & _plain_symbols(input_.type):
+            added.add(input_.name)
+            missing -= _plain_symbols(input_.type)
+    return added
+
+
+def _plain_symbols(type_: TensorType) -> set[str]:
+    return {d.terms[0][0][0] for d in type_.shape if isinstance(d, Poly) and _is_symbol(d)}
+
+
+def _is_symbol(dim: Poly) -> bool:
+    return len(dim.terms) == 1 and len(dim.terms[0][0]) == 1 and dim.terms[0][1] == 1
+
+
+def _fixed_nodes(graph: Graph) -> list[int]:
+    """Indices of the nodes that run in exactly one stage, ascending: neither repeated nor unused."""
+    repeated = repeatable(graph)
+    outputs = {ref.name for ref in graph.outputs}  # made where they stand, even those that are cheap
+    live = needed(graph, graph.outputs)
+    return [graph.node_index[n.name] for n in live if n.name in outputs or n.name not in repeated]
+
+
+def _written_spans(graph: Graph) -> list[tuple[int, int]]:
+    """(first, last) reader of each buffer that a node writes to, as batch normalisation does in training."""
+    spans = [graph.uses[ref] for ref in sorted(written_buffers(graph), key=str)]
+    return [(s[0], s[-1]) for s in spans]

@@ -1,0 +1,61 @@
+"""Which nodes are repeated in every stage that reads them, instead of being sent: masks, positions, rotary tables.
+
+`fusion.dag.cutting.cuts.split` applies this. A node may be repeated when it is cheap and can be computed from nothing but
+positions and small buffers, so that every stage has what it needs: no stage has to see a sample for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from math import prod
+
+from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref, TensorType
+from fusion.dag.ir.opset import OPSET
+
+# The inputs that any peer can make for itself. Others carry the content of samples, and stay where they are needed.
+POSITIONAL = frozenset({"position_ids"})
+BUFFER_BYTES = 4 << 20  # a larger table costs more to hold in every stage than its rows cost to send
+_CHEAP = frozenset({"pointwise", "reduction", "move", "view", "make"})
+_NEVER = frozenset({"fusion.dropout", "aten.dropout"})
+# Ops that write to their arguments: name -> positions of the buffers written, and of the flag that says so.
+_WRITES = {"aten.batch_norm": ((3, 4), 5)}
+
+
+def repeatable(graph: Graph, inputs: Set[str] = POSITIONAL) -> frozenset[str]:
+    """Names of the nodes that depend only on `inputs`, constants and small buffers, through cheap ops."""
+    free = set(inputs & graph.input_names)
+    written = {ref.name for ref in written_buffers(graph)}
+    small = (v.name for v in graph.variables if v.kind == "buffer" and _bytes(v.type) <= BUFFER_BYTES)
+    free.update(name for name in small if name not in written)
+    found: set[str] = set()
+    for node in graph.nodes:
+        if _cheap(graph, node) and all(ref.name in free for ref in node.refs()):
+            free.add(node.name)
+            found.add(node.name)
+    return frozenset(found)
+
+
+def written_buffers(graph: Graph) -> frozenset[Ref]:
+    """The buffers that a node writes to, as batch normalisation does in training."""
+    found: set[Ref] = set()
+    for node in graph.nodes:
+        places, flag = _WRITES.get(node.op, ((), 0))
+        if places and node.args[flag] is True:
+            found.update(a for a in (node.args[p] for p in places) if isinstance(a, Ref))
+    return frozenset(found)
+
+
+def _cheap(graph: Graph, node: Node) -> bool:
+    if node.op in _NEVER:
+        return False
+    if node.op in ("aten.matmul", "aten.bmm"):
+        # The outer product of positions and frequencies, as rotary embeddings write it.
+        return graph.types[next(node.refs())].shape[-1] == 1
+    spec = OPSET.get(node.op)
+    return spec is not None and spec.family in _CHEAP
+
+
+def _bytes(type_: TensorType) -> int:
+    if not all(isinstance(d, int) for d in type_.shape):
+        return BUFFER_BYTES + 1
+    return prod(d for d in type_.shape if isinstance(d, int)) * DTYPE_BYTES[type_.dtype]

@@ -1,0 +1,48 @@
+"""What arguments refer to: replacing references, finding symbols and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from fusion.dag.ir.dims import Poly, symbols_of
+from fusion.dag.ir.graph import Arg, Graph, Node, Ref
+
+
+def substitute(args: tuple[Arg, ...], renamed: Mapping[Ref, Ref]) -> tuple[Arg, ...]:
+    """The arguments with every Ref that has an entry in `renamed` replaced by it."""
+    return tuple(
+        renamed.get(a, a) if isinstance(a, Ref) else substitute(a, renamed) if isinstance(a, tuple) else a
+        for a in args
+    )
+
+
+def constants(args: Iterable[Arg]) -> Iterator[Arg]:
+    """Everything in the arguments but references and lists, in order: numbers, polynomials, dtypes, None."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from constants(arg)
+        elif not isinstance(arg, Ref):
+            yield arg
+
+
+def argument_symbols(args: Iterable[Arg]) -> set[str]:
+    """The symbols of the polynomials among the arguments."""
+    return {s for c in constants(args) if isinstance(c, Poly) for s in symbols_of(c)}
+
+
+def needed(graph: Graph, outputs: Iterable[Ref]) -> tuple[Node, ...]:
+    """The nodes that `outputs` depend on, in order."""
+    found: set[int] = set()
+    todo = list(outputs)
+    while todo:
+        at = graph.node_index.get(todo.pop().name)
+        if at is not None and at not in found:
+            found.add(at)
+            todo.extend(graph.nodes[at].refs())
+    return tuple(graph.nodes[i] for i in sorted(found))
+
+
+def without_dead_nodes(graph: Graph) -> Graph:
+    """The graph with only the nodes that its outputs depend on; inputs and variables stay."""
+    return replace(graph, nodes=needed(graph, graph.outputs))

@@ -1,0 +1,45 @@
+"""A stage: nodes that are contiguous in topological order and run together on one peer (the frozen values only).
+
+`fusion.dag.cutting.cuts` makes them. An edge is one value that crosses from the stage that makes it to every stage that
+reads it, skip connections included: it is sent once to each consumer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.dag.ir.graph import Graph, Ref, TensorType
+
+
+def edge_name(ref: Ref) -> str:
+    """The name that a crossing value has as an input of the stages that read it, and on the wire."""
+    return f"{ref.name}/{ref.index}"
+
+
+@dataclass(frozen=True)
+class Edge:
+    name: str  # edge_name(ref)
+    ref: Ref  # the value, as the producing stage names it
+    type: TensorType
+    producer: int  # stage index
+    consumers: tuple[int, ...]  # stage indices, ascending, all > producer
+    needs_gradient: bool  # a floating value that depends on a trainable parameter
+
+
+@dataclass(frozen=True)
+class Stage:
+    index: int
+    graph: Graph
+    # graph.inputs  = the model inputs this stage reads (original names), then one input per edge of `receives`
+    # graph.outputs = the refs of `sends` in order, then the model outputs made here (`results` of them)
+    receives: tuple[Edge, ...]
+    sends: tuple[Edge, ...]
+    results: tuple[int, ...]  # indices into the whole graph's outputs
+
+
+@dataclass(frozen=True)
+class TieGroup:
+    """A variable that several stages hold a copy of: they sum its gradients each step, in stage order."""
+
+    variable: str
+    stages: tuple[int, ...]

@@ -1,0 +1,95 @@
+"""Dimensions of a shape: whole numbers, or polynomials over named symbols such as `batch` and `sequence`.
+
+A polynomial in normal form is enough for every shape that capture meets, makes equality of two shapes decidable,
+and can be evaluated without running any code that came with a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from fusion.dag.ir.errors import GraphError
+
+Monomial = tuple[str, ...]  # sorted symbol names; () is the constant term
+
+
+@dataclass(frozen=True)
+class Poly:
+    """A polynomial with integer coefficients in normal form: monomials sorted, no zero coefficient, never constant."""
+
+    terms: tuple[tuple[Monomial, int], ...]
+
+    def __add__(self, other: Dim) -> Dim:
+        return _normal([*self.terms, *_terms(other)])
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Dim) -> Dim:
+        return _normal((tuple(sorted(a + b)), x * y) for a, x in self.terms for b, y in _terms(other))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Dim:
+        return self * -1
+
+    def __sub__(self, other: Dim) -> Dim:
+        return self + (other * -1)
+
+    def __rsub__(self, other: int) -> Dim:
+        return other + self * -1
+
+    def __str__(self) -> str:
+        parts = ["*".join([*([] if c == 1 and m else [str(c)]), *m]) for m, c in self.terms]
+        return " + ".join(parts)
+
+
+Dim = int | Poly
+
+
+def _terms(dim: Dim) -> tuple[tuple[Monomial, int], ...]:
+    return dim.terms if isinstance(dim, Poly) else (((), dim),)
+
+
+def _normal(terms: Iterable[tuple[Monomial, int]]) -> Dim:
+    total: dict[Monomial, int] = {}
+    for monomial, coefficient in terms:
+        total[monomial] = total.get(monomial, 0) + coefficient
+    kept = tuple(sorted((m, c) for m, c in total.items() if c))
+    if not kept:
+        return 0
+    if len(kept) == 1 and kept[0][0] == ():
+        return kept[0][1]
+    return Poly(kept)
+
+
+def poly(terms: Iterable[tuple[Iterable[str], int]]) -> Dim:
+    """The normal form of a sum of `coefficient * product(symbols)`; collapses to int when it is constant."""
+    return _normal((tuple(sorted(m)), c) for m, c in terms)
+
+
+def symbol(name: str) -> Poly:
+    return Poly((((name,), 1),))
+
+
+def symbols_of(dim: Dim) -> frozenset[str]:
+    return frozenset(s for monomial, _ in _terms(dim) for s in monomial)
+
+
+def bind(dim: Dim, sizes: Mapping[str, int]) -> int:
+    """The value of `dim` where each symbol has the size given. GraphError names a symbol that has none."""
+    if isinstance(dim, int):
+        return dim
+    try:
+        return sum(c * prod(sizes[s] for s in monomial) for monomial, c in dim.terms)
+    except KeyError as missing:
+        raise GraphError(f"no size given for the symbol {missing}") from None
+
+
+def size(shape: Iterable[Dim]) -> Dim:
+    """Number of elements of a shape."""
+    total: Dim = 1
+    for dim in shape:
+        total = total * dim
+    return total

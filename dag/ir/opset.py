@@ -1,0 +1,86 @@
+"""The op-set: every operator that a graph may use, by name. Fixed and versioned; a peer runs nothing else.
+
+An op is named after the framework call it stands for: "aten.<packet>", with ".<overload>" unless it is the default one;
+its parameters are those of that call, in its order, less those that do not change values (device, layout,
+memory_format, generator, ...). "fusion." ops are our own. Rules of the result types are written by hand, and a test
+holds them against the framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from fusion.dag.ir import (
+    opset_contract,
+    opset_convolution,
+    opset_index,
+    opset_make,
+    opset_pointwise,
+    opset_reduce,
+    opset_views,
+)
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import Arg, Graph, Node, Ref, TensorType
+from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK, REQUIRED, Call, Kind, OpSpec, Parameter
+
+__all__ = [
+    "MAX_LIST", "MAX_RANK", "OPSET", "OPSET_VERSION", "REQUIRED", "Call", "OpSpec", "Parameter",
+    "infer", "mixed_dims", "node_kind", "spec",
+]  # fmt: skip
+
+OPSET_VERSION = 1
+
+_TABLES = (
+    opset_contract,
+    opset_convolution,
+    opset_index,
+    opset_make,
+    opset_pointwise,
+    opset_reduce,
+    opset_views,
+)
+OPSET: Mapping[str, OpSpec] = MappingProxyType({s.name: s for table in _TABLES for s in table.SPECS})
+assert len(OPSET) == sum(len(table.SPECS) for table in _TABLES), "an op is listed twice"
+
+
+def spec(op: str) -> OpSpec:
+    """The entry of `op`. GraphError where there is none."""
+    try:
+        return OPSET[op]
+    except KeyError:
+        raise GraphError(f"unknown op {op!r:.100}") from None
+
+
+def infer(op: str, args: tuple[Arg, ...], types: Mapping[Ref, TensorType]) -> tuple[TensorType, ...]:
+    """The types of the results of `op` on `args` (positional and complete), `types` being those of all values
+    defined so far. GraphError on an unknown op, a wrong number or sort of argument, shape or dtype."""
+    found = spec(op)
+    return found.infer(found.call(args, types))
+
+
+def mixed_dims(
+    op: str, args: tuple[Arg, ...], types: Mapping[Ref, TensorType]
+) -> tuple[tuple[Ref, frozenset[int]], ...]:
+    """For each tensor argument, in order, the dimensions over which the op combines or moves values of different
+    positions: reductions, softmax, contractions, windows, slices, look-ups, joins. A dimension that is not listed is
+    carried through position by position (but perhaps under another number, or merged with its neighbours: shapes tell).
+    `fusion.cached_attention` does not list its length: the cache makes up for a sequence given in pieces. Ops that make
+    positions from sizes (aten.arange) have no tensor argument and so say nothing here."""
+    found = spec(op)
+    mixed = found.mixes(found.call(args, types))
+    result = []
+    for parameter, arg in zip(found.parameters, args, strict=True):
+        dims = frozenset(mixed.get(parameter.name, ()))
+        for ref in arg if isinstance(arg, tuple) else (arg,):
+            if isinstance(ref, Ref):
+                result.append((ref, dims))
+    return tuple(result)
+
+
+def node_kind(graph: Graph, node: Node) -> Kind:
+    """The kind of a node in the papers' sense (FusionLLM, section 3.1): a loss; parametric where it reads a variable;
+    non-parametric otherwise."""
+    if spec(node.op).kind == "loss":
+        return "loss"
+    return "parametric" if any(ref.name in graph.variable_names for ref in node.refs()) else "nonparametric"

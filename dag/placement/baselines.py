@@ -1,0 +1,153 @@
+"""What OP-Fence is held against: as many operators for every device, as many FLOPs (the baselines of FusionLLM, arXiv
+2410.12707), and, where devices and cuts are few, the optimum of a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion.dag.placement.local_moves import best_of
+from fusion.dag.placement.recut import alone, between
+from fusion.dag.placement.search_space import Choice, Space
+from fusion.dag.placement.step_model import held_by
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+MOST_DEVICES = 12
+ENTRIES = 40_000_000  # of the tables that `exact` fills each time; more take longer than they are worth
+
+
+def equal_ops(space: Space) -> Choice | None:
+    """As many nodes for each device, in the order in which they are listed; None if there is no such placement."""
+    return _equal(space, np.array(space.segments.bounds, dtype=np.float64))
+
+
+def equal_flops(space: Space) -> Choice | None:
+    """As many FLOPs for each device, however fast it is, in the order in which they are listed."""
+    return _equal(space, space.segments.flops + space.segments.backward_flops)
+
+
+def _equal(space: Space, done: Floats) -> Choice | None:
+    order = space.pinned(tuple(range(space.devices)[: space.stages or space.most_stages]))
+    order = order[: len(done) - 1]
+    count, size = len(order), len(done)
+    if not space.allowed(order):
+        return None
+    bounds = [0]
+    for s in range(1, count):
+        near = int(np.abs(done - done[-1] * s / count).argmin())
+        bounds.append(min(max(near, bounds[-1] + 1), size - 1 - (count - s)))
+    return Choice(order, (*bounds, size - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimum:
+    """`seconds` is the least that any placement of a chain takes without what the search leaves out: latency that too
+    few microbatches in flight expose, the optimizer's work and the handshake of a step. The choice's own time by the
+    step model is that or more; where values skip stages the search counts them at every stage between."""
+
+    choice: Choice
+    seconds: float
+
+
+def exact(space: Space, entries: int = ENTRIES) -> Optimum | None:
+    """Every subset and order of the devices and every set of cuts, by dynamic programming over (devices used, the
+    first of them, the bound that it begins at), from the last stage to the first. The busiest part enters as a
+    threshold that falls until nothing fits under it. None if nothing fits, or if it would take tables of more than
+    `entries`."""
+    count, size = space.devices, len(space.segments.bounds)
+    if count > MOST_DEVICES or (count << count) * size * (count + size) > entries:
+        return None
+    tables = _Tables.of(space)
+    slowest = tables.search(np.inf, np.maximum)
+    if slowest is None:
+        return None
+    least, best, found = slowest[0], np.inf, [slowest[1]]
+    limit = np.inf
+    while (cheapest := tables.search(limit, np.add)) is not None:
+        seconds, choice = cheapest
+        if seconds + (space.microbatches - 1) * least >= best:
+            break
+        limit = tables.pace(choice)
+        best = min(best, seconds + (space.microbatches - 1) * limit)
+        found.append(choice)
+        limit *= 1 - 1e-9
+    fastest = best_of(space, found)
+    return Optimum(choice=fastest[1], seconds=best) if fastest else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    space: Space
+    by_stages: tuple[
+        tuple[Floats, Floats], ...
+    ]  # (pace, once) by device, first and last bound; stages from here on
+    links: tuple[Floats, Floats]  # (pace, once) by two devices and the bound between them
+
+    @staticmethod
+    def of(space: Space) -> _Tables:
+        devices, at = np.arange(space.devices), np.arange(len(space.segments.bounds))
+        most = space.most_stages
+        held = held_by(most, space.microbatches, 1)[::-1] if space.training else np.ones(most, dtype=np.int64)
+        by_stages = tuple(
+            alone(space, devices[:, None, None], at[:, None], at[None, :], int(held[n])) for n in range(most)
+        )
+        return _Tables(space, by_stages, between(space, devices[:, None, None], devices[None, :, None], at))
+
+    def pace(self, choice: Choice) -> float:
+        order, bounds = choice.order, choice.bounds
+        after = [
+            float(self.by_stages[len(order) - 1 - s][0][d, bounds[s], bounds[s + 1]])
+            for s, d in enumerate(order)
+        ]
+        links = [float(self.links[0][a, b, c]) for a, b, c in zip(order, order[1:], bounds[1:], strict=False)]
+        return max(*after, *links, 0.0)
+
+    def search(self, limit: float, combine: np.ufunc) -> tuple[float, Choice] | None:
+        """The least combined cost whose pace is nowhere above `limit`."""
+        space, adds = self.space, combine is np.add
+        count, size = space.devices, len(space.segments.bounds)
+
+        def under(pace: Floats, once: Floats) -> Floats:
+            return np.where(pace <= limit, once if adds else pace, np.inf)
+
+        segments, link = [under(*t) for t in self.by_stages], under(*self.links)
+        cost = np.full((1 << count, count, size), np.inf)  # devices used, the first of them, where it begins
+        for d in range(count) if space.last is None else [space.last]:
+            cost[1 << d, d] = segments[0][d, :, -1]
+        for used in range(1, space.most_stages):
+            masks = np.array([m for m in range(1 << count) if m.bit_count() == used])
+            for e in range(count):
+                free = masks[(masks >> e) & 1 == 0]
+                rest = combine(cost[free], link[e][None]).min(
+                    axis=1
+                )  # (masks, bound that the rest begins at)
+                whole = combine(rest[:, None, :], segments[used][e][None])
+                cost[free | 1 << e, e] = whole.min(axis=2)
+        ends = [(float(cost[m, d, 0]), m, d) for m, d in self._ends() if np.isfinite(cost[m, d, 0])]
+        if not ends:
+            return None
+        best, mask, first = min(ends)
+        order, bounds = [first], [0]
+        while mask != 1 << order[-1]:
+            d, a, rest_mask = order[-1], bounds[-1], mask & ~(1 << order[-1])
+            used = rest_mask.bit_count()
+            options = combine(combine(cost[rest_mask], link[d]), segments[used][d, a][None])
+            following, bound = divmod(int(options.argmin()), size)
+            order.append(following)
+            bounds.append(bound)
+            mask = rest_mask
+        return best, Choice(tuple(order), (*bounds, size - 1))
+
+    def _ends(self) -> Iterator[tuple[int, int]]:
+        space = self.space
+        for mask in range(1, 1 << space.devices):
+            if space.stages is None or mask.bit_count() == space.stages:
+                for d in range(space.devices) if space.first is None else [space.first]:
+                    if mask >> d & 1:
+                        yield mask, d

@@ -1,0 +1,191 @@
+"""A placement as work on machines: what each stage computes, what flows between stages, and over which links.
+
+`fusion.dag.placement.step_model` predicts a pipeline's step in closed form, `fusion.dag.placement.simulate` plays it event by event. Both
+read nothing else, so what they disagree on is queueing, not the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from fusion.dag.cutting.crossing import crossing
+from fusion.dag.ir.errors import PlacementError
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.codec_cost import DENSE, WireCost
+from fusion.dag.placement.network import Network
+from fusion.dag.placement.schedule import Action, gpipe, in_flight, one_f_one_b
+from fusion.dag.placement.segments import measure
+
+Schedule = Literal["gpipe", "1f1b"]
+Wires = Mapping[
+    tuple[str, str], WireCost
+]  # by (edge name, "forward" or "backward"); dense where one is missing
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """Of one stage on the device that runs it."""
+
+    forward_seconds: float  # one microbatch
+    backward_seconds: float
+    update_seconds: float  # once a step
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """One value on its way from the stage that makes it to one that reads it, and its gradient on the way back."""
+
+    name: str  # of the edge
+    producer: int
+    consumer: int
+    elements: int
+    forward: WireCost
+    backward: WireCost | None  # None where no gradient comes back
+
+    @property
+    def forward_bytes(self) -> float:
+        return self.forward.bytes(self.elements)
+
+    @property
+    def backward_bytes(self) -> float:
+        return self.backward.bytes(self.elements) if self.backward else 0.0
+
+
+class Placed(Protocol):
+    """What a pipeline has to know of a placement."""
+
+    @property
+    def cuts(self) -> tuple[int, ...]: ...
+    @property
+    def owners(self) -> tuple[str, ...]: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def training(self) -> bool: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def depth(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A placement of which nothing is predicted yet."""
+
+    cuts: tuple[int, ...]
+    owners: tuple[str, ...]
+    microbatches: int
+    training: bool = True
+    schedule: Schedule = "1f1b"
+    depth: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Serving is a pipeline without backward: its step is one pass of each microbatch (of one, a prompt)."""
+
+    stages: tuple[StageLoad, ...]
+    flows: tuple[Flow, ...]  # by producer, then in the order in which its values are made, then by consumer
+    owners: tuple[str, ...]  # stages[i] runs on owners[i]
+    network: Network
+    microbatches: int
+    training: bool
+    schedule: Schedule
+    depth: int  # of 1f1b
+
+    def __post_init__(self) -> None:
+        if len(self.owners) != len(self.stages) or not self.stages:
+            raise ValueError(f"pipeline: {len(self.stages)} stages and {len(self.owners)} owners")
+        if self.microbatches < 1 or self.depth < 1:
+            raise ValueError("pipeline: microbatches and depth must be at least 1")
+
+    def in_flight(self, stage: int) -> int:
+        """The most microbatches that a stage holds at once."""
+        return held(stage, len(self.stages), self.microbatches, self.training, self.schedule, self.depth)
+
+    def actions(self, stage: int) -> tuple[Action, ...]:
+        """What the stage runs in a step, in order."""
+        if not self.training:
+            return tuple(Action("forward", m) for m in range(self.microbatches))
+        if self.schedule == "gpipe":
+            return gpipe(stage, len(self.stages), self.microbatches)
+        return one_f_one_b(stage, len(self.stages), self.microbatches, self.depth)
+
+
+def held(stage: int, stages: int, microbatches: int, training: bool, schedule: Schedule, depth: int) -> int:
+    """The most microbatches that a stage holds at once."""
+    if not training:
+        return 1
+    if schedule == "gpipe":
+        return microbatches
+    return in_flight(stage, stages, microbatches, depth)
+
+
+def uniform(graph: Graph, sizes: Mapping[str, int], wire: WireCost) -> Wires:
+    """The same codec for every floating value, both ways."""
+    table = crossing(graph, sizes)
+    floating = [name for name, dtype in zip(table.names, table.dtypes, strict=True) if "float" in dtype]
+    return {(name, way): wire for name in floating for way in ("forward", "backward")}
+
+
+def pipeline(
+    graph: Graph, placement: Placed, network: Network, sizes: Mapping[str, int], wires: Wires | None = None
+) -> Pipeline:
+    """The edges are those of `split(graph, placement.cuts)`; one that skips stages goes straight to each consumer.
+    `sizes` are those of one microbatch. PlacementError if an owner is not in the network."""
+    wires = wires or {}
+    missing = [owner for owner in placement.owners if owner not in network.index]
+    if missing:
+        raise PlacementError(f"{missing[0]:.80} owns a stage and is not in the network")
+    segments = measure(graph, placement.cuts, sizes, placement.training)
+    count = len(placement.owners)
+    first = np.arange(count)
+    devices = [network.device(owner) for owner in placement.owners]
+    flops = np.array([d.flops_per_second for d in devices])
+    moving = np.array([d.memory_bytes_per_second for d in devices])
+    in_flight_of = [
+        held(s, count, placement.microbatches, placement.training, placement.schedule, placement.depth)
+        for s in range(count)
+    ]
+    forward, backward = segments.passes(first, first + 1, flops, moving)
+    update = segments.updates(first, first + 1, moving)
+    memory = segments.memory(first, first + 1, np.array(in_flight_of))
+    stages = tuple(
+        StageLoad(
+            forward_seconds=float(forward[s]),
+            backward_seconds=float(backward[s]),
+            update_seconds=float(update[s]),
+            memory_bytes=int(memory[s]),
+        )
+        for s in range(count)
+    )
+    table = crossing(graph, sizes)
+    flows = []
+    for v, producer, consumer in zip(*table.edges(placement.cuts), strict=True):
+        name, dense = table.names[v], DENSE[table.dtypes[v]]
+        returns = placement.training and bool(table.gradient[v])
+        flows.append(
+            Flow(
+                name=name,
+                producer=int(producer),
+                consumer=int(consumer),
+                elements=int(table.elements[v]),
+                forward=wires.get((name, "forward"), dense),
+                backward=wires.get((name, "backward"), dense) if returns else None,
+            )
+        )
+    return Pipeline(
+        stages=stages,
+        flows=tuple(flows),
+        owners=placement.owners,
+        network=network,
+        microbatches=placement.microbatches,
+        training=placement.training,
+        schedule=placement.schedule,
+        depth=placement.depth,
+    )

@@ -1,0 +1,216 @@
+"""Which peer runs which stage: the facade over the schedulers, which all answer to the step model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fusion.dag.ir.errors import PlacementError
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.baselines import equal_flops, equal_ops, exact
+from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.local_moves import improve
+from fusion.dag.placement.network import Network
+from fusion.dag.placement.op_fence import op_fence
+from fusion.dag.placement.pipeline import Layout, Schedule, pipeline, uniform
+from fusion.dag.placement.replicas import replicate
+from fusion.dag.placement.search_space import Choice, Space, space
+from fusion.dag.placement.segments import measure
+from fusion.dag.placement.shortlist import shortlist
+from fusion.dag.placement.step_model import Prediction, step_seconds
+
+_TRIES = (
+    24  # orders of devices that local moves try on the winner, if another scheduler than OP-Fence found it
+)
+Scheduler = Literal["op-fence", "equal-ops", "equal-flops", "exact"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """`owners[i]` runs stage i of `split(graph, cuts)`. Seconds are predicted: of a step (training) or of running the
+    sequence once (serving), and of each stage alone for one microbatch, its share of the optimizer's work included."""
+
+    cuts: tuple[int, ...]
+    owners: tuple[str, ...]
+    replicas: tuple[tuple[str, ...], ...]  # by stage: who serves it beside its owner
+    left_out: tuple[str, ...]  # who does nothing
+    microbatches: int
+    training: bool
+    schedule: Schedule
+    depth: int  # of 1f1b
+    predicted_seconds: float
+    stage_seconds: tuple[float, ...]
+    memory_bytes: tuple[int, ...]
+    sent_bytes: tuple[int, ...]  # forward over each cut, for one microbatch
+    prediction: Prediction
+
+    @property
+    def bottleneck(self) -> int:
+        """The stage that takes longest."""
+        return max(range(len(self.owners)), key=lambda i: self.stage_seconds[i])
+
+
+def place(
+    graph: Graph,
+    network: Network,
+    sizes: Mapping[str, int],
+    microbatches: int,
+    *,
+    stages: int | None = None,
+    training: bool = True,
+    scheduler: Scheduler = "op-fence",
+    pins: Mapping[int, str] | None = None,
+    wire: WireCost | None = None,
+    incumbent: Placement | None = None,
+) -> Placement:
+    """The fastest placement found, of exactly `stages` stages on as many devices, or, with None, of as many as help.
+
+    `sizes` are those of one microbatch. "op-fence" asks the others as well, and is never slower by the model than any
+    of them, nor than the `incumbent`, a placement of the same graph that runs already; the others stand alone, for
+    comparison. `pins` says whom stage 0 and stage -1 must run on, `wire` what every floating value costs to send.
+    PlacementError if there are too few devices or cuts, the model does not fit their memory, or a pin cannot be kept.
+    """
+    if microbatches < 1:
+        raise PlacementError(f"microbatches must be at least 1, not {microbatches}")
+    if not network.devices:
+        raise PlacementError("there is no peer to place the model on")
+    kept = {*(pins or {}).values(), *(incumbent.owners if incumbent else ())} & network.index.keys()
+    options = space(
+        graph,
+        shortlist(network, kept),
+        sizes,
+        microbatches,
+        training=training,
+        stages=stages,
+        pins=pins,
+        wire=wire,
+    )
+    if stages is not None and not 1 <= stages <= options.most_stages:
+        raise PlacementError(
+            f"{stages} stages were asked for: there are {len(network.devices)} peers, and the model can be cut into "
+            f"{len(options.segments.bounds) - 1}"
+        )
+    if options.stages == 1 and None not in (options.first, options.last) and options.first != options.last:
+        raise PlacementError(f"1 stage cannot run on both {(pins or {})[0]:.80} and {(pins or {})[-1]:.80}")
+    proposed = [choice for find in _SCHEDULERS[scheduler] if (choice := find(options)) is not None]
+    ranked = sorted(((options.outlook(c), c) for c in proposed), key=lambda item: (item[0].seconds, item[1]))
+    best: Placement | None = None
+    if ranked and np.isfinite(ranked[0][0].seconds):
+        outlook, choice = ranked[0]
+        if scheduler == "op-fence" and choice != proposed[0]:
+            outlook, choice = improve(options, ranked[0], _TRIES)
+        best = _predicted(
+            graph,
+            options,
+            network,
+            sizes,
+            wire,
+            cuts=tuple(options.segments.bounds[b] for b in choice.bounds[1:-1]),
+            owners=tuple(options.network.devices[d].peer for d in choice.order),
+            schedule=outlook.schedule,
+            depth=outlook.depth,
+        )
+    if incumbent is not None and _may_stay(incumbent, options):
+        stays = _predicted(
+            graph,
+            options,
+            network,
+            sizes,
+            wire,
+            cuts=incumbent.cuts,
+            owners=incumbent.owners,
+            schedule=incumbent.schedule,
+            depth=incumbent.depth,
+        )
+        fits = all(
+            held <= network.device(owner).memory_bytes
+            for held, owner in zip(stays.memory_bytes, stays.owners, strict=True)
+        )
+        if fits and (best is None or stays.predicted_seconds <= best.predicted_seconds):
+            best = stays
+    if best is None:
+        raise PlacementError(_misfit(options, stages, microbatches))
+    return best
+
+
+def _exact(options: Space) -> Choice | None:
+    found = exact(options)
+    return found.choice if found else None
+
+
+_SCHEDULERS: dict[Scheduler, tuple[Callable[[Space], Choice | None], ...]] = {
+    "op-fence": (op_fence, equal_flops, equal_ops, _exact),
+    "equal-ops": (equal_ops,),
+    "equal-flops": (equal_flops,),
+    "exact": (_exact,),
+}
+
+
+def _predicted(
+    graph: Graph,
+    options: Space,
+    network: Network,
+    sizes: Mapping[str, int],
+    wire: WireCost | None,
+    *,
+    cuts: tuple[int, ...],
+    owners: tuple[str, ...],
+    schedule: Schedule,
+    depth: int,
+) -> Placement:
+    training, microbatches = options.training, options.microbatches
+    bare = Layout(
+        cuts=cuts, owners=owners, microbatches=microbatches, training=training, schedule=schedule, depth=depth
+    )
+    wires = {} if wire is None else uniform(graph, sizes, wire)
+    line = pipeline(graph, bare, network, sizes, wires)
+    found = step_seconds(line)
+    spare = [d for d in options.network.devices if d.peer not in owners]
+    segments = measure(graph, cuts, sizes, training)
+    replicas = (
+        tuple(() for _ in owners)
+        if training
+        else replicate(segments, [network.device(owner) for owner in owners], spare)
+    )
+    busy = {*owners, *(peer for peers in replicas for peer in peers)}
+    return Placement(
+        cuts=cuts,
+        owners=owners,
+        replicas=replicas,
+        left_out=tuple(d.peer for d in network.devices if d.peer not in busy),
+        microbatches=microbatches,
+        training=training,
+        schedule=schedule,
+        depth=depth,
+        predicted_seconds=found.seconds,
+        stage_seconds=tuple(
+            s.forward_seconds + s.backward_seconds + s.update_seconds / microbatches for s in line.stages
+        ),
+        memory_bytes=tuple(s.memory_bytes for s in line.stages),
+        sent_bytes=tuple(int(b) for b in segments.forward_bytes[1:-1]),
+        prediction=found,
+    )
+
+
+def _may_stay(incumbent: Placement, options: Space) -> bool:
+    """Whether a placement that was made for other devices is one of the choices now."""
+    index = options.network.index
+    if not all(owner in index for owner in incumbent.owners):
+        return False
+    same = (incumbent.microbatches, incumbent.training) == (options.microbatches, options.training)
+    return same and options.allowed(tuple(index[owner] for owner in incumbent.owners))
+
+
+def _misfit(options: Space, stages: int | None, microbatches: int) -> str:
+    gib, segments = 1 << 30, options.segments
+    needs = float(segments.memory(0, -1, 1)) / gib
+    offered = sorted((d.memory_bytes / gib for d in options.network.devices), reverse=True)
+    where = f"in {stages} stages " if stages else ""
+    listed = ", ".join(f"{m:.2f}" for m in offered[:8])
+    return (
+        f"the model does not fit {where}with {microbatches} microbatches: it needs at least {needs:.2f} GiB, and "
+        f"{len(offered)} peers offer {listed} GiB"
+    )

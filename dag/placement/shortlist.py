@@ -1,0 +1,36 @@
+"""The devices of a very large swarm that are worth a look: the tables of placement grow with the square of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from fusion.dag.placement.network import Device, Network
+
+LIMIT = 1024  # devices
+
+
+def shortlist(network: Network, keep: Collection[str], limit: int = LIMIT) -> Network:
+    """At most `limit` devices and those of `keep`: half of them the fastest, of the others a quarter those with most
+    memory, a quarter those with the widest lines."""
+
+    def speed(device: Device) -> float:
+        return device.flops_per_second
+
+    def memory(device: Device) -> float:
+        return device.memory_bytes
+
+    def line(device: Device) -> float:
+        return min(device.up_bytes_per_second, device.down_bytes_per_second)
+
+    if len(network.devices) <= limit:
+        return network
+    chosen = set(keep)
+    ranks: tuple[tuple[Callable[[Device], float], int], ...] = (
+        (speed, limit // 2),
+        (memory, limit // 4),
+        (line, limit // 4),
+    )
+    for rank, count in ranks:
+        left = sorted((d for d in network.devices if d.peer not in chosen), key=speed, reverse=True)
+        chosen.update(d.peer for d in sorted(left, key=rank, reverse=True)[:count])
+    return Network(devices=tuple(d for d in network.devices if d.peer in chosen), links=network.links)

@@ -1,0 +1,443 @@
+"""One training step of a pipeline, event by event: what the closed form of `fusion.dag.placement.step_model` sums up, played out.
+
+Every stage runs the actions of `fusion.dag.placement.schedule` in order, each once the values that it reads are there. A peer
+computes one action at a time and has one codec worker, which encodes before a send and decodes after a receipt beside
+the computing. Between two peers values travel one after the other; pairs that share an uplink or a downlink share its
+rate. A value is with its reader `alpha_seconds` after its last byte has left. A step lasts from one commit to the next:
+stage 0, which leads, tells the others, each applies the update and begins at once, and each reports when it is done.
+
+Peers that stand for machines while they share the cores of one (`Shared`) compute, code and send as fast as those cores
+let all of them together.
+
+Not modelled: the ramp-up of a transport after idling, frame headers, tie-group gradients, held-out batches and
+snapshots. Sharing is max-min fair among the pairs of one uplink, and among those of one
+downlink, and a pair goes at the lower of the two: what it thereby leaves unused of the other is not handed on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.pipeline import Pipeline
+from fusion.dag.placement.schedule import Action
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkLoad:
+    """What one step puts on a link; `busy_seconds`: the time that takes at the link's full rate, 0 without a limit."""
+
+    bytes: float
+    busy_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    step_seconds: float
+    stage_busy_seconds: tuple[float, ...]  # computing, the update included
+    codec_busy_seconds: Mapping[str, float]  # by peer
+    links: Mapping[
+        tuple[str, str], LinkLoad
+    ]  # by (from, to), both passes; busy at `Network.rate` of the pair
+    uplinks: Mapping[str, LinkLoad]  # by peer that sends anything
+    downlinks: Mapping[str, LinkLoad]
+    events: int  # that were simulated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """One machine on which all peers of a network run. `cores` are those that nothing else keeps busy; a message costs
+    its sender and its reader together `message_seconds`, `byte_seconds` for each byte and `packet_seconds` for each
+    packet, whatever it is sent with."""
+
+    cores: float = inf
+    message_seconds: float = 0.0
+    byte_seconds: float = 0.0
+    packet_seconds: float = 0.0
+
+    def carry_seconds(self, bytes_: float, bytes_per_second: float) -> float:
+        """Of the cores, for a message of so many bytes over a link of that rate."""
+        packets = bytes_ / packet_bytes(bytes_per_second)
+        return self.message_seconds + self.byte_seconds * bytes_ + self.packet_seconds * packets
+
+
+ALONE = Shared()  # every peer on a machine of its own, whose transport costs it nothing
+SPAN_SECONDS = 1e-3
+LEAST_PACKET, MOST_PACKET = 1448.0, 65536.0  # a segment of TCP over Ethernet; what IP can say
+
+
+def packet_bytes(bytes_per_second: float) -> float:
+    """That go over a link of that rate at once: Linux gives a link about a millisecond's worth (`tcp_tso_autosize`), so
+    that a byte over a slow link costs the cores far more than one over a fast link."""
+    return min(MOST_PACKET, max(LEAST_PACKET, SPAN_SECONDS * bytes_per_second))
+
+
+def simulate(pipeline: Pipeline, shared: Shared = ALONE) -> Trace:
+    """Play one step of `pipeline`; the same pipeline always gives the same trace. Time and memory grow with
+    microbatches x (stages + flows), not with the number of peers of the network."""
+    return _Simulation(pipeline, shared).run()
+
+
+class _Cores:
+    """Tasks that run at once share the cores equally, none of them getting more than one core."""
+
+    def __init__(self, cores: float, play: _Simulation) -> None:
+        self.limited = cores < inf
+        self.play = play
+        self._cores = cores
+        self._tasks: list[
+            tuple[float, int, _Worker]
+        ] = []  # first to end first: when `_had` is so much, order
+        self._begun = 0
+        self._had = 0.0  # seconds of work that a task got which has been there from the beginning
+        self._since = 0.0
+        self._version = 0  # of the event that says when the first task ends
+
+    def run(self, seconds: float, worker: _Worker) -> None:
+        """`worker.done()` after so many seconds of work."""
+        self._go_on()
+        self._begun += 1
+        heapq.heappush(self._tasks, (self._had + seconds, self._begun, worker))
+        self._await()
+
+    def _go_on(self) -> None:
+        self._had += (self.play.now - self._since) * self._rate()
+        self._since = self.play.now
+
+    def _rate(self) -> float:
+        return min(1.0, self._cores / max(1, len(self._tasks)))
+
+    def _await(self) -> None:
+        self._version += 1
+        if self._tasks:
+            left = max(0.0, self._tasks[0][0] - self._had)
+            self.play.later(self.play.now + left / self._rate(), self._ended, self._version)
+
+    def _ended(self, version: int) -> None:
+        if version != self._version:  # others have begun since this was foreseen
+            return
+        self._go_on()
+        self._had, _, worker = heapq.heappop(self._tasks)
+        self._await()
+        worker.done()
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """Does what it is given in order."""
+
+    cores: _Cores
+    busy: float = 0.0
+    free_at: float = 0.0  # where the cores are not limited
+    waiting: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = field(default_factory=deque)
+
+    def take(self, seconds: float, then: Callable[..., None], *what: Any) -> None:
+        """`then(*what)` once this, and all before it, has been done."""
+        self.busy += seconds
+        if not self.cores.limited:
+            self.free_at = max(self.cores.play.now, self.free_at) + seconds
+            self.cores.play.later(self.free_at, then, *what)
+            return
+        self.waiting.append((seconds, then, what))
+        if len(self.waiting) == 1:
+            self.cores.run(seconds, self)
+
+    def done(self) -> None:
+        _, then, what = self.waiting.popleft()
+        if self.waiting:
+            self.cores.run(self.waiting[0][0], self)
+        then(*what)
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """An uplink or a downlink, and the pairs that send over it now."""
+
+    bytes_per_second: float
+    active: list[_Pipe] = field(default_factory=list)
+    bytes: float = 0.0
+
+    def shares(self) -> list[float]:
+        """Max-min fair rates of `active`."""
+        limits = [pipe.limit for pipe in self.active]
+        if sum(limits) <= self.bytes_per_second:
+            return limits
+        left, shares = self.bytes_per_second, list(limits)
+        for done, i in enumerate(sorted(range(len(limits)), key=limits.__getitem__)):
+            shares[i] = min(limits[i], left / (len(limits) - done))
+            left -= shares[i]
+        return shares
+
+    def load(self) -> LinkLoad:
+        return LinkLoad(bytes=self.bytes, busy_seconds=self.bytes / self.bytes_per_second)
+
+
+@dataclass(eq=False, slots=True)
+class _Pipe:
+    """What one peer has still to send to another, the first of `queue` being on its way."""
+
+    limit: float  # bytes a second if it were alone
+    alpha_seconds: float
+    up: _Line
+    down: _Line
+    queue: deque[tuple[_Hop, int]] = field(default_factory=deque)
+    up_share: float = 0.0
+    down_share: float = 0.0
+    rate: float = 0.0
+    left: float = 0.0  # bytes of the first, at `since`
+    since: float = 0.0
+    version: int = 0  # of the event that says when the first has been sent
+    bytes: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Hop:
+    """One direction of a flow. A value is missing in `awaited` of the stage that reads it until it has arrived."""
+
+    reader: _Stage
+    awaited: list[int]  # by microbatch
+    bytes: float
+    encode_seconds: float
+    decode_seconds: float
+    carry_seconds: float  # of the sender's core, and again of the reader's
+    encoder: _Worker
+    decoder: _Worker
+    sender: _Worker
+    receiver: _Worker
+    pipe: _Pipe | None  # None: the same peer reads it
+
+
+@dataclass(eq=False, slots=True)
+class _Stage:
+    actions: Sequence[Action]
+    worker: _Worker
+    lead_alphas: tuple[float, float]  # seconds from the lead to here, and from here to the lead
+    update_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    awaited_forward: list[int]  # values still missing, by microbatch
+    awaited_backward: list[int]
+    forward_hops: list[_Hop] = field(default_factory=list)
+    backward_hops: list[_Hop] = field(default_factory=list)
+    at: int = 0  # in actions
+    busy: bool = True  # until the update of the step before is applied
+
+
+class _Simulation:
+    def __init__(self, pipeline: Pipeline, shared: Shared) -> None:
+        self.pipeline = pipeline
+        self.shared = shared
+        self.now = 0.0
+        self.events = 0
+        self.committed = 0.0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._pushed = 0
+        owners = dict.fromkeys(pipeline.owners)
+        devices = {d.peer: d for d in pipeline.network.devices if d.peer in owners}
+        cores = _Cores(shared.cores, self)
+        self.codecs = {peer: _Worker(cores) for peer in owners}
+        self.couriers = {peer: _Worker(cores) for peer in owners}
+        self.ups = {peer: _Line(devices[peer].up_bytes_per_second) for peer in owners}
+        self.downs = {peer: _Line(devices[peer].down_bytes_per_second) for peer in owners}
+        self.pipes: dict[tuple[str, str], _Pipe] = {}
+        self.stages = self._stages({peer: _Worker(cores) for peer in owners})
+        for flow in pipeline.flows:
+            self._join(flow.producer, flow.consumer, flow.elements, flow.forward, forward=True)
+            if flow.backward is not None:
+                self._join(flow.consumer, flow.producer, flow.elements, flow.backward, forward=False)
+
+    def run(self) -> Trace:
+        for stage in self.stages:
+            self.later(stage.lead_alphas[0], self._commit, stage)
+        while self._heap:
+            self.now, _, happen, what = heapq.heappop(self._heap)
+            self.events += 1
+            happen(*what)
+        assert all(stage.at == len(stage.actions) for stage in self.stages), "the schedule cannot end"
+        loads, microbatches = self.pipeline.stages, self.pipeline.microbatches
+        return Trace(
+            step_seconds=self.committed,
+            stage_busy_seconds=tuple(
+                microbatches * (s.forward_seconds + s.backward_seconds) + s.update_seconds for s in loads
+            ),
+            codec_busy_seconds={peer: codec.busy for peer, codec in self.codecs.items()},
+            links={
+                pair: LinkLoad(bytes=pipe.bytes, busy_seconds=pipe.bytes / pipe.limit)
+                for pair, pipe in self.pipes.items()
+            },
+            uplinks={peer: line.load() for peer, line in self.ups.items() if line.bytes},
+            downlinks={peer: line.load() for peer, line in self.downs.items() if line.bytes},
+            events=self.events,
+        )
+
+    def _stages(self, workers: Mapping[str, _Worker]) -> list[_Stage]:
+        network, owners = self.pipeline.network, self.pipeline.owners
+        microbatches, lead = self.pipeline.microbatches, owners[0]
+        alike: dict[int, Sequence[Action]] = {}  # stages that hold as many microbatches act alike
+        stages = []
+        for s, (load, owner) in enumerate(zip(self.pipeline.stages, owners, strict=True)):
+            held = self.pipeline.in_flight(s)
+            if held not in alike:
+                alike[held] = self.pipeline.actions(s)
+            to, back = network.link(lead, owner).alpha_seconds, network.link(owner, lead).alpha_seconds
+            stages.append(
+                _Stage(
+                    actions=alike[held],
+                    worker=workers[owner],
+                    lead_alphas=(0.0, 0.0)
+                    if owner == lead
+                    else (to if self.pipeline.training else 0.0, back),
+                    update_seconds=load.update_seconds,
+                    forward_seconds=load.forward_seconds,
+                    backward_seconds=load.backward_seconds,
+                    awaited_forward=[0] * microbatches,
+                    awaited_backward=[0] * microbatches,
+                )
+            )
+        return stages
+
+    def _join(self, writer: int, reader: int, elements: int, wire: WireCost, *, forward: bool) -> None:
+        """One direction of a flow, from stage `writer` to stage `reader`."""
+        a, b = self.pipeline.owners[writer], self.pipeline.owners[reader]
+        stage = self.stages[reader]
+        awaited = stage.awaited_forward if forward else stage.awaited_backward
+        awaited[:] = [count + 1 for count in awaited]
+        hop = _Hop(
+            reader=stage,
+            awaited=awaited,
+            bytes=wire.bytes(elements),
+            encode_seconds=wire.encode_seconds_per_element * elements,
+            decode_seconds=wire.decode_seconds_per_element * elements,
+            carry_seconds=0.0
+            if a == b
+            else self.shared.carry_seconds(wire.bytes(elements), self.pipeline.network.rate(a, b)) / 2,
+            encoder=self.codecs[a],
+            decoder=self.codecs[b],
+            sender=self.couriers[a],
+            receiver=self.couriers[b],
+            pipe=None if a == b else self._pipe(a, b),
+        )
+        given = self.stages[writer]
+        (given.forward_hops if forward else given.backward_hops).append(hop)
+
+    def _pipe(self, a: str, b: str) -> _Pipe:
+        pipe = self.pipes.get((a, b))
+        if pipe is None:
+            network = self.pipeline.network
+            pipe = self.pipes[a, b] = _Pipe(
+                limit=network.rate(a, b),
+                alpha_seconds=network.link(a, b).alpha_seconds,
+                up=self.ups[a],
+                down=self.downs[b],
+            )
+        return pipe
+
+    # --- what happens, and what follows from it
+
+    def later(self, time: float, happen: Callable[..., None], *what: Any) -> None:
+        self._pushed += 1  # of events at one time the one that was known first happens first
+        heapq.heappush(self._heap, (time, self._pushed, happen, what))
+
+    def _commit(self, stage: _Stage) -> None:
+        stage.worker.take(stage.update_seconds, self._idle, stage)
+
+    def _idle(self, stage: _Stage) -> None:
+        stage.busy = False
+        self._advance(stage)
+
+    def _advance(self, stage: _Stage) -> None:
+        """Begin the stage's next action where it has nothing to wait for."""
+        if stage.busy or stage.at == len(stage.actions):
+            return
+        action = stage.actions[stage.at]
+        if action.kind == "forward":
+            awaited, seconds = stage.awaited_forward, stage.forward_seconds
+        else:
+            awaited, seconds = stage.awaited_backward, stage.backward_seconds
+        if not awaited[action.microbatch]:
+            stage.busy = True
+            stage.worker.take(seconds, self._computed, stage, action)
+
+    def _computed(self, stage: _Stage, action: Action) -> None:
+        stage.at += 1
+        for hop in stage.forward_hops if action.kind == "forward" else stage.backward_hops:
+            if hop.pipe is None:
+                self._arrived(hop, action.microbatch)
+            elif hop.encode_seconds:
+                hop.encoder.take(hop.encode_seconds, self._encoded, hop, action.microbatch)
+            else:
+                self._encoded(hop, action.microbatch)
+        if stage.at == len(stage.actions):
+            self.committed = max(self.committed, self.now + stage.lead_alphas[1])
+        self._idle(stage)
+
+    def _encoded(self, hop: _Hop, microbatch: int) -> None:
+        if hop.carry_seconds:
+            hop.sender.take(hop.carry_seconds, self._queued, hop, microbatch)
+        else:
+            self._queued(hop, microbatch)
+
+    def _queued(self, hop: _Hop, microbatch: int) -> None:
+        pipe = hop.pipe
+        assert pipe is not None
+        pipe.bytes += hop.bytes
+        pipe.up.bytes += hop.bytes
+        pipe.down.bytes += hop.bytes
+        pipe.queue.append((hop, microbatch))
+        if len(pipe.queue) == 1:
+            pipe.left, pipe.since, pipe.rate = hop.bytes, self.now, 0.0
+            pipe.up.active.append(pipe)
+            pipe.down.active.append(pipe)
+            self._share(pipe)
+
+    def _share(self, changed: _Pipe) -> None:
+        """`changed` has begun to send, or stopped: new rates for all that share its uplink or its downlink."""
+        for pipe, share in zip(changed.up.active, changed.up.shares(), strict=True):
+            pipe.up_share = share
+        for pipe, share in zip(changed.down.active, changed.down.shares(), strict=True):
+            pipe.down_share = share
+        for pipe in (*changed.up.active, *changed.down.active):
+            rate = min(pipe.up_share, pipe.down_share)
+            if rate != pipe.rate:
+                if pipe.rate < inf:
+                    pipe.left -= pipe.rate * (self.now - pipe.since)
+                pipe.since, pipe.rate = self.now, rate
+                self._await_sent(pipe)
+
+    def _await_sent(self, pipe: _Pipe) -> None:
+        pipe.version += 1
+        self.later(self.now + max(0.0, pipe.left) / pipe.rate, self._sent, pipe, pipe.version)
+
+    def _sent(self, pipe: _Pipe, version: int) -> None:
+        if version != pipe.version:  # the rate has changed since this was foreseen
+            return
+        hop, microbatch = pipe.queue.popleft()
+        if pipe.queue:
+            pipe.left, pipe.since = pipe.queue[0][0].bytes, self.now
+            self._await_sent(pipe)
+        else:
+            pipe.up.active.remove(pipe)
+            pipe.down.active.remove(pipe)
+            self._share(pipe)
+        self.later(self.now + pipe.alpha_seconds, self._landed, hop, microbatch)
+
+    def _landed(self, hop: _Hop, microbatch: int) -> None:
+        if hop.carry_seconds:
+            hop.receiver.take(hop.carry_seconds, self._received, hop, microbatch)
+        else:
+            self._received(hop, microbatch)
+
+    def _received(self, hop: _Hop, microbatch: int) -> None:
+        if hop.decode_seconds:
+            hop.decoder.take(hop.decode_seconds, self._arrived, hop, microbatch)
+        else:
+            self._arrived(hop, microbatch)
+
+    def _arrived(self, hop: _Hop, microbatch: int) -> None:
+        hop.awaited[microbatch] -= 1
+        self._advance(hop.reader)

@@ -1,0 +1,203 @@
+"""Formulas of cost against counts made by hand; `test_exports` holds them against runs of real models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fusion.dag.cutting.costs import cache_bytes_per_position, differentiable, node_costs, stage_cost
+from fusion.dag.cutting.stage import Edge, Stage
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import infer
+
+BATCH = symbol("batch")
+B = 10
+SIZES = {"batch": B}
+
+
+def f(*shape: Any) -> TensorType:
+    return TensorType(shape, "float32")
+
+
+def graph_of(inputs: dict[str, TensorType], variables: dict[str, Any], *nodes: tuple[Any, ...]) -> Graph:
+    """Nodes as (name, op, argument, ...); the last is the output."""
+    held = tuple(v if isinstance(v, Variable) else Variable(n, v) for n, v in variables.items())
+    types = {Ref(n): t for n, t in inputs.items()} | {Ref(v.name): v.type for v in held}
+    made = []
+    for name, op, *args in nodes:
+        node = Node(name, op, tuple(args), infer(op, tuple(args), types))
+        types.update((Ref(name, i), t) for i, t in enumerate(node.results))
+        made.append(node)
+    return Graph(
+        tuple(Input(n, t) for n, t in inputs.items()), held, tuple(made), (Ref(made[-1].name),), ("batch",)
+    )
+
+
+def perceptron(**changes: Any) -> Graph:
+    return graph_of(
+        {"x": f(BATCH, 4), "targets": f(BATCH, 2)},
+        {"a": Variable("a", f(8, 4), **changes), "b": f(8), "c": f(2, 8)},
+        ("up", "aten.linear", Ref("x"), Ref("a"), Ref("b")),
+        ("relu", "aten.relu", Ref("up")),
+        ("down", "aten.linear", Ref("relu"), Ref("c"), None),
+        ("loss", "aten.mse_loss", Ref("down"), Ref("targets"), 1),
+    )
+
+
+def test_a_perceptron_by_hand() -> None:
+    up, relu, down, loss = node_costs(perceptron(), SIZES)
+    assert up.forward_flops == 2 * B * 4 * 8 + B * 8
+    assert up.backward_flops == up.forward_flops  # x needs no gradient, the weight does
+    assert down.forward_flops == 2 * B * 8 * 2
+    assert down.backward_flops == 2 * down.forward_flops
+    assert (relu.forward_flops, relu.backward_flops) == (B * 8, B * 8)
+    assert up.saved_bytes == B * 4 * 4  # x
+    assert relu.saved_bytes == B * 8 * 4  # its result
+    assert down.saved_bytes == 0  # its input, which relu keeps already
+    assert loss.saved_bytes == 2 * B * 2 * 4
+    assert [c.parameter_bytes for c in (up, relu, down, loss)] == [(32 + 8) * 4, 0, 16 * 4, 0]
+    assert [c.output_bytes for c in (up, relu, down, loss)] == [B * 32, B * 32, B * 8, 4]
+    assert up.moved_bytes == B * 4 * 4 + 32 * 4 + 8 * 4 + B * 8 * 4
+
+
+def test_a_frozen_first_layer_costs_no_backward() -> None:
+    graph = perceptron(trainable=False)
+    frozen = graph_of(
+        {"x": f(BATCH, 4)},
+        {"a": Variable("a", f(8, 4), trainable=False)},
+        ("up", "aten.linear", Ref("x"), Ref("a"), None),
+    )
+    assert node_costs(frozen, SIZES)[0].backward_flops == 0
+    assert node_costs(frozen, SIZES)[0].saved_bytes == 0
+    assert Ref("up") in differentiable(graph)  # its bias is trained still
+    assert node_costs(graph, SIZES)[0].saved_bytes == 0  # a bias needs nothing kept
+
+
+def test_buffers_are_no_parameters() -> None:
+    graph = perceptron(kind="buffer")
+    up = node_costs(graph, SIZES)[0]
+    assert (up.trainable, up.parameter_bytes, up.saved_bytes) == (8, 160, 0)
+
+
+def test_tied_weights_count_once() -> None:
+    graph = graph_of(
+        {"ids": TensorType((BATCH,), "int64")},
+        {"table": f(100, 4)},
+        ("embedding", "aten.embedding", Ref("table"), Ref("ids"), -1, False),
+        ("head", "aten.linear", Ref("embedding"), Ref("table"), None),
+    )
+    assert [c.parameter_bytes for c in node_costs(graph, SIZES)] == [1600, 0]
+    assert [c.trainable for c in node_costs(graph, SIZES)] == [400, 0]
+
+
+def test_views_cost_nothing_and_keep_what_they_look_at() -> None:
+    graph = graph_of(
+        {"x": f(BATCH, 8)},
+        {"w": f(8, 8)},
+        ("h", "aten.linear", Ref("x"), Ref("w"), None),
+        ("heads", "aten.view", Ref("h"), (BATCH, 2, 4)),
+        ("turned", "aten.transpose.int", Ref("heads"), 0, 1),
+        ("sine", "aten.sin", Ref("turned")),
+        ("copied", "aten.reshape", Ref("turned"), (BATCH * 8,)),
+        ("cosine", "aten.cos", Ref("copied")),
+        ("both", "aten.sin", Ref("heads")),
+    )
+    h, heads, turned, sine, _, cosine, both = node_costs(graph, SIZES)
+    assert (heads.forward_flops, heads.backward_flops, heads.moved_bytes, turned.saved_bytes) == (0, 0, 0, 0)
+    assert sine.saved_bytes == B * 8 * 4  # keeps the memory of h
+    assert cosine.saved_bytes == B * 8 * 4  # a reshape of a transposed tensor is a copy
+    assert both.saved_bytes == 0 and h.saved_bytes == B * 8 * 4
+
+
+def test_a_product_with_a_constant_keeps_only_the_constant() -> None:
+    graph = graph_of(
+        {"x": f(BATCH, 8), "table": f(8)},
+        {"w": f(8, 8)},
+        ("h", "aten.linear", Ref("x"), Ref("w"), None),
+        ("rotated", "aten.mul.Tensor", Ref("h"), Ref("table")),
+        ("scaled", "aten.mul.Tensor", Ref("rotated"), 0.5),
+        ("squared", "aten.mul.Tensor", Ref("scaled"), Ref("scaled")),
+    )
+    assert [c.saved_bytes for c in node_costs(graph, SIZES)[1:3]] == [8 * 4, 0]
+
+
+def test_convolution_by_hand() -> None:
+    graph = graph_of(
+        {"x": f(BATCH, 4, 10, 10)},
+        {"w": f(8, 2, 3, 3)},
+        ("y", "aten.conv2d", Ref("x"), Ref("w"), None, (1, 1), (1, 1), (1, 1), 2),
+    )
+    assert node_costs(graph, SIZES)[0].forward_flops == 2 * (B * 8 * 100) * (2 * 9)
+
+
+def test_attention_by_hand() -> None:
+    q = f(BATCH, 4, 6, 8)
+    graph = graph_of(
+        {"q": q, "k": q, "v": q},
+        {},
+        (
+            "y",
+            "aten.scaled_dot_product_attention",
+            Ref("q"),
+            Ref("k"),
+            Ref("v"),
+            None,
+            0.0,
+            True,
+            None,
+            False,
+        ),
+    )
+    assert node_costs(graph, SIZES)[0].forward_flops == B * 4 * 6 * 6 * (2 * 8 + 2 * 8 + 5)
+
+
+def test_a_missing_size_is_an_error() -> None:
+    with pytest.raises(GraphError, match="batch"):
+        node_costs(perceptron(), {"sequence": 3})
+
+
+def second_half() -> Stage:
+    """The stage of `perceptron` from relu on."""
+    edge = Edge("up/0", Ref("up"), f(BATCH, 8), 0, (1,), needs_gradient=True)
+    graph = graph_of(
+        {"targets": f(BATCH, 2), "up/0": f(BATCH, 8)},
+        {"c": f(2, 8)},
+        ("relu", "aten.relu", Ref("up/0")),
+        ("down", "aten.linear", Ref("relu"), Ref("c"), None),
+        ("loss", "aten.mse_loss", Ref("down"), Ref("targets"), 1),
+    )
+    return Stage(1, graph, receives=(edge,), sends=(), results=(0,))
+
+
+def test_a_stage_by_hand() -> None:
+    cost = stage_cost(second_half(), SIZES)
+    whole = node_costs(perceptron(), SIZES)
+    assert cost.forward_flops == sum(c.forward_flops for c in whole[1:])
+    assert cost.backward_flops == sum(c.backward_flops for c in whole[1:])
+    assert (cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes) == (64, 64, 128)
+    assert cost.saved_bytes == sum(c.saved_bytes for c in whole[1:])
+    assert (cost.received_bytes, cost.sent_bytes) == (B * 32, 0)
+    assert cost.training_bytes(3) == 64 + 64 + 128 + 3 * cost.saved_bytes + cost.working_bytes
+    # alive at relu: up, relu, targets
+    assert cost.working_bytes == B * 4 * (8 + 8 + 2)
+    assert cost.serving_bytes == 64 + cost.working_bytes
+
+
+def test_slots_and_consumers_count() -> None:
+    edge = Edge("up/0", Ref("up"), f(BATCH, 8), 0, (1, 3), needs_gradient=True)
+    graph = graph_of({"x": f(BATCH, 4)}, {"a": f(8, 4)}, ("up", "aten.linear", Ref("x"), Ref("a"), None))
+    cost = stage_cost(Stage(0, graph, receives=(), sends=(edge,), results=()), SIZES, optimizer_slots=1)
+    assert cost.sent_bytes == 2 * B * 32
+    assert cost.optimizer_bytes == 32 * 4
+
+
+def test_cache_bytes() -> None:
+    sequence = symbol("sequence")
+    q, k = f(BATCH, 4, sequence, 8), f(BATCH, 2, sequence, 8)
+    args = (Ref("q"), Ref("k"), Ref("k"), 0, None, None)
+    node = Node("y", "fusion.cached_attention", args, (q,))
+    graph = Graph((Input("q", q), Input("k", k)), (), (node,), (Ref("y"),))
+    assert cache_bytes_per_position(graph, {"sequence": 5}) == 2 * 2 * 8 * 4

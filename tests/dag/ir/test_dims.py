@@ -1,0 +1,55 @@
+"""Dimensions: the laws of polynomials, and that every way to the same polynomial gives the same normal form."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.dag.ir.dims import Dim, Poly, bind, poly, size, symbol, symbols_of
+from fusion.dag.ir.errors import GraphError
+
+SIZES = {"batch": 3, "sequence": 7}
+DIMS = st.builds(
+    lambda terms: poly(terms),
+    st.lists(
+        st.tuples(st.lists(st.sampled_from(["batch", "sequence"]), max_size=2), st.integers(-9, 9)),
+        max_size=4,
+    ),
+)
+
+
+@given(DIMS, DIMS, DIMS)
+@settings(max_examples=150, deadline=None)
+def test_arithmetic_is_that_of_the_values(a: Dim, b: Dim, c: Dim) -> None:
+    for made, value in (
+        (a + b, bind(a, SIZES) + bind(b, SIZES)),
+        (a - b, bind(a, SIZES) - bind(b, SIZES)),
+        (a * b, bind(a, SIZES) * bind(b, SIZES)),
+        (a * (b + c), bind(a, SIZES) * (bind(b, SIZES) + bind(c, SIZES))),
+    ):
+        assert bind(made, SIZES) == value
+    assert a + b == b + a and a * b == b * a and a * (b + c) == a * b + a * c and (a - a) == 0
+
+
+@given(DIMS)
+@settings(max_examples=100, deadline=None)
+def test_normal_form(a: Dim) -> None:
+    if isinstance(a, Poly):
+        assert symbols_of(a) and list(a.terms) == sorted(a.terms) and all(c for _, c in a.terms)
+        assert poly(reversed(a.terms)) == a
+    else:
+        assert type(a) is int and not symbols_of(a)
+
+
+def test_size_and_words() -> None:
+    b, s = symbol("batch"), symbol("sequence")
+    assert size((b, s, 4)) == 4 * b * s == poly([(["sequence", "batch"], 4)])
+    assert size(()) == 1
+    assert str(2 * b + 3) in ("3 + 2*batch", "2*batch + 3")
+    assert 5 - b == -1 * b + 5
+
+
+def test_a_missing_size_is_named() -> None:
+    with pytest.raises(GraphError, match="batch"):
+        bind(symbol("batch"), {"sequence": 1})

@@ -1,0 +1,115 @@
+"""Use and misuse of the op-set: kinds, refusals, bounds. `test_opset_types` holds the table against the framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fusion.dag.ir.dims import Poly, symbol
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import OPSET, infer, node_kind, spec
+
+
+def kinds_graph() -> Graph:
+    x = TensorType((symbol("batch"), 4), "float32")
+    return Graph(
+        inputs=(Input("x", x), Input("targets", x)),
+        variables=(Variable("w", TensorType((4, 4), "float32")),),
+        nodes=(
+            Node("linear", "aten.linear", (Ref("x"), Ref("w"), None), (x,)),
+            Node("product", "aten.matmul", (Ref("linear"), Ref("w")), (x,)),
+            Node("relu", "aten.relu", (Ref("product"),), (x,)),
+            Node("loss", "aten.mse_loss", (Ref("relu"), Ref("targets"), 1), (TensorType((), "float32"),)),
+        ),
+        outputs=(Ref("loss"),),
+    )
+
+
+def test_kinds_are_those_of_the_papers() -> None:
+    graph = kinds_graph()
+    assert [node_kind(graph, n) for n in graph.nodes] == ["parametric", "parametric", "nonparametric", "loss"]
+
+
+_TYPES = {
+    Ref("x"): TensorType((symbol("batch"), symbol("sequence"), 8), "float32"),
+    Ref("w"): TensorType((4, 8), "float32"),
+    Ref("n"): TensorType((3,), "int64"),
+    Ref("big"): TensorType((2**40,), "float32"),
+}
+_X, _W, _N, _BIG = Ref("x"), Ref("w"), Ref("n"), Ref("big")
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "message"),
+    [
+        ("aten.system", (_X,), "unknown op"),
+        ("x\nimport os", (_X,), "unknown op"),
+        ("aten.relu", (_X, _X), "takes 1 arguments"),
+        ("aten.relu", (3,), "argument self"),
+        ("aten.relu", ("x",), "argument self"),
+        ("aten.relu", (Ref("later"),), "not defined before"),
+        ("aten.relu", (Ref("x", 1),), "not defined before"),
+        ("aten.linear", (_X, _X, None), "weight"),
+        ("aten.linear", (_W, Ref("n"), None), "weight"),
+        ("aten.matmul", (_X, _W), "inner dimension"),
+        ("aten.embedding", (_W, _X, -1, False), "indices"),
+        ("aten.transpose.int", (_X, 0, 3), "dimension 3"),
+        ("aten.transpose.int", (_X, True, 1), "argument dim0"),
+        ("aten.view", (_X, (7, -1)), "not a multiple"),
+        ("aten.view", (_X, (-1, -1)), "unknown"),
+        ("aten.view", (_X, (8, symbol("sequence"))), "number of elements"),
+        ("aten.view", (_X, (1,) * 9), "rank"),
+        ("aten.view", (_X, (1,) * 2000), "argument size"),
+        ("aten.split.Tensor", (_BIG, 1, 0), "results"),
+        ("aten.chunk", (_BIG, 2**40, 0), "results"),
+        ("aten.unbind.int", (_BIG, 0), "results"),
+        ("aten.full", ((2**40, 2**40), 0, None), "too large"),
+        ("aten.arange", (float("inf"), None), "finite"),
+        ("aten.arange", (-1, None), "disagree"),
+        ("aten.arange.start_step", (0, 1, 0, None), "not zero"),
+        ("aten.slice.Tensor", (_X, 1, 0, 4, 1), "cannot tell"),
+        ("aten.slice.Tensor", (_X, 1, 0, None, 0), "step"),
+        ("aten.slice.Tensor", (_X, 1, 0, None, 3), "not a multiple"),
+        ("aten.select.int", (_W, 0, 4), "index 4"),
+        ("aten.cat", ((_X, _W), 0), "differ"),
+        ("aten.cat", ((), 0), "argument tensors"),
+        ("aten.add.Tensor", (_X, _N, 1), "broadcast"),
+        ("aten.mean", (_N, None), "floating"),
+        ("aten.dropout", (_X, 0.5, True), "fusion.dropout"),
+        ("fusion.dropout", (_X, 1.5), "probability"),
+        ("aten.index.Tensor", (_X, (None, _X)), "integers"),
+        ("aten.cross_entropy_loss", (_W, Ref("n"), None, 1, -100, 0.0), "target"),
+        ("aten.mse_loss", (_W, _W, 3), "reduction"),
+    ],
+)  # fmt: skip
+def test_wrong_uses_are_refused_in_one_line(op: str, args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(GraphError, match=message) as error:
+        infer(op, args, _TYPES)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_division_of_dimensions() -> None:
+    b, s = symbol("batch"), symbol("sequence")
+    types = {Ref("x"): TensorType((b, s - 1, 8), "float32")}
+    (found,) = infer("aten.view", (Ref("x"), (b, s - 1, -1, 2)), types)
+    assert found.shape == (b, s - 1, 4, 2)
+    (found,) = infer("aten.view", (Ref("x"), (-1, 8)), types)
+    assert found.shape == (b * (s - 1), 8) and isinstance(found.shape[0], Poly)
+    (found,) = infer("aten.view", (Ref("x"), (s - 1, -1)), types)
+    assert found.shape == (s - 1, b * 8)
+    with pytest.raises(GraphError):
+        infer("aten.view", (Ref("x"), (s + 1, -1)), types)
+
+
+def test_huge_polynomials_do_not_grow_without_bound() -> None:
+    wide = sum((symbol(f"s{i}") for i in range(12)), start=symbol("t"))
+    types = {Ref("x"): TensorType((wide,) * 8, "float32")}
+    with pytest.raises(GraphError, match="intricate"):
+        infer("aten.view", (Ref("x"), (-1,)), types)
+
+
+def test_the_table_is_fixed_data() -> None:
+    with pytest.raises(TypeError):
+        OPSET["aten.system"] = spec("aten.relu")  # type: ignore[index]

@@ -1,0 +1,309 @@
+"""Placement: balanced, within memory, as good as trying everything, pinned, and clear when nothing fits."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.dag.cutting.costs import stage_cost
+from fusion.dag.cutting.cuts import candidate_cuts, split
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.errors import PlacementError
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import infer
+from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.network import UNKNOWN_LINK, Device, Link, Network
+from fusion.dag.placement.pipeline import Layout, pipeline
+from fusion.dag.placement.place import place
+from fusion.dag.placement.replicas import replicate
+from fusion.dag.placement.search_space import DEPTHS
+from fusion.dag.placement.segments import measure
+from fusion.dag.placement.shortlist import shortlist
+from fusion.dag.placement.step_model import step_seconds
+
+B = symbol("batch")
+SIZES = {"batch": 32}
+GIB = 1 << 30
+LAN = Link(alpha_seconds=1e-4, bytes_per_second=1e9)
+
+
+def mlp(widths):
+    """A chain of linears and tanhs: widths[0] -> widths[1] -> ..."""
+    x = Input("x", TensorType((B, widths[0]), "float32"))
+    types, variables, nodes = {Ref("x"): x.type}, [], []
+    at = Ref("x")
+    for i, (inner, outer) in enumerate(pairwise(widths)):
+        weight = Variable(f"w{i}", TensorType((outer, inner), "float32"))
+        variables.append(weight)
+        types[Ref(weight.name)] = weight.type
+        for name, op, args in (
+            (f"linear{i}", "aten.linear", (Ref(f"w{i}"), None)),
+            (f"tanh{i}", "aten.tanh", ()),
+        ):
+            node = Node(name, op, (at, *args), infer(op, (at, *args), types))
+            nodes.append(node)
+            at = Ref(name)
+            types[at] = node.results[0]
+    return Graph((x,), tuple(variables), tuple(nodes), (at,), ("batch",))
+
+
+def device(name, speed=1e9, memory=64 * GIB):
+    return Device(peer=name, flops_per_second=speed, memory_bytes=memory)
+
+
+def network(devices, link=LAN):
+    links = {(a.peer, b.peer): link for a in devices for b in devices} if link else {}
+    return Network(devices=tuple(devices), links=links)
+
+
+def test_equal_devices_get_equal_work():
+    graph = mlp([64] * 25)
+    devices = [device("a"), device("b"), device("c")]
+    for stages in (2, 3):
+        found = place(graph, network(devices), SIZES, 8, stages=stages)
+        assert len(found.owners) == len(set(found.owners)) == stages
+        assert max(found.stage_seconds) < 1.05 * min(found.stage_seconds)
+        flops = [stage_cost(s, SIZES).forward_flops for s in split(graph, found.cuts)]
+        assert max(flops) < 1.05 * min(flops)
+
+
+def test_work_goes_by_speed():
+    graph = mlp([64] * 31)
+    devices = [device("slow", 1e9), device("fast", 2e9)]
+    found = place(graph, network(devices), SIZES, 8, stages=2)
+    flops = dict(
+        zip(found.owners, (stage_cost(s, SIZES).forward_flops for s in split(graph, found.cuts)), strict=True)
+    )
+    assert 1.8 < flops["fast"] / flops["slow"] < 2.2
+
+
+def test_more_microbatches_bring_the_pipeline_to_its_bound():
+    graph = mlp([64] * 33)
+    devices = [device("a"), device("b")]
+    alone = place(graph, network(devices[:1]), SIZES, 8)
+    both = place(graph, network(devices), SIZES, 8)
+    assert 0.95 * 16 / 9 < alone.predicted_seconds / both.predicted_seconds <= 16 / 9
+    assert (
+        both.predicted_seconds < place(graph, network(devices, None), SIZES, 8, stages=2).predicted_seconds
+    )  # unknown links are slow
+
+
+def test_a_slow_link_is_not_worth_crossing():
+    graph = mlp([64] * 9)
+    devices = [device("a"), device("b")]
+    slow = network(devices, Link(alpha_seconds=0.5, bytes_per_second=1e3))
+    assert place(graph, slow, SIZES, 8).owners == ("a",)
+
+
+def test_cuts_fall_where_little_crosses():
+    graph = mlp([256, 256, 256, 4, 256, 256, 256])
+    devices = [device("a"), device("b")]
+    slow = network(devices, Link(alpha_seconds=0.0, bytes_per_second=2e5))
+    found = place(graph, slow, SIZES, 4, stages=2)
+    assert found.sent_bytes == (32 * 4 * 4,)
+
+
+def test_slow_peers_are_left_out():
+    graph = mlp([64] * 17)
+    devices = [device("a", 1e9), device("snail", 1e5), device("b", 1e9)]
+    assert set(place(graph, network(devices), SIZES, 8).owners) == {"a", "b"}
+
+
+def test_memory_binds():
+    graph = mlp([64] * 13)
+    roomy = place(graph, network([device("a")]), SIZES, 4)
+    (need,) = roomy.memory_bytes
+    devices = [device("fast", 1e10, need // 4), device("slow", 1e8, need)]
+    found = place(graph, network(devices), SIZES, 4, stages=2)
+    for owner, held in zip(found.owners, found.memory_bytes, strict=True):
+        assert held <= {d.peer: d.memory_bytes for d in devices}[owner]
+    assert place(graph, network(devices), SIZES, 4, stages=1).owners == ("slow",)
+    with pytest.raises(
+        PlacementError, match=r"does not fit in 1 stages with 4 microbatches: it needs at least .* GiB"
+    ):
+        place(graph, network(devices[:1]), SIZES, 4, stages=1)
+
+
+def test_training_needs_more_memory_than_serving():
+    graph, one = mlp([64] * 9), [device("a")]
+    training, serving = (place(graph, network(one), SIZES, 4, training=t) for t in (True, False))
+    weights = 8 * 64 * 64 * 4
+    assert serving.memory_bytes == (weights,)
+    assert training.memory_bytes[0] > 4 * weights
+    two = [device("a"), device("b")]
+    held = [place(graph, network(two), SIZES, m, stages=2).memory_bytes for m in (1, 4)]
+    assert held[0][0] < held[1][0]  # the first of two stages keeps two microbatches
+
+
+def test_a_tied_weight_counts_once_in_each_stage_that_reads_it():
+    graph = mlp([8] * 5)
+    nodes = tuple(
+        Node(n.name, n.op, tuple(Ref("w0") if a == Ref("w3") else a for a in n.args), n.results)
+        for n in graph.nodes
+    )
+    tied = Graph(graph.inputs, graph.variables[:3], nodes, graph.outputs, graph.symbols)
+    segments = measure(tied, (2, 4, 6), SIZES, training=False)
+    one = 8 * 8 * 4
+    assert segments.weight_bytes[0, 4] == 3 * one  # w0, w1, w2
+    assert [segments.weight_bytes[i, i + 1] for i in range(4)] == [one] * 4
+    assert segments.weight_bytes[1, 4] == 3 * one
+
+
+@pytest.mark.parametrize("stages", [0, 3, 9])
+def test_a_number_of_stages_that_cannot_be(stages):
+    devices = [device("a"), device("b")]
+    with pytest.raises(PlacementError, match="there are 2 peers"):
+        place(mlp([8] * 4), network(devices), SIZES, 2, stages=stages)
+
+
+def test_nobody_to_place_on():
+    with pytest.raises(PlacementError, match="no peer"):
+        place(mlp([8] * 4), network([]), SIZES, 2)
+
+
+def best_of_all(graph, found_in, microbatches):
+    """The step of the best of all placements, schedules and depths, each asked of the model on its own."""
+    cuts = candidate_cuts(graph, SIZES, 128)
+    return min(
+        step_seconds(pipeline(graph, Layout(
+            cuts=chosen, owners=order, microbatches=microbatches, schedule=schedule, depth=depth
+        ), found_in, SIZES)).seconds
+        for count in range(1, len(found_in.devices) + 1)
+        for order in permutations([d.peer for d in found_in.devices], count)
+        for chosen in combinations(cuts, count - 1)
+        for schedule, depth in (("gpipe", 1), *(("1f1b", d) for d in DEPTHS if d < 2 * microbatches))
+    )  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.sampled_from([4, 16, 64, 200]), min_size=4, max_size=5),
+    st.lists(st.sampled_from([1e8, 3e8, 1e9]), min_size=1, max_size=3),
+    st.sampled_from([1, 2, 6]),
+    st.integers(0, 2**32 - 1),
+)
+def test_near_the_best_of_all_placements(widths, speeds, microbatches, seed):
+    graph = mlp(widths)
+    devices = [device(f"p{i}", s) for i, s in enumerate(speeds)]
+    random = np.random.default_rng(seed)
+    links = {
+        (a.peer, b.peer): Link(alpha_seconds=float(random.choice([0, 1e-3])), bytes_per_second=float(random.choice([1e6, 1e8])))
+        for a in devices
+        for b in devices
+    }  # fmt: skip
+    known = Network(devices=tuple(devices), links=links)
+    found = place(graph, known, SIZES, microbatches)
+    asked = step_seconds(pipeline(graph, found, known, SIZES))
+    assert found.predicted_seconds == asked.seconds and found.prediction == asked
+    best = best_of_all(graph, known, microbatches)
+    assert best <= found.predicted_seconds * (1 + 1e-9) <= best * 1.02
+
+
+def test_many_devices_are_placed_in_order_of_their_links():
+    graph = mlp([64] * 41)
+    devices = [device(f"p{i}", 1e9 + 1e7 * (i % 3)) for i in range(12)]
+    near = {
+        (a.peer, b.peer): LAN if int(a.peer[1:]) // 6 == int(b.peer[1:]) // 6 else UNKNOWN_LINK
+        for a in devices
+        for b in devices
+    }
+    known = Network(devices=tuple(devices), links=near)
+    found = place(graph, known, SIZES, 16, stages=12)
+    sites = [int(o[1:]) // 6 for o in found.owners]
+    assert sum(a != b for a, b in pairwise(sites)) == 1  # one crossing between the two sites
+
+
+def test_devices_and_links_are_checked():
+    with pytest.raises(ValueError, match="device a"):
+        device("a", speed=0)
+    with pytest.raises(ValueError, match="link"):
+        Link(alpha_seconds=-1, bytes_per_second=1)
+    with pytest.raises(ValueError, match="device a: up_"):
+        Device(peer="a", flops_per_second=1, memory_bytes=0, up_bytes_per_second=0)
+    with pytest.raises(ValueError, match="a name of its own"):
+        network([device("a"), device("a")])
+
+
+def test_pins_are_kept():
+    graph, devices = mlp([64] * 17), [device("a"), device("b"), device("snail", 1e7)]
+    for stages in (2, 3):
+        found = place(graph, network(devices), SIZES, 8, stages=stages, pins={0: "snail", -1: "a"})
+        assert (found.owners[0], found.owners[-1]) == ("snail", "a")
+    assert place(graph, network(devices), SIZES, 8, pins={0: "snail", -1: "snail"}).owners == ("snail",)
+    with pytest.raises(PlacementError, match="pins: nobody is not among"):
+        place(graph, network(devices), SIZES, 8, pins={0: "nobody"})
+    with pytest.raises(PlacementError, match=r"only the first stage \(0\) and the last \(-1\)"):
+        place(graph, network(devices), SIZES, 8, pins={1: "a"})
+    with pytest.raises(PlacementError, match="1 stage cannot"):
+        place(graph, network(devices), SIZES, 8, stages=1, pins={0: "a", -1: "b"})
+
+
+def test_latency_is_hidden_by_more_microbatches_in_flight_where_memory_allows():
+    graph = mlp([64] * 17)
+    far = Link(alpha_seconds=0.1, bytes_per_second=1e9)
+    roomy = place(graph, network([device("a", 1e8), device("b", 1e8)], far), SIZES, 16, stages=2)
+    assert roomy.schedule == "1f1b" and roomy.depth > 1
+    shallow = max(measure(graph, roomy.cuts, SIZES, True).memory([0, 1], [1, 2], [2, 1]))
+    devices = [device("a", 1e8, int(shallow)), device("b", 1e8, int(shallow))]
+    tight = place(graph, network(devices, far), SIZES, 16, stages=2)
+    assert tight.depth < roomy.depth and max(tight.memory_bytes) <= shallow
+    assert tight.predicted_seconds > roomy.predicted_seconds
+    assert "latency" in tight.prediction.bottleneck
+
+
+def test_who_is_left_out_is_said():
+    graph = mlp([64] * 17)
+    found = place(graph, network([device("a"), device("snail", 1e5), device("b")]), SIZES, 8)
+    assert found.left_out == ("snail",) and found.replicas == ((), ())
+
+
+def test_spare_devices_serve_the_slowest_stage():
+    graph = mlp([64] * 17)
+    devices = [device("a", 1e8), device("b", 1e9), device("c", 5e8)]
+    found = place(graph, network(devices), SIZES, 1, stages=2, training=False)
+    (spare,) = {"a", "b", "c"} - set(found.owners)
+    assert found.replicas[found.bottleneck] == (spare,) and not found.replicas[1 - found.bottleneck]
+    assert found.left_out == ()
+
+
+def test_a_spare_device_goes_where_it_fits_and_the_slowest_stage_has_the_first_choice():
+    segments = measure(mlp([64, 256, 256, 64]), (2, 4), SIZES, training=False)  # 64 KiB, 256 KiB, 64 KiB
+    owners = [device("a"), device("b"), device("c")]
+    spare = [
+        device("small", memory=100_000),
+        device("slow", 1e8),
+        device("fast", 2e9),
+        device("none", memory=10),
+    ]
+    assert replicate(segments, owners, spare) == (("small",), ("fast", "slow"), ())
+
+
+def test_what_runs_already_is_never_made_slower():
+    graph, devices = mlp([64] * 17), [device(f"p{i}", 1e9 + 1e8 * i) for i in range(4)]
+    before = place(graph, network(devices), SIZES, 8)
+    odd = place(graph, network(devices), SIZES, 8, scheduler="equal-ops", incumbent=before)
+    assert odd == before
+    gone = place(
+        graph, network([d for d in devices if d.peer != before.owners[0]]), SIZES, 8, incumbent=before
+    )
+    assert before.owners[0] not in gone.owners
+
+
+def test_a_cheaper_wire_makes_more_stages_worth_it():
+    graph, devices = mlp([64] * 17), [device("a", 1e8), device("b", 1e8)]
+    slow = network(devices, Link(alpha_seconds=0.0, bytes_per_second=4e4))
+    dense = place(graph, slow, SIZES, 8)
+    packed = place(graph, slow, SIZES, 8, wire=WireCost(name="int4", bytes_per_element=0.5))
+    assert len(dense.owners) == 1 and len(packed.owners) == 2
+    assert packed.predicted_seconds < dense.predicted_seconds
+
+
+def test_of_a_very_large_swarm_the_best_are_looked_at():
+    devices = [device(f"p{i}", 1e9 + i, GIB * (100 - i)) for i in range(40)]
+    assert shortlist(network(devices), (), limit=40).devices == tuple(devices)
+    found = {d.peer for d in shortlist(network(devices, None), ("p20",), limit=8).devices}
+    assert found == {"p20", "p39", "p38", "p37", "p36", "p0", "p1", "p35", "p34"}
