@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from fusion.cli import options
 from fusion.cli.lean import lean_imports
 from fusion.cli.options import home_folder
-from fusion.swarm.directory import RECORD_TTL_SECONDS
+from fusion.swarm.directory.api import RECORD_TTL_SECONDS
+from fusion.swarm.directory.records import JobId, JobRecord, PeerRecord
 from fusion.swarm.errors import SwarmError, TransportError
-from fusion.swarm.records import JobId, JobRecord, PeerRecord
 from fusion.swarm.transport import PeerId
 
 if TYPE_CHECKING:

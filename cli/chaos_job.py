@@ -21,8 +21,8 @@ from fusion.runtime.launch.prepare import prepare_training
 from fusion.runtime.launch.spec import DataSpec, JobSpec, PlacementSpec, TrainSpec
 from fusion.runtime.peer import ClientConfig, open_client
 from fusion.runtime.training import snapshot
-from fusion.swarm.blob_store import BlobStore
-from fusion.swarm.records import Digest, JobId, PeerRecord
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.directory.records import Digest, JobId, PeerRecord
 from fusion.swarm.transport import PeerId
 
 NAME = "chaos"

@@ -11,7 +11,7 @@ from fusion.cli.output import Output
 
 if TYPE_CHECKING:
     from fusion.runtime.peer import Peer
-    from fusion.swarm.records import JobId
+    from fusion.swarm.directory.records import JobId
 
 LOOK_SECONDS = 0.05  # for jobs that we have begun to lead
 

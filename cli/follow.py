@@ -10,7 +10,7 @@ from fusion.cli.output import Output, busy_text, bytes_text, rate_text
 if TYPE_CHECKING:
     from fusion.runtime.context import Context
     from fusion.runtime.progress import Progress
-    from fusion.swarm.records import JobId
+    from fusion.swarm.directory.records import JobId
 
 
 async def follow(context: Context, job: JobId, output: Output) -> Progress:

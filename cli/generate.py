@@ -13,7 +13,7 @@ from fusion.cli.output import Output
 
 if TYPE_CHECKING:
     from fusion.runtime.serving.request import Answer, GenerateRequest
-    from fusion.swarm.records import PeerRecord
+    from fusion.swarm.directory.records import PeerRecord
 
 
 def generate(

@@ -10,7 +10,7 @@ from fusion.cli.output import Output
 if TYPE_CHECKING:
     from fusion.runtime.context import Context
     from fusion.runtime.launch.launch import Held, Prepared
-    from fusion.swarm.records import JobId
+    from fusion.swarm.directory.records import JobId
 
 STALL_SECONDS = 180.0  # without a stage loaded or a blob copied, handing a job over has failed
 

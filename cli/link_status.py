@@ -12,14 +12,14 @@ from fusion.cli import ask
 from fusion.cli.output import Output
 
 if TYPE_CHECKING:
-    from fusion.swarm.link_view import LinkView
-    from fusion.swarm.records import PeerRecord
+    from fusion.swarm.directory.records import PeerRecord
+    from fusion.swarm.links.view import LinkView
 
 MOST_ESTIMATED = 16  # peers, up to which the table shows what nobody has measured too
 
 
 async def link_status(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    from fusion.swarm.link_view import link_view
+    from fusion.swarm.links.view import link_view
 
     async with ask.client(home, bootstrap, peer) as context:
         peers = await ask.working_peers(context)

@@ -60,7 +60,7 @@ def parse_ids(text: str) -> tuple[int, ...]:
 def bootstrap_addresses(given: Sequence[str] | None) -> tuple[str, ...]:
     """The multiaddrs to join through. Each of `given` is a file or a multiaddr; with None the default file is read
     where there is one: in the working folder, else beside the package. ValueError names the line or the option."""
-    from fusion.swarm import bootstrap
+    from fusion.swarm.directory import bootstrap
 
     if given is None:
         found = next((path for path in _default_files() if path.is_file()), None)
@@ -69,7 +69,7 @@ def bootstrap_addresses(given: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _resolved(value: str) -> tuple[str, ...]:
-    from fusion.swarm import bootstrap
+    from fusion.swarm.directory import bootstrap
 
     if "/p2p/" not in value and not Path(value).exists():
         raise ValueError(f"--bootstrap: {value!r} is neither a file nor a multiaddr ending in /p2p/<peer id>")

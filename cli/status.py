@@ -18,7 +18,7 @@ from fusion.cli.output import Output, bytes_text, flops_text
 
 if TYPE_CHECKING:
     from fusion.runtime.context import Context
-    from fusion.swarm.records import ClaimRecord, JobRecord, PeerRecord
+    from fusion.swarm.directory.records import ClaimRecord, JobRecord, PeerRecord
 
 ASK_SECONDS = 3.0
 
@@ -78,7 +78,7 @@ class Stage:
 
 def stage_of(job: JobRecord, number: int, claims: Sequence[ClaimRecord]) -> Stage:
     """What the live claims of a stage say."""
-    from fusion.swarm.election import winner
+    from fusion.swarm.claims.election import winner
 
     owner = winner(claims)
     standbys = [claim for claim in claims if claim.role == "standby"]

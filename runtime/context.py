@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Protocol
 
 from fusion.runtime.worker import Worker
-from fusion.swarm.blobs import Blobs
-from fusion.swarm.directory import Directory
-from fusion.swarm.leases import Leases
-from fusion.swarm.links import Links
-from fusion.swarm.records import ClaimRecord, JobId
+from fusion.swarm.blobs.blobs import Blobs
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.directory.api import Directory
+from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.links.monitor import Links
 from fusion.swarm.transport import PeerId, Transport
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fusion.swarm.records import Digest
+from fusion.swarm.directory.records import Digest
 from fusion.swarm.transport import PeerId
 
 MANIFEST_VERSION = 2  # 1 had no compression

@@ -15,9 +15,9 @@ from fusion.runtime import manifest as manifests
 from fusion.runtime.cool_down import CoolDown
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import Manifest
-from fusion.swarm.blobs import Blobs
+from fusion.swarm.blobs.blobs import Blobs
+from fusion.swarm.directory.records import Digest, JobId, JobRecord, one_line
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.records import Digest, JobId, JobRecord, one_line
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)

@@ -30,16 +30,16 @@ from fusion.runtime.hosting.succession import Successor
 from fusion.runtime.serving.service import ServingService
 from fusion.runtime.training.service import TrainingService
 from fusion.runtime.worker import Worker
-from fusion.swarm.blob_store import BlobStore
-from fusion.swarm.blobs import BlobConfig, Blobs
-from fusion.swarm.dht import DhtConfig, HivemindDirectory
+from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.directory.dht import DhtConfig, HivemindDirectory
+from fusion.swarm.directory.membership import Membership, MembershipConfig
+from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.errors import PeerUnreachable, SwarmError
 from fusion.swarm.identity import Identity, friendly_name
-from fusion.swarm.leases import Leases
-from fusion.swarm.links import Links
-from fusion.swarm.membership import Membership, MembershipConfig
-from fusion.swarm.p2p import P2PConfig, P2PTransport
-from fusion.swarm.records import PeerRecord
+from fusion.swarm.links.monitor import Links
+from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import PeerId, Stream
 
 STATUS_PROTOCOL = "/fusion/status/1"

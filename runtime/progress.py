@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from fusion.runtime.fields import build
-from fusion.swarm.records import Digest, JobId
+from fusion.swarm.directory.records import Digest, JobId
 
 State = Literal["launching", "running", "done", "stopped", "failed"]
 RECENT = 64  # losses that a frame repeats, so that a watcher who polls misses none

@@ -1,6 +1,6 @@
 """What the rest of the project knows of the wire: streams of frames between peers.
 
-Two transports implement it: `fusion.swarm.p2p` (libp2p, real processes) and `fusion.swarm.memory` (one process,
+Two transports implement it: `fusion.swarm.streams.p2p` (libp2p, real processes) and `fusion.swarm.memory.network` (one process,
 for unit tests). Sending waits when the other side has not read for a while (bounded memory on both sides). A
 stream ends in one of three named ways: we closed it, they closed it (`StreamClosed`), it broke (`StreamBroken`).
 """
@@ -80,7 +80,7 @@ class Transport(Protocol):
     async def open(self, peer: PeerId, protocol: str, *, lanes: int = 1) -> Stream:
         """A new stream to a peer we are connected to or that the DHT can locate; opening to ourselves works and
         stays in the process. `lanes`: over how many of the network's streams, for payloads both ways at once (see
-        `fusion.swarm.lanes`). Raises PeerUnreachable (also where the peer does not speak `protocol`)."""
+        `fusion.swarm.streams.striping`). Raises PeerUnreachable (also where the peer does not speak `protocol`)."""
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         """Run `handler` for each incoming stream of `protocol`, each in a task of its own. When it returns the

@@ -41,7 +41,7 @@ LIBRARY_LAYERS = {
     "rich": {"cli"},
 }
 LIBRARY_FILES = {
-    "hivemind": {"swarm/p2p.py", "swarm/dht.py", "swarm/peer_ids.py"},
+    "hivemind": {"swarm/streams/p2p.py", "swarm/directory/dht.py", "swarm/streams/peer_ids.py"},
     "transformers": {"runtime/launch/huggingface.py"},
 }
 # dag is arithmetic on frozen values.

@@ -18,10 +18,10 @@ from fusion.runtime.hosting.duties import one_to_hand_on
 from fusion.runtime.hosting.job_desk import Service
 from fusion.runtime.hosting.succession import Successor
 from fusion.runtime.job import Manifest
-from fusion.swarm.election import heirs, winner
+from fusion.swarm.claims.election import heirs, winner
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.directory.records import ClaimRecord, JobId, one_line
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.leases import Leases
-from fusion.swarm.records import ClaimRecord, JobId, one_line
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)

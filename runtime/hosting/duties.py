@@ -1,4 +1,4 @@
-"""Which stages a peer should claim now: a pure decision. When a stage is free to claim is `fusion.swarm.election`'s."""
+"""Which stages a peer should claim now: a pure decision. When a stage is free to claim is `fusion.swarm.claims.election`'s."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.election import HEAD_START_SECONDS, heirs, is_idle
-from fusion.swarm.records import ClaimRecord, JobId, PeerRecord
+from fusion.swarm.claims.election import HEAD_START_SECONDS, heirs, is_idle
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.records import ClaimRecord, JobId, PeerRecord
 from fusion.swarm.transport import PeerId
 
 # Idle peers may see a hole a heartbeat later than we did, and look at it again a heartbeat after it is theirs.

@@ -1,5 +1,5 @@
 """A peer at work: it looks for jobs in the directory, claims stages and runs them. What it says about jobs is
-`fusion.runtime.hosting.job_desk`'s; which stages to claim is decided by `fusion.runtime.hosting.duties` and `fusion.swarm.election`,
+`fusion.runtime.hosting.job_desk`'s; which stages to claim is decided by `fusion.runtime.hosting.duties` and `fusion.swarm.claims.election`,
 which ones to stand by for by `fusion.runtime.hosting.pool`. Who sees an owner vanish comes through `fusion.runtime.hosting.succession`.
 """
 
@@ -27,11 +27,11 @@ from fusion.runtime.hosting.succession import Successor
 from fusion.runtime.hosting.vacancies import Vacancies, needed_bytes
 from fusion.runtime.job import Manifest
 from fusion.runtime.manifest_shelf import ManifestShelf, ShelfConfig
-from fusion.swarm import handlers
-from fusion.swarm.directory import HEARTBEAT_SECONDS, newest_jobs
-from fusion.swarm.election import winner
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS, newest_jobs
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, one_line
 from fusion.swarm.errors import StaleTerm, SwarmError
-from fusion.swarm.records import ClaimRecord, JobId, JobRecord, one_line
+from fusion.swarm.streams import handlers
 from fusion.swarm.transport import PeerId
 
 __all__ = ["PROTOCOL", "Hosting", "HostingConfig", "Service", "stop_request"]

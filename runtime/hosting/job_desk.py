@@ -27,11 +27,11 @@ from fusion.runtime.hosting.last_words import ENDED as ENDED
 from fusion.runtime.hosting.last_words import REMEMBERED_JOBS, LastWords, standing
 from fusion.runtime.job import Manifest
 from fusion.runtime.progress import Progress
-from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.election import winner
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, one_line
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import verify
-from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord, one_line
 from fusion.swarm.transport import PeerId, Stream, call
 
 log = logging.getLogger(__name__)

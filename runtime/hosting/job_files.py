@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fusion.runtime.fields import build
+from fusion.swarm.directory.records import JobId, JobRecord, check_fields, is_digest
 from fusion.swarm.errors import RecordError
-from fusion.swarm.records import JobId, JobRecord, check_fields, is_digest
 
 log = logging.getLogger(__name__)
 

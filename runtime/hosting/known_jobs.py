@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fusion.runtime.job import Manifest
-from fusion.swarm.records import JobId, JobRecord
+from fusion.swarm.directory.records import JobId, JobRecord
 
 REMEMBERED = 1000  # jobs that have ended
 

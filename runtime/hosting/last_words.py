@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from fusion.runtime.hosting.job_files import JobFiles
-from fusion.swarm.records import Digest, JobId, JobRecord
+from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.transport import PeerId
 
 T = TypeVar("T")

@@ -31,10 +31,10 @@ from fusion.runtime.hosting.standing import (
 )
 from fusion.runtime.job import Manifest
 from fusion.runtime.training import snapshot
-from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.election import stands_by, winner
+from fusion.swarm.claims.election import stands_by, winner
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, one_line
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord, one_line
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.records import JobId
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
 
 WANTED = 2  # standbys a stage

@@ -25,10 +25,10 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgpack
 
-from fusion.swarm.election import heirs, is_idle, winner
+from fusion.swarm.claims.election import heirs, is_idle, winner
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.directory.records import ClaimRecord, JobId, one_line
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed, SwarmError
-from fusion.swarm.leases import Leases
-from fusion.swarm.records import ClaimRecord, JobId, one_line
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from fusion.runtime.hosting.duties import Vacancy
 from fusion.runtime.job import Manifest
-from fusion.swarm.election import HEAD_START_SECONDS, heirs, is_idle, should_claim, winner
-from fusion.swarm.records import ClaimRecord, JobId
+from fusion.swarm.claims.election import HEAD_START_SECONDS, heirs, is_idle, should_claim, winner
+from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.transport import PeerId
 
 REMEMBERED_PLACES = 65_536

@@ -20,8 +20,8 @@ from fusion.runtime.launch.plan import Plan, planned
 from fusion.runtime.launch.wired_placement import codec_families, place_wired
 from fusion.runtime.manifest import MAX_REPLICAS
 from fusion.runtime.serving.ring_frames import hop_bytes
-from fusion.swarm.link_view import link_view
-from fusion.swarm.records import LinkRecord, PeerRecord
+from fusion.swarm.directory.records import LinkRecord, PeerRecord
+from fusion.swarm.links.view import link_view
 from fusion.swarm.transport import PeerId
 
 Config = TrainConfig | ServeConfig

@@ -8,9 +8,9 @@ from math import inf
 
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.runtime.launch.link_guess import guess_links
-from fusion.swarm.link_trains import FAST
-from fusion.swarm.link_view import LinkView, PairLink
-from fusion.swarm.records import PeerRecord
+from fusion.swarm.directory.records import PeerRecord
+from fusion.swarm.links.packet_trains import FAST
+from fusion.swarm.links.view import LinkView, PairLink
 from fusion.swarm.transport import PeerId
 
 

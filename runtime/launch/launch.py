@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from fusion.runtime.context import Context
 from fusion.runtime.errors import JobFailed
 from fusion.runtime.launch.prepare import Prepared, prepare_graph, prepare_serving, prepare_training
-from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.election import winner
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.records import Digest, JobId, JobRecord, ProviderRecord
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.records import Digest, JobId, JobRecord, ProviderRecord
 from fusion.swarm.transport import PeerId, call
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import permutations
 
 from fusion.dag.placement.network import UNKNOWN_LINK, Link
-from fusion.swarm.records import PeerRecord
+from fusion.swarm.directory.records import PeerRecord
 
 SAME_MACHINE = Link(alpha_seconds=0.0002, bytes_per_second=250e6)
 SAME_NETWORK = Link(alpha_seconds=0.001, bytes_per_second=50e6)

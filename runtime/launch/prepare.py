@@ -30,9 +30,9 @@ from fusion.runtime.launch.plan import Plan
 from fusion.runtime.launch.sources import LanguageModel, Read
 from fusion.runtime.launch.spec import DataSpec, HuggingFaceConfig, JobSpec
 from fusion.runtime.serving.serving_graph import serving_graph
-from fusion.swarm.blob_store import BlobStore
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.directory.records import Digest, JobId, LinkRecord, PeerRecord
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.records import Digest, JobId, LinkRecord, PeerRecord
 from fusion.swarm.transport import PeerId
 
 Say = Callable[[str], None]  # gets one line each time the work enters another phase

@@ -19,11 +19,11 @@ from fusion.runtime.serving.route_choice import Costs, Errand, Layers, Ways, cos
 from fusion.runtime.serving.session import Hop
 from fusion.runtime.shortage import needs
 from fusion.runtime.text import ByteText, NoText, Text, TokenizerText
-from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.election import stands_by
+from fusion.swarm.claims.election import stands_by
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.link_view import LinkView
-from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
 MAX_TOKENIZER_BYTES = 64 << 20

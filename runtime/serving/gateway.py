@@ -35,9 +35,9 @@ from fusion.runtime.serving.request import (
     check_prompt,
 )
 from fusion.runtime.serving.session import Hop
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
-from fusion.swarm.handlers import one_line
-from fusion.swarm.records import JobId
+from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.transport import Frame, Stream
 
 log = logging.getLogger(__name__)

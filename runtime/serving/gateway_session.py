@@ -18,10 +18,10 @@ from fusion.runtime.serving.failover import Fault, Faulted
 from fusion.runtime.serving.request import pack_tokens, whole
 from fusion.runtime.serving.ring_link import GATEWAY, Ends, Link, Links
 from fusion.runtime.serving.session import Hop, Opening, SessionId
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
-from fusion.swarm.handlers import one_line
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.records import JobId
+from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.transport import Frame, PeerId, Transport
 
 log = logging.getLogger(__name__)

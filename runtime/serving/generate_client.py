@@ -22,7 +22,7 @@ from fusion.runtime.serving.request import (
     number,
     whole,
 )
-from fusion.swarm.directory import Directory
+from fusion.swarm.directory.api import Directory
 from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed
 from fusion.swarm.transport import Frame, PeerId, Transport, checked
 

@@ -32,8 +32,8 @@ from fusion.runtime.serving.request import Finish, Sampling
 from fusion.runtime.serving.route_choice import Errand
 from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.handlers import one_line
 from fusion.swarm.identity import friendly_name
+from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.transport import Frame
 
 log = logging.getLogger(__name__)

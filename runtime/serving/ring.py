@@ -26,10 +26,10 @@ from fusion.runtime.serving.ring_link import GATEWAY, Ends, Link, Links
 from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
 from fusion.runtime.serving.stage_session import StageRunner, StageSession, Work
 from fusion.runtime.worker import Worker
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
-from fusion.swarm.handlers import one_line
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.records import JobId
+from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from typing import Any
 
 from fusion.runtime.errors import JobError
 from fusion.runtime.serving.request import whole
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import StreamBroken, StreamClosed, SwarmError
-from fusion.swarm.handlers import one_line
-from fusion.swarm.records import JobId
+from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, Transport, checked
 
 log = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from fusion.dag.placement.network import UNKNOWN_LINK, Device
 from fusion.runtime.job import Manifest
 from fusion.runtime.serving.session import Hop
-from fusion.swarm import routes
-from fusion.swarm.election import winner
-from fusion.swarm.link_view import LinkView
-from fusion.swarm.records import ClaimRecord
-from fusion.swarm.routes import Demand, Hopping, Replica
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.records import ClaimRecord
+from fusion.swarm.links import routes
+from fusion.swarm.links.routes import Demand, Hopping, Replica
+from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
 TOKEN_BYTES = 64.0  # a token on its way back, and the question in front of it

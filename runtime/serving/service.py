@@ -29,10 +29,10 @@ from fusion.runtime.serving.request import GENERATE
 from fusion.runtime.serving.ring import RingStage, Seat
 from fusion.runtime.serving.ring_frames import RingPlan, plan_ring
 from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends
-from fusion.swarm.directory import HEARTBEAT_SECONDS
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError
-from fusion.swarm.handlers import one_line
-from fusion.swarm.records import Digest, JobId, JobRecord
+from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.transport import Stream
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from fusion.runtime.job import Wires
 from fusion.runtime.training.ledger import UNTRAINED, Ledger
 from fusion.runtime.training.point import Point
 from fusion.runtime.training.tally import CLEAN, Tally
-from fusion.swarm.records import Digest, is_digest
+from fusion.swarm.directory.records import Digest, is_digest
 
 
 @dataclass(frozen=True, kw_only=True)

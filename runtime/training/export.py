@@ -17,7 +17,7 @@ from fusion.runtime.launch.capture import is_exported
 from fusion.runtime.launch.sources import TOKENIZER_FILE, WEIGHTS_FILE
 from fusion.runtime.training import snapshot
 from fusion.runtime.training.service import load_stages
-from fusion.swarm.records import Digest, JobId
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
 

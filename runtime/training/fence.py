@@ -15,10 +15,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fusion.runtime.training.messages import Hello
-from fusion.swarm.election import winner
+from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import FrameError, RecordError, StaleTerm, SwarmError
-from fusion.swarm.leases import Leases
-from fusion.swarm.records import ClaimRecord, JobId
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from fusion.runtime.training.snapshot import Collector, encode_index
 from fusion.runtime.training.snapshot_period import SnapshotPeriod
 from fusion.runtime.training.tally import CLEAN
 from fusion.runtime.training.tuning import in_words
-from fusion.swarm.records import Digest, JobId, one_line
+from fusion.swarm.directory.records import Digest, JobId, one_line
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)

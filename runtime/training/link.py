@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.errors import StreamBroken, SwarmError
-from fusion.swarm.records import ClaimRecord
 from fusion.swarm.transport import Buffer, Stream
 
 

@@ -21,7 +21,7 @@ from fusion.runtime.training.point import START
 from fusion.runtime.training.point import Point as Point
 from fusion.runtime.training.step_events import NO_ENTRY, After, Entry, Links, Report
 from fusion.runtime.training.tally import CLEAN, NO_ATTEMPT, Attempt, Tally
-from fusion.swarm.records import Digest, JobId
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import Frame, PeerId
 
 PROTOCOL = "/fusion/stage/1"

@@ -26,9 +26,9 @@ from fusion.runtime.shortage import needs
 from fusion.runtime.training.fence import Fence, Later, Overtaken
 from fusion.runtime.training.link import Ended, Link
 from fusion.runtime.training.messages import PROTOCOL, Hello
-from fusion.swarm.election import winner
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError, TransportError
-from fusion.swarm.records import ClaimRecord, JobId
 from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, checked
 
 log = logging.getLogger(__name__)

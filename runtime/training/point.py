@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.runtime.training.ledger import UNTRAINED, Ledger
-from fusion.swarm.records import Digest
+from fusion.swarm.directory.records import Digest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from fusion.runtime.training.baton import Baton
 from fusion.runtime.training.stage_files import sweep
 from fusion.runtime.training.stage_host import TrainingHost
 from fusion.runtime.training.stage_loader import Place, StageLoader, load_stages
+from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import FrameError
 from fusion.swarm.identity import is_peer_id
-from fusion.swarm.records import JobId, JobRecord
 from fusion.swarm.transport import PeerId, Stream
 
 __all__ = ["TrainingService", "load_stages"]

@@ -24,7 +24,7 @@ from fusion.runtime.errors import JobError
 from fusion.runtime.fields import build, plain
 from fusion.runtime.training.ledger import Ledger
 from fusion.runtime.training.point import Point
-from fusion.swarm.records import Digest, JobId, is_digest
+from fusion.swarm.directory.records import Digest, JobId, is_digest
 
 INDEX_VERSION = 2  # 1 had no ledger
 MAX_INDEX_BYTES = 1 << 20

@@ -17,8 +17,8 @@ from fusion.runtime.job import Manifest
 from fusion.runtime.training import snapshot
 from fusion.runtime.training.messages import Point
 from fusion.runtime.training.wire_codecs import residual_shapes
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,8 @@ from fusion.runtime.training.stage_snapshots import StageSnapshots
 from fusion.runtime.training.tuner import Tuner
 from fusion.runtime.training.tuning import job_of
 from fusion.runtime.training.wire_codecs import WireCodecs
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import StaleTerm, SwarmError
-from fusion.swarm.records import JobId
 from fusion.swarm.transport import Frame, PeerId, Stream
 
 log = logging.getLogger(__name__)

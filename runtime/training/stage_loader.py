@@ -25,9 +25,9 @@ from fusion.runtime.training.loaded import Loaded
 from fusion.runtime.training.messages import Point
 from fusion.runtime.training.stage_files import StageFiles
 from fusion.runtime.training.tuning import state_bytes
-from fusion.swarm.election import winner
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.records import JobId, JobRecord
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)

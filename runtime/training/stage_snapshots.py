@@ -19,8 +19,8 @@ from fusion.runtime.training.loaded import Loaded
 from fusion.runtime.training.point import Point
 from fusion.runtime.training.wire_codecs import WireCodecs
 from fusion.runtime.worker import Worker
+from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.records import Digest
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ from fusion.runtime.launch.known_links import KnownNetwork, known_network
 from fusion.runtime.training.lead import Lead, Pace
 from fusion.runtime.training.moves import Move, best_move
 from fusion.runtime.training.tuning import Job, Sight, rewired, running
-from fusion.swarm.handlers import one_line
-from fusion.swarm.link_view import LinkView
-from fusion.swarm.links import Links
-from fusion.swarm.records import PeerRecord
+from fusion.swarm.directory.records import PeerRecord
+from fusion.swarm.links.monitor import Links
+from fusion.swarm.links.view import LinkView
+from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ from fusion.runtime.launch import sources
 from fusion.runtime.launch.models import GPTConfig
 from fusion.runtime.launch.sources import LanguageModel
 from fusion.runtime.launch.swarm_file import load
-from fusion.swarm.records import Digest
+from fusion.swarm.directory.records import Digest
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOMES = ("home-3", "home-4", "home-5", "home-6")

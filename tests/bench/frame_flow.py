@@ -20,7 +20,7 @@ import uvloop
 
 from fusion.runtime.training.neighbours import LANES
 from fusion.swarm.identity import Identity
-from fusion.swarm.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import Stream
 
 PROTOCOL = "/fusion/flow/1"

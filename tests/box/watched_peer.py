@@ -9,7 +9,7 @@ import time
 
 from fusion.cli.main import main
 from fusion.runtime import peer
-from fusion.swarm.links import Links
+from fusion.swarm.links.monitor import Links
 
 
 class WatchedLinks(Links):

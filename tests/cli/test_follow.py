@@ -13,8 +13,8 @@ import pytest
 from fusion.cli import ask
 from fusion.cli.follow import Shown, progress_line
 from fusion.runtime.progress import Progress
+from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import PeerUnreachable, StreamClosed, SwarmError
-from fusion.swarm.records import JobId, JobRecord
 from fusion.swarm.transport import Frame, PeerId
 
 JOB = JobId("ab" * 32)

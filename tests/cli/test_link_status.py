@@ -4,8 +4,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fusion.cli.link_status import rows
-from fusion.swarm.link_view import LinkView
-from fusion.swarm.records import Pair, PeerRecord
+from fusion.swarm.directory.records import Pair, PeerRecord
+from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
 A, B = PeerId("a"), PeerId("b")

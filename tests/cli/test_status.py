@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.cli.status import Stage, stage_line, stage_of, standby_text
-from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.transport import PeerId
 
 JOB = JobRecord(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusion.compression.codec import DTYPES, NONE, Encoded, Sparse, codec
 from fusion.compression.encoding import LOSSY
-from fusion.swarm.frames import encode
+from fusion.swarm.streams.frames import encode
 
 SPECS = ("none", "fp16", "bf16", "int8", "int4", "topk:0.001", "topk:0.1", "topk:0.3:int8", "topk:0.5")
 specs = st.sampled_from(SPECS)

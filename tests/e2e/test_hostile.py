@@ -35,12 +35,12 @@ from fusion.runtime.peer import STATUS_PROTOCOL
 from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
 from fusion.runtime.serving.serving_graph import serving_graph
-from fusion.swarm.blob_store import BlobStore
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import TransportError
-from fusion.swarm.frame_stream import FrameStream
 from fusion.swarm.identity import Identity
-from fusion.swarm.p2p import P2PConfig, P2PTransport
-from fusion.swarm.records import Digest, JobId
+from fusion.swarm.streams.frame_stream import FrameStream
+from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import Frame, PeerId, call
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wai
 from fusion.runtime.launch.models import GPT, GPTConfig
 from fusion.runtime.peer import STATUS_PROTOCOL
 from fusion.runtime.progress import Progress
-from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.election import winner
-from fusion.swarm.records import JobId
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import Frame, PeerId, call
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from fusion.runtime.peer import ClientConfig, open_client
 from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest, Piece
 from fusion.runtime.serving.serving_graph import serving_graph
-from fusion.swarm.blob_store import BlobStore
+from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.transport import PeerId
 
 REASON = kernel.unavailable()

@@ -4,7 +4,7 @@ import pytest
 
 from fusion.runtime import cool_down
 from fusion.runtime.cool_down import CoolDown
-from fusion.swarm.memory import ManualClock
+from fusion.swarm.memory.network import ManualClock
 
 
 def lasted(failed: CoolDown[str], clock: ManualClock) -> int:

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from fusion.runtime.data import Batches, held_out_indices, pack_text, sample_indices, token_bytes
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import DataConfig, OptimizerConfig, TrainConfig
-from fusion.swarm.records import Digest
+from fusion.swarm.directory.records import Digest
 
 DIGEST = Digest("0" * 64)
 LANGUAGE = ("input_ids", "position_ids", "targets")

@@ -13,7 +13,7 @@ from fusion.runtime.errors import JobError
 from fusion.runtime.fields import plain
 from fusion.runtime.job import DataConfig, Manifest, OptimizerConfig, ServeConfig, TrainConfig
 from fusion.runtime.progress import Progress
-from fusion.swarm.records import Digest, JobId
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
 DIGEST = Digest("ab" * 32)

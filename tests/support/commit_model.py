@@ -17,7 +17,7 @@ from fusion.runtime.training import step as s
 from fusion.runtime.training.ledger import Ledger
 from fusion.runtime.training.point import START, Point
 from fusion.runtime.training.step_lead import expected
-from fusion.swarm.records import Digest
+from fusion.swarm.directory.records import Digest
 
 SAMPLES = 11
 

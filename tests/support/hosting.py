@@ -17,14 +17,14 @@ from fusion.runtime.hosting.job_files import JobFiles
 from fusion.runtime.hosting.succession import SuccessionConfig, Successor
 from fusion.runtime.job import Manifest, ServeConfig
 from fusion.runtime.progress import Progress
-from fusion.swarm.blob_index import digest_of
-from fusion.swarm.blob_store import BlobStore
-from fusion.swarm.blobs import BlobConfig, Blobs
-from fusion.swarm.election import winner
+from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.index import digest_of
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.identity import Identity
-from fusion.swarm.leases import LeaseConfig, Leases
-from fusion.swarm.memory import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
-from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import PeerId
 
 FITNESS = 0.25

@@ -28,12 +28,12 @@ from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.service import ServingService
 from fusion.runtime.serving.serving_graph import serving_graph
 from fusion.runtime.worker import Worker
-from fusion.swarm.blob_store import BlobStore
-from fusion.swarm.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
 from fusion.swarm.identity import Identity
-from fusion.swarm.leases import LeaseConfig, Leases
-from fusion.swarm.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
-from fusion.swarm.records import ClaimRecord, JobId, JobRecord
+from fusion.swarm.memory.network import MemoryDirectory, MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import PeerId
 
 VOCABULARY = 128

@@ -12,11 +12,11 @@ from fusion.runtime.context import Context
 from fusion.runtime.fields import build, plain
 from fusion.runtime.training.messages import PROTOCOL, Hello
 from fusion.runtime.training.neighbours import Neighbours
+from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import FrameError
 from fusion.swarm.identity import Identity
-from fusion.swarm.leases import LeaseConfig, Leases
-from fusion.swarm.memory import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
-from fusion.swarm.records import ClaimRecord, JobId
+from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import Frame, PeerId, Stream
 
 JOB = JobId("a" * 64)

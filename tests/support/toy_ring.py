@@ -25,8 +25,8 @@ from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends
 from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.runtime.worker import Worker
-from fusion.swarm.memory import MemoryNetwork, MemoryTransport
-from fusion.swarm.records import JobId
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.memory.network import MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import Frame, PeerId, Stream
 
 VOCABULARY = 31

@@ -31,12 +31,12 @@ from fusion.runtime.progress import Progress
 from fusion.runtime.training.export import export
 from fusion.runtime.training.service import TrainingService
 from fusion.runtime.worker import Worker
-from fusion.swarm.blob_store import BlobStore
-from fusion.swarm.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord
 from fusion.swarm.identity import Identity
-from fusion.swarm.leases import LeaseConfig, Leases
-from fusion.swarm.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
-from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord
+from fusion.swarm.memory.network import MemoryDirectory, MemoryNetwork, MemoryTransport
 
 TINY = GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=8, tied=True)
 LANGUAGE = ("input_ids", "position_ids", "targets")

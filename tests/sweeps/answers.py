@@ -44,10 +44,10 @@ from fusion.runtime.launch.prepare import prepare_serving
 from fusion.runtime.peer import ClientConfig, open_client
 from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
-from fusion.swarm.blob_store import BlobStore
-from fusion.swarm.election import winner
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.records import ClaimRecord, Digest, JobId
 from fusion.swarm.transport import PeerId
 
 MODEL = GPTConfig(blocks=6, width=128, heads=4, sequence=512)

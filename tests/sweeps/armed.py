@@ -123,7 +123,7 @@ def install() -> None:
     from fusion.runtime.training.lead import Lead
     from fusion.runtime.training.service import TrainingService
     from fusion.runtime.training.stage_files import StageFiles
-    from fusion.swarm.lanes import Lanes
+    from fusion.swarm.streams.striping import Lanes
 
     wrap(TorchTrainingStage, "forward", "fp")
     wrap(TorchTrainingStage, "backward", "bp")

@@ -17,8 +17,8 @@ from fusion.cli.chaos_swarm import Swarm
 from fusion.cli.chaos_timeline import Timeline
 from fusion.cli.fleet import LocalPeer, Record
 from fusion.runtime.context import Context
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.records import JobId
 
 HERE = Path(__file__).parent
 ARMED = (sys.executable, str(HERE / "armed.py"))

@@ -1,8 +1,8 @@
-"""The simulated directory: `fusion.swarm.directory.Directory` over records that reach each reader in their own time.
+"""The simulated directory: `fusion.swarm.directory.api.Directory` over records that reach each reader in their own time.
 
 A publication reaches every reader after a delay of its own, in lossy worlds some never; of two versions of a record the one that
 expires last counts, in whatever order, and however often, they come. Nothing is encoded or signed: forgery and broken
-records are the business of the tests of `fusion.swarm.records`; a sealed claim here is a token for the record.
+records are the business of the tests of `fusion.swarm.directory.records`; a sealed claim here is a token for the record.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 from worlds.network import Network
 from worlds.virtual_time import EPOCH_SECONDS
 
-from fusion.swarm.directory import RECORD_TTL_SECONDS, newest_jobs
-from fusion.swarm.errors import RecordError, TransportError
-from fusion.swarm.records import (
+from fusion.swarm.directory.api import RECORD_TTL_SECONDS, newest_jobs
+from fusion.swarm.directory.records import (
     ClaimRecord,
     Digest,
     JobId,
@@ -26,6 +25,7 @@ from fusion.swarm.records import (
     Record,
     author_of,
 )
+from fusion.swarm.errors import RecordError, TransportError
 from fusion.swarm.transport import PeerId
 
 KEPT_VERSIONS = 3  # of a record that some readers may still see

@@ -1,7 +1,7 @@
 """Disks and blobs of a world: what a peer wrote survives its process, and is read by others while the peer answers.
 
 `WorldPath` is as much of `pathlib.Path` as the runtime uses of it, over a dictionary. `WorldBlobs` keeps the promises of
-`fusion.swarm.blobs.Blobs` (content-addressed, fetched from any live holder, resumed from another) without its protocol,
+`fusion.swarm.blobs.blobs.Blobs` (content-addressed, fetched from any live holder, resumed from another) without its protocol,
 which has tests of its own.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 
 from worlds.network import Network
 
+from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import BlobError
-from fusion.swarm.records import Digest
 from fusion.swarm.transport import PeerId
 
 
@@ -198,7 +198,7 @@ class Holders:
 
 
 class WorldBlobs:
-    """Stands for `fusion.swarm.blobs.Blobs`: the same calls, errors and rounds of retrying."""
+    """Stands for `fusion.swarm.blobs.blobs.Blobs`: the same calls, errors and rounds of retrying."""
 
     attempts = 6
     retry_seconds = 1.0

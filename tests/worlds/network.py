@@ -16,9 +16,9 @@ from typing import Any
 
 from worlds.virtual_time import Lane, VirtualLoop
 
-from fusion.swarm import frames
 from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed
-from fusion.swarm.handlers import Handlers
+from fusion.swarm.streams import frames
+from fusion.swarm.streams.handlers import Handlers
 from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, Handler, PeerId, Traffic
 
 DIAL_SECONDS = 5.0  # until a dial into silence gives up

@@ -21,7 +21,7 @@ from worlds.process import Process
 
 from fusion.runtime.training.ledger import Ledger
 from fusion.runtime.training.snapshot import Index
-from fusion.swarm.records import Digest
+from fusion.swarm.directory.records import Digest
 from fusion.swarm.transport import PeerId
 
 States = list[tuple[tuple[int, int], ...]]

@@ -12,7 +12,7 @@ from worlds.arithmetic import STATE
 
 from fusion.runtime.training import fence, neighbours, stage_files, step_lead
 from fusion.runtime.training import step_events as events
-from fusion.swarm.records import ClaimRecord
+from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.transport import PeerId
 
 

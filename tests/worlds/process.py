@@ -12,8 +12,8 @@ from worlds.virtual_time import EPOCH_SECONDS, Lane
 
 from fusion.runtime.hosting.hosting import Hosting
 from fusion.runtime.training.service import TrainingService
-from fusion.swarm.leases import Leases
-from fusion.swarm.records import PeerRecord
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.transport import PeerId
 
 STAGE_BYTES = 100  # of memory, that a stage takes

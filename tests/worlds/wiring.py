@@ -30,9 +30,9 @@ from fusion.runtime.hosting import job_files
 from fusion.runtime.training import service as training
 from fusion.runtime.training import snapshot, stage_host, stage_loader
 from fusion.runtime.training import step as steps
-from fusion.swarm import handlers
+from fusion.swarm.directory.records import JobRecord
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.records import JobRecord
+from fusion.swarm.streams import handlers
 
 _tokens = itertools.count()
 

@@ -27,11 +27,11 @@ from fusion.runtime.job import DataConfig, Manifest, OptimizerConfig, TrainConfi
 from fusion.runtime.training import snapshot
 from fusion.runtime.training.messages import PROTOCOL
 from fusion.runtime.training.service import TrainingService
-from fusion.swarm.directory import HEARTBEAT_SECONDS
-from fusion.swarm.election import winner
+from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.leases import Leases
-from fusion.swarm.records import Digest, JobId, JobRecord
 from fusion.swarm.transport import PeerId
 
 LAUNCHER = PeerId("launcher")

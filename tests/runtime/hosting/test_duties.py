@@ -14,7 +14,7 @@ from fusion.runtime.hosting.duties import (
     one_to_hand_on,
     stages_to_claim,
 )
-from fusion.swarm.records import ClaimRecord, JobId, PeerRecord
+from fusion.swarm.directory.records import ClaimRecord, JobId, PeerRecord
 from fusion.swarm.transport import PeerId
 
 

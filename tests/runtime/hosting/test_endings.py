@@ -15,8 +15,8 @@ from fusion.runtime.hosting.job_files import JobFiles
 from fusion.runtime.hosting.last_words import LastWords
 from fusion.runtime.launch.models import GPT
 from fusion.runtime.progress import Progress
+from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.identity import Identity
-from fusion.swarm.records import Digest, JobId, JobRecord
 
 SNAPSHOT, LAST = Digest("5" * 64), Digest("6" * 64)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.hosting import Peer, Swarm, over, swarm, until
 
-from fusion.swarm.records import Digest, JobId
+from fusion.swarm.directory.records import Digest, JobId
 
 
 async def trained_by_one(made: Swarm) -> tuple[JobId, Peer, Peer]:

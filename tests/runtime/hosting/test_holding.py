@@ -8,8 +8,8 @@ from pathlib import Path
 
 from support.hosting import swarm, until
 
+from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.identity import Identity
-from fusion.swarm.records import JobId, JobRecord
 
 
 def test_a_claim_of_ours_that_nothing_runs_for_is_given_back(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from fusion.runtime.errors import JobError, JobFailed
 from fusion.runtime.hosting.hosting import PROTOCOL, HostingConfig
 from fusion.runtime.manifest_shelf import ShelfConfig
 from fusion.runtime.progress import Progress
-from fusion.swarm.election import HEAD_START_SECONDS
+from fusion.swarm.claims.election import HEAD_START_SECONDS
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import BlobError, StaleTerm
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory import MemoryDirectory, MemoryTransport
-from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.memory.network import MemoryDirectory, MemoryTransport
 from fusion.swarm.transport import Stream, call
 
 SNAPSHOT = Digest("5" * 64)

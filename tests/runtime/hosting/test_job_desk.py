@@ -11,10 +11,10 @@ from support.hosting import over, swarm, until
 from fusion.runtime.errors import JobFailed
 from fusion.runtime.hosting.hosting import PROTOCOL, stop_request
 from fusion.runtime.progress import Progress
-from fusion.swarm.election import HEAD_START_SECONDS
+from fusion.swarm.claims.election import HEAD_START_SECONDS
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.identity import Identity
-from fusion.swarm.records import Digest, JobId
 from fusion.swarm.transport import call, checked
 
 SNAPSHOT = Digest("5" * 64)

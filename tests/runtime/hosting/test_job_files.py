@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fusion.runtime.hosting.job_files import MAX_AGE_SECONDS, MAX_BYTES, JobFiles
+from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.identity import Identity
-from fusion.swarm.records import Digest, JobId, JobRecord
 
 PEER = Identity.generate().peer_id
 

@@ -16,11 +16,11 @@ from fusion.runtime.hosting.job_desk import JobDesk
 from fusion.runtime.hosting.job_files import JobFiles
 from fusion.runtime.hosting.last_words import REFRESH_SECONDS, LastWords
 from fusion.runtime.progress import Progress
-from fusion.swarm.blob_index import digest_of
+from fusion.swarm.blobs.index import digest_of
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Record
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
-from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord, Record
+from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import call
 
 SNAPSHOT = Digest("5" * 64)

@@ -15,12 +15,12 @@ from fusion.runtime.job import Manifest, ServeConfig
 from fusion.runtime.progress import Progress
 from fusion.runtime.training import snapshot
 from fusion.runtime.training.ledger import Ledger
-from fusion.swarm.blob_store import BlobStore
-from fusion.swarm.blobs import Blobs
+from fusion.swarm.blobs.blobs import Blobs
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord
 from fusion.swarm.identity import Identity
-from fusion.swarm.leases import LeaseConfig, Leases
-from fusion.swarm.memory import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
-from fusion.swarm.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord
+from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import PeerId
 
 JOB = JobId("a" * 64)

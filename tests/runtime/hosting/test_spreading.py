@@ -9,9 +9,9 @@ from support.hosting import Peer, Swarm, over, swarm, until
 
 from fusion.runtime.hosting.succession import PROTOCOL
 from fusion.runtime.training.stage_files import copies_at
-from fusion.swarm.election import HEAD_START_SECONDS, heirs, is_idle
+from fusion.swarm.claims.election import HEAD_START_SECONDS, heirs, is_idle
+from fusion.swarm.directory.records import Digest, JobId, PeerRecord
 from fusion.swarm.identity import Identity
-from fusion.swarm.records import Digest, JobId, PeerRecord
 from fusion.swarm.transport import PeerId, call
 
 ABSENT = Identity.generate().peer_id

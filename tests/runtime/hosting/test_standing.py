@@ -16,7 +16,7 @@ from fusion.runtime.hosting.standing import (
     Standby,
     places_to_cover,
 )
-from fusion.swarm.records import JobId
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
 
 JOB = JobId("a" * 64)

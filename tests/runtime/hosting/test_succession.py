@@ -8,11 +8,11 @@ import pytest
 from support.hosting import Peer, Swarm, swarm, until
 
 from fusion.runtime.hosting.succession import GONE, PROTOCOL, SILENT, Sign, SuccessionConfig, Successor, judge
-from fusion.swarm.election import rank, winner
+from fusion.swarm.claims.election import rank, winner
+from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.identity import Identity
-from fusion.swarm.leases import LeaseConfig, Leases
-from fusion.swarm.memory import MemoryDirectory, MemoryTransport
-from fusion.swarm.records import ClaimRecord, JobId
+from fusion.swarm.memory.network import MemoryDirectory, MemoryTransport
 from fusion.swarm.transport import PeerId, Stream, call
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from fusion.runtime.hosting.vacancies import Vacancies, needed_bytes
 from fusion.runtime.job import Manifest, ServeConfig
-from fusion.swarm.election import HEAD_START_SECONDS
-from fusion.swarm.memory import ManualClock
-from fusion.swarm.records import ClaimRecord, Digest, JobId
+from fusion.swarm.claims.election import HEAD_START_SECONDS
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId
+from fusion.swarm.memory.network import ManualClock
 from fusion.swarm.transport import PeerId
 
 US, OWNER = PeerId("us"), PeerId("owner")

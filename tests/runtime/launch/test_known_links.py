@@ -10,8 +10,8 @@ import pytest
 from fusion.dag.placement.network import UNKNOWN_LINK
 from fusion.runtime.launch.known_links import known_network
 from fusion.runtime.launch.link_guess import SAME_MACHINE, SAME_NETWORK
-from fusion.swarm.link_view import BYTES_PER_MBIT, link_view
-from fusion.swarm.records import LinkRecord, Pair, PeerRecord
+from fusion.swarm.directory.records import LinkRecord, Pair, PeerRecord
+from fusion.swarm.links.view import BYTES_PER_MBIT, link_view
 from fusion.swarm.transport import PeerId
 
 A, B, C = PeerId("A"), PeerId("B"), PeerId("C")

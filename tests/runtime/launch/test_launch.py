@@ -18,9 +18,9 @@ from fusion.runtime.launch import sources, spec
 from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
 from fusion.runtime.launch.link_guess import SAME_MACHINE, SAME_NETWORK, guess_links
 from fusion.runtime.launch.models import GPT, GPTConfig
-from fusion.swarm.blob_store import BlobStore
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.directory.records import LinkRecord, Pair, PeerRecord
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.records import LinkRecord, Pair, PeerRecord
 from fusion.swarm.transport import PeerId
 
 JOB = """

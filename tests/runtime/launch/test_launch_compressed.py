@@ -10,7 +10,7 @@ from support.training import Job, record_of_peer, run, swarm
 from fusion.runtime import manifest as manifests
 from fusion.runtime.launch.launch import prepare_training
 from fusion.runtime.launch.spec import load
-from fusion.swarm.records import LinkRecord, Pair
+from fusion.swarm.directory.records import LinkRecord, Pair
 
 JOB = """
 name = "fox"

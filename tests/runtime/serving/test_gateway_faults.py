@@ -14,8 +14,8 @@ from fusion.runtime.errors import JobError
 from fusion.runtime.job import Manifest, ServeConfig
 from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError, SwarmError
-from fusion.swarm.records import JobId
 from fusion.swarm.transport import PeerId
 
 

@@ -10,7 +10,7 @@ from support.served import reference, seeded_reference, swarm_of
 from fusion.runtime.serving.failover import FailoverConfig
 from fusion.runtime.serving.generate_client import another_peer, complete, generate
 from fusion.runtime.serving.request import Answer, GenerateRequest, Piece, Sampling
-from fusion.swarm.records import PeerRecord
+from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.transport import PeerId
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)

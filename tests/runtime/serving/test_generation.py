@@ -16,8 +16,8 @@ from fusion.runtime.serving.failover import FailoverConfig
 from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest, Sampling
 from fusion.runtime.serving.ring import RingStage
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError
-from fusion.swarm.records import JobId
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
 SEEDED = Sampling(temperature=1.1, top_k=30, top_p=0.95, seed=7)

@@ -15,8 +15,8 @@ from fusion.runtime.serving import generation, service
 from fusion.runtime.serving.failover import FailoverConfig
 from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
-from fusion.swarm.link_view import LinkView
-from fusion.swarm.records import JobId, Pair
+from fusion.swarm.directory.records import JobId, Pair
+from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)

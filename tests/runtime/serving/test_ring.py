@@ -32,7 +32,7 @@ from fusion.runtime.serving.ring_frames import plan_ring
 from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends
 from fusion.runtime.worker import Worker
 from fusion.swarm.errors import StaleTerm, SwarmError
-from fusion.swarm.memory import MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.network import MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import PeerId, Stream
 
 

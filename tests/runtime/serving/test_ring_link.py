@@ -8,9 +8,9 @@ import pytest
 
 from fusion.runtime.errors import JobError
 from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends, Link, Links
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable, StreamClosed
-from fusion.swarm.memory import MemoryNetwork, MemoryTransport
-from fusion.swarm.records import JobId
+from fusion.swarm.memory.network import MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import Frame, PeerId, Stream
 
 HERE, THERE = PeerId("here"), PeerId("there")

@@ -6,8 +6,8 @@ from typing import Any
 
 from fusion.runtime.serving.route_choice import Costs, Errand, Ways, holders
 from fusion.runtime.serving.session import Hop
-from fusion.swarm.link_view import LinkView
-from fusion.swarm.records import ClaimRecord, JobId, Pair
+from fusion.swarm.directory.records import ClaimRecord, JobId, Pair
+from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
 JOB = JobId("5" * 64)

@@ -17,7 +17,7 @@ from fusion.runtime.training.lead import BATON_WIRES, Lead
 from fusion.runtime.training.ledger import Ledger
 from fusion.runtime.training.point import START
 from fusion.runtime.training.step_events import Report
-from fusion.swarm.records import Digest, JobId
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
 STAGES = 2

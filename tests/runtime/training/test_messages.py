@@ -8,7 +8,7 @@ from fusion.runtime.training import messages as m
 from fusion.runtime.training import step as s
 from fusion.runtime.training.baton import Baton
 from fusion.runtime.training.point import Point
-from fusion.swarm.records import Digest
+from fusion.swarm.directory.records import Digest
 from fusion.swarm.transport import Frame, PeerId
 
 POINT = Point(step=3, digest=Digest("a" * 64), ledger=s.Ledger(steps=3, samples=12, head="b" * 64))

@@ -12,8 +12,8 @@ from support.stages import JOB, Node, linked, linked_pair, now, swarm, until
 from fusion.runtime.shortage import needs
 from fusion.runtime.training.fence import Overtaken
 from fusion.runtime.training.neighbours import PATIENCE_SECONDS
+from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.errors import StaleTerm
-from fusion.swarm.records import ClaimRecord
 
 
 def test_stages_link_in_whatever_order_they_come_and_frames_cross() -> None:

@@ -18,8 +18,8 @@ from fusion.runtime.planes.plane import RngKey
 from fusion.runtime.training.inbox import Inbox, Key, Plan
 from fusion.runtime.training.rad import Rad
 from fusion.runtime.worker import Worker
+from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import FrameError
-from fusion.swarm.records import Digest
 from fusion.swarm.transport import Buffer, Frame
 
 VALUE = TensorType((symbol("batch"), 3), "float32")

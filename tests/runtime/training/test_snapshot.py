@@ -15,7 +15,7 @@ from fusion.runtime.errors import JobError
 from fusion.runtime.training import snapshot
 from fusion.runtime.training.ledger import Ledger
 from fusion.runtime.training.point import Point
-from fusion.swarm.records import Digest, JobId
+from fusion.swarm.directory.records import Digest, JobId
 
 JOB = JobId("a" * 64)
 D = [Digest(c * 64) for c in "0123456789"]

@@ -17,8 +17,8 @@ from fusion.runtime.training.loaded import Loaded
 from fusion.runtime.training.point import START, Point
 from fusion.runtime.training.stage_snapshots import StageSnapshots
 from fusion.runtime.worker import Worker
+from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import BlobError
-from fusion.swarm.records import Digest
 from fusion.swarm.transport import PeerId
 
 PLAN = Plan(stage=Stage(2, Graph((), (), (), ()), (), (), ()), stages=3, ties=(), sizes={})

@@ -13,7 +13,7 @@ from fusion.runtime.job import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.training import step as s
 from fusion.runtime.training.point import Point
 from fusion.runtime.training.step_lead import LACKS, MAX_FAILURES, expected
-from fusion.swarm.records import Digest
+from fusion.swarm.directory.records import Digest
 
 DIGEST = Digest("0" * 64)
 CONFIG = TrainConfig(

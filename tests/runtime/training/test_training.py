@@ -42,7 +42,7 @@ from fusion.runtime.launch.spec import load
 from fusion.runtime.progress import Progress
 from fusion.runtime.training.export import export
 from fusion.runtime.training.messages import PROTOCOL
-from fusion.swarm.records import Digest
+from fusion.swarm.directory.records import Digest
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])

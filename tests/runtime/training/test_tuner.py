@@ -18,9 +18,9 @@ from fusion.runtime.training.lead import Pace
 from fusion.runtime.training.tuner import Tuner, needed_families
 from fusion.runtime.training.tuning import Job
 from fusion.runtime.worker import Worker
+from fusion.swarm.directory.records import Digest, Pair, PeerRecord
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.link_view import LinkView
-from fusion.swarm.records import Digest, Pair, PeerRecord
+from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
 OWNERS = {stage: PeerId(f"peer-{stage}") for stage in range(3)}

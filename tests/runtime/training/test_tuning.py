@@ -27,7 +27,7 @@ from fusion.runtime.training.tuning import (
     rewired,
     running,
 )
-from fusion.swarm.records import Digest
+from fusion.swarm.directory.records import Digest
 
 MBIT = 1e6 / 8
 NOISE = 0.15

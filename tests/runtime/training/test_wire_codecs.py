@@ -17,8 +17,8 @@ from fusion.runtime.job import CompressionConfig, DataConfig, OptimizerConfig, T
 from fusion.runtime.training.inbox import Inbox, Key, Plan
 from fusion.runtime.training.wire_codecs import DENSE, EVALUATED, Sent, WireCodecs, residual_shapes
 from fusion.runtime.worker import Worker
+from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import FrameError
-from fusion.swarm.records import Digest
 from fusion.swarm.transport import Frame
 
 CONFIG = TrainConfig(

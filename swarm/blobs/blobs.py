@@ -1,0 +1,294 @@
+"""Blobs between peers: put here, announced in the directory, fetched from several holders at once.
+
+Every chunk is checked against the digest by itself, so a holder can waste a little of our time and nothing else.
+
+    protocol /fusion/blob/1, asked by the fetching side on a stream of its own per holder
+        index {digest}          -> index {}, payload: the canonical index
+        get {digest, chunks}    -> chunk {index}, payload, for each chunk in the order asked; between them `wait` {},
+                                   every few seconds, while the upload budget lets nothing through
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fusion.swarm.blobs.fetch import PROTOCOL, Fetch, ask_index
+from fusion.swarm.blobs.index import decode_index
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.blobs.upload_budget import UploadBudget
+from fusion.swarm.directory.api import Directory
+from fusion.swarm.directory.records import Digest, ProviderRecord, is_digest
+from fusion.swarm.errors import BlobError, FrameError, StreamClosed, SwarmError
+from fusion.swarm.transport import PeerId, Stream, Transport
+
+logger = logging.getLogger(__name__)
+
+MAX_CHUNKS_ASKED = 64  # in one request
+HINT_SECONDS = 1.0  # for those who probably have a blob, before the directory is asked for others
+WAIT_SECONDS = 5.0  # between two words to a reader whom the upload budget keeps waiting
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlobConfig:
+    holders: int = 4  # asked at once for one blob
+    attempts: int = 6  # rounds without a single new chunk before a fetch gives up
+    retry_seconds: float = 1.0  # between rounds
+    chunk_seconds: float = 30.0  # a holder that sends no chunk for so long is left
+    announce_seconds: float = 20.0
+    uploads: int = 8  # chunks read from disk at once for others
+    upload_bytes_per_second: float | None = None  # to all others together; None: as much as the network takes
+
+    def __post_init__(self) -> None:
+        for name in ("holders", "attempts", "chunk_seconds", "announce_seconds", "uploads"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.upload_bytes_per_second is not None and self.upload_bytes_per_second <= 0:
+            raise ValueError(f"upload_bytes_per_second must be positive, not {self.upload_bytes_per_second}")
+        if self.retry_seconds < 0:
+            raise ValueError(f"retry_seconds must be at least 0, not {self.retry_seconds}")
+
+
+class Blobs:
+    """Content-addressed bytes of the swarm. `async with Blobs(...)` serves what the store holds and keeps announcing
+    it; without it `put` and `fetch` work all the same."""
+
+    def __init__(
+        self,
+        store: BlobStore,
+        transport: Transport,
+        directory: Directory,
+        config: BlobConfig | None = None,
+        budget: UploadBudget | None = None,
+    ) -> None:
+        """`budget`: for tests that drive its clock; by default it is made from the config."""
+        self.store = store
+        self._transport = transport
+        self._directory = directory
+        self._config = config or BlobConfig()
+        self._fetches: dict[Digest, asyncio.Task[Path]] = {}
+        self._waiting: dict[Digest, int] = {}
+        self._uploads = asyncio.Semaphore(self._config.uploads)
+        self._budget = budget or UploadBudget(self._config.upload_bytes_per_second)
+        self._announcing: set[asyncio.Task[None]] = set()
+        self._announcer: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._transport.serve(PROTOCOL, self._serve)
+        self._announcer = asyncio.create_task(self._announce_for_ever(), name="blob announcements")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Stop announcing and every fetch; what came of them stays for the next time. Idempotent."""
+        tasks: list[asyncio.Task[Any]] = [*self._fetches.values(), *self._announcing]
+        if self._announcer is not None:
+            tasks.append(self._announcer)
+            self._announcer = None
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._budget.aclose()
+
+    def has(self, digest: Digest) -> bool:
+        return self.store.has(digest)
+
+    async def put(self, data: bytes | Path) -> Digest:
+        """Keep the bytes, or a copy of the file; the swarm is told in the background that we hold them.
+        Raises QuotaExceeded, BlobError."""
+        digest = await asyncio.to_thread(self.store.put, data)
+        self._announce_soon(digest)
+        return digest
+
+    async def drop(self, digest: Digest) -> None:
+        """Delete our copy; the announcement runs out by itself."""
+        await asyncio.to_thread(self.store.delete, digest)
+
+    async def fetch(
+        self, digest: Digest, hints: Sequence[PeerId] = (), *, max_bytes: int | None = None
+    ) -> Path:
+        """The file with the blob's bytes (read-only), fetched from its holders unless it is here already. `hints` are
+        peers likely to hold it. Afterwards we are a holder too.
+
+        Raises BlobError if nobody (any longer) has it or it is larger than `max_bytes`, QuotaExceeded if it does
+        not fit.
+        """
+        if not is_digest(digest):
+            raise BlobError(f"not the digest of a blob: {str(digest)[:80]!r}")
+        if not self.store.has(digest):
+            await self._joined(digest, hints, max_bytes)
+        if max_bytes is not None and self.store.size(digest) > max_bytes:
+            raise BlobError(
+                f"blob {digest[:8]} has {self.store.size(digest)} bytes; at most {max_bytes} allowed"
+            )
+        return self.store.path(digest)
+
+    async def read(self, digest: Digest, max_bytes: int, hints: Sequence[PeerId] = ()) -> bytes:
+        """The blob's bytes, fetched if need be. Raises as `fetch`."""
+        path = await self.fetch(digest, hints, max_bytes=max_bytes)
+        try:
+            return await asyncio.to_thread(path.read_bytes)
+        except OSError as error:
+            raise BlobError(f"cannot read blob {digest[:8]}: {error.strerror or error}") from error
+
+    async def _joined(self, digest: Digest, hints: Sequence[PeerId], max_bytes: int | None) -> None:
+        """Wait for the one fetch of the blob, started if there is none, stopped when nobody waits any longer."""
+        task = self._fetches.get(digest)
+        if task is None:
+            task = asyncio.create_task(self._fetch(digest, hints, max_bytes), name=f"fetch {digest[:8]}")
+            self._fetches[digest] = task
+            task.add_done_callback(lambda _: self._fetches.pop(digest, None))
+        self._waiting[digest] = self._waiting.get(digest, 0) + 1
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # we are being closed
+                raise BlobError(f"fetching blob {digest[:8]} was stopped") from None
+            raise
+        finally:
+            self._waiting[digest] -= 1
+            if not self._waiting[digest]:
+                del self._waiting[digest]
+                task.cancel()
+
+    async def _fetch(self, digest: Digest, hints: Sequence[PeerId], max_bytes: int | None) -> Path:
+        fetch: Fetch | None = None
+        shunned: set[PeerId] = set()  # sent bytes that do not match the digest
+        fruitless = 0
+        reason = "nobody announces it"
+        likely = [peer for peer in hints if peer != self._transport.peer_id]
+        lookup = self._look_up(digest, hints)
+        try:
+            while True:
+                left = len(fetch.partial.missing) if fetch is not None else None
+                # A dial is quicker than the directory: at first only those are asked who probably have the blob.
+                first, likely = likely[: self._config.holders], []
+                holders = first or [peer for peer in await lookup if peer not in shunned]
+                try:
+                    if fetch is None and holders:
+                        patience = min(HINT_SECONDS, self._config.chunk_seconds)
+                        fetch = await self._begin(
+                            digest, holders, patience if first else self._config.chunk_seconds, max_bytes
+                        )
+                    if fetch is not None:
+                        await fetch.round(holders, shunned, lookup, self._config.holders)
+                        reason = fetch.trouble or reason
+                except TooLarge:
+                    raise
+                except (BlobError, TimeoutError) as error:
+                    reason = str(error)
+                if fetch is not None and not fetch.partial.missing:
+                    break
+                if first and fetch is None:
+                    continue  # with those whom the directory knows
+                fruitless = 0 if fetch is not None and len(fetch.partial.missing) != left else fruitless + 1
+                if fruitless >= self._config.attempts:
+                    raise BlobError(f"cannot fetch blob {digest[:8]}: {reason}")
+                await asyncio.sleep(self._config.retry_seconds)
+                lookup = self._look_up(digest, hints)
+        finally:
+            lookup.cancel()
+            if fetch is not None:
+                await asyncio.shield(asyncio.to_thread(fetch.partial.close))
+        self._announce_soon(digest)
+        return self.store.path(digest)
+
+    async def _begin(
+        self, digest: Digest, holders: Sequence[PeerId], patience_seconds: float, max_bytes: int | None
+    ) -> Fetch:
+        """Raises BlobError where none of the holders has the blob, TooLarge, QuotaExceeded."""
+        data = await ask_index(self._transport, holders, digest, patience_seconds)
+        size = decode_index(data, digest).size_bytes
+        if max_bytes is not None and size > max_bytes:
+            raise TooLarge(f"blob {digest[:8]} has {size} bytes; at most {max_bytes} allowed")
+        partial = await asyncio.to_thread(self.store.begin, data, digest)
+        return Fetch(self._transport, partial, self._config.chunk_seconds)
+
+    def _look_up(self, digest: Digest, hints: Sequence[PeerId]) -> asyncio.Task[list[PeerId]]:
+        return asyncio.create_task(self._holders(digest, hints), name=f"holders of {digest[:8]}")
+
+    async def _holders(self, digest: Digest, hints: Sequence[PeerId]) -> list[PeerId]:
+        try:
+            records = await self._directory.providers(digest)
+        except SwarmError as error:
+            logger.debug("providers of blob %.8s not read: %s", digest, error)
+            records = ()
+        peers = dict.fromkeys([*hints, *(record.peer for record in records)])
+        return [peer for peer in peers if peer != self._transport.peer_id]
+
+    def _announce_soon(self, digest: Digest) -> None:
+        """A store in the directory takes long beside all that a stage waits for."""
+        task = asyncio.create_task(self._announce(digest), name=f"announce {digest[:8]}")
+        self._announcing.add(task)
+        task.add_done_callback(self._announcing.discard)
+
+    async def _announce(self, digest: Digest) -> None:
+        try:
+            record = ProviderRecord(
+                digest=digest, peer=self._transport.peer_id, size_bytes=self.store.size(digest)
+            )
+            await self._directory.publish(record, ttl_seconds=3 * self._config.announce_seconds)
+        except SwarmError as error:
+            logger.warning("blob %.8s not announced: %s", digest, error)
+
+    async def _announce_for_ever(self) -> None:
+        while True:
+            for digest in self.store.digests():
+                await self._announce(digest)
+            await asyncio.sleep(self._config.announce_seconds)
+
+    async def _serve(self, stream: Stream) -> None:
+        while True:
+            try:
+                frame = await stream.receive()
+            except StreamClosed:
+                return
+            digest = frame.header.get("digest")
+            if not is_digest(digest):
+                raise FrameError("a blob request without a digest")
+            digest = Digest(str(digest))
+            if not self.store.has(digest):  # an honest question with a plain answer: nothing for the log
+                await stream.send("error", {"message": f"blob {digest:.8} is not here"})
+                continue
+            match frame.kind, frame.header.get("chunks"):
+                case "index", _:
+                    data = await asyncio.to_thread(self.store.index, digest)
+                    await stream.send("index", {}, [data])
+                case "get", list() as chunks if len(chunks) <= MAX_CHUNKS_ASKED:
+                    await self._send_chunks(stream, digest, chunks)
+                case _:
+                    raise FrameError("a blob request that is not one")
+
+    async def _send_chunks(self, stream: Stream, digest: Digest, chunks: list[object]) -> None:
+        for chunk in chunks:
+            if type(chunk) is not int:
+                raise FrameError("a blob request that is not one")
+            async with self._uploads:
+                data = await asyncio.to_thread(self.store.read_chunk, digest, chunk)
+            await self._wait_for_budget(stream, len(data))
+            await stream.send("chunk", {"index": chunk}, [data])
+
+    async def _wait_for_budget(self, stream: Stream, count: int) -> None:
+        """Tell the reader now and then that we are still there: it leaves a holder that says nothing."""
+        if not self._budget.limited:
+            return
+        spending = asyncio.ensure_future(self._budget.spend(stream.remote, count))
+        try:
+            while True:
+                done, _ = await asyncio.wait([spending], timeout=WAIT_SECONDS)
+                if done:
+                    return
+                await stream.send("wait")
+        finally:
+            spending.cancel()
+
+
+class TooLarge(BlobError):
+    """The blob is larger than the caller allows: trying again cannot help."""

@@ -1,0 +1,311 @@
+"""Blobs on disk, under a quota. Blocking: the event loop calls it through threads (`fusion.swarm.blobs.blobs`).
+
+ROOT/<digest>            the bytes
+ROOT/<digest>.index      its index, written last: where it is, the blob is whole
+ROOT/partial/<digest>    a blob on its way, with holes, and its index; survives a restart
+ROOT/partial/tmp-*       files being written; swept at start
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from fusion.swarm.blobs.index import CHUNK_BYTES, BlobIndex, decode_index, index_of
+from fusion.swarm.directory.records import Digest, is_digest
+from fusion.swarm.errors import BlobError, QuotaExceeded
+
+
+class BadChunk(BlobError):
+    """Bytes that are not what the digest says: the fault of whoever sent them."""
+
+
+class BlobStore:
+    """Whole blobs by digest. Safe to use from several threads; one store per folder and process."""
+
+    def __init__(self, root: Path, quota_bytes: int) -> None:
+        """Raises BlobError (one line) if the folder cannot be used, ValueError for a quota below zero."""
+        if quota_bytes < 0:
+            raise ValueError(f"quota_bytes must be at least 0, not {quota_bytes}")
+        self.root = root
+        self.quota_bytes = quota_bytes
+        self._partial = root / "partial"
+        self._lock = threading.Lock()
+        self._sizes: dict[Digest, int] = {}
+        self._resumable: dict[Digest, int] = {}  # partial blobs that nobody is fetching now, oldest first
+        self._reserved = 0  # of partial blobs being fetched and files being written
+        with _disk_errors(f"cannot use {root}"):
+            self._partial.mkdir(parents=True, exist_ok=True)
+            self._scan()
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return sum(self._sizes.values()) + sum(self._resumable.values()) + self._reserved
+
+    def digests(self) -> dict[Digest, int]:
+        """Size in bytes of every whole blob."""
+        with self._lock:
+            return dict(self._sizes)
+
+    def has(self, digest: Digest) -> bool:
+        return digest in self._sizes
+
+    def size(self, digest: Digest) -> int:
+        """Raises BlobError for a blob that is not here."""
+        with self._lock:
+            if digest not in self._sizes:
+                raise BlobError(f"blob {digest[:8]} is not here")
+            return self._sizes[digest]
+
+    def path(self, digest: Digest) -> Path:
+        """The file with the blob's bytes; it must not be changed. Raises BlobError for a blob that is not here."""
+        self.size(digest)
+        return self.root / digest
+
+    def index(self, digest: Digest) -> bytes:
+        self.size(digest)
+        with _disk_errors(f"cannot read blob {digest[:8]}"):
+            return (self.root / f"{digest}.index").read_bytes()
+
+    def read_chunk(self, digest: Digest, chunk: int) -> bytes:
+        """Raises BlobError for a chunk that the blob has not."""
+        size = self.size(digest)
+        if not 0 <= chunk * CHUNK_BYTES < size:
+            raise BlobError(f"blob {digest[:8]} has no chunk {chunk}")
+        with _disk_errors(f"cannot read blob {digest[:8]}"), (self.root / digest).open("rb") as file:
+            file.seek(chunk * CHUNK_BYTES)
+            return file.read(CHUNK_BYTES)
+
+    def put(self, source: bytes | Path) -> Digest:
+        """Keep a copy of the bytes, or of the file. Raises QuotaExceeded, BlobError."""
+        if isinstance(source, Path):
+            with _disk_errors(f"cannot read {source}"):
+                size = source.stat().st_size
+        else:
+            size = len(source)
+        self._reserve(size)
+        scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
+        try:
+            with _disk_errors(f"cannot write {scratch}"):
+                with scratch.open("wb") as file:
+                    index = index_of(_copied(source, file, size))
+                    _settle(file.fileno())
+                return self._adopt(index, scratch)
+        finally:
+            with self._lock:
+                self._reserved -= size
+            scratch.unlink(missing_ok=True)
+
+    def begin(self, index_bytes: bytes, digest: Digest) -> PartialBlob:
+        """Start, or go on with, fetching a blob. `close` the result. Raises QuotaExceeded, BlobError."""
+        index = decode_index(index_bytes, digest)
+        with self._lock:
+            self._resumable.pop(digest, None)
+        try:
+            self._reserve(index.size_bytes)
+        except QuotaExceeded:
+            self._forget_partial(digest)
+            raise
+        try:
+            with _disk_errors(f"cannot write blob {digest[:8]}"):
+                (self._partial / f"{digest}.index").write_bytes(index_bytes)
+                return PartialBlob(self, index, self._partial / digest)
+        except BaseException:
+            with self._lock:
+                self._reserved -= index.size_bytes
+            raise
+
+    def delete(self, digest: Digest) -> None:
+        """Forget a blob; one that is not here is ignored."""
+        with self._lock:
+            self._sizes.pop(digest, None)
+        with _disk_errors(f"cannot delete blob {digest[:8]}"):
+            (self.root / f"{digest}.index").unlink(missing_ok=True)
+            (self.root / digest).unlink(missing_ok=True)
+
+    def _end_partial(self, partial: PartialBlob, complete: bool) -> None:
+        digest, size = partial.index.digest, partial.index.size_bytes
+        try:
+            if complete:
+                with _disk_errors(f"cannot write blob {digest[:8]}"):
+                    self._adopt(partial.index, partial.path)
+                    (self._partial / f"{digest}.index").unlink(missing_ok=True)
+        finally:
+            with self._lock:
+                self._reserved -= size
+                if not complete:
+                    self._resumable[digest] = size
+
+    def _adopt(self, index: BlobIndex, data: Path) -> Digest:
+        digest = index.digest
+        os.replace(data, self.root / digest)
+        scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
+        with scratch.open("wb") as file:
+            file.write(index.encode())
+            _settle(file.fileno())
+        os.replace(scratch, self.root / f"{digest}.index")
+        with self._lock:
+            self._sizes[digest] = index.size_bytes
+        return digest
+
+    def _reserve(self, size: int) -> None:
+        """Count `size` bytes as used. Half-fetched blobs that nobody waits for make room first."""
+        while True:
+            with self._lock:
+                used = sum(self._sizes.values()) + sum(self._resumable.values()) + self._reserved
+                if used + size <= self.quota_bytes:
+                    self._reserved += size
+                    return
+                victim = next(iter(self._resumable), None)
+            if victim is None:
+                raise QuotaExceeded(
+                    f"a blob of {size} bytes does not fit: {used} of {self.quota_bytes} bytes in {self.root} are used"
+                )
+            self._forget_partial(victim)
+
+    def _forget_partial(self, digest: Digest) -> None:
+        with self._lock:
+            self._resumable.pop(digest, None)
+        with _disk_errors(f"cannot delete blob {digest[:8]}"):
+            (self._partial / digest).unlink(missing_ok=True)
+            (self._partial / f"{digest}.index").unlink(missing_ok=True)
+
+    def _scan(self) -> None:
+        for file in self._partial.glob("tmp-*"):
+            file.unlink(missing_ok=True)
+        for file in self.root.iterdir():
+            digest = Digest(file.name.removesuffix(".index"))
+            if not is_digest(digest) or not file.name.endswith(".index"):
+                continue
+            try:
+                index = decode_index(file.read_bytes(), digest)
+                whole = (self.root / digest).stat().st_size == index.size_bytes
+            except (BlobError, FileNotFoundError):
+                whole = False
+            if whole:
+                self._sizes[digest] = index.size_bytes
+            else:
+                self.delete(digest)
+        for file in self.root.iterdir():  # the crash came between the data and its index
+            if is_digest(file.name) and file.name not in self._sizes:
+                file.unlink(missing_ok=True)
+        for file in self._partial.iterdir():
+            digest = Digest(file.name)
+            if is_digest(digest):
+                self._resumable[digest] = file.stat().st_size
+
+
+class PartialBlob:
+    """A blob of which some chunks are here. Chunks may be written from several threads."""
+
+    def __init__(self, store: BlobStore, index: BlobIndex, path: Path) -> None:
+        self.index = index
+        self.path = path
+        self._store = store
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._closed = False
+        self._full = False  # the disk did not take it
+        self._lock = threading.Lock()
+        try:
+            old_size = os.fstat(self._descriptor).st_size
+            os.ftruncate(self._descriptor, index.size_bytes)
+            # What an earlier attempt left is believed only as far as its hashes go.
+            self.missing = {
+                chunk
+                for chunk in range(len(index.hashes))
+                if chunk * CHUNK_BYTES >= old_size or not self._holds(chunk)
+            }
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def write(self, chunk: int, data: bytes | memoryview) -> None:
+        """Raises BadChunk for bytes that are not the chunk's, QuotaExceeded for a full disk, BlobError for one that
+        does not take the bytes or a blob closed meanwhile."""
+        if not self.index.matches(chunk, data):
+            raise BadChunk(
+                f"chunk {chunk} of blob {self.index.digest[:8]} has other bytes than its digest says"
+            )
+        view, at = memoryview(data), chunk * CHUNK_BYTES
+        # The lock keeps the descriptor open: once closed, its number may soon mean another file.
+        with self._lock, _disk_errors(f"cannot write {self.path}"):
+            if self._closed:
+                raise BlobError(f"blob {self.index.digest[:8]} is no longer being fetched")
+            try:
+                while view:
+                    written = os.pwrite(self._descriptor, view, at)
+                    view, at = view[written:], at + written
+            except OSError:
+                self._full = True
+                raise
+        self.missing.discard(chunk)
+
+    def close(self) -> None:
+        """Into the store if every chunk is here, else kept for a later attempt; one that the disk did not take is
+        deleted, so that smaller ones have room. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        complete = not self.missing
+        try:
+            with _disk_errors(f"cannot write {self.path}"):
+                try:
+                    if complete:
+                        _settle(self._descriptor)
+                finally:
+                    os.close(self._descriptor)
+        except (BlobError, QuotaExceeded):
+            complete = False
+            raise
+        finally:
+            self._store._end_partial(self, complete)
+            if self._full and not complete:
+                self._store._forget_partial(self.index.digest)
+
+    def _holds(self, chunk: int) -> bool:
+        data = os.pread(self._descriptor, CHUNK_BYTES, chunk * CHUNK_BYTES)
+        # A hole reads as zeros and would be hashed for nothing.
+        return data.count(0) != len(data) and self.index.matches(chunk, data)
+
+
+def _copied(source: bytes | Path, file: BinaryIO, size: int) -> Iterator[bytes | memoryview]:
+    """The chunks of `source`, each written to `file` on the way. Raises BlobError if a file grows meanwhile."""
+    if isinstance(source, Path):
+        with _disk_errors(f"cannot read {source}"):
+            origin = source.open("rb")
+        with origin:
+            left = size
+            while chunk := origin.read(CHUNK_BYTES):
+                left -= len(chunk)
+                if left < 0:
+                    raise BlobError(f"{source} grew while it was read")
+                file.write(chunk)
+                yield chunk
+    else:
+        view = memoryview(source)
+        for at in range(0, size, CHUNK_BYTES):
+            file.write(view[at : at + CHUNK_BYTES])
+            yield view[at : at + CHUNK_BYTES]
+
+
+def _settle(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _disk_errors(what: str) -> Iterator[None]:
+    """OSError as one line of ours: QuotaExceeded where the disk is full, BlobError otherwise."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise QuotaExceeded(f"{what}: the disk is full") from error
+        raise BlobError(f"{what}: {error.strerror or error}") from error

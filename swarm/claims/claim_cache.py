@@ -1,0 +1,82 @@
+"""What a peer remembers of others' claims: the terms it ever saw, what it read last, and what was shown to it directly.
+
+The directory forgets a claim when it expires, and learns of a new one a little late; a peer should do neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from fusion.swarm.claims.election import latest, rank
+from fusion.swarm.directory.records import MAX_TERM, ClaimRecord, JobId, Record
+from fusion.swarm.errors import RecordError
+
+Slot = tuple[JobId, int]
+V = TypeVar("V")
+
+
+class ClaimMemory:
+    """`unsealed` checks a record that somebody showed us (`Directory.unsealed`); `limit`: stages remembered."""
+
+    def __init__(self, unsealed: Callable[[bytes], Record], limit: int) -> None:
+        self._unsealed = unsealed
+        self._limit = limit
+        self._terms: dict[Slot, int] = {}
+        self._read: dict[Slot, tuple[ClaimRecord, ...]] = {}
+        self._credited: dict[Slot, bytes] = {}  # sealed, the highest of each stage
+
+    def observe(self, slot: Slot, term: int) -> None:
+        # Nothing can be claimed above the last term: who names it would keep everybody from the stage for ever.
+        if self.term(slot) < term < MAX_TERM:
+            self._keep(self._terms, slot, term)
+
+    def term(self, slot: Slot) -> int:
+        """The highest term of the stage that was ever seen; 0 for none."""
+        return self._terms.get(slot, 0)
+
+    def read(self, slot: Slot, claims: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
+        """The directory has just said `claims`: what is true of the stage, with what was shown to us."""
+        self._keep(self._read, slot, claims)
+        return self.recent(slot)
+
+    def recent(self, slot: Slot) -> tuple[ClaimRecord, ...]:
+        """The claims of the stage as last read, with what was shown to us since; nothing is asked."""
+        found = {claim.peer: claim for claim in self._read.get(slot, ())}
+        shown = self._shown(slot)
+        if shown is not None:
+            found[shown.peer] = latest(found.get(shown.peer), shown)
+        for claim in found.values():
+            self.observe(slot, claim.term)
+        return tuple(found.values())
+
+    def credit(self, data: bytes) -> ClaimRecord:
+        """Believe the sealed claim of an owner until it expires or a higher one is shown. Raises RecordError for
+        anything else."""
+        claim = self._unsealed(data)
+        if not isinstance(claim, ClaimRecord) or claim.role != "owner":
+            raise RecordError("what was shown is not the claim of an owner")
+        slot = (claim.job, claim.stage)
+        shown = self._shown(slot)
+        if shown is None or rank(claim) >= rank(shown):
+            self._keep(self._credited, slot, data)
+        self.observe(slot, claim.term)
+        return claim
+
+    def _shown(self, slot: Slot) -> ClaimRecord | None:
+        data = self._credited.get(slot)
+        if data is None:
+            return None
+        try:
+            claim = self._unsealed(data)
+        except RecordError:
+            del self._credited[slot]
+            return None
+        assert isinstance(claim, ClaimRecord), "only claims are credited"
+        return claim
+
+    def _keep(self, kept: dict[Slot, V], slot: Slot, value: V) -> None:
+        kept.pop(slot, None)
+        kept[slot] = value
+        while len(kept) > self._limit:
+            del kept[next(iter(kept))]

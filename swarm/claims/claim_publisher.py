@@ -1,0 +1,103 @@
+"""Our own claims of stages, and how the swarm is told of them.
+
+Which claims we have is decided elsewhere (`fusion.swarm.claims.leases`, `fusion.swarm.claims.standbys`). What is said of a stage is
+always what we have of it at that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from fusion.swarm.claims.claim_cache import Slot
+from fusion.swarm.directory.api import Directory
+from fusion.swarm.directory.records import ClaimRecord
+from fusion.swarm.errors import SwarmError
+
+logger = logging.getLogger(__name__)
+
+
+class OwnClaims:
+    """At most one claim of each stage. `ttl_seconds`: how long the directory keeps what is said."""
+
+    def __init__(self, directory: Directory, ttl_seconds: float) -> None:
+        self.owned: dict[Slot, ClaimRecord] = {}
+        self.standing: dict[
+            Slot, ClaimRecord
+        ] = {}  # of stages that we stand by for or run beside their owner
+        self.claiming: set[Slot] = set()  # to be won or lost: nothing else is said of these
+        self.wake = asyncio.Event()  # set when there is something for `say_unsaid`
+        self.late: set[asyncio.Task[None]] = set()  # publications that nobody waits for any more
+        self._directory = directory
+        self._ttl_seconds = ttl_seconds
+        self._unsaid: dict[Slot, ClaimRecord] = {}
+
+    def of(self, slot: Slot) -> ClaimRecord | None:
+        """Our claim of the stage, an owner's or a standby's."""
+        return self.owned.get(slot) or self.standing.get(slot)
+
+    def say_soon(self, claim: ClaimRecord) -> None:
+        """Leave it to the next `say_unsaid`."""
+        self._unsaid[claim.job, claim.stage] = claim
+        self.wake.set()
+
+    def withdraw_soon(self, claim: ClaimRecord) -> None:
+        """As `withdraw`, with the next `say_unsaid`."""
+        self.say_soon(_released(claim))
+
+    def leave_unsaid(self, slot: Slot) -> None:
+        """Forget what `say_soon` was told of the stage."""
+        self._unsaid.pop(slot, None)
+
+    async def say_unsaid(self) -> None:
+        unsaid, self._unsaid = self._unsaid, {}
+        await asyncio.gather(*(self.say(claim) for claim in unsaid.values()))
+
+    async def say(self, claim: ClaimRecord) -> None:
+        """Publish what we have to say of a stage now: what owns it or stands by for it, else `claim`."""
+        slot = (claim.job, claim.stage)
+        if slot in self.claiming:
+            return
+        claim = self.of(slot) or claim
+        try:
+            await self.publish(claim)
+        except SwarmError as error:
+            logger.warning(
+                "%s claim of stage %d of job %.8s not published: %s",
+                claim.role,
+                claim.stage,
+                claim.job,
+                error,
+            )
+
+    async def withdraw(self, claim: ClaimRecord) -> None:
+        """Say in place of a claim that we do not hold that we stand by, or that it is released."""
+        self.leave_unsaid((claim.job, claim.stage))
+        await self.say(_released(claim))
+
+    async def publish(self, claim: ClaimRecord, patience_seconds: float | None = None) -> None:
+        """Raises SwarmError. With patience, what takes longer goes on in the background: one node that does not answer
+        must not hold up a takeover."""
+        work = self._directory.publish(claim, ttl_seconds=self._ttl_seconds)
+        if patience_seconds is None:
+            await work
+            return
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task], timeout=patience_seconds)
+        finally:
+            if not task.done():
+                self.late.add(task)
+                task.add_done_callback(self._published_late)
+        if task.done():
+            task.result()
+
+    def _published_late(self, task: asyncio.Task[None]) -> None:
+        self.late.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("a claim was not published: %s", error)
+
+
+def _released(claim: ClaimRecord) -> ClaimRecord:
+    return replace(claim, role="released", ready=False)

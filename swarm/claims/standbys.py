@@ -1,0 +1,102 @@
+"""Standing by for stages that others own: ready to take them over, or running them beside their owner as a replica.
+
+Who takes a stage over, and when, is the rule of `fusion.swarm.claims.election`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusion.swarm.claims.claim_cache import ClaimMemory, Slot
+from fusion.swarm.claims.claim_publisher import OwnClaims
+from fusion.swarm.claims.election import is_idle
+from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.transport import PeerId
+
+
+class Standbys:
+    """The stages that this peer stands by for. A stage that it owns is never one of them, nor one that it claims."""
+
+    def __init__(self, peer_id: PeerId, ours: OwnClaims, memory: ClaimMemory) -> None:
+        self._peer_id = peer_id
+        self._ours = ours
+        self._memory = memory
+
+    def standing(self) -> tuple[ClaimRecord, ...]:
+        """Our claims of stages that we stand by for."""
+        return tuple(self._ours.standing.values())
+
+    def stand_by(
+        self, job: JobId, stage: int, *, score: float, step: int, ready: bool = False, busy: bool = False
+    ) -> None:
+        """Say, now and every heartbeat until `stand_down` or a won `Leases.claim`, that we could take the stage over:
+        with its state of `step` here, and `ready` in memory; `busy` with stages of our own, so that others go first.
+        Ignored for a stage that we own. A replica stays one unless it is `busy`."""
+        slot = (job, stage)
+        if slot in self._ours.owned or slot in self._ours.claiming:
+            return
+        before = self._ours.standing.get(slot)
+        if before is not None and before.role == "replica" and not busy:
+            claim = replace(before, score=score, step=step)
+        else:
+            claim = ClaimRecord(
+                job=job,
+                stage=stage,
+                peer=self._peer_id,
+                role="standby",
+                term=self._memory.term(slot),
+                score=score,
+                step=step,
+                load=1.0 if busy else 0.0,
+                ready=ready,
+            )
+        self._ours.standing[slot] = claim
+        if before is None or replace(before, term=claim.term, step=step) != claim:
+            self._ours.say_soon(claim)
+
+    def serve_beside(self, job: JobId, stage: int) -> int:
+        """Say from now on that we run the stage beside its owner, ready for sessions. The term of that claim, which
+        stays the same for as long as we say so; 0 where we may not: only who stands by for the stage and owns none
+        does."""
+        slot = (job, stage)
+        claim = self._ours.standing.get(slot)
+        if claim is None or not is_idle(claim):
+            return 0
+        if claim.role != "replica":
+            term = max(1, claim.term, self._memory.term(slot))
+            claim = self._ours.standing[slot] = replace(
+                claim, role="replica", term=term, load=0.0, ready=True
+            )
+            self._ours.say_soon(claim)
+        return claim.term
+
+    def only_stand_by(self, job: JobId, stage: int) -> None:
+        """Say that we run the stage beside its owner no longer, and only stand by for it."""
+        slot = (job, stage)
+        claim = self._ours.standing.get(slot)
+        if claim is not None and claim.role == "replica":
+            term = max(claim.term, self._memory.term(slot))
+            claim = self._ours.standing[slot] = replace(claim, role="standby", term=term, load=0.0)
+            self._ours.say_soon(claim)
+
+    def beside(self, job: JobId, stage: int) -> bool:
+        """Whether we say that we run the stage beside its owner, or are about to own it ourselves."""
+        slot = (job, stage)
+        claim = self._ours.standing.get(slot)
+        return slot in self._ours.claiming or (claim is not None and claim.role == "replica")
+
+    def stand_down(self, job: JobId, stage: int) -> None:
+        """No longer stand by for the stage."""
+        claim = self._ours.standing.pop((job, stage), None)
+        if claim is not None:
+            self._ours.withdraw_soon(claim)
+
+    async def renew(self, slot: Slot) -> None:
+        """Say once more that we stand by for the stage, if we do."""
+        claim = self._ours.standing.get(slot)
+        if claim is not None:
+            if claim.role == "standby":  # sessions know a replica by its term
+                # Not below a claim of ours that was an owner's: readers go by the term where they have seen both.
+                term = max(claim.term, self._memory.term(slot))
+                self._ours.standing[slot] = replace(claim, term=term)
+            await self._ours.say(claim)

@@ -1,0 +1,78 @@
+"""What the swarm knows about itself: peers, jobs, claims and blob providers, as signed records that soon expire.
+
+Two directories implement it: `fusion.swarm.directory.dht` (hivemind's Kademlia DHT) and `fusion.swarm.memory.network` (one process,
+for unit tests). Both share the checks of `fusion.swarm.directory.records` and the rules below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from fusion.swarm.directory.records import (
+    SHARDS,
+    ClaimRecord,
+    Digest,
+    JobId,
+    JobRecord,
+    LinkRecord,
+    PeerRecord,
+    ProviderRecord,
+    Record,
+    jobs_key,
+    links_key,
+    peers_key,
+)
+
+HEARTBEAT_SECONDS = 2.0
+RECORD_TTL_SECONDS = 3 * HEARTBEAT_SECONDS
+
+PEER_KEYS: tuple[str, ...] = tuple(peers_key(shard) for shard in range(SHARDS))
+JOB_KEYS: tuple[str, ...] = tuple(jobs_key(shard) for shard in range(SHARDS))
+LINK_KEYS: tuple[str, ...] = tuple(links_key(shard) for shard in range(SHARDS))
+
+
+class Directory(Protocol):
+    """Signed, short-lived records in a DHT. Every reader sees only records that pass all checks."""
+
+    async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
+        """Sign with our key and store. The record's author must be us (RecordError otherwise)."""
+
+    def sealed(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> bytes:
+        """The record signed with our key as `publish` would store it, to be shown to a peer directly. RecordError as
+        there."""
+
+    def unsealed(self, data: bytes) -> Record:
+        """The record that a peer showed us, if it passes every check now. Raises RecordError."""
+
+    async def peers(self) -> tuple[PeerRecord, ...]: ...
+
+    async def links(self) -> tuple[LinkRecord, ...]:
+        """What each peer has measured of its links."""
+
+    async def jobs(self) -> tuple[JobRecord, ...]:
+        """One per job: of several authors the highest (term, step, state finished first, the lead's own)."""
+
+    async def job(self, job: JobId) -> JobRecord | None: ...
+
+    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+        """Every live claim of the stage, owners, standbys and released ones."""
+
+    async def providers(self, digest: Digest) -> tuple[ProviderRecord, ...]: ...
+
+    async def aclose(self) -> None: ...
+
+
+def newest_jobs(records: Iterable[JobRecord]) -> tuple[JobRecord, ...]:
+    """One record per job, the one that readers believe, in the order of job ids."""
+    best: dict[JobId, JobRecord] = {}
+    for record in records:
+        if record.job not in best or _standing(record) > _standing(best[record.job]):
+            best[record.job] = record
+    return tuple(best[job] for job in sorted(best))
+
+
+def _standing(record: JobRecord) -> tuple[int, int, bool, bool, bool, str]:
+    finished = record.state in ("done", "stopped", "failed")
+    own = record.author == record.lead  # others repeat the last word of a lead that is gone
+    return record.term, record.step, finished, record.state != "launching", own, record.author

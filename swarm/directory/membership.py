@@ -1,0 +1,263 @@
+"""Being in the swarm: saying so every heartbeat, finding a way in, and finding it again.
+
+No bootstrap peer is ever necessary for a peer to run: it starts alone, tries its seeds and the peers it met in
+earlier runs for ever in the background, and lets others find it. Seeds are probed also while all is well, since a
+swarm that lost its seeds for a while may have become two; and so are, every few seconds, peers that were listed and
+are no longer (see `fusion.swarm.directory.missing_peers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS, Directory
+from fusion.swarm.directory.bootstrap import MAX_CACHED, load_cached, save_cached
+from fusion.swarm.directory.missing_peers import Roll, RollConfig
+from fusion.swarm.directory.records import PeerRecord
+from fusion.swarm.errors import SwarmError, TransportError
+from fusion.swarm.transport import PeerId, Transport
+
+logger = logging.getLogger(__name__)
+
+_ADDRESSES_EACH = 4  # of one peer, tried or remembered
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipConfig:
+    bootstrap: tuple[str, ...] = ()  # full multiaddrs
+    cache_path: Path | None = None  # where peers met are kept for the next start
+    heartbeat_seconds: float = HEARTBEAT_SECONDS
+    first_retry_seconds: float = 0.5  # doubling, while no seed answers
+    longest_retry_seconds: float = 10.0
+    probe_seconds: float = 30.0  # between probes of all seeds while there are neighbours
+    look_seconds: float = 5.0  # between looks at who is listed
+    search_seconds: float = 1.0  # between looks at which missing peer is to be tried
+    remember_seconds: float = 60.0
+    seeds_at_once: int = 16
+    roll: RollConfig = RollConfig()  # noqa: RUF009 - frozen
+
+    def __post_init__(self) -> None:
+        for name in (
+            "heartbeat_seconds",
+            "first_retry_seconds",
+            "longest_retry_seconds",
+            "probe_seconds",
+            "look_seconds",
+            "search_seconds",
+            "remember_seconds",
+            "seeds_at_once",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+
+
+class Neighbourhood(Protocol):
+    """The part of a DHT that getting in is about. `HivemindDirectory` is one."""
+
+    async def join(self, peer: PeerId) -> bool:
+        """Become the DHT neighbour of a connected peer; False if it does not answer."""
+
+    async def refresh(self) -> int:
+        """Look for nodes around us; how many neighbours we have."""
+
+    def neighbours(self) -> tuple[PeerId, ...]: ...
+
+
+class Membership:
+    """`async with Membership(...)`: this peer announces itself, and keeps its way into the swarm, for the length of
+    the block.
+
+    `describe` makes our record as of now. `joined` is set once a neighbour was found, `announced` once our record went
+    out to a swarm (to ourselves, where there are no seeds): neither need ever happen.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        directory: Directory,
+        neighbourhood: Neighbourhood,
+        describe: Callable[[], PeerRecord] | None,
+        config: MembershipConfig,
+        learn: Callable[[PeerId, Sequence[str]], None] = lambda peer, addresses: None,
+    ) -> None:
+        """`describe` None: a client, which is in the swarm without being announced. `learn` is told where each listed
+        peer listens."""
+        self.announced = asyncio.Event()
+        self.joined = asyncio.Event()
+        self._transport = transport
+        self._directory = directory
+        self._neighbourhood = neighbourhood
+        self._describe = describe
+        self._config = config
+        self._learn = learn
+        self._roll = Roll(transport.peer_id, config.roll)
+        self._remembered_at = float("-inf")
+        self._cached: tuple[str, ...] = ()
+        self._complained = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        if self._config.cache_path is not None:
+            self._cached = await asyncio.to_thread(load_cached, self._config.cache_path)
+        loops = [self._join_for_ever(), self._look_for_ever(), self._search_for_ever()]
+        if self._describe is not None:
+            loops.append(self._announce_for_ever())
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Stop. The record runs out by itself. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await self._save()
+        self._tasks = []
+
+    @property
+    def seeds(self) -> tuple[str, ...]:
+        """What we dial to get in: the configured addresses, then the peers met before."""
+        return tuple(dict.fromkeys([*self._config.bootstrap, *self._cached]))
+
+    async def announce(self) -> bool:
+        """Publish our record once; False (and one line in the log) if that failed."""
+        if self._describe is None:
+            return False
+        try:
+            await self._directory.publish(self._describe(), ttl_seconds=3 * self._config.heartbeat_seconds)
+        except SwarmError as error:
+            logger.warning("not announced: %s", error)
+            return False
+        if self.joined.is_set() or not self.seeds:
+            self.announced.set()
+        return True
+
+    async def join(self) -> bool:
+        """Dial every seed that is not a neighbour yet; True if we have a neighbour afterwards."""
+        ours = {self._transport.peer_id, *self._neighbourhood.neighbours()}
+        seeds = [seed for seed in self.seeds if seed.rpartition("/p2p/")[2] not in ours]
+        limit = asyncio.Semaphore(self._config.seeds_at_once)
+        await asyncio.gather(*(self._try(seed, limit) for seed in seeds))
+        if not self._neighbourhood.neighbours():
+            if seeds and not self._complained:
+                logger.warning(
+                    "none of %d known peers answers; going on alone and trying again in the background",
+                    len(seeds),
+                )
+                self._complained = True
+            return False
+        if self._complained:
+            logger.info("back in the swarm")
+        self._complained = False
+        self.joined.set()
+        return True
+
+    async def look(self) -> None:
+        """Read who is listed: whoever no longer is will be looked for. Now and then they are noted for the next start,
+        and for when all seeds are gone."""
+        try:
+            records = await self._directory.peers()
+        except SwarmError as error:
+            logger.debug("peers not read: %s", error)
+            return
+        others = [r for r in records if r.role == "peer" and r.peer != self._transport.peer_id]
+        for record in others:
+            self._learn(record.peer, record.addresses)
+        now = time.monotonic()
+        self._roll.call(others, now)
+        if not others:
+            return
+        # In a large swarm not all peers should remember the same few.
+        chosen = random.sample(others, len(others))
+        fresh = [address for record in chosen for address in record.addresses[:_ADDRESSES_EACH]]
+        self._cached = tuple(dict.fromkeys([*fresh, *self._cached]))[:MAX_CACHED]
+        if now - self._remembered_at >= self._config.remember_seconds:
+            self._remembered_at = now
+            await self._save()
+
+    async def search(self) -> None:
+        """Try the missing peers whose turn it is; whoever answers becomes a neighbour again."""
+        limit = asyncio.Semaphore(self._config.seeds_at_once)
+        due = self._roll.due(time.monotonic())
+        answered = await asyncio.gather(
+            *(self._try_any(addresses[:_ADDRESSES_EACH], limit) for addresses in due.values())
+        )
+        back = [peer for peer, there in zip(due, answered, strict=True) if there]
+        for peer in back:
+            self._roll.found(peer)
+        if back:
+            logger.info("%d peers that were missing answer again", len(back))
+            await self.announce()  # those around them need not wait for our next heartbeat
+
+    async def _save(self) -> None:
+        if self._config.cache_path is None or not self._cached:
+            return
+        try:
+            await asyncio.to_thread(save_cached, self._config.cache_path, self._cached)
+        except OSError as error:
+            logger.warning(
+                "cannot remember peers in %s: %s", self._config.cache_path, error.strerror or error
+            )
+
+    async def _try(self, seed: str, limit: asyncio.Semaphore) -> bool:
+        return await self._try_any((seed,), limit)
+
+    async def _try_any(self, addresses: Sequence[str], limit: asyncio.Semaphore) -> bool:
+        """Dial one peer at all of its addresses; whether it is our neighbour then."""
+        async with limit:
+            tried = await asyncio.gather(
+                *(self._transport.connect(address) for address in addresses), return_exceptions=True
+            )
+            for address, outcome in zip(addresses, tried, strict=True):
+                if not isinstance(outcome, BaseException):
+                    return await self._neighbourhood.join(outcome)
+                if not isinstance(outcome, (TransportError, ValueError)):
+                    raise outcome
+                logger.debug("%s: %s", address, outcome)
+            return False
+
+    async def _announce_for_ever(self) -> None:
+        while True:
+            await self.announce()
+            await asyncio.sleep(self._config.heartbeat_seconds)
+
+    async def _join_for_ever(self) -> None:
+        pause = self._config.first_retry_seconds
+        while True:
+            if await self.join():
+                pause = self._config.first_retry_seconds
+                await self._neighbourhood.refresh()
+                if not self.announced.is_set():
+                    await self.announce()  # the swarm need not wait for our next heartbeat
+                await self._while_there_are_neighbours()
+            else:
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # not all peers at once
+                pause = min(2 * pause, self._config.longest_retry_seconds)
+
+    async def _while_there_are_neighbours(self) -> None:
+        """Returns when it is time to probe the seeds again: at the latest after `probe_seconds`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._config.probe_seconds
+        while self._neighbourhood.neighbours() and loop.time() < until:
+            await asyncio.sleep(self._config.heartbeat_seconds)
+
+    async def _look_for_ever(self) -> None:
+        await self.joined.wait()
+        while True:
+            await self.look()
+            await asyncio.sleep(self._config.look_seconds)
+
+    async def _search_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.search_seconds)
+            await self.search()

@@ -1,0 +1,373 @@
+"""What this peer knows of its links, kept up to date from real traffic, and from short probes where there is none.
+
+Who receives a payload times it and reports once a second to its sender; who sends therefore knows both its own other
+transfers and what came of each, and is the one that publishes the pair. Round trips are pinged: real answers include
+somebody's work. Where a link has carried nothing for long a short train of bytes stands in for traffic: few candidate
+neighbours, one at a time, within an allowance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from fusion.swarm.coordinates import Coordinate, moved
+from fusion.swarm.directory.api import Directory
+from fusion.swarm.directory.records import LinkRecord, PeerRecord
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.links.packet_trains import FAST
+from fusion.swarm.links.prober import QUIET_BYTES, ProbeConfig, Prober
+from fusion.swarm.links.probes import PROBE, ProbeHost, ProbeLine, Report
+from fusion.swarm.links.table import (
+    TOGETHER_SECONDS,
+    WITNESSES,
+    LinkTable,
+    Neighbour,
+    after,
+    counted,
+    lot,
+)
+from fusion.swarm.links.view import LinkView, link_view
+from fusion.swarm.streams.handlers import one_line
+from fusion.swarm.streams.link_estimate import RateEstimate, Sample
+from fusion.swarm.streams.receive_log import ArrivalLog
+from fusion.swarm.transport import PeerId, Transport
+
+logger = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.5  # between looks at who is to be pinged
+MOMENT_SECONDS = 0.1  # that pings and publishing may take before the next look
+PROBE_PAUSE_SECONDS = 0.15  # between looks at who is to be probed
+TRAIN_WEIGHT_SECONDS = 3.0  # of traffic: a train is sent because nothing newer is known
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkConfig:
+    neighbours: int = 6  # that are pinged and probed although nothing flows
+    tick_seconds: float = 1.0
+    ping_seconds: float = 5.0
+    first_pings: int = 12  # of a neighbour, PAUSE_SECONDS apart
+    answer_seconds: float = 3.0
+    busy_answer_seconds: float = 15.0  # while there is traffic: an answer may wait behind payloads
+    first_mute_seconds: float = 2.0  # a peer that does not answer is left alone, each time twice as long
+    mute_seconds: float = 30.0  # and no longer than that
+    publish_seconds: float = 8.0
+    probing: ProbeConfig = field(default_factory=ProbeConfig)
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "probing" and not value > 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+
+
+class Links:
+    """`async with Links(...)`: measures for the length of the block. `meet` names the candidates.
+
+    `on_change(peer, before, now)` is called when the rate from us to a peer (bytes per second) changed clearly; `before`
+    is 0 at first.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        directory: Directory,
+        arrivals: ArrivalLog,
+        config: LinkConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.on_change: Callable[[PeerId, float, float], None] | None = None
+        self.coordinate = Coordinate()
+        self._transport = transport
+        self._directory = directory
+        self._arrivals = arrivals
+        self._config = config = config or LinkConfig()
+        self._clock = clock
+        self._host = ProbeHost(
+            arrivals, lambda: self.coordinate, self._reported, self._train_came, clock=clock
+        )
+        self._table = LinkTable(transport.peer_id, config.neighbours)
+        self._sent: dict[PeerId, int] = {}  # probes left out, as of the last tick
+        self._ticked_at = clock()
+        self._prober = Prober(self._table, transport, config.probing, clock, self._learned, self._mute)
+        self._probed_bytes = 0  # to those who are neighbours no more
+        self._publishing = False
+        self._published_at = float("-inf")
+        self._view_at = float("-inf")
+        self._records: tuple[tuple[PeerRecord, ...], tuple[LinkRecord, ...]] = ((), ())
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self.serve()
+        self._start(self._for_ever(self.tick, self._config.tick_seconds))
+        self._start(self._for_ever(self.ping, PAUSE_SECONDS))
+        self._start(self._for_ever(self.probe, PROBE_PAUSE_SECONDS))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def serve(self) -> None:
+        """Answer others' probes; `async with` does so too."""
+        await self._transport.serve(PROBE, self._host.attend)
+
+    async def aclose(self) -> None:
+        """Stop. What was published runs out by itself. Idempotent."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for neighbour in self._table.every():
+            neighbour.line.drop()
+
+    # What is known.
+
+    def meet(self, peer: PeerId) -> None:
+        """The peer is listed in the directory now: it may become a neighbour."""
+        self._table.meet(peer, self._clock())
+
+    def doubt(self, peer: PeerId) -> None:
+        """What we send to the peer takes longer than it did: measure the link soon, although there may be traffic, if
+        that was not done a moment ago."""
+        neighbour = self._table.find(peer)
+        if neighbour is not None:
+            neighbour.press(self._clock())
+
+    @property
+    def up_mbps(self) -> float:
+        """The most that we were seen to send, over all links together; 0: not known."""
+        return self._table.up_mbps(self._clock())
+
+    @property
+    def down_mbps(self) -> float:
+        return self._table.down_mbps(self._clock())
+
+    def record(self) -> LinkRecord:
+        """What we have measured, the links in use first."""
+        return self._table.record(self._clock())
+
+    @property
+    def probe_bytes(self) -> int:
+        """About what our own pings, trains and reports took so far; what others ask of us is theirs."""
+        return self._probed_bytes + sum(neighbour.line.sent_bytes for neighbour in self._table.every())
+
+    @property
+    def peers(self) -> tuple[PeerRecord, ...]:
+        """Who is there, as of the last `refresh`."""
+        return self._records[0]
+
+    def snapshot(self) -> LinkView:
+        """Links as of the last `refresh`, ours as of now."""
+        peers, links = self._records
+        return link_view(peers, (*links, self.record()))
+
+    async def refresh(self, max_age_seconds: float = 2.0) -> LinkView:
+        """Read what the others say, unless that was done no longer ago; the view then. Raises SwarmError."""
+        now = self._clock()
+        if now - self._view_at >= max_age_seconds:
+            self._view_at = now
+            self._records = await asyncio.gather(self._directory.peers(), self._directory.links())
+        return self.snapshot()
+
+    # Once a second: what came in is timed and reported to who sent it, what changed is published.
+
+    async def tick(self) -> None:
+        now, since = self._clock(), self._ticked_at
+        self._ticked_at = now
+        self._time_arrivals(now, since)
+        self._note_traffic(now, now - since)
+        for gone in self._table.forget(now):
+            self._probed_bytes += gone.line.sent_bytes
+            gone.line.drop()
+        age = now - self._published_at
+        due = age >= self._config.publish_seconds or any(n.news for n in self._table.every())
+        if due and not self._publishing:
+            await self._moment(self._publish(now))
+
+    def _time_arrivals(self, now: float, since: float) -> None:
+        samples = {}
+        for peer in self._arrivals.peers(since):
+            if self._host.testing(peer):
+                continue
+            neighbour = self._neighbour(peer)
+            found = self._arrivals.sample(peer, since, neighbour.rtt.seconds)
+            if found is not None:
+                samples[peer] = found
+        if not samples:
+            return
+        sharers = counted(sample.busy_seconds for sample in samples.values())
+        together = sum(sample.bytes_per_second for sample in samples.values()) if sharers > 1 else 0.0
+        busy = [sample.busy_seconds for sample in samples.values()]
+        for peer, found in samples.items():
+            neighbour, report = (
+                self._neighbour(peer),
+                Report.of(found, sharers, max(together, found.bytes_per_second)),
+            )
+            neighbour.active_at = now
+            firm = report.sure and sharers == 1
+            into = after(neighbour.into, report, report.together, now, sum(busy) - found.busy_seconds)
+            self._table.came(neighbour, into, now, firm=firm)
+            if self._table.listed(peer) and not neighbour.reporting and neighbour.muted_until <= now:
+                neighbour.reporting = True
+                self._start(self._report(neighbour, report))
+        self._table.down.add(now, sum(s.size for s in samples.values()) / max(*busy, now - since))
+
+    async def _report(self, neighbour: Neighbour, report: Report) -> None:
+        try:
+            await neighbour.line.report(report, self._patience(neighbour))
+        except (SwarmError, TimeoutError) as error:
+            self._mute(neighbour, error)
+        finally:
+            neighbour.reporting = False
+
+    def _reported(self, peer: PeerId, report: Report) -> None:
+        """How our payloads come in at `peer`, who says so about once a second."""
+        neighbour, now = self._table.find(peer), self._clock()
+        if neighbour is None or report.bytes_per_second <= 0:
+            return
+        neighbour.report, neighbour.active_at = (now, report), now
+        together = self._table.sharers(now)
+        self._table.carried(report.size, now, self._config.tick_seconds)
+        sharers = counted(each.seconds for each in together)
+        if report.sure and max(report.sharers, sharers) == 1:
+            neighbour.settle(now)
+        up = sum(each.bytes_per_second for each in together) if sharers > 1 else 0.0
+        others = sum(each.seconds for each in together) - report.seconds if report.sharers == 1 else math.inf
+        self._learned(neighbour, after(neighbour.out, report, max(up, report.together), now, others))
+
+    def _train_came(self, peer: PeerId, sample: Sample) -> None:
+        neighbour, now = self._table.find(peer), self._clock()
+        if neighbour is None:
+            return
+        rate, high = sample.bytes_per_second, float("inf")
+        if sample.sure:
+            neighbour.came = (*neighbour.came, rate)[-WITNESSES:]
+            high = max(neighbour.came) if len(neighbour.came) == WITNESSES else high
+        known = neighbour.into or RateEstimate(bytes_per_second=rate, at=now)
+        self._table.came(
+            neighbour,
+            known.updated(rate, max(rate, high), TRAIN_WEIGHT_SECONDS, now),
+            now,
+            firm=sample.sure or rate >= FAST,
+        )
+
+    def _learned(self, neighbour: Neighbour, estimate: RateEstimate) -> None:
+        neighbour.out = estimate
+        before = self._table.noticed(neighbour, self._clock())
+        if before is not None and self.on_change is not None:
+            self.on_change(neighbour.peer, before, estimate.bytes_per_second)
+
+    def _note_traffic(self, now: float, seconds: float) -> None:
+        """Whoever we send much to is a neighbour."""
+        total = 0
+        for peer, count in self._transport.traffic().items():
+            neighbour = self._table.find(peer)
+            sent = count.sent_bytes - (0 if neighbour is None else neighbour.line.sent_bytes)
+            before = self._sent.get(peer, 0)
+            more, self._sent[peer] = max(0, sent - before), max(before, sent)
+            total += more
+            if more > QUIET_BYTES and self._table.listed(peer):
+                self._neighbour(peer).active_at = now
+        self._prober.carried(total / max(seconds, 1e-3))
+
+    async def _publish(self, now: float) -> None:
+        self._publishing, self._published_at = True, now
+        for neighbour in self._table.every():
+            neighbour.published = neighbour.newest
+        record = self.record()
+        try:
+            if record.pairs:
+                await self._directory.publish(record, ttl_seconds=3 * self._config.publish_seconds)
+        except SwarmError as error:
+            logger.debug("links: %s", one_line(error))
+        finally:
+            self._publishing = False
+
+    # Pings.
+
+    async def ping(self) -> None:
+        """Ping the neighbours whose turn it is, and wait a moment for their answers."""
+        now = self._clock()
+        await self._moment(*(self._ping(n) for n in self._chosen(now) if self._to_ping(n, now)))
+
+    def _to_ping(self, neighbour: Neighbour, now: float) -> bool:
+        if neighbour.line.asking:
+            return False
+        fresh = neighbour.pings < self._config.first_pings
+        return fresh or now - neighbour.pinged_at >= self._config.ping_seconds
+
+    async def _ping(self, neighbour: Neighbour) -> None:
+        neighbour.pinged_at = self._clock()
+        before = self._bytes_with(neighbour.peer)
+        try:
+            took, there = await neighbour.line.ping(self._patience(neighbour))
+        except (SwarmError, TimeoutError) as error:
+            self._mute(neighbour, error)
+            return
+        now = self._clock()
+        crossed = self._bytes_with(neighbour.peer) - before
+        quiet = crossed < QUIET_BYTES and now - neighbour.active_at > TOGETHER_SECONDS
+        neighbour.pings, neighbour.failures = neighbour.pings + 1, 0
+        neighbour.rtt = neighbour.rtt.updated(now, took, quiet=quiet)
+        rtt = neighbour.rtt.seconds
+        assert rtt is not None
+        direction = lot(self._transport.peer_id, neighbour.peer)
+        self.coordinate = moved(self.coordinate, there, 1e3 * rtt, direction)
+
+    def _patience(self, neighbour: Neighbour) -> float:
+        """Seconds to wait for an answer. One that is given up takes the stream with it, and what traffic tells."""
+        config = self._config
+        busy = self._clock() - neighbour.active_at <= config.answer_seconds
+        return config.busy_answer_seconds if busy else config.answer_seconds
+
+    def _bytes_with(self, peer: PeerId) -> int:
+        count = self._transport.traffic().get(peer)
+        return 0 if count is None else count.sent_bytes + count.received_bytes
+
+    # Trains.
+
+    async def probe(self) -> None:
+        """Send a train to the neighbour that needs one most, if any does and we may."""
+        await self._prober.step(self._chosen(self._clock()))
+
+    # Neighbours.
+
+    def _neighbour(self, peer: PeerId) -> Neighbour:
+        return self._table.find(peer) or self._table.add(ProbeLine(self._transport, peer, self._clock))
+
+    def _chosen(self, now: float) -> list[Neighbour]:
+        wanted = [self._neighbour(peer) for peer in self._table.wanted(now)]
+        return [neighbour for neighbour in wanted if neighbour.muted_until <= now]
+
+    def _mute(self, neighbour: Neighbour, error: BaseException) -> None:
+        logger.debug("no answer to a probe of %s: %s", neighbour.peer, one_line(error))
+        neighbour.line.drop()
+        seconds = min(self._config.first_mute_seconds * 2.0**neighbour.failures, self._config.mute_seconds)
+        neighbour.failures += 1
+        neighbour.muted_until = self._clock() + seconds
+
+    # Tasks.
+
+    async def _for_ever(self, step: Callable[[], Coroutine[Any, Any, None]], pause_seconds: float) -> None:
+        while True:
+            await asyncio.sleep(pause_seconds)
+            try:
+                await step()
+            except SwarmError as error:
+                logger.debug("links: %s", one_line(error))
+
+    async def _moment(self, *works: Coroutine[Any, Any, None]) -> None:
+        """Wait for these, but not for long: what hangs on a slow link must not hold up the timing of the others."""
+        tasks = [self._start(work) for work in works]
+        if tasks:
+            await asyncio.wait(tasks, timeout=MOMENT_SECONDS)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name="links")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,217 @@
+"""Sends trains to neighbours of whose links nothing newer is known, one at a time and within an allowance.
+
+A link that was never measured, or that is in doubt, gets trains until they agree; one that is idle a short check now
+and then, which sees whether it was cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.links import packet_trains
+from fusion.swarm.links.packet_trains import Train
+from fusion.swarm.links.probes import Allowance
+from fusion.swarm.links.table import NOTICED, LinkTable, Neighbour
+from fusion.swarm.streams.link_estimate import RateEstimate
+from fusion.swarm.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+QUIET_BYTES = 16 * 1024  # that may go out meanwhile, or in a second, without being traffic of note
+QUIET_SHARE = 0.2  # of a train, too
+IDLE_SECONDS = 10.0  # without traffic: a job pauses for seconds where one of its links was cut
+LEAST_PINGS = 2  # before a train: it is judged by the round trip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    answer_seconds: float = 12.0
+    again_seconds: float = 1.0  # between two trains to one neighbour: what held one up is over by then
+    check_seconds: float = 60.0  # for which an idle link is believed to be as it was
+    stale_seconds: float = (
+        1800.0  # and measured to be so, checks or not: they do not see that it became faster
+    )
+    first_bytes: float = 16e6  # of trains to measure with, at first
+    first_bytes_per_second: float = 8e3
+    doubt_burst_bytes: float = 768e3  # of trains to measure again with, while there is traffic
+    doubt_bytes_per_second: float = 1e3
+    check_burst_bytes: float = 1e6
+    check_bytes_per_second: float = 16e3  # while there is no traffic
+    traffic_share: float = 0.005  # of what we send, while there is
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+
+
+class Prober:
+    """`learned(neighbour, estimate)` takes what a train says, `failed(neighbour, error)` that one got no answer."""
+
+    def __init__(
+        self,
+        table: LinkTable,
+        transport: Transport,
+        config: ProbeConfig,
+        clock: Callable[[], float],
+        learned: Callable[[Neighbour, RateEstimate], None],
+        failed: Callable[[Neighbour, BaseException], None],
+    ) -> None:
+        self._table = table
+        self._transport = transport
+        self._config = config
+        self._clock = clock
+        self._learned = learned
+        self._failed = failed
+        self._first = Allowance(config.first_bytes, config.first_bytes_per_second, clock)
+        self._doubts = Allowance(config.doubt_burst_bytes, config.doubt_bytes_per_second, clock)
+        self._idle = True
+        self._busy_at = -math.inf
+        self._checks = Allowance(config.check_burst_bytes, config.check_bytes_per_second, clock)
+
+    def carried(self, bytes_per_second: float) -> None:
+        """So much traffic goes out now."""
+        share = self._config.traffic_share * bytes_per_second
+        idle = bytes_per_second <= QUIET_BYTES
+        if not idle:
+            self._busy_at = self._clock()
+        if self._idle and not idle:
+            self._checks.clear()  # what was put by belongs to idle times
+        self._idle = idle
+        self._checks.earn(self._config.check_bytes_per_second if self._idle else share)
+
+    async def step(self, neighbours: list[Neighbour]) -> None:
+        """Probe the one that needs it most, if any does and may be probed."""
+        now = self._clock()
+        due = [n for n in neighbours if n.pings >= LEAST_PINGS and self._due(n, now)]
+        due.sort(key=_order)
+        for neighbour in due:
+            if await (self._measure if neighbour.settled_at is None else self._check)(neighbour):
+                return
+
+    def _due(self, neighbour: Neighbour, now: float) -> bool:
+        if now - neighbour.trained_at < self._config.again_seconds:
+            return False
+        if neighbour.told(now) and not neighbour.pressed:
+            return False
+        if neighbour.settled_at is not None and now - neighbour.settled_at >= self._config.stale_seconds:
+            neighbour.doubt()
+        if neighbour.settled_at is None or neighbour.out is None:
+            return True
+        return now - max(neighbour.checked_at, neighbour.out.at) >= self._config.check_seconds
+
+    async def _measure(self, neighbour: Neighbour) -> bool:
+        """Trains that grow until one is long enough for the link. False: it may not be probed now."""
+        believed, rtt = neighbour.believed, neighbour.rtt.seconds or 0.0
+        begin = packet_trains.check_bytes(believed, rtt) if believed else packet_trains.FIRST_BYTES
+        size = neighbour.train_bytes or begin
+        while True:
+            if not self._may(size, believed):
+                neighbour.train_bytes = size  # as soon as that much is allowed
+                return False
+            train, alone = await self._sent(neighbour, size)
+            if train is None:
+                return True
+            rate, now = train.rate, self._clock()
+            known = neighbour.out.bytes_per_second if neighbour.out else 0.0
+            if rate > known:
+                self._learned(neighbour, RateEstimate(bytes_per_second=rate, at=now))
+            if await self._held_back(neighbour, train, known, rtt):
+                return True  # a lower bound, no more
+            if packet_trains.plainly_cut(train, known):
+                neighbour.trains = ()  # those before are of another time
+                self._learned(neighbour, RateEstimate(bytes_per_second=train.most, at=now))
+            if not alone:
+                return True
+            if packet_trains.long_enough(size, rate) or packet_trains.borne_out(rate, believed):
+                break
+            size = packet_trains.next_bytes(size, rate)
+        neighbour.trains = (*neighbour.trains, rate)
+        neighbour.train_bytes = packet_trains.wanted_bytes(max(neighbour.trains))
+        if packet_trains.settled(neighbour.trains, believed):
+            best = max(neighbour.trains)
+            neighbour.settle(now)
+            self._learned(neighbour, RateEstimate(bytes_per_second=best, at=now))
+        return True
+
+    async def _held_back(self, neighbour: Neighbour, train: Train, known: float, rtt: float) -> bool:
+        """As in `link_trains`. The round trip is asked for again after a train that would tell of a cut: what fills the
+        way back may have begun after the train did."""
+        if packet_trains.held_back(train, known, rtt):
+            return True
+        if not packet_trains.plainly_cut(train, known):
+            return False
+        try:
+            after, _ = await neighbour.line.ping(self._config.answer_seconds)
+        except (SwarmError, TimeoutError) as error:
+            self._failed(neighbour, error)
+            return True
+        return packet_trains.held_back(replace(train, rtt_seconds=after), known, rtt)
+
+    def _may(self, size: int, believed: float) -> bool:
+        if not believed:
+            return self._first.take(size)
+        silent = self._clock() - self._busy_at >= IDLE_SECONDS
+        return self._doubts.take(size) or (silent and self._first.take(size))
+
+    async def _check(self, neighbour: Neighbour) -> bool:
+        assert neighbour.out is not None
+        rate, rtt = neighbour.out.bytes_per_second, neighbour.rtt.seconds or 0.0
+        size = packet_trains.check_bytes(rate, rtt)
+        if not self._checks.take(size):
+            return False
+        train, alone = await self._sent(neighbour, size)
+        if train is None:
+            return True
+        now = neighbour.checked_at = self._clock()
+        if packet_trains.held_back(train, rate, rtt):
+            return True
+        late = packet_trains.too_late(size, train.seconds, rate, rtt)
+        if not late:
+            neighbour.firm_at = now
+            self._learned(neighbour, replace(neighbour.out, at=now))
+        if (late and alone) or train.rate > NOTICED * rate:
+            neighbour.doubt()
+        return True
+
+    async def _sent(self, neighbour: Neighbour, size: int) -> tuple[Train | None, bool]:
+        """What a train said, None if nothing; whether it had the line for itself."""
+        before = self._traffic_bytes()
+        train = None
+        try:
+            rtt = neighbour.rtt.seconds or 0.0
+            train = await neighbour.line.train(
+                size, rtt, self._config.answer_seconds, pressed=neighbour.pressed
+            )
+        except (SwarmError, TimeoutError) as error:
+            self._failed(neighbour, error)
+        neighbour.trained_at = self._clock()
+        if train is None:  # another is heard there first
+            neighbour.trained_at -= random.uniform(0.2, 0.8) * self._config.again_seconds
+        crossed = self._traffic_bytes() - before
+        if train is not None:
+            train = replace(train, crossed=crossed)
+            if neighbour.pressed:  # it is little traffic, and goes on: it takes its part of the link
+                train, crossed = replace(train, rate=train.most, crossed=0), 0
+        return train, self._alone(neighbour) and crossed <= max(QUIET_BYTES, QUIET_SHARE * size)
+
+    def _alone(self, neighbour: Neighbour) -> bool:
+        now = self._clock()
+        return not any(other.told(now) for other in self._table.every() if other is not neighbour)
+
+    def _traffic_bytes(self) -> int:
+        """What went out so far, probes left out."""
+        traffic = self._transport.traffic()
+        probes = sum(neighbour.line.sent_bytes for neighbour in self._table.every())
+        return sum(count.sent_bytes for count in traffic.values()) - probes
+
+
+def _order(neighbour: Neighbour) -> tuple[float, ...]:
+    """Links in doubt, then new ones, then checks; of a kind the slow ones first, they cost least and matter most."""
+    kind = 2 if neighbour.settled_at is not None else 0 if neighbour.believed else 1
+    return (kind, len(neighbour.trains), neighbour.train_bytes, random.random())

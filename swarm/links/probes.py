@@ -1,0 +1,329 @@
+"""Short probes between two peers, and how much of them a peer takes from others.
+
+/fusion/probe/1   one stream, opened by whoever asks
+    ping {}                                    -> pong {coordinate: [ms, ..., height], error}
+    want {bytes, pressed}                      -> go {}, or busy {}: another train is on its way here, or traffic is
+                                                  and it is not pressed
+    train {} + as many bytes as were granted   -> rate {bytes_per_second}, by their spacing; 0: too short to tell
+    report {bytes, seconds, bytes_per_second, sure, sharers, together}: how the asked one's payloads come in here; no answer
+
+Everything costs from an allowance per peer and one for all peers together: who asks for more is told so in one line,
+and the stream ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.swarm.coordinates import Coordinate
+from fusion.swarm.errors import FrameError
+from fusion.swarm.links.packet_trains import MOST_BYTES, Train, train
+from fusion.swarm.streams.link_estimate import Sample
+from fusion.swarm.streams.receive_log import ArrivalLog
+from fusion.swarm.transport import PeerId, Stream, Transport, checked
+
+PROBE = "/fusion/probe/1"
+
+STREAMS_PER_PEER = 2
+MAX_PEERS = 1024  # whose allowances are remembered
+GRANT_SECONDS = 10.0  # for a granted train to arrive
+BUSY_SECONDS = 0.3  # after another's payload
+_MESSAGE_BYTES = 512  # what a frame without a payload costs of an allowance
+_FRAME_BYTES = 80  # about what one takes
+_MAX_RATE = 1e12
+
+
+class Allowance:
+    """`burst` at once, `per_second` in the long run."""
+
+    def __init__(self, burst: float, per_second: float, clock: Callable[[], float]) -> None:
+        self._burst, self._per_second, self._clock = burst, per_second, clock
+        self._left, self._at = burst, clock()
+
+    def earn(self, per_second: float) -> None:
+        """From now on so much in the long run."""
+        self.take(0)
+        self._per_second = per_second
+
+    def clear(self) -> None:
+        """Nothing is left for now."""
+        self._left, self._at = 0.0, self._clock()
+
+    def take(self, amount: float) -> bool:
+        """Whether there was that much left; if so it is spent."""
+        now = self._clock()
+        self._left = min(self._burst, self._left + (now - self._at) * self._per_second)
+        self._at = now
+        if amount > self._left:
+            return False
+        self._left -= amount
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How our payloads come in at a peer."""
+
+    size: int
+    seconds: float  # for which payloads were under way, of about one second
+    bytes_per_second: float
+    sure: bool  # as in `link_estimate.Sample`
+    sharers: int  # peers whose payloads came in there at that time, we included
+    together: float  # bytes per second of all of them
+
+    @classmethod
+    def of(cls, sample: Sample, sharers: int, together: float) -> Report:
+        return cls(
+            size=sample.size,
+            seconds=sample.busy_seconds,
+            bytes_per_second=sample.bytes_per_second,
+            sure=sample.sure,
+            sharers=sharers,
+            together=together,
+        )
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any]) -> Report:
+        """FrameError for anything that is not a report."""
+        size, sharers = header.get("bytes"), header.get("sharers")
+        if type(size) is not int or type(sharers) is not int or not (size >= 0 and 1 <= sharers <= MAX_PEERS):
+            raise FrameError("report: bytes and sharers are whole numbers")
+        return cls(
+            size=min(size, 1 << 40),
+            seconds=min(_number(header, "seconds"), 2.0),
+            bytes_per_second=_number(header, "bytes_per_second"),
+            sure=header.get("sure") is True,
+            sharers=sharers,
+            together=_number(header, "together"),
+        )
+
+    def to_header(self) -> dict[str, Any]:
+        return {
+            "bytes": self.size,
+            "seconds": self.seconds,
+            "bytes_per_second": self.bytes_per_second,
+            "sure": self.sure,
+            "sharers": self.sharers,
+            "together": self.together,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeLimits:
+    """What others may ask of us, in bytes."""
+
+    peer_burst: float = 24e6
+    peer_per_second: float = 32e3
+    all_burst: float = 96e6
+    all_per_second: float = 256e3
+
+
+class ProbeHost:
+    """The answering side. `here`: where we stand, which answers tell; `on_report` takes what a peer says of our payloads,
+    `on_train` how a train came in."""
+
+    def __init__(
+        self,
+        arrivals: ArrivalLog,
+        here: Callable[[], Coordinate],
+        on_report: Callable[[PeerId, Report], None],
+        on_train: Callable[[PeerId, Sample], None],
+        limits: ProbeLimits = ProbeLimits(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._arrivals = arrivals
+        self._here = here
+        self._on_report = on_report
+        self._on_train = on_train
+        self._limits = limits
+        self._clock = clock
+        self._all = Allowance(limits.all_burst, limits.all_per_second, clock)
+        self._each: dict[PeerId, Allowance] = {}
+        self._open: Counter[PeerId] = Counter()
+        self._testing: tuple[Stream, float] | None = None  # whose train is granted, until when
+
+    def testing(self, peer: PeerId) -> bool:
+        """Whether what comes from `peer` now is a train."""
+        return self._testing is not None and self._testing[0].remote == peer
+
+    async def attend(self, stream: Stream) -> None:
+        """Answer one peer's stream until it ends. FrameError, in one line, for what is no probe or too much of it."""
+        if self._open[stream.remote] >= STREAMS_PER_PEER:
+            raise FrameError(f"probes: at most {STREAMS_PER_PEER} streams for each peer")
+        self._open[stream.remote] += 1
+        granted, began = 0, 0.0
+        stream.allow(MOST_BYTES)
+        try:
+            while True:
+                frame = await stream.receive()
+                self._charge(stream.remote, _MESSAGE_BYTES)
+                if frame.payload and (frame.kind != "train" or len(frame.payload) != granted):
+                    raise FrameError(
+                        f"probes: a {frame.kind[:20]} with {len(frame.payload)} bytes was not granted"
+                    )
+                match frame.kind:
+                    case "ping":
+                        here = self._here()
+                        await stream.send("pong", {"coordinate": list(here.parts), "error": here.error})
+                    case "want":
+                        granted = self._grant(stream, frame.header)
+                        began = self._clock()
+                        await stream.send("go" if granted else "busy")
+                    case "train" if granted:
+                        granted = 0
+                        self._testing = None
+                        sample = self._arrivals.sample(stream.remote, began, None)
+                        self._arrivals.forget(stream.remote)
+                        if sample is not None:
+                            self._on_train(stream.remote, sample)
+                        await stream.send(
+                            "rate", {"bytes_per_second": sample.bytes_per_second if sample else 0.0}
+                        )
+                    case "report":
+                        self._on_report(stream.remote, Report.from_header(frame.header))
+                    case _:
+                        raise FrameError(f"probes are ping, want, train and report, not {frame.kind!r:.40}")
+        finally:
+            if self._testing is not None and self._testing[0] is stream:
+                self._testing = None
+            self._open[stream.remote] -= 1
+            if not self._open[stream.remote]:
+                del self._open[stream.remote]
+
+    def _grant(self, stream: Stream, header: Mapping[str, Any]) -> int:
+        """How many bytes may come now; 0: not now."""
+        wanted = header.get("bytes")
+        if type(wanted) is not int or not 0 < wanted <= MOST_BYTES:
+            raise FrameError(f"want: 1 to {MOST_BYTES} bytes")
+        now = self._clock()
+        if self._testing is not None and self._testing[0] is not stream and now < self._testing[1]:
+            return 0
+        others = [peer for peer in self._arrivals.peers(now - BUSY_SECONDS) if peer != stream.remote]
+        if others and header.get("pressed") is not True:
+            return 0
+        self._charge(stream.remote, wanted)
+        if not self._all.take(wanted):
+            return 0
+        self._testing = (stream, now + GRANT_SECONDS)
+        return wanted
+
+    def _charge(self, peer: PeerId, amount: int) -> None:
+        allowance = self._each.get(peer)
+        if allowance is None:
+            while len(self._each) >= MAX_PEERS:
+                del self._each[next(iter(self._each))]
+            allowance = self._each[peer] = Allowance(
+                self._limits.peer_burst, self._limits.peer_per_second, self._clock
+            )
+        if not allowance.take(amount):
+            raise FrameError("probes: too many or too large for one peer; ask less")
+
+
+class ProbeLine:
+    """The asking side: one stream to one peer, for as long as it holds."""
+
+    def __init__(self, transport: Transport, peer: PeerId, clock: Callable[[], float]) -> None:
+        self.peer = peer
+        self.sent_bytes = 0  # about
+        self._transport = transport
+        self._clock = clock
+        self._stream: Stream | None = None
+        self._turn = asyncio.Lock()
+
+    @property
+    def asking(self) -> bool:
+        return self._turn.locked()
+
+    async def ping(self, timeout_seconds: float) -> tuple[float, Coordinate]:
+        """The round trip in seconds, and where the peer says it stands. Raises SwarmError, TimeoutError."""
+        async with self._turn, asyncio.timeout(timeout_seconds):
+            stream = await self._opened()
+            began = self._clock()
+            await self._say(stream, "ping")
+            frame = await self._answer(stream, "pong")
+            took = max(self._clock() - began, 1e-6)
+            coordinate, error = frame.get("coordinate"), frame.get("error")
+            if not isinstance(coordinate, list) or not isinstance(error, (int, float)):
+                raise FrameError("pong: a coordinate and an error")
+            try:
+                return took, Coordinate.from_parts(coordinate, error)
+            except ValueError as wrong:
+                raise FrameError(f"pong: {wrong}") from None
+
+    async def train(
+        self, size: int, rtt_seconds: float, timeout_seconds: float, *, pressed: bool = False
+    ) -> Train | None:
+        """Send `size` bytes at once over a link whose round trip is `rtt_seconds` while it is idle, and be told how they
+        came in; None where the peer is busy: `pressed` means only another's train by that. Raises SwarmError,
+        TimeoutError."""
+        payload = os.urandom(size)
+        async with self._turn, asyncio.timeout(timeout_seconds):
+            stream = await self._opened()
+            asked = self._clock()
+            await self._say(stream, "want", {"bytes": size, "pressed": pressed})
+            frame = checked(await stream.receive())
+            if frame.kind == "busy":
+                return None
+            if frame.kind != "go":
+                raise FrameError(f"want: go or busy, not {frame.kind!r:.40}")
+            began = self._clock()
+            await self._say(stream, "train", {}, payload)
+            spacing = _number(await self._answer(stream, "rate"), "bytes_per_second")
+            return train(size, self._clock() - began, rtt_seconds, began - asked, spacing)
+
+    async def report(self, report: Report, timeout_seconds: float) -> None:
+        """Tell the peer how its payloads come in here. SwarmError, TimeoutError."""
+        async with asyncio.timeout(timeout_seconds):
+            if self._stream is None:
+                async with self._turn:
+                    await self._opened()
+            if self._stream is not None:
+                await self._say(self._stream, "report", report.to_header())
+
+    def drop(self) -> None:
+        """The stream is of no more use; the next question opens another."""
+        if self._stream is not None:
+            self._stream.abort()
+            self._stream = None
+
+    async def _opened(self) -> Stream:
+        if self._stream is None:
+            stream = await self._transport.open(self.peer, PROBE)
+            try:
+                # The first exchange on a stream also settles its protocol, which takes a round trip of its own.
+                await self._say(stream, "ping")
+                checked(await stream.receive())
+            except BaseException:
+                stream.abort()
+                raise
+            self._stream = stream
+        return self._stream
+
+    async def _say(
+        self, stream: Stream, kind: str, header: Mapping[str, Any] | None = None, payload: bytes = b""
+    ) -> None:
+        self.sent_bytes += _FRAME_BYTES + len(payload)  # first: what is on its way must not count as traffic
+        await stream.send(kind, header, [payload])
+
+    @staticmethod
+    async def _answer(stream: Stream, kind: str) -> Mapping[str, Any]:
+        frame = checked(await stream.receive())
+        if frame.kind != kind:
+            raise FrameError(f"probes: {kind}, not {frame.kind!r:.40}")
+        return frame.header
+
+
+def _number(header: Mapping[str, Any], name: str) -> float:
+    match header.get(name):
+        case bool():
+            pass
+        case (int() | float()) as value if math.isfinite(value) and 0 <= value <= _MAX_RATE:
+            return float(value)
+    raise FrameError(f"{name}: a number that is not negative")

@@ -1,0 +1,284 @@
+"""What a peer remembers of its links, one entry for each neighbour, and who the neighbours are. No I/O.
+
+A neighbour is a peer with whom payloads are exchanged, or one of a few that stand for all the others: the same ones each
+time, and other ones for every peer, so that the swarm's measurements cover it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from fusion.swarm.directory.records import MAX_MBPS, MAX_PAIRS, MAX_RTT_MS, LinkRecord, Pair
+from fusion.swarm.links.probes import ProbeLine, Report
+from fusion.swarm.links.view import BYTES_PER_MBIT
+from fusion.swarm.streams.link_estimate import FALL, RateEstimate, RttEstimate, bounds
+from fusion.swarm.transport import PeerId
+
+TOGETHER_SECONDS = 1.5  # reports no further apart are of the same time
+SHARE_OF_BUSY = 0.2  # of the longest transfer's time: from there on one counts as sharing a link with it
+NOTICED = 1.35  # a rate, or round trip, that changed by this factor is news
+LISTED_SECONDS = 60.0  # for which a peer counts as there, and as one that there is traffic with
+EVIDENCE_BYTES, EVIDENCE_SECONDS = 128 * 1024, 0.5  # of a fall a report on so much counts as so much transfer
+PEAK_SECONDS = 10.0
+SUM_SECONDS = 3.0  # that a sum over all links may lie back
+WITNESSES = 3  # trains in a row that say that a link to us became slower
+PRESS_SECONDS = 3.0  # after a link was measured it is not measured again because somebody asks for it
+DOUBT_SECONDS = 8.0  # after a link was measured it is not doubted again because of another
+
+
+@dataclass(eq=False)
+class Neighbour:
+    """Times are on the peer's own clock, rates in bytes per second."""
+
+    line: ProbeLine
+    muted_until: float = -math.inf
+    failures: int = 0  # to answer, since it last did
+    active_at: float = -math.inf  # a payload of note crossed
+    rtt: RttEstimate = field(default_factory=RttEstimate)
+    pings: int = 0
+    pinged_at: float = -math.inf
+    out: RateEstimate | None = None  # ours to it, as it says
+    into: RateEstimate | None = None  # its to us
+    firm_at: float = -math.inf  # when `out` was last more than a bound
+    into_firm_at: float = -math.inf
+    came: tuple[float, ...] = ()  # the rates of its last trains to us
+    noticed: float = 0.0  # `out` as last told to who wants to know of changes
+    stood: float = 0.0  # `out` before it began to fall
+    stood_into: float = 0.0
+    settled_at: float | None = None  # when `out` was last measured and not a lower bound; None: it has to be
+    trains: tuple[float, ...] = ()  # the rates that they found since it has to be
+    believed: float = 0.0  # `out` before that, 0: nothing was known
+    train_bytes: int = 0  # how long the next one has to be; 0: that is not known
+    trained_at: float = -math.inf
+    pressed: bool = False  # it is to be measured although there is traffic
+    checked_at: float = -math.inf
+    report: tuple[float, Report] | None = None  # its last, and when
+    reporting: bool = False  # a report to it is on its way
+    published: tuple[float, float] = (0.0, 0.0)  # rate and round trip in our last record
+
+    @property
+    def peer(self) -> PeerId:
+        return self.line.peer
+
+    @property
+    def newest(self) -> tuple[float, float]:
+        return 0.0 if self.out is None else self.out.bytes_per_second, self.rtt.seconds or 0.0
+
+    @property
+    def news(self) -> bool:
+        """Whether our last record is clearly out of date."""
+        return any(differ(a, b) for a, b in zip(self.published, self.newest, strict=True))
+
+    def settle(self, now: float) -> None:
+        """`out` was measured."""
+        self.settled_at = self.checked_at = self.firm_at = now
+        self.trains, self.believed, self.pressed = (), 0.0, False
+
+    def doubt(self) -> None:
+        """`out` may be out of date: it has to be measured again."""
+        if self.settled_at is not None:
+            self.settled_at, self.trains, self.train_bytes = None, (), 0
+            self.believed = 0.0 if self.out is None else self.out.bytes_per_second
+
+    def press(self, now: float) -> None:
+        """`out` may be out of date, and what crosses is too little to tell."""
+        if self.settled_at is None or now - self.settled_at >= PRESS_SECONDS:
+            self.doubt()
+            self.pressed = True
+
+    def told(self, now: float) -> bool:
+        """Whether traffic tells what `out` is."""
+        return self.report is not None and now - self.report[0] < TOGETHER_SECONDS
+
+    def pair(self, now: float) -> Pair | None:
+        """For our record; None while nothing was measured."""
+        rate, rtt = self.newest
+        if not rate and not rtt:
+            return None
+        at = self.rtt.at if self.out is None else self.out.at
+        return Pair(
+            self.peer, min(1e3 * rtt, MAX_RTT_MS), min(rate / BYTES_PER_MBIT, MAX_MBPS), max(0.0, now - at)
+        )
+
+
+class LinkTable:
+    """`candidates`: how many neighbours to keep although nothing flows."""
+
+    def __init__(self, us: PeerId, candidates: int) -> None:
+        self.up, self.down = OwnLine(), OwnLine()
+        self._us = us
+        self._candidates = candidates
+        self._listed: dict[PeerId, float] = {}
+        self._neighbours: dict[PeerId, Neighbour] = {}
+        self._carried: deque[tuple[float, int]] = deque(
+            maxlen=512
+        )  # when a report came, the bytes it told of
+
+    def meet(self, peer: PeerId, now: float) -> None:
+        """The directory lists the peer now."""
+        if peer != self._us:
+            self._listed[peer] = now
+
+    def listed(self, peer: PeerId) -> bool:
+        return peer in self._listed
+
+    def find(self, peer: PeerId) -> Neighbour | None:
+        return self._neighbours.get(peer)
+
+    def add(self, line: ProbeLine) -> Neighbour:
+        neighbour = self._neighbours[line.peer] = Neighbour(line)
+        return neighbour
+
+    def every(self) -> tuple[Neighbour, ...]:
+        return tuple(self._neighbours.values())
+
+    def wanted(self, now: float) -> list[PeerId]:
+        """Who our neighbours should be: with whom there is traffic, then those that fill up."""
+        active = [n.peer for n in self._neighbours.values() if now - n.active_at <= LISTED_SECONDS]
+        active = [peer for peer in active if peer in self._listed]
+        fill = heapq.nsmallest(self._candidates, self._listed, key=lambda peer: lot(self._us, peer))
+        return list(dict.fromkeys([*active, *fill]))[: max(len(active), self._candidates)][:MAX_PAIRS]
+
+    def forget(self, now: float) -> list[Neighbour]:
+        """Drop who is listed no longer; those who were neighbours."""
+        self._listed = {peer: at for peer, at in self._listed.items() if now - at <= LISTED_SECONDS}
+        gone = [
+            n
+            for n in self._neighbours.values()
+            if n.peer not in self._listed and now - n.active_at > LISTED_SECONDS
+        ]
+        for neighbour in gone:
+            del self._neighbours[neighbour.peer]
+        return gone
+
+    def record(self, now: float) -> LinkRecord:
+        """What we have measured, the links in use first."""
+        ordered = sorted(self._neighbours.values(), key=lambda n: -n.active_at)
+        pairs = [pair for pair in (n.pair(now) for n in ordered) if pair is not None]
+        return LinkRecord(peer=self._us, pairs=tuple(pairs[:MAX_PAIRS]))
+
+    def sharers(self, now: float) -> list[Report]:
+        """The reports on our payloads that are of the same time as now."""
+        return [
+            n.report[1]
+            for n in self._neighbours.values()
+            if n.report is not None and now - n.report[0] < TOGETHER_SECONDS
+        ]
+
+    def noticed(self, neighbour: Neighbour, now: float) -> float | None:
+        """The rate to it that others last heard of, where it is another one by now. One that fell by much casts doubt
+        on the other links: it may be our uplink."""
+        before, rate = neighbour.noticed, 0.0 if neighbour.out is None else neighbour.out.bytes_per_second
+        stood, neighbour.stood = neighbour.stood, held(neighbour.stood, rate)
+        if neighbour.stood < stood:
+            self.up.fell(now)
+            if now - neighbour.firm_at < TOGETHER_SECONDS:
+                neighbour.firm_at = now
+            self._doubt_others(neighbour, now)
+        if not differ(before, rate):
+            return None
+        neighbour.noticed = rate
+        return before
+
+    def came(self, neighbour: Neighbour, estimate: RateEstimate, now: float, *, firm: bool) -> None:
+        """What is known of the link from there to us now; `firm`: it is more than a bound. One that fell by much casts
+        doubt on the others: it may be our own line, and lines often fall both ways."""
+        neighbour.into = estimate
+        if firm:
+            neighbour.into_firm_at = now
+        stood = neighbour.stood_into
+        neighbour.stood_into = held(stood, estimate.bytes_per_second)
+        if neighbour.stood_into < stood:
+            self.down.fell(now)
+            self._doubt_others(neighbour, now)
+
+    def _doubt_others(self, fallen: Neighbour, now: float) -> None:
+        for other in self._neighbours.values():
+            if other is not fallen and now - (other.settled_at or now) >= DOUBT_SECONDS:
+                other.doubt()
+
+    def carried(self, size: int, now: float, span_seconds: float) -> None:
+        """One of them came: it tells of `size` bytes in the last `span_seconds`. Others tell of the same time a little
+        later, so what went out in all is known of the time before the last report of each."""
+        self._carried.append((now, size))
+        begin, end = now - SUM_SECONDS * span_seconds, now - span_seconds
+        total = 0.0
+        for at, came in self._carried:
+            shared = min(at, end) - max(at - span_seconds, begin)
+            total += came * max(0.0, shared) / span_seconds
+        self.up.add(now, total / (end - begin))
+
+    def up_mbps(self, now: float) -> float:
+        """The most that we were seen to send over all links together; 0: not known."""
+        return self.up.mbps([(n.firm_at, n.out) for n in self._neighbours.values()], now)
+
+    def down_mbps(self, now: float) -> float:
+        return self.down.mbps([(n.into_firm_at, n.into) for n in self._neighbours.values()], now)
+
+
+class OwnLine:
+    """A peer's own line, up or down, which all its links share: it carries what the fastest of them does, and what they
+    did together in the last PEAK_SECONDS. Once a link became slower only what was seen since counts."""
+
+    def __init__(self) -> None:
+        self._sums: deque[tuple[float, float]] = deque(maxlen=64)
+        self._fell_at = -math.inf
+
+    def add(self, now: float, rate: float) -> None:
+        """All links together carried `rate` bytes per second a moment ago."""
+        self._sums.append((now, rate))
+
+    def fell(self, now: float) -> None:
+        """A link became slower, and perhaps because of this line."""
+        self._fell_at = now
+
+    def mbps(self, estimates: Iterable[tuple[float, RateEstimate | None]], now: float) -> float:
+        """`estimates` of its links, each with when it was last more than a bound."""
+        since = max(now - PEAK_SECONDS, self._fell_at + SUM_SECONDS)
+        rates = [rate for at, rate in self._sums if at >= since]
+        rates += [e.bytes_per_second for at, e in estimates if e is not None and at >= self._fell_at]
+        return min(max(rates, default=0.0) / BYTES_PER_MBIT, MAX_MBPS)
+
+
+def counted(seconds: Iterable[float]) -> int:
+    """How many transfers, that were under way for these times, share a link."""
+    times = list(seconds)
+    longest = max(times, default=0.0)
+    return max(1, sum(each >= SHARE_OF_BUSY * longest for each in times))
+
+
+def after(
+    known: RateEstimate | None, report: Report, line: float, now: float, others_seconds: float = math.inf
+) -> RateEstimate:
+    """The estimate with what a report adds to it. `line`: bytes a second of all transfers that were under way then, for
+    how long in all the others among them."""
+    alone = 1.0 - others_seconds / report.seconds if report.seconds > 0 else 0.0
+    low, high = bounds(report.bytes_per_second, line=line, sure=report.sure, alone=alone)
+    if known is None:
+        return RateEstimate(bytes_per_second=low, at=now)
+    worth = EVIDENCE_SECONDS * min(1.0, report.size / EVIDENCE_BYTES)
+    return known.updated(low, high, report.seconds, now, worth)
+
+
+def held(stood: float, rate: float) -> float:
+    """What a rate stands at: it rises with it, and falls once it fell by much."""
+    return rate if rate >= stood or rate * FALL <= stood else stood
+
+
+def differ(one: float, two: float) -> bool:
+    """Whether two figures differ so much that others should know."""
+    small, large = sorted((one, two))
+    return large > NOTICED * small
+
+
+@lru_cache(maxsize=1 << 16)
+def lot(one: PeerId, two: PeerId) -> float:
+    """A number in [0, 1) that both draw for each other."""
+    drawn = hashlib.sha256("/".join(sorted((one, two))).encode()).digest()
+    return int.from_bytes(drawn[:6], "big") / 2**48

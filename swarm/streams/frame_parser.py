@@ -1,0 +1,165 @@
+"""Bytes as they arrive, cut into frames. No I/O: a stream asks where to put bytes and says how many came.
+
+Small frames are cut from one buffer, so that one read may bring many; a large payload is read straight into the
+memory it will be used from. Nothing is allocated for a length over the caps, and memory for a payload is only
+backed by the machine as its bytes arrive (numpy.empty does not touch its pages), so a peer that announces 512 MiB
+and sends nothing costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy
+
+from fusion.swarm.errors import FrameError
+from fusion.swarm.streams.frames import DEFAULT_LIMITS, HEAD_BYTES, FrameLimits, decode_head, decode_header
+from fusion.swarm.transport import Frame, Header
+
+SCRATCH_BYTES = 64 * 1024
+_MAX_PREAMBLE_BYTES = 64 * 1024 - 16  # p2pd's own messages are a few hundred bytes
+
+
+class FrameParser:
+    """`room()` is where the next bytes go, `advance(n)` says that n came; frames gather in `ready`.
+
+    With `preamble` the first thing on the stream is one message of p2pd's (a varint length and that many bytes),
+    which becomes `self.preamble`.
+    """
+
+    def __init__(self, limits: FrameLimits = DEFAULT_LIMITS, *, preamble: bool = False) -> None:
+        self.ready: deque[tuple[Frame, int]] = deque()  # frames not yet taken, and their size on the wire
+        self.ready_bytes = 0
+        self.ended = False  # the sender said that no more frames come
+        self.preamble: bytes | None = None
+        self.allowed = limits.payload_bytes
+        self.refused = (
+            0  # the size of a payload over `allowed`, which is not read: nothing behind it is parsed
+        )
+        self._limits = limits
+        self._wants_preamble = preamble
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._start = 0  # of what arrived in the scratch buffer and is not parsed yet
+        self._end = 0
+        self._lengths: tuple[int, int] | None = None  # of the frame being read: header, payload
+        self._header: tuple[str, Header] | None = None
+        self._piece: memoryview | None = None  # a header or payload that is read straight into its own memory
+        self._filled = 0
+
+    def room(self) -> memoryview:
+        """Where the next bytes go; never empty."""
+        if self._piece is not None:
+            return self._piece[self._filled :]
+        return self._scratch[self._end :]
+
+    def advance(self, count: int) -> None:
+        """`count` bytes were put into `room()`. Raises FrameError for bytes that are no frame; the parser is then
+        of no further use."""
+        if self._piece is None:
+            self._end += count
+        else:
+            self._filled += count
+            if self._filled < len(self._piece):
+                return
+            piece, self._piece = self._piece, None
+            if self._header is None:
+                self._header = decode_header(piece)
+            else:
+                self._emit(piece)
+        while self._parse_one():
+            pass
+        if self._start:
+            rest = self._end - self._start
+            if rest:
+                self._scratch[:rest] = bytes(self._scratch[self._start : self._end])
+            self._start, self._end = 0, rest
+
+    @property
+    def filling(self) -> bool:
+        """Whether a payload has begun to arrive that needs more reads."""
+        return self._piece is not None and self._header is not None
+
+    def allow(self, payload_bytes: int) -> None:
+        """Change the cap on payloads, never above the limits; what waited for that is parsed. Raises FrameError."""
+        self.allowed = min(payload_bytes, self._limits.payload_bytes)
+        if self.refused and self.refused <= self.allowed:
+            self.refused = 0
+            self.advance(0)
+
+    def take(self) -> tuple[Frame, int]:
+        """The oldest frame and its size in bytes; there must be one in `ready`."""
+        frame, size = self.ready.popleft()
+        self.ready_bytes -= size
+        return frame, size
+
+    def forget(self) -> None:
+        """Drop the frames that nobody will take any more."""
+        self.ready.clear()
+        self.ready_bytes = 0
+
+    def _parse_one(self) -> bool:
+        """Parse one thing from the scratch buffer; whether there may be another."""
+        if self.ended:
+            self._start = self._end  # what follows the end is not ours to interpret
+            return False
+        if self._wants_preamble:
+            return self._parse_preamble()
+        if self._lengths is None:
+            if self._end - self._start < HEAD_BYTES:
+                return False
+            self._lengths = decode_head(self._scratch, self._limits, self._start)
+            self._start += HEAD_BYTES
+            if self._lengths == (0, 0):
+                self.ended = True
+                return True
+        header_bytes, payload_bytes = self._lengths
+        if payload_bytes > self.allowed:
+            self.refused = payload_bytes
+            return False
+        if self._header is None:
+            if self._end - self._start < header_bytes:
+                if header_bytes + HEAD_BYTES > SCRATCH_BYTES:
+                    self._read_apart(memoryview(bytearray(header_bytes)))
+                return False
+            self._header = decode_header(self._scratch[self._start : self._start + header_bytes])
+            self._start += header_bytes
+        if self._end - self._start < payload_bytes:
+            self._read_apart(numpy.empty(payload_bytes, numpy.uint8).data)
+            return False
+        payload = memoryview(bytearray(self._scratch[self._start : self._start + payload_bytes]))
+        self._start += payload_bytes
+        self._emit(payload)
+        return True
+
+    def _read_apart(self, piece: memoryview) -> None:
+        """The rest of what is being read goes straight into `piece`, after what of it has arrived already."""
+        self._filled = self._end - self._start
+        piece[: self._filled] = self._scratch[self._start : self._end]
+        self._start = self._end = 0
+        self._piece = piece
+
+    def _emit(self, payload: memoryview) -> None:
+        assert self._header is not None and self._lengths is not None
+        size = HEAD_BYTES + sum(self._lengths)
+        self.ready.append((Frame(*self._header, payload), size))
+        self.ready_bytes += size
+        self._header = self._lengths = None
+
+    def _parse_preamble(self) -> bool:
+        length = shift = 0
+        for at in range(self._start, self._end):
+            byte = self._scratch[at]
+            length |= (byte & 0x7F) << shift
+            shift += 7
+            if length > _MAX_PREAMBLE_BYTES or shift > 28:
+                raise FrameError("p2pd sent a message that is too long")
+            if byte & 0x80:
+                continue
+            start, end = at + 1, at + 1 + length
+            if self._end < end:
+                return False
+            self.preamble = bytes(self._scratch[start:end])
+            self._start = end
+            self._wants_preamble = False
+            return True
+        return False

@@ -1,0 +1,290 @@
+"""A stream of frames over one socket: sends wait for the kernel, reads stop while frames are not taken.
+
+The three ends of a stream: we closed it; they closed it (an explicit end mark arrived); it broke (the socket ended
+without one, which is how a killed process looks). An end mark is answered with one at once, and whoever closes waits
+for it: libp2p may drop a stream, and what was sent on it, that ends before the other side has accepted it (seen on
+one in thirteen streams aborted right after a small send, on a busy machine).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from fusion.swarm.errors import FrameError, StreamBroken, StreamClosed, TransportError
+from fusion.swarm.streams import frames
+from fusion.swarm.streams.frame_parser import FrameParser
+from fusion.swarm.streams.frames import FrameLimits, Message
+from fusion.swarm.streams.traffic import TrafficCounter
+from fusion.swarm.transport import Buffer, Frame, PeerId
+
+UNREAD_BYTES = 1 << 20  # frames that wait here before we stop reading; one frame more may be on its way in
+_UNREAD_FRAMES = 256
+_JOINED_BYTES = 64 * 1024  # frames up to this size are sent as one buffer, larger ones without a copy
+_LINGER_SECONDS = 2.0
+
+
+class FrameStream(asyncio.BufferedProtocol):
+    """Implements `fusion.swarm.transport.Stream` on a socket whose first message (of p2pd's) goes to `opened`.
+
+    `remote` and `protocol` are set by `opened` for an incoming stream, by the caller for an outgoing one.
+    """
+
+    def __init__(
+        self,
+        limits: FrameLimits,
+        traffic: TrafficCounter,
+        opened: Callable[[FrameStream, bytes | None], None],
+        remote: PeerId = PeerId(""),  # noqa: B008
+        protocol: str = "",
+        allowed: int | None = None,
+    ) -> None:
+        """`allowed`: the largest payload to take at first; see `Stream.allow`."""
+        self.remote = remote
+        self.protocol = protocol
+        self._limits = limits
+        self._traffic = traffic
+        self._opened: Callable[[FrameStream, bytes | None], None] | None = opened
+        self._parser = FrameParser(limits, preamble=True)
+        self._parser.allow(limits.payload_bytes if allowed is None else allowed)
+        self._socket: asyncio.Transport | None = None
+        self._failure: FrameError | None = None
+        self._closed = False
+        self.lost = asyncio.get_running_loop().create_future()
+        self._over = asyncio.Event()  # the other end has said that it is done, or is gone
+        self._end_said = False
+        self._reading_paused = False
+        self._filling = False  # a payload is arriving, as fast as it is sent: its reads are timed
+        self._reader: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None  # pending while the kernel takes no more
+        self.turn = asyncio.Lock()  # whose holder may call `send_in_turn`
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._socket = cast(
+            asyncio.Transport, transport
+        )  # uvloop's own class does not inherit from asyncio's
+        # No buffer of our own: a send returns when the kernel has taken all of it.
+        self._socket.set_write_buffer_limits(high=0)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._parser.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        socket = self._socket
+        assert socket is not None
+        try:
+            self._parser.advance(nbytes)
+        except FrameError as error:
+            self._failure = error
+            self.drop()
+        if self._opened is not None and self._parser.preamble is not None:
+            opened, self._opened = self._opened, None
+            opened(self, self._parser.preamble)
+        self._time(nbytes)
+        if self._parser.ended:
+            self._say_end()
+            self._over.set()
+        if self._closed:
+            self._parser.forget()
+            if self._parser.refused:
+                self.drop()
+        elif self._full() and not self._reading_paused and not socket.is_closing():
+            self._reading_paused = True
+            self._stop_timing()
+            socket.pause_reading()
+        self._wake_reader()
+
+    def eof_received(self) -> bool:
+        return False  # p2pd ends both directions at once
+
+    def pause_writing(self) -> None:
+        if self._writable is None:
+            self._writable = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+        self._stop_timing()
+        self._over.set()
+        if self._opened is not None:
+            opened, self._opened = self._opened, None
+            opened(self, None)
+        self.resume_writing()
+        self._wake_reader()
+
+    # What the rest of the project calls.
+
+    @property
+    def broke(self) -> bool:
+        """Whether it ended, and neither side had said so."""
+        return self.lost.done() and not self._closed and not self._parser.ended
+
+    @property
+    def allowed(self) -> int:
+        """The largest payload that is taken now."""
+        return self._parser.allowed
+
+    async def send(
+        self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
+    ) -> None:
+        """As in the Protocol. The payload's memory may be used again once this returns. A send that is cancelled
+        after part of a large frame has left breaks the stream."""
+        message = self.encode(kind, header, payload)
+        async with self.turn:
+            await self.send_in_turn(message)
+
+    def encode(self, kind: str, header: Mapping[str, Any] | None, payload: Sequence[Buffer]) -> Message:
+        """Raises FrameError for what is too large."""
+        return frames.encode(kind, header, payload, self._limits)
+
+    async def send_in_turn(self, message: Message) -> None:
+        """As `send`, for the holder of `turn`. Its bytes are the next ones on the wire when this first waits."""
+        head, views, size = message
+        if self._closed or self._parser.ended:  # the other end has stopped reading too
+            raise self._ended()
+        if len(head) + size <= _JOINED_BYTES:
+            await self._write(b"".join((head, *views)))
+        else:
+            try:
+                await self._write(head, *views)
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        self._traffic.sent(self.remote, len(head) + size)
+
+    async def receive(self) -> Frame:
+        while not self._parser.ready or self._closed:
+            if self._closed:
+                raise StreamClosed(f"{self.protocol}: we closed this stream")
+            if self._parser.refused and self._failure is None:
+                self._failure = FrameError(
+                    f"a payload of {self._parser.refused} bytes; at most {self._parser.allowed} are allowed now"
+                )
+                self.drop()
+            if self._failure is not None:
+                raise FrameError(f"{self.remote} on {self.protocol}: {self._failure}") from self._failure
+            if self._parser.ended or self.lost.done():
+                raise self._ended()
+            if self._reader is not None:
+                raise RuntimeError("two tasks receive from one stream")
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        frame, size = self._parser.take()
+        self._traffic.received(self.remote, size)
+        self._read_on()
+        return frame
+
+    def allow(self, payload_bytes: int) -> None:
+        try:
+            self._parser.allow(payload_bytes)
+        except FrameError as error:
+            self._failure = error
+            self.drop()
+        self._read_on()
+        self._wake_reader()
+
+    async def aclose(self) -> None:
+        if self._closed:
+            return
+        self._close()
+        if self.lost.done() or self._socket is None:
+            return
+        if self._parser.refused:
+            self.drop()  # it would be read to its end, only to be thrown away
+            return
+        # What comes in until the other end answers is thrown away; a socket closed with unread bytes would lose
+        # the sent ones. Then our half is shut: p2pd ends the stream and hangs up.
+        try:
+            async with asyncio.timeout(_LINGER_SECONDS):
+                if self._reading_paused and not self._socket.is_closing():
+                    self._socket.resume_reading()
+                async with self.turn:
+                    self._say_end()
+                await self._over.wait()
+                if not self._socket.is_closing():
+                    self._socket.write_eof()
+                await asyncio.shield(self.lost)
+        except (OSError, RuntimeError, TimeoutError):
+            pass  # the other end is gone or does not listen: nothing left to be polite about
+        finally:
+            self.drop()
+
+    def abort(self) -> None:
+        self._close()
+        self.drop()
+
+    async def write_message(self, message: bytes) -> None:
+        """Send raw bytes to p2pd, ahead of the first frame."""
+        await self._write(message)
+
+    # Inside.
+
+    def _time(self, nbytes: int) -> None:
+        before, now = self._filling, self._parser.filling and self._failure is None
+        if before or now:
+            self._filling = now
+            self._traffic.arrivals.read(self.remote, nbytes, began=not before, ended=not now)
+
+    def _stop_timing(self) -> None:
+        if self._filling:
+            self._filling = False
+            self._traffic.arrivals.broken_off(self.remote)
+
+    def _read_on(self) -> None:
+        if self._reading_paused and not self._full() and self._socket is not None:
+            self._reading_paused = False
+            if not self._socket.is_closing():
+                self._socket.resume_reading()
+
+    def _full(self) -> bool:
+        if self._parser.refused:
+            return True
+        return self._parser.ready_bytes >= UNREAD_BYTES or len(self._parser.ready) >= _UNREAD_FRAMES
+
+    async def _write(self, *parts: Buffer) -> None:
+        if self._socket is None or self.lost.done() or self._socket.is_closing():
+            raise self._ended()
+        for part in parts:
+            self._socket.write(part)
+        while self._writable is not None:
+            await asyncio.shield(self._writable)
+        if self.lost.done():
+            raise self._ended()
+
+    def _ended(self) -> TransportError:
+        if self._closed:
+            return StreamClosed(f"{self.protocol}: we closed this stream")
+        if self._parser.ended:
+            return StreamClosed(f"{self.remote} closed the {self.protocol} stream")
+        return StreamBroken(f"the {self.protocol} stream to {self.remote} broke")
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._parser.forget()
+            self._wake_reader()
+
+    def _say_end(self) -> None:
+        if not self._end_said and self._socket is not None and not self._socket.is_closing():
+            self._end_said = True
+            self._socket.write(frames.END)  # frames are handed over whole, so this never lands inside one
+
+    def drop(self) -> None:
+        """Hang up, as if the other end had vanished; what came in before can still be received."""
+        if self._socket is not None and not self.lost.done():
+            self._socket.abort()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -1,0 +1,447 @@
+"""The transport between real peers: libp2p streams through hivemind's P2P and its p2pd daemon.
+
+We start p2pd ourselves (`fusion.swarm.streams.p2pd`) and attach hivemind's `P2P` to it for the DHT. Frames go over raw
+streams that we open at the daemon's control socket, because a raw stream ends with the other process, where
+hivemind's calls may stay silent, and because frames can then be read straight into their own memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hivemind.hivemind_cli
+from google.protobuf.message import DecodeError
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
+
+from fusion.swarm.errors import DaemonDied, PeerUnreachable, StreamBroken, StreamClosed, TransportError
+from fusion.swarm.identity import Identity
+from fusion.swarm.streams.dial_workaround import detour
+from fusion.swarm.streams.dialer import Contacts, knock, tcp_target
+from fusion.swarm.streams.frame_stream import FrameStream
+from fusion.swarm.streams.frames import FrameLimits
+from fusion.swarm.streams.handlers import Handlers, one_line
+from fusion.swarm.streams.memory_stream import stream_pair
+from fusion.swarm.streams.p2pd import Daemon
+from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
+from fusion.swarm.streams.receive_log import ArrivalLog
+from fusion.swarm.streams.striping import SUFFIX, Gathering, join
+from fusion.swarm.streams.traffic import TrafficCounter
+from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traffic
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
+_ADDRESS_SECONDS = 10.0  # libp2p learns its outside addresses little by little
+_GONE = "p2pd is gone"
+_KNOCK_SECONDS = 3.0
+_CONNECTED_SECONDS = 0.25  # how old p2pd's list may be for the many small calls of the DHT
+
+
+@dataclass(frozen=True, kw_only=True)
+class P2PConfig:
+    identity: Identity
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # port 0: a free one
+    runtime_dir: Path | None = None  # where the private directory for sockets is made; None: the system's
+    announce: tuple[str, ...] = ()  # multiaddrs to tell others instead of what we listen on
+    limits: FrameLimits = FrameLimits()  # noqa: RUF009 - frozen
+    streams_per_peer: int = 256
+    dial_seconds: float = 10.0
+    start_seconds: float = 60.0  # p2pd's death is noticed at once, so this only bounds a very slow machine
+
+    def __post_init__(self) -> None:
+        if not self.listen:
+            raise ValueError("listen needs at least one multiaddr such as /ip4/0.0.0.0/tcp/0")
+        for name in ("dial_seconds", "start_seconds", "streams_per_peer"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+
+
+class P2PTransport:
+    """Implements `fusion.swarm.transport.Transport`. Made by `async with P2PTransport.start(config) as transport`."""
+
+    def __init__(self, config: P2PConfig, daemon: Daemon, p2p: P2P) -> None:
+        self.peer_id: PeerId = config.identity.peer_id
+        self.p2p = p2p  # for the DHT, which runs in this loop
+        self._config = config
+        self._daemon = daemon
+        self._contacts = Contacts(self._list_connected, self._dial)
+        p2p.before_call = self._before_call
+        daemon.ended.add_done_callback(lambda _: p2p.bury())
+        self._handlers = Handlers(per_peer=config.streams_per_peer)
+        self._counter = TrafficCounter()
+        self._listen_path = daemon.directory / "s.sock"
+        self._server: asyncio.AbstractServer | None = None
+        self._addresses: tuple[str, ...] = ()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._streams: set[FrameStream] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, config: P2PConfig) -> AsyncIterator[P2PTransport]:
+        """A running transport for the length of the block.
+
+        Raises TransportError in one line: a taken port, an unwritable runtime directory, an identity in use.
+        """
+        transport = await cls.launch(config)
+        try:
+            yield transport
+        finally:
+            await transport.aclose()
+
+    @classmethod
+    async def launch(cls, config: P2PConfig) -> P2PTransport:
+        """As `start`, for callers that end it with `aclose` themselves."""
+        daemon = await Daemon.start(
+            Path(hivemind.hivemind_cli.__file__).parent / "p2pd",
+            _p2pd_arguments(config),
+            identity=config.identity,
+            listen=config.listen,
+            runtime_dir=config.runtime_dir,
+            start_seconds=config.start_seconds,
+        )
+        transport: P2PTransport | None = None
+        try:
+            transport = cls(config, daemon, await _attach(daemon))
+            await transport._start()
+        except BaseException as error:
+            if transport is not None:
+                await transport.aclose()
+            else:
+                await daemon.aclose()
+            if isinstance(error, (OSError, P2PDaemonError, asyncio.IncompleteReadError)):
+                raise TransportError(f"p2pd does not answer: {one_line(error)}") from error
+            raise
+        return transport
+
+    async def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(self._incoming, path=str(self._listen_path))
+        await self._refresh_addresses()
+        self._tasks = [asyncio.create_task(self._keep_addresses(), name="addresses")]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._addresses
+
+    async def failed(self) -> DaemonDied:
+        """Waits until p2pd dies by itself; the error says why. Nothing works after that."""
+        return DaemonDied(await asyncio.shield(self._daemon.ended))
+
+    @property
+    def alive(self) -> bool:
+        """Whether p2pd runs; see `failed`."""
+        return not self._daemon.ended.done()
+
+    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """A peer listens at these multiaddrs: with that known, one that comes back is reached at once."""
+        if peer != self.peer_id:
+            self._contacts.learn(peer, addresses)
+
+    async def connect(self, address: str) -> PeerId:
+        _, peer = split_address(address)
+        if peer == self.peer_id:
+            return peer
+        self._contacts.hint(peer, address)  # even if it is dead now: p2pd should not dial it in vain
+        try:
+            async with asyncio.timeout(self._config.dial_seconds):
+                if peer not in await self._contacts.connected():
+                    await knock(address, min(_KNOCK_SECONDS, self._config.dial_seconds))
+                    await self._dial(peer, [address])
+                    self._contacts.doubt()
+        except TimeoutError:
+            raise PeerUnreachable(
+                f"{address} did not answer within {self._config.dial_seconds:g} s"
+            ) from None
+        return peer
+
+    async def open(self, peer: PeerId, protocol: str, *, lanes: int = 1) -> Stream:
+        if peer == self.peer_id:
+            return self._open_here(protocol)
+        if lanes == 1:
+            return await self._open(peer, protocol)
+        opening = [asyncio.create_task(self._open(peer, protocol + SUFFIX)) for _ in range(lanes)]
+        try:
+            return await join(await asyncio.gather(*opening))
+        except BaseException as error:
+            for task in opening:
+                task.cancel()
+            for opened in await asyncio.gather(*opening, return_exceptions=True):
+                if isinstance(opened, FrameStream):
+                    opened.abort()
+            if isinstance(error, (StreamBroken, StreamClosed)):
+                raise PeerUnreachable(f"cannot reach {peer}: {error}") from error
+            raise
+
+    async def _open(self, peer: PeerId, protocol: str) -> FrameStream:
+        try:
+            request = p2pd_pb2.StreamOpenRequest(peer=to_bytes(peer), proto=[protocol])
+        except ValueError as error:
+            raise PeerUnreachable(str(error)) from error
+        request.timeout = _whole_seconds(self._config.dial_seconds)
+        message = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request).SerializeToString()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bytes | None] = loop.create_future()
+
+        def opened(_: FrameStream, data: bytes | None) -> None:
+            if not answer.done():
+                answer.set_result(data)
+
+        stream: FrameStream | None = None
+        try:
+            async with asyncio.timeout(self._config.dial_seconds):
+                await self._contacts.reach(peer)
+                _, stream = await loop.create_unix_connection(
+                    lambda: FrameStream(self._config.limits, self._counter, opened, peer, protocol),
+                    path=str(self._daemon.control_path),
+                )
+                await stream.write_message(_varint(len(message)) + message)
+                data = await answer
+            _check_answer(data, f"cannot open {protocol} to {peer}")
+        except BaseException as error:
+            if stream is not None:
+                stream.abort()
+            if isinstance(error, TimeoutError):
+                raise PeerUnreachable(
+                    f"{peer} did not answer within {self._config.dial_seconds:g} s"
+                ) from None
+            if isinstance(error, OSError):
+                raise PeerUnreachable(f"cannot reach {peer}: {_GONE}") from error
+            if isinstance(error, TransportError) and not isinstance(error, PeerUnreachable):
+                raise PeerUnreachable(f"cannot reach {peer}: {error}") from error
+            raise
+        self._hold(stream)
+        return stream
+
+    async def serve(self, protocol: str, handler: Handler) -> None:
+        gathering = Gathering(handler)
+        self._handlers.add(protocol, handler)
+        self._handlers.add(protocol + SUFFIX, gathering.attend)
+        listen = Multiaddr(f"/unix{self._listen_path}").to_bytes()
+        request = p2pd_pb2.StreamHandlerRequest(
+            addr=listen, proto=[protocol, protocol + SUFFIX], balanced=False
+        )
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request))
+
+    def traffic(self) -> Mapping[PeerId, Traffic]:
+        return self._counter.snapshot()
+
+    @property
+    def arrivals(self) -> ArrivalLog:
+        return self._counter.arrivals
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        await self._contacts.aclose()
+        await self._handlers.aclose()
+        if self._server is not None:
+            self._server.close()
+        for stream in list(self._streams):
+            stream.abort()
+        with suppress(P2PDaemonError, OSError):
+            await self.p2p.shutdown()  # closes hivemind's own connection; p2pd is not its child
+        await self._daemon.aclose()
+
+    # Streams.
+
+    def _incoming(self) -> FrameStream:
+        return FrameStream(self._config.limits, self._counter, self._accept, allowed=UNASKED_BYTES)
+
+    def _accept(self, stream: FrameStream, data: bytes | None) -> None:
+        """p2pd's first message on a new incoming stream: who opens it, for which protocol."""
+        info = p2pd_pb2.StreamInfo()
+        try:
+            if data is None:
+                return
+            info.ParseFromString(data)
+        except DecodeError:
+            stream.abort()
+            return
+        stream.remote = from_bytes(info.peer)
+        stream.protocol = info.proto
+        self._hold(stream)
+        self._handlers.accept(stream)
+
+    def _hold(self, stream: FrameStream) -> None:
+        self._streams.add(stream)
+        stream.lost.add_done_callback(lambda _: self._let_go(stream))
+
+    def _let_go(self, stream: FrameStream) -> None:
+        self._streams.discard(stream)
+        self._contacts.doubt(stream.remote if stream.broke else None)
+
+    def _open_here(self, protocol: str) -> Stream:
+        if protocol not in self._handlers:
+            raise PeerUnreachable(f"{self.peer_id} (this peer) does not speak {protocol}")
+        both = (self._counter, TrafficCounter())  # what stays in the process counts once
+        near, far = stream_pair(self.peer_id, self.peer_id, protocol, self._config.limits, both)
+        self._handlers.accept(far)
+        return near
+
+    # p2pd.
+
+    async def _list_connected(self) -> frozenset[PeerId]:
+        try:
+            response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        except TransportError as error:
+            raise PeerUnreachable(_GONE) from error
+        return frozenset(from_bytes(info.id) for info in response.peers)
+
+    async def _dial(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        try:
+            await self._connect_to(peer, addresses)
+        except PeerUnreachable as error:
+            target = next(filter(None, map(tcp_target, addresses)), None)
+            if "dial backoff" not in str(error) or target is None:
+                raise
+            async with detour(*target) as around:
+                await self._connect_to(peer, [f"{around}/p2p/{peer}"])
+                request = p2pd_pb2.DisconnectRequest(peer=to_bytes(peer))
+                await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+            await self._connect_to(peer, addresses)
+
+    async def _connect_to(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        request = p2pd_pb2.ConnectRequest(
+            peer=to_bytes(peer), addrs=[split_address(address)[0].to_bytes() for address in addresses]
+        )
+        request.timeout = _whole_seconds(self._config.dial_seconds)
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
+
+    async def _before_call(self, peer: PeerID) -> None:
+        try:
+            await self._contacts.reach(PeerId(peer.to_base58()), max_age_seconds=_CONNECTED_SECONDS)
+        except TransportError as error:
+            raise P2PDaemonError(str(error)) from error
+
+    async def _ask(self, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
+        response = p2pd_pb2.Response()
+        writer = None
+        try:
+            async with asyncio.timeout(_CONTROL_SECONDS):
+                reader, writer = await asyncio.open_unix_connection(str(self._daemon.control_path))
+                await write_pbmsg(writer, request)
+                await read_pbmsg_safe(reader, response)
+        except (OSError, asyncio.IncompleteReadError, DecodeError) as error:
+            raise TransportError(f"p2pd does not answer: {one_line(error)}") from error
+        finally:
+            if writer is not None:
+                writer.close()
+        if response.type == p2pd_pb2.Response.ERROR:
+            raise PeerUnreachable(_reason(response.error.msg))
+        return response
+
+    async def _refresh_addresses(self) -> None:
+        with contextlib.suppress(ValueError):  # hivemind's way to say that there are none
+            async with asyncio.timeout(_CONTROL_SECONDS):
+                visible = await self.p2p.get_visible_maddrs(latest=True)
+            self._addresses = tuple(str(address) for address in visible)
+
+    async def _keep_addresses(self) -> None:
+        while True:
+            await asyncio.sleep(_ADDRESS_SECONDS)
+            with contextlib.suppress(P2PDaemonError, OSError, asyncio.IncompleteReadError):
+                await self._refresh_addresses()
+
+
+def split_address(address: str) -> tuple[Multiaddr, PeerId]:
+    """The part to dial and the peer id of a full multiaddr. Raises ValueError in one line."""
+    where, _, peer = address.rpartition("/p2p/")
+    try:
+        to_bytes(PeerId(peer))
+        if not where:
+            raise ValueError("no address to dial")
+        return Multiaddr(where), PeerId(peer)
+    except Exception as error:  # the parser of multiaddrs raises whatever its codecs do
+        raise ValueError(f"{address!r} is not a multiaddr that ends in /p2p/<peer id>") from error
+
+
+class _Attached(P2P):  # type: ignore[misc]
+    """hivemind's P2P, which asks us before it calls another peer, and fails at once when p2pd is dead: by itself it
+    would wait for answers until every caller's time is up."""
+
+    async def _nothing(self, peer: PeerID) -> None:
+        return None
+
+    before_call = _nothing
+    dead = False
+
+    async def call_protobuf_handler(self, peer_id: PeerID, *arguments: Any, **options: Any) -> Any:
+        if self.dead:
+            raise P2PDaemonError(_GONE)
+        await self.before_call(peer_id)
+        return await super().call_protobuf_handler(peer_id, *arguments, **options)
+
+    async def remove_protobuf_handler(self, *arguments: Any, **options: Any) -> None:
+        if not self.dead:
+            await super().remove_protobuf_handler(*arguments, **options)
+
+    def bury(self) -> None:
+        self.dead = True
+        control = self._client.control
+        for task in (control._read_task, control._write_task):
+            if task is not None:  # they end with an error that nobody asks for
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        for call in control._pending_calls.values():
+            if not call.done():
+                call.set_exception(P2PDaemonError(_GONE))
+
+
+async def _attach(daemon: Daemon) -> P2P:
+    class Attached(_Attached):
+        _UNIX_SOCKET_PREFIX = f"/unix{daemon.directory}/"
+
+    async with asyncio.timeout(_CONTROL_SECONDS):
+        return await Attached.replicate(Multiaddr(f"/unix{daemon.control_path}"))
+
+
+def _p2pd_arguments(config: P2PConfig) -> list[str]:
+    loopback = all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in config.listen)
+    outside = int(not loopback)  # nothing to map or to be seen from on loopback
+    arguments = ["-dhtServer=1", "-tls=1", "-connManager=1", "-relay=1"]
+    arguments += [f"-autonat={outside}", f"-natPortMap={outside}"]
+    if config.announce:
+        arguments.append(f"-announceAddrs={','.join(config.announce)}")
+    return arguments
+
+
+def _check_answer(data: bytes | None, what: str) -> None:
+    response = p2pd_pb2.Response()
+    try:
+        if data is None:
+            raise PeerUnreachable(f"{what}: p2pd hung up")
+        response.ParseFromString(data)
+    except DecodeError as error:
+        raise TransportError(f"{what}: p2pd's answer makes no sense") from error
+    if response.type == p2pd_pb2.Response.ERROR:
+        raise PeerUnreachable(f"{what}: {_reason(response.error.msg)}")
+
+
+def _reason(message: str) -> str:
+    """The last, most telling part of a Go error, in one short line."""
+    text = " ".join(message.split())
+    return text if len(text) <= 200 else f"{text[:80]} ... {text[-100:]}"
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _whole_seconds(seconds: float) -> int:
+    return max(1, round(seconds))

@@ -1,0 +1,273 @@
+"""The p2pd process: started through the keeper in a private directory of its own, watched, and ended with us."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusion.swarm.errors import TransportError
+from fusion.swarm.identity import Identity
+from fusion.swarm.streams import p2pd_guard
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "fusion-peer-"  # of every private directory
+_SOCKET_PATH_BYTES = 100  # sockaddr_un holds 104 on macOS, 108 on Linux
+_LONGEST_SOCKET_NAME = len("/p2pclient-0123456789a.sock")
+_STALE_SECONDS = 60.0
+_STILL_STARTING_SECONDS = 10.0
+_STOP_SECONDS = 3.0
+
+
+class Daemon:
+    """A running p2pd. `await Daemon.start(...)`, then `aclose()`; `ended` resolves to a line when it dies by itself."""
+
+    def __init__(
+        self, directory: Path, process: asyncio.subprocess.Process, pid: int, lock: int | None
+    ) -> None:
+        self.directory = directory  # private, gone when the daemon is
+        self.control_path = directory / "d.sock"
+        self.pid = pid  # p2pd's own
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._process = process
+        self._lock = lock
+        self._output: deque[str] = deque(maxlen=20)
+        self._reader: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        program: Path,
+        arguments: Sequence[str],
+        *,
+        identity: Identity,
+        listen: Sequence[str],
+        runtime_dir: Path | None,
+        start_seconds: float,
+    ) -> Daemon:
+        """Start `program` (p2pd) and wait until it listens, for as long as it lives and `start_seconds` last.
+
+        Raises TransportError, in one line, for an unusable directory, a taken port, an identity that another
+        running peer uses, or whatever p2pd says.
+        """
+        check_ports(listen)
+        lock = _lock_identity(identity)
+        directory: Path | None = None
+        process: asyncio.subprocess.Process | None = None
+        try:
+            directory = make_private_directory(runtime_dir)
+            key = identity.path
+            if key is None:
+                key = directory / "identity.key"
+                with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(identity.private_bytes())
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", p2pd_guard.__file__, str(directory), str(program)),
+                *(
+                    f"-id={key.absolute()}",
+                    f"-listen=/unix{directory / 'd.sock'}",
+                    f"-hostAddrs={','.join(listen)}",
+                ),
+                *arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                cwd="/",
+                env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor"},
+            )
+            daemon = cls(directory, process, 0, lock)
+            await daemon._wait_ready(start_seconds)
+            daemon._reader = asyncio.create_task(daemon._watch(), name="p2pd output")
+        except BaseException as error:
+            if process is not None:
+                _close_lifeline(process)
+                await asyncio.shield(_reap(process))
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+            if isinstance(error, OSError):
+                raise TransportError(f"cannot start p2pd: {error.strerror or error}") from error
+            raise
+        return daemon
+
+    async def aclose(self) -> None:
+        """End p2pd and its keeper and remove their directory. Idempotent."""
+        _close_lifeline(self._process)
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+            self._reader = None
+        await _reap(self._process)
+        shutil.rmtree(self.directory, ignore_errors=True)  # in case the keeper was killed
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    async def _wait_ready(self, start_seconds: float) -> None:
+        started = time.monotonic()
+        noted = False
+        while True:
+            remaining = started + start_seconds - time.monotonic()
+            if remaining <= 0:
+                raise TransportError(
+                    f"p2pd did not start within {start_seconds:.0f} seconds; is the machine overloaded?"
+                )
+            try:
+                async with asyncio.timeout(min(remaining, _STILL_STARTING_SECONDS)):
+                    line = await self._line()
+            except TimeoutError:
+                if not noted:
+                    logger.warning("p2pd is still starting; this machine seems busy")
+                    noted = True
+                continue
+            if line is None:
+                raise TransportError(f"p2pd did not start: {self._reason()}")
+            if line.startswith("keeper: "):
+                self.pid = int(line.removeprefix("keeper: "))
+            elif line.startswith("Peer ID:"):
+                return
+
+    async def _watch(self) -> None:
+        while await self._line() is not None:
+            pass
+        if not self.ended.done():
+            self.ended.set_result(f"p2pd (pid {self.pid}) ended: {self._reason()}")
+
+    async def _line(self) -> str | None:
+        """The next line of p2pd's output, None at its end."""
+        assert self._process.stdout is not None
+        try:
+            data = await self._process.stdout.readline()
+        except ValueError:  # longer than the reader's limit: of no use to anyone
+            return ""
+        if not data:
+            return None
+        line = data.decode(errors="replace").strip()
+        if line:
+            self._output.append(line)
+            logger.debug("p2pd: %s", line)
+        return line
+
+    def _reason(self) -> str:
+        if not self._output:
+            return "it said nothing"
+        said = [
+            line
+            for line in self._output
+            if not line.startswith(("keeper: ", "Control socket", "Peer ", "/ip"))
+        ]
+        return (said[-1] if said else "it was killed")[-300:]
+
+
+def _close_lifeline(process: asyncio.subprocess.Process) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _lock_identity(identity: Identity) -> int | None:
+    """Hold the identity file for as long as p2pd runs: two peers of one id would take each other's streams."""
+    if identity.path is None:
+        return None
+    try:
+        descriptor = os.open(identity.path, os.O_RDONLY)
+    except OSError as error:
+        raise TransportError(f"cannot open identity file {identity.path}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise TransportError(
+            f"a peer with the identity {identity.path} is running already; stop it or choose another --home"
+        ) from None
+    return descriptor
+
+
+def make_private_directory(parent: Path | None) -> Path:
+    """A new directory that only we can enter, short enough for UNIX sockets; in the system's temporary directory
+    where `parent` is None or its path is too long. Also removes those that crashed machines left behind."""
+    system = Path(tempfile.gettempdir())
+    parent = system if parent is None else parent.absolute()
+    if len(os.fsencode(parent)) + 1 + len(PREFIX) + 8 + _LONGEST_SOCKET_NAME > _SOCKET_PATH_BYTES:
+        logger.debug("%s is too long a path for UNIX sockets; using %s", parent, system)
+        parent = system
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        sweep(parent)
+        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    except OSError as error:
+        raise TransportError(f"cannot make a runtime directory in {parent}: {error.strerror}") from error
+
+
+def sweep(parent: Path) -> None:
+    """Remove private directories of ours in `parent` that no keeper holds any more."""
+    for path in parent.glob(f"{PREFIX}*"):
+        try:
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            if time.time() - status.st_mtime < _STALE_SECONDS:
+                continue  # perhaps its keeper is about to start
+            descriptor = os.open(path / p2pd_guard.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+        except OSError:  # held by a living keeper, or removed beside us
+            continue
+
+
+def check_ports(listen: Sequence[str]) -> None:
+    """Raises TransportError that names the port if one of the multiaddrs cannot be bound, ValueError for one that
+    is not /ip4|ip6/ADDRESS/tcp|udp/PORT...
+
+    p2pd alone does not tell: it binds with SO_REUSEPORT, so that two peers would silently share a port, and it
+    goes on when only some of its addresses fail.
+    """
+    for address in listen:
+        parts = address.split("/")
+        wellformed = (
+            len(parts) >= 5 and parts[0] == "" and parts[1] in ("ip4", "ip6") and parts[3] in ("tcp", "udp")
+        )
+        if not wellformed or not parts[4].isdecimal() or int(parts[4]) > 65535:
+            raise ValueError(f"{address!r} is not a listen address such as /ip4/0.0.0.0/tcp/4001")
+        family = socket.AF_INET if parts[1] == "ip4" else socket.AF_INET6
+        kind = socket.SOCK_STREAM if parts[3] == "tcp" else socket.SOCK_DGRAM
+        try:
+            with socket.socket(family, kind) as probe:
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                if kind == socket.SOCK_STREAM:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((parts[2], int(parts[4])))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise TransportError(
+                    f"port {parts[4]} of {address} is taken by another program; choose another with --listen"
+                ) from error
+            raise TransportError(f"cannot listen on {address}: {error.strerror or error}") from error

@@ -1,0 +1,67 @@
+"""When the bytes of payloads came in, peer by peer: the log that rates are estimated from. No I/O."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from fusion.swarm.streams.link_estimate import Read, Sample, sample
+from fusion.swarm.transport import PeerId
+
+KEPT_SECONDS = 4.0
+KEPT_READS = 4096
+KEPT_PEERS = 256
+TOGETHER_SECONDS = 0.0005  # reads closer than that count as one: a fast link would fill the log otherwise
+
+
+class ArrivalLog:
+    """Streams tell it of every read that belongs to a payload larger than the read; see `fusion.swarm.streams.link_estimate`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._reads: dict[PeerId, deque[Read]] = {}
+        self._open: dict[PeerId, int] = {}  # payloads under way
+
+    def read(self, peer: PeerId, size: int, *, began: bool, ended: bool) -> None:
+        """`size` bytes came from `peer`, all or part of them a payload's that `began` with this read, or `ended`."""
+        now, under_way = self._clock(), self._open.get(peer, 0)
+        reads = self._reads.get(peer)
+        if reads is None:
+            while len(self._reads) >= KEPT_PEERS:
+                del self._reads[next(iter(self._reads))]
+            reads = self._reads[peer] = deque(maxlen=KEPT_READS)
+        last = reads[-1] if reads else None
+        first = began and under_way == 0
+        if last is not None and not first and now - last.at < TOGETHER_SECONDS:
+            reads[-1] = Read(last.at, last.size + size, last.first)
+        else:
+            reads.append(Read(now, size, first))
+        while reads[0].at < now - KEPT_SECONDS:
+            reads.popleft()
+        self._count(peer, int(began) - int(ended))
+
+    def broken_off(self, peer: PeerId) -> None:
+        """A payload that was under way is not any more: its stream ended, or we stopped reading it."""
+        self._count(peer, -1)
+
+    def forget(self, peer: PeerId) -> None:
+        """What came from `peer` so far was no traffic."""
+        self._reads.pop(peer, None)
+
+    def peers(self, since: float) -> tuple[PeerId, ...]:
+        """Those of whom a payload came after `since`."""
+        return tuple(peer for peer, reads in self._reads.items() if reads and reads[-1].at >= since)
+
+    def under_way(self, peer: PeerId) -> bool:
+        return self._open.get(peer, 0) > 0
+
+    def sample(self, peer: PeerId, since: float, rtt_seconds: float | None) -> Sample | None:
+        return sample(tuple(self._reads.get(peer, ())), since, rtt_seconds)
+
+    def _count(self, peer: PeerId, change: int) -> None:
+        count = self._open.get(peer, 0) + change
+        if count > 0:
+            self._open[peer] = count
+        else:
+            self._open.pop(peer, None)

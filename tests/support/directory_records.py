@@ -1,0 +1,100 @@
+"""Records to publish in tests, and hostile variants of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import msgpack
+
+from fusion.swarm.directory import records
+from fusion.swarm.directory.records import (
+    RECORD_VERSION,
+    ClaimRecord,
+    Digest,
+    JobId,
+    JobRecord,
+    LinkRecord,
+    Pair,
+    PeerRecord,
+    ProviderRecord,
+    Record,
+    author_of,
+)
+from fusion.swarm.identity import Identity, friendly_name
+
+
+def digest(text: str) -> Digest:
+    return Digest(hashlib.sha256(text.encode()).hexdigest())
+
+
+JOB = JobId(digest("job"))
+
+
+def peer_record(identity: Identity, **changes: Any) -> PeerRecord:
+    record = PeerRecord(
+        peer=identity.peer_id,
+        name=friendly_name(identity.peer_id),
+        addresses=(f"/ip4/127.0.0.1/tcp/4001/p2p/{identity.peer_id}",),
+        role="peer",
+        device="cpu",
+        flops_per_second=5e10,
+        memory_bytes=4 << 30,
+        free_memory_bytes=3 << 30,
+        software="0.1.0",
+        opset=1,
+        started_at=1_000_000.5,
+    )
+    return dataclasses.replace(record, **changes)
+
+
+def job_record(identity: Identity, **changes: Any) -> JobRecord:
+    record = JobRecord(
+        job=JOB,
+        name="tiny",
+        kind="train",
+        state="running",
+        term=1,
+        step=10,
+        lead=identity.peer_id,
+        stages=3,
+        snapshot=None,
+        snapshot_step=0,
+        author=identity.peer_id,
+    )
+    return dataclasses.replace(record, **changes)
+
+
+def claim_record(identity: Identity, **changes: Any) -> ClaimRecord:
+    record = ClaimRecord(
+        job=JOB, stage=0, peer=identity.peer_id, role="owner", term=1, score=1.0, step=0, load=0.0
+    )
+    return dataclasses.replace(record, **changes)
+
+
+def provider_record(identity: Identity, **changes: Any) -> ProviderRecord:
+    record = ProviderRecord(digest=digest("blob"), peer=identity.peer_id, size_bytes=123)
+    return dataclasses.replace(record, **changes)
+
+
+def link_record(identity: Identity, **changes: Any) -> LinkRecord:
+    record = LinkRecord(
+        peer=identity.peer_id,
+        pairs=(Pair(identity.peer_id, 12.5, 93.0, 2.0), Pair(identity.peer_id, 0.4, 0.0, 1.0)),
+    )
+    return dataclasses.replace(record, **changes)
+
+
+def raw_seal(record: Record, identity: Identity, expires_at: float, **changes: Any) -> bytes:
+    """A sealed record with none of the publisher's own checks: what a hostile peer can make with its key."""
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    values |= changes.pop("values", {})
+    kind = changes.pop("kind", records._KIND[type(record)])
+    version = changes.pop("version", RECORD_VERSION)
+    author = changes.pop("author", author_of(record))
+    body = changes.pop("body", msgpack.packb([version, kind, values]))
+    assert not changes
+    signature = identity.sign(records._signed(body, author, expires_at))
+    data: bytes = msgpack.packb([body, author, expires_at, signature])
+    return data

@@ -1,0 +1,547 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.fetch import PATIENCE, PROTOCOL
+from fusion.swarm.blobs.index import (
+    CHUNK_BYTES,
+    MAX_INDEX_BYTES,
+    decode_index,
+    digest_of,
+    digest_of_index,
+    index_of,
+)
+from fusion.swarm.blobs.store import BadChunk, BlobStore
+from fusion.swarm.blobs.upload_budget import BURST_SECONDS, UploadBudget
+from fusion.swarm.directory.records import Digest, ProviderRecord
+from fusion.swarm.errors import BlobError, QuotaExceeded, RemoteError
+from fusion.swarm.identity import Identity
+from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.transport import PeerId, Stream, call
+
+QUOTA = 64 << 20
+PROMPT = BlobConfig(retry_seconds=0, attempts=2, chunk_seconds=5)
+BIG = os.urandom(5 * CHUNK_BYTES + 123)
+
+
+class Room:
+    """Peers with blobs in memory transports; the blobs of peer 0 are under test."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.clock = ManualClock()
+        self.network = MemoryNetwork()
+        self.tasks: list[Blobs] = []
+
+    async def peer(
+        self, quota_bytes: int = QUOTA, config: BlobConfig = PROMPT, budget: UploadBudget | None = None
+    ) -> Blobs:
+        identity = Identity.generate()
+        transport = MemoryTransport(self.network, identity.peer_id)
+        directory = MemoryDirectory(self.network, identity, self.clock)
+        store = BlobStore(self.root / identity.peer_id, quota_bytes)
+        blobs = Blobs(store, transport, directory, config, budget)
+        await blobs.__aenter__()
+        self.tasks.append(blobs)
+        return blobs
+
+    async def hostile(self, digest: Digest, handler: Callable[[Stream], Any]) -> PeerId:
+        """A peer that says it holds `digest` and answers with `handler`."""
+        identity = Identity.generate()
+        transport = MemoryTransport(self.network, identity.peer_id)
+        await transport.serve(PROTOCOL, handler)
+        directory = MemoryDirectory(self.network, identity, self.clock)
+        await directory.publish(ProviderRecord(digest=digest, peer=identity.peer_id, size_bytes=1))
+        return identity.peer_id
+
+    async def __aenter__(self) -> Room:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for blobs in self.tasks:
+            await blobs.aclose()
+
+
+def id_of(blobs: Blobs) -> PeerId:
+    return blobs._transport.peer_id
+
+
+# The index.
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=60, deadline=None)
+def test_an_index_names_the_bytes_and_nothing_else_decodes(data: bytes) -> None:
+    index = index_of([data] if data else [])
+    assert index.digest == digest_of(data)
+    assert decode_index(index.encode(), index.digest) == index
+    with pytest.raises(BlobError):
+        decode_index(data, digest_of_index(data))  # right name, wrong form
+    with pytest.raises(BlobError, match="does not belong"):
+        decode_index(index.encode() + b"\0", index.digest)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [2, 0, CHUNK_BYTES, b""],
+        [1, 5, CHUNK_BYTES, b""],
+        [1, 0, CHUNK_BYTES, b"x" * 32],
+        [1, 5, 10, b"x" * 32],
+        [1, -1, CHUNK_BYTES, b""],
+        [1, 10**15, CHUNK_BYTES, b"x" * 32],
+        [1, 5.0, CHUNK_BYTES, b"x" * 32],
+        [True, 0, CHUNK_BYTES, b""],
+        [1, 5, CHUNK_BYTES],
+        {"size": 5},
+    ],
+)
+def test_a_malformed_index_is_refused(content: object) -> None:
+    data = msgpack.packb(content)
+    with pytest.raises(BlobError):
+        decode_index(data, digest_of_index(data))
+
+
+def test_a_huge_index_is_refused_before_it_is_read() -> None:
+    with pytest.raises(BlobError, match="at most"):
+        decode_index(memoryview(bytearray(MAX_INDEX_BYTES + 1)), digest_of(b""))
+
+
+# The store.
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, len(BIG)])
+def test_a_store_keeps_bytes_and_files(tmp_path: Path, size: int) -> None:
+    data = BIG[:size]
+    store = BlobStore(tmp_path / "store", QUOTA)
+    digest = store.put(data)
+    source = tmp_path / "source"
+    source.write_bytes(data)
+    assert store.put(source) == digest == digest_of(data)
+    assert store.path(digest).read_bytes() == data
+    assert store.size(digest) == store.used_bytes == size
+    again = BlobStore(tmp_path / "store", QUOTA)
+    assert again.digests() == {digest: size}
+    again.delete(digest)
+    again.delete(digest)
+    assert not again.has(digest) and again.used_bytes == 0
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["partial"]
+
+
+def test_a_store_that_was_cut_off_forgets_what_is_not_whole(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, QUOTA)
+    whole, short, bare = store.put(b"whole"), store.put(b"short"), store.put(b"bare")
+    (tmp_path / short).write_bytes(b"sho")
+    (tmp_path / f"{bare}.index").unlink()
+    (tmp_path / "partial" / "tmp-1").write_bytes(b"x" * 1000)
+    assert BlobStore(tmp_path, QUOTA).digests() == {whole: 5}
+    assert {path.name for path in tmp_path.iterdir()} == {whole, f"{whole}.index", "partial"}
+    assert not list((tmp_path / "partial").iterdir())
+
+
+def test_a_quota_is_kept(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, 1000)
+    digest = store.put(b"x" * 600)
+    with pytest.raises(QuotaExceeded, match="600 of 1000 bytes"):
+        store.put(b"y" * 401)
+    store.put(b"y" * 400)
+    store.delete(digest)
+    store.put(b"z" * 600)
+    assert store.used_bytes == 1000
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BlobStore(tmp_path, QUOTA)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fusion.swarm.blobs.store._settle", full)
+    with pytest.raises(QuotaExceeded, match="the disk is full") as caught:
+        store.put(b"x")
+    assert "\n" not in str(caught.value)
+    assert store.used_bytes == 0 and not list((tmp_path / "partial").iterdir())
+
+
+def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(BlobError, match="cannot use"):
+        BlobStore(tmp_path / "file", QUOTA)
+    with pytest.raises(BlobError, match="cannot read"):
+        BlobStore(tmp_path / "store", QUOTA).put(tmp_path / "missing")
+
+
+def test_a_fetch_goes_on_where_it_stopped_and_believes_only_hashes(tmp_path: Path) -> None:
+    index = index_of(BIG[at : at + CHUNK_BYTES] for at in range(0, len(BIG), CHUNK_BYTES))
+    first = BlobStore(tmp_path, QUOTA).begin(index.encode(), index.digest)
+    assert first.missing == set(range(6))
+    first.write(0, BIG[:CHUNK_BYTES])
+    first.write(5, BIG[5 * CHUNK_BYTES :])
+    first.write(2, BIG[2 * CHUNK_BYTES : 3 * CHUNK_BYTES])
+    with pytest.raises(BadChunk):
+        first.write(1, BIG[:CHUNK_BYTES])
+    with pytest.raises(BadChunk):
+        first.write(1, b"")
+    first.close()
+    first.close()
+    with pytest.raises(BlobError, match="no longer"):
+        first.write(1, BIG[CHUNK_BYTES : 2 * CHUNK_BYTES])
+    with (tmp_path / "partial" / index.digest).open("r+b") as file:
+        file.write(b"bit rot")
+    store = BlobStore(tmp_path, QUOTA)
+    assert store.used_bytes == len(BIG)
+    second = store.begin(index.encode(), index.digest)
+    assert second.missing == {0, 1, 3, 4}
+    for chunk in (0, 1, 3, 4):
+        second.write(chunk, BIG[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
+    second.close()
+    assert store.path(index.digest).read_bytes() == BIG and store.used_bytes == len(BIG)
+
+
+def test_a_forgotten_fetch_makes_room(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, len(BIG) + 10)
+    index = index_of([b"a" * 100])
+    store.begin(index.encode(), index.digest).close()
+    assert store.used_bytes == 100
+    store.put(BIG)
+    assert store.used_bytes == len(BIG)
+    with pytest.raises(QuotaExceeded):
+        store.begin(index.encode(), index.digest)
+    assert store.used_bytes == len(BIG)
+
+
+# Between peers.
+
+
+def test_a_blob_comes_from_several_holders_at_once_and_has_one_more_afterwards(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holders = [await room.peer() for _ in range(3)]
+            for holder in holders:
+                digest = await holder.put(BIG)
+            ours = await room.peer()
+            assert (await ours.fetch(digest)).read_bytes() == BIG
+            sent = [peer for peer, bytes_ in ours._transport.traffic().items() if bytes_.received_bytes]
+            assert len(sent) == 3
+            assert id_of(ours) in {p.peer for p in await holders[0]._directory.providers(digest)}
+            # The others may leave now.
+            for holder in holders:
+                room.network.kill(id_of(holder))
+            later = await room.peer()
+            assert await later.read(digest, len(BIG)) == BIG
+
+    asyncio.run(scenario())
+
+
+def test_hints_do_without_the_directory(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer()
+            for data in (b"", b"tiny", BIG):
+                digest = await holder.put(data)
+                room.clock.advance(1000)  # every announcement is gone
+                assert await ours.read(digest, len(BIG), [Identity.generate().peer_id, id_of(holder)]) == data
+
+    asyncio.run(scenario())
+
+
+def test_nobody_has_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            ours, other = await room.peer(), await room.peer()
+            with pytest.raises(BlobError, match="nobody announces it"):
+                await ours.fetch(digest_of(b"no"))
+            with pytest.raises(BlobError, match="is not here"):
+                await ours.fetch(digest_of(b"no"), [id_of(other)])
+            for bad in ("", "../../etc/passwd", "A" * 64):
+                with pytest.raises(BlobError, match="not the digest"):
+                    await ours.fetch(Digest(bad))
+
+    asyncio.run(scenario())
+
+
+def test_too_large_is_known_before_anything_is_fetched(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours, small = await room.peer(), await room.peer(), await room.peer(quota_bytes=1000)
+            digest = await holder.put(BIG)
+            with pytest.raises(BlobError, match="at most 1000 allowed"):
+                await ours.read(digest, 1000)
+            assert ours.store.used_bytes == 0
+            with pytest.raises(QuotaExceeded):
+                await small.fetch(digest)
+            assert small.store.used_bytes == 0
+            await ours.fetch(digest)
+            with pytest.raises(BlobError, match="at most 1000 allowed"):
+                await ours.read(digest, 1000)
+
+    asyncio.run(scenario())
+
+
+def test_false_bytes_are_thrown_away_and_their_sender_left(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer()
+            digest = await holder.put(BIG)
+            asked = 0
+
+            async def liar(stream: Stream) -> None:
+                nonlocal asked
+                while True:
+                    frame = await stream.receive()
+                    if frame.kind == "index":
+                        await stream.send("index", {}, [holder.store.index(digest)])
+                        continue
+                    asked += 1
+                    for chunk in frame.header["chunks"]:
+                        await stream.send("chunk", {"index": chunk}, [bytes(CHUNK_BYTES)])
+
+            await room.hostile(digest, liar)
+            assert await ours.read(digest, len(BIG)) == BIG
+            assert asked <= 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("answer", ["index", "chunk", "nothing"])
+def test_hostile_answers_cost_little(tmp_path: Path, answer: str) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            ours = await room.peer(config=BlobConfig(retry_seconds=0, attempts=2, chunk_seconds=0.05))
+            digest = digest_of(BIG)
+            index = index_of(BIG[at : at + CHUNK_BYTES] for at in range(0, len(BIG), CHUNK_BYTES))
+
+            async def handler(stream: Stream) -> None:
+                while True:
+                    frame = await stream.receive()
+                    if answer == "nothing":
+                        await asyncio.sleep(60)
+                    elif answer == "index":
+                        await stream.send("index", {}, [b"\xff" * 1000])
+                    elif frame.kind == "index":
+                        await stream.send("index", {}, [index.encode()])
+                    else:
+                        await stream.send("chunk", {"index": 10**9}, [b""])
+
+            await room.hostile(digest, handler)
+            with pytest.raises(BlobError):
+                await ours.fetch(digest)
+            assert not ours.has(digest)
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_holder_does_not_decide_when_the_blob_is_whole(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer(config=BlobConfig(chunk_seconds=600))
+            digest = await holder.put(BIG)
+
+            async def slow(stream: Stream) -> None:
+                frame = await stream.receive()
+                if frame.kind == "index":
+                    await stream.send("index", {}, [holder.store.index(digest)])
+                await asyncio.sleep(600)
+
+            await room.hostile(digest, slow)
+            async with asyncio.timeout(20):
+                assert await ours.read(digest, len(BIG)) == BIG
+
+    asyncio.run(scenario())
+
+
+def test_two_who_want_the_same_blob_share_one_fetch(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer()
+            digest = await holder.put(BIG)
+            paths = await asyncio.gather(*(ours.fetch(digest) for _ in range(4)))
+            assert len(set(paths)) == 1
+            received = ours._transport.traffic()[id_of(holder)].received_bytes
+            assert len(BIG) <= received < 1.1 * len(BIG)
+
+    asyncio.run(scenario())
+
+
+def test_a_fetch_stops_when_nobody_waits_and_goes_on_later(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer()
+            digest = await holder.put(BIG)
+            index = holder.store.index(digest)
+            given = asyncio.Event()
+
+            async def stops_half_way(stream: Stream) -> None:
+                frame = await stream.receive()
+                if frame.kind == "index":
+                    await stream.send("index", {}, [index])
+                    frame = await stream.receive()
+                for chunk in frame.header["chunks"][:3]:
+                    data = BIG[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+                    await stream.send("chunk", {"index": chunk}, [data])
+                given.set()
+                await asyncio.sleep(60)
+
+            while holder._announcing:
+                await asyncio.sleep(0)
+            room.clock.advance(1000)
+            await room.hostile(digest, stops_half_way)
+            fetching = asyncio.create_task(ours.fetch(digest))
+            await given.wait()
+            while not (partial := ours.store._partial / digest).exists() or not partial.read_bytes()[
+                :1
+            ].strip(b"\0"):
+                await asyncio.sleep(0.01)
+            fetching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+            while ours._fetches:
+                await asyncio.sleep(0)
+            assert not ours.has(digest)
+            before = ours._transport.traffic().get(id_of(holder))
+            assert before is None
+            assert await ours.read(digest, len(BIG), [id_of(holder)]) == BIG
+            assert ours._transport.traffic()[id_of(holder)].received_bytes < len(BIG)
+
+    asyncio.run(scenario())
+
+
+def test_the_upload_budget_paces_what_others_get(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            passed = ManualClock(0.0)
+
+            async def sleep(seconds: float) -> None:
+                passed.advance(seconds)
+                await asyncio.sleep(0)
+
+            holder = await room.peer(budget=UploadBudget(1e6, passed, sleep))
+            one, two = await room.peer(), await room.peer()
+            digest = await holder.put(BIG)
+            both = (one.read(digest, len(BIG), [id_of(holder)]), two.read(digest, len(BIG), [id_of(holder)]))
+            assert await asyncio.gather(*both) == [BIG, BIG]
+            # Each has become a holder for the other one meanwhile: at least one copy came from here.
+            assert passed.now >= len(BIG) / 1e6 - BURST_SECONDS - 2 * CHUNK_BYTES / 1e6
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("times", "patient"), [(3, True), (PATIENCE, False)])
+def test_a_holder_may_ask_for_patience_but_not_for_ever(tmp_path: Path, times: int, patient: bool) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            ours, digest = await room.peer(), digest_of(b"data")
+
+            async def handler(stream: Stream) -> None:
+                frame = await stream.receive()
+                if frame.kind == "index":
+                    await stream.send("index", {}, [index_of([b"data"]).encode()])
+                    return
+                for _ in range(times):
+                    await stream.send("wait")
+                await stream.send("chunk", {"index": 0}, [b"data"])
+                await asyncio.sleep(60)
+
+            peer = await room.hostile(digest, handler)
+            if patient:
+                assert await ours.read(digest, 4, [peer]) == b"data"
+            else:
+                with pytest.raises(BlobError, match="keeps us waiting"):
+                    await ours.read(digest, 4, [peer])
+
+    asyncio.run(scenario())
+
+
+def test_likely_holders_are_asked_before_the_directory(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer()
+            digest = await holder.put(BIG)
+            looked_up = asyncio.Event()
+
+            async def never(_: Digest) -> tuple[ProviderRecord, ...]:
+                looked_up.set()
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            ours._directory.providers = never  # type: ignore[method-assign]
+            assert await ours.read(digest, len(BIG), [id_of(holder)]) == BIG
+            assert looked_up.is_set()  # all the same, for the case that the hint is wrong
+
+    asyncio.run(scenario())
+
+
+def test_a_frozen_peer_among_the_likely_ones_holds_nothing_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer(config=BlobConfig(chunk_seconds=600))
+            digest = await holder.put(BIG)
+            index = holder.store.index(digest)
+
+            async def freezes(stream: Stream) -> None:
+                frame = await stream.receive()
+                if frame.kind == "index":
+                    await stream.send("index", {}, [index])
+                await asyncio.sleep(600)
+
+            room.clock.advance(1000)
+            await holder._announce(digest)
+            frozen = await room.hostile(digest, freezes)
+            async with asyncio.timeout(10):
+                assert await ours.read(digest, len(BIG), [frozen]) == BIG
+
+    asyncio.run(scenario())
+
+
+def test_hostile_requests_are_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer()
+            digest = await holder.put(b"data")
+            for kind, header in [
+                ("index", {}),
+                ("index", {"digest": "../secret"}),
+                ("index", {"digest": digest_of(b"other")}),
+                ("get", {"digest": digest, "chunks": [1]}),
+                ("get", {"digest": digest, "chunks": [-1]}),
+                ("get", {"digest": digest, "chunks": ["0"]}),
+                ("get", {"digest": digest, "chunks": [0] * 1000}),
+                ("get", {"digest": digest, "chunks": 0}),
+                ("put", {"digest": digest}),
+            ]:
+                with pytest.raises(RemoteError):
+                    await call(ours._transport, id_of(holder), PROTOCOL, kind, header)
+            assert await ours.read(digest, 10) == b"data"
+
+    asyncio.run(scenario())
+
+
+def test_held_blobs_stay_announced(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder = await room.peer(config=BlobConfig(announce_seconds=0.01))
+            digest = await holder.put(b"data")
+            room.clock.advance(10)
+            async with asyncio.timeout(5):
+                while not await holder._directory.providers(digest):
+                    await asyncio.sleep(0.005)
+            await holder.drop(digest)
+            assert not holder.has(digest)
+
+    asyncio.run(scenario())
+
+
+def test_a_bad_setting_is_named() -> None:
+    with pytest.raises(ValueError, match="holders"):
+        BlobConfig(holders=0)

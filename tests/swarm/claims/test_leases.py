@@ -1,0 +1,557 @@
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from support.directory_records import JOB, claim_record, provider_record
+
+from fusion.swarm.claims.election import rank, winner
+from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.directory.api import RECORD_TTL_SECONDS
+from fusion.swarm.directory.records import ClaimRecord, JobId, Record
+from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import Identity
+from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork
+
+PROMPT = LeaseConfig(confirm_seconds=0)
+
+
+class DistantDirectory(MemoryDirectory):
+    """What it answers is a little old when it arrives, as over a real network."""
+
+    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+        claims = await super().claims(job, stage)
+        await asyncio.sleep(0)
+        return claims
+
+
+class SlowDirectory(MemoryDirectory):
+    """Every call takes a while on its way there and on its way back, a different one each time."""
+
+    dice = random.Random(0)
+
+    async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
+        await self.pause()
+        await super().publish(record, ttl_seconds=ttl_seconds)
+        await self.pause()
+
+    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+        await self.pause()
+        claims = await super().claims(job, stage)
+        await self.pause()
+        return claims
+
+    async def pause(self) -> None:
+        for _ in range(self.dice.choice((0, 1, 2, 5, 20))):
+            await asyncio.sleep(0)
+
+
+class Room:
+    """Some peers, their directories and leases, and the clock they share."""
+
+    def __init__(self, peers: int, kind: type[MemoryDirectory] = DistantDirectory) -> None:
+        self.clock = ManualClock()
+        self.network = MemoryNetwork()
+        self.identities = [Identity.generate() for _ in range(peers)]
+        self.directories = [kind(self.network, i, self.clock) for i in self.identities]
+        self.lost: list[list[ClaimRecord]] = [[] for _ in range(peers)]
+        self.leases = [self.restart(peer) for peer in range(peers)]
+
+    def restart(self, peer: int) -> Leases:
+        identity, directory = self.identities[peer], self.directories[peer]
+        return Leases(identity.peer_id, directory, PROMPT, on_lost=self.lost[peer].append)
+
+    async def beat(self) -> None:
+        self.clock.advance(1.0)
+        for leases in self.leases:
+            await leases.beat()
+
+
+def test_a_claim_is_won_renewed_updated_and_released() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        ours, theirs = room.leases
+        claim = await ours.claim(JOB, 0, 1.0)
+        assert claim is not None and claim.term == 1 and not claim.ready
+        assert await ours.claim(JOB, 0, 1.0) == claim  # asking again changes nothing
+        assert await theirs.claim(JOB, 0, 1.0) is None  # an owner is never challenged
+        ours.update(JOB, 0, step=7, load=0.5, ready=True)
+        for _ in range(10):  # far beyond one TTL
+            await room.beat()
+        seen = await theirs.owner(JOB, 0)
+        assert seen is not None and (seen.step, seen.load, seen.ready) == (7, 0.5, True)
+        assert ours.mine() == (seen,) and theirs.mine() == ()
+        await ours.release(JOB, 0)
+        assert await theirs.owner(JOB, 0) is None and ours.mine() == ()
+        taken = await theirs.claim(JOB, 0, 0.3)
+        assert taken is not None and taken.term == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_owner_s_stage_falls_vacant_and_the_next_term_is_higher() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        dead, heir = room.leases
+        first = await dead.claim(JOB, 0, 1.0)
+        assert first is not None and await heir.owner(JOB, 0) == first
+        room.clock.advance(RECORD_TTL_SECONDS)  # nobody renews
+        assert await heir.owner(JOB, 0) is None
+        # The claim and its term are gone from the directory, but not from the mind of who saw it.
+        taken = await heir.claim(JOB, 0, 0.1)
+        assert taken is not None and taken.term == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_term_seen_in_a_frame_counts() -> None:
+    async def scenario() -> None:
+        (leases,) = Room(1).leases
+        leases.observe(JOB, 3, 41)
+        leases.observe(JOB, 3, 7)
+        claim = await leases.claim(JOB, 3, 1.0)
+        assert claim is not None and claim.term == 42
+
+    asyncio.run(scenario())
+
+
+def test_of_many_claiming_at_once_exactly_one_wins() -> None:
+    async def scenario() -> None:
+        room = Room(5)
+        won = await asyncio.gather(*(leases.claim(JOB, 0, 0.5) for leases in room.leases))
+        winners = [claim for claim in won if claim is not None]
+        assert len(winners) == 1
+        for leases in room.leases:
+            owner = await leases.owner(JOB, 0)
+            assert owner is not None and owner.peer == winners[0].peer
+        # Those it beat may not have looked yet when they published: the winner's term is its own.
+        assert winners[0].term == 2
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_200_duels_leave_one_owner_and_never_two_of_one_term(over: int) -> None:
+    async def duel(seed: int) -> int:
+        SlowDirectory.dice = dice = random.Random(seed)
+        room = Room(dice.choice((2, 2, 3, 4)), SlowDirectory)
+        if over:
+            dead = MemoryDirectory(room.network, gone := Identity.generate(), room.clock)
+            await dead.publish(claim_record(gone, term=over))
+        held: list[ClaimRecord] = []
+
+        async def claim(leases: Leases) -> None:
+            for _ in range(dice.choice((0, 1, 3, 40))):
+                await asyncio.sleep(0)
+            won = await leases.claim(JOB, 0, dice.choice((0.3, 0.5, 1.0)), over=over)
+            if won is not None:
+                held.append(won)
+
+        await asyncio.gather(*(claim(leases) for leases in room.leases))
+        assert held and len({claim.term for claim in held}) == len(held)
+        assert all(claim.term > over for claim in held)
+        for _ in range(2):
+            await asyncio.gather(*(leases.beat() for leases in room.leases))
+        [owner] = [claim for leases in room.leases for claim in leases.mine()]
+        assert owner == max(held, key=rank)
+        for leases in room.leases:
+            assert await leases.owner(JOB, 0) == owner
+        return len(held)
+
+    async def scenario() -> None:
+        held = [await duel(seed) for seed in range(200)]
+        assert held.count(1) > 100  # mostly the first answer is the last
+
+    asyncio.run(scenario())
+
+
+def test_over_a_term_the_claims_up_to_it_count_as_gone() -> None:
+    async def scenario() -> None:
+        room = Room(3)
+        dead, heir, late = room.leases
+        await dead.claim(JOB, 0, 1.0)
+        assert await heir.claim(JOB, 0, 0.1) is None
+        taken = await heir.claim(JOB, 0, 0.1, over=1)
+        assert taken is not None and taken.term == 2 and await late.owner(JOB, 0) == taken
+        # Another who knows of a later owner that is gone does not move the heir from what it hosts under its claim.
+        assert await heir.claim(JOB, 0, 0.1, over=2) == taken
+        assert await late.claim(JOB, 0, 1.0, over=1) is None  # somebody followed already
+        assert await late.claim(JOB, 0, 1.0, over=2) is not None
+        # Nor is a term taken that somebody has held and released since.
+        await late.release(JOB, 0)
+        await heir.beat()
+        newcomer = room.restart(0)
+        again = await newcomer.claim(JOB, 0, 1.0, over=1)
+        assert again is not None and again.term == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_takes_no_record_holds_up_no_takeover() -> None:
+    class Stuck(MemoryDirectory):
+        async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
+            await super().publish(record, ttl_seconds=ttl_seconds)
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        room = Room(1, Stuck)
+        config = LeaseConfig(confirm_seconds=0, patience_seconds=0.001)
+        leases = Leases(room.identities[0].peer_id, room.directories[0], config)
+        claim = await leases.claim(JOB, 0, 1.0, over=4)
+        assert claim is not None and claim.term == 5
+        closing = asyncio.create_task(leases.aclose())
+        await asyncio.sleep(0.01)
+        assert not leases._ours.late and not leases.mine()
+        closing.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_stage_that_its_owner_hands_over_is_claimed_without_a_look() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        owner, heir = room.leases
+        await owner.claim(JOB, 0, 1.0)
+
+        async def nothing(job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+            raise AssertionError("nothing is read")
+
+        room.directories[1].claims = nothing  # type: ignore[method-assign]
+        claim = await heir.claim(JOB, 0, 0.1, over=1, confirm=False)
+        assert claim is not None and claim.term == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_standby_says_so_until_it_owns_the_stage_or_stands_down() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        ours, other = room.leases
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=3)
+        await room.beat()
+        [claim] = await other.claims(JOB, 0)
+        assert (claim.role, claim.score, claim.step, claim.ready) == ("standby", 0.4, 3, False)
+        assert ours.standbys.standing() == (claim,) and ours.mine() == ()
+        ours.update(JOB, 0, step=9, ready=True)
+        for _ in range(9):
+            await room.beat()
+        [claim] = await other.claims(JOB, 0)
+        assert (claim.step, claim.ready) == (9, True)
+        owned = await ours.claim(JOB, 0, 0.4)
+        assert owned is not None and ours.standbys.standing() == ()
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=3)  # an owner does not
+        await room.beat()
+        assert ours.standbys.standing() == () and await other.claims(JOB, 0) == (owned,)
+        other.standbys.stand_by(JOB, 0, score=0.4, step=3)
+        other.standbys.stand_by(JOB, 1, score=0.4, step=3)
+        await room.beat()
+        other.standbys.stand_down(JOB, 0)
+        await room.beat()
+        assert {c.peer: c.role for c in await ours.claims(JOB, 0)}[other.peer_id] == "released"
+        assert [claim.role for claim in await ours.claims(JOB, 1)] == ["standby"]
+        await other.aclose()
+        assert [claim.role for claim in await ours.claims(JOB, 1)] == ["released"]
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_keeps_its_term_until_it_only_stands_by() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        ours, other = room.leases
+        owned = await other.claim(JOB, 0, 1.0)
+        assert owned is not None and ours.standbys.serve_beside(JOB, 0) == 0, "it does not stand by"
+        await ours.claims(JOB, 0)
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=0)
+        term = ours.standbys.serve_beside(JOB, 0)
+        assert term == ours.standbys.serve_beside(JOB, 0) == owned.term and ours.standbys.beside(JOB, 0)
+        ours.update(JOB, 0, load=2.0)
+        ours.observe(JOB, 0, term + 3)
+        ours.standbys.stand_by(JOB, 0, score=0.3, step=1)  # the next heartbeat of the pool
+        await room.beat()
+        [replica] = [claim for claim in await other.claims(JOB, 0) if claim.peer == ours.peer_id]
+        assert (replica.role, replica.term, replica.load, replica.ready) == ("replica", term, 2.0, True)
+        assert winner(await other.claims(JOB, 0)) == other.holds(JOB, 0)
+        ours.standbys.only_stand_by(JOB, 0)
+        assert [claim.role for claim in ours.standbys.standing()] == ["standby"]
+        assert not ours.standbys.beside(JOB, 0)
+        assert ours.standbys.serve_beside(JOB, 0) == term + 3, "a later claim has a later term"
+        ours.standbys.stand_by(JOB, 0, score=0.3, step=1, ready=True, busy=True)
+        assert [(claim.role, claim.load) for claim in ours.standbys.standing()] == [("standby", 1.0)]
+        assert ours.standbys.serve_beside(JOB, 0) == 0, "it owns stages of its own"
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_claims_the_stage_goes_one_term_up() -> None:
+    async def scenario() -> None:
+        room = Room(3)
+        ours, other, third = room.leases
+        owned = await other.claim(JOB, 0, 1.0)
+        assert owned is not None
+        for leases in (ours, third):
+            await leases.claims(JOB, 0)
+            leases.standbys.stand_by(JOB, 0, score=0.4, step=0)
+            assert leases.standbys.serve_beside(JOB, 0) == owned.term
+        await room.beat()
+        claim = await ours.claim(JOB, 0, 0.4, over=owned.term)
+        assert claim is not None and claim.term == owned.term + 1, "another replica is no rival"
+        assert not ours.standbys.beside(JOB, 0) and third.standbys.beside(JOB, 0)
+
+    asyncio.run(scenario())
+
+
+def test_whoever_fails_to_claim_stands_by_again() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        ours, other = room.leases
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=3)
+        owned = await other.claim(JOB, 0, 1.0)
+        assert owned is not None and await ours.claim(JOB, 0, 0.4, over=0) is None
+        claiming = asyncio.create_task(ours.claim(JOB, 0, 0.4, over=owned.term))
+        await asyncio.sleep(0)
+        other.credit(room.directories[0].sealed(claim_record(room.identities[0], term=1)))
+        rival = Identity.generate()
+        high = claim_record(rival, term=owned.term + 1, score=1.0)
+        ours.credit(MemoryDirectory(room.network, rival, room.clock).sealed(high))
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=99)  # in the middle of it: not said over the claim
+        assert await claiming is None
+        [standing] = ours.standbys.standing()
+        assert standing.role == "standby" and standing.step == 3
+        await room.beat()
+        assert {c.peer: c.role for c in await other.claims(JOB, 0)}[ours.peer_id] == "standby"
+
+    asyncio.run(scenario())
+
+
+def test_what_changes_is_said_at_once_and_nothing_else() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        identity, directory = room.identities[0], room.directories[0]
+        published: list[ClaimRecord] = []
+        publish = directory.publish
+
+        async def counted(record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
+            assert isinstance(record, ClaimRecord)
+            published.append(record)
+            await publish(record, ttl_seconds=ttl_seconds)
+
+        directory.publish = counted  # type: ignore[method-assign]
+        async with Leases(identity.peer_id, directory, LeaseConfig(heartbeat_seconds=3600)) as leases:
+            for stage in range(3):
+                leases.standbys.stand_by(JOB, stage, score=0.5, step=0)
+            async with asyncio.timeout(5):
+                while len(published) < 3:
+                    await asyncio.sleep(0.001)
+                leases.update(JOB, 1, step=5)
+                leases.standbys.stand_by(JOB, 2, score=0.5, step=0)  # said already
+                leases.update(JOB, 1, step=6, ready=True)
+                while len(published) < 4:
+                    await asyncio.sleep(0.001)
+            assert (published[3].stage, published[3].step, published[3].ready) == (1, 6, True)
+            await asyncio.sleep(0.01)
+            assert len(published) == 4
+
+    asyncio.run(scenario())
+
+
+# --- claims that are shown
+
+
+def test_a_claim_that_was_shown_counts_before_the_directory_has_it() -> None:
+    async def scenario() -> None:
+        room = Room(3)
+        owner, reader, heir = room.leases
+        ids = [identity.peer_id for identity in room.identities]
+        old = await owner.claim(JOB, 0, 1.0)
+        await reader.claims(JOB, 0)
+        room.network.partition(
+            ids[:1] + ids[2:], ids[1:2]
+        )  # from here on the reader's directory learns nothing
+        new = await heir.claim(JOB, 0, 0.2, over=1)
+        data = heir.sealed(JOB, 0)
+        assert old is not None and new is not None and data is not None
+        assert await reader.owner(JOB, 0) == old
+        assert reader.credit(data) == new
+        assert await reader.owner(JOB, 0) == new and winner(reader.recent(JOB, 0)) == new
+        older = owner.sealed(JOB, 0)
+        assert older is not None and reader.credit(older) == old  # true once, and outranked
+        assert await reader.owner(JOB, 0) == new
+        assert reader.known_term(JOB, 0) == 2
+        room.clock.advance(RECORD_TTL_SECONDS)
+        assert await reader.owner(JOB, 0) is None and reader.known_term(JOB, 0) == 2
+        with pytest.raises(RecordError):
+            reader.credit(data)
+
+    asyncio.run(scenario())
+
+
+def test_what_the_directory_says_later_of_the_same_peer_outweighs_what_was_shown() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        owner, reader = room.leases
+        await owner.claim(JOB, 0, 1.0)
+        data = owner.sealed(JOB, 0)
+        assert data is not None
+        reader.credit(data)
+        owner.update(JOB, 0, step=8, ready=True)
+        await owner.beat()
+        seen = await reader.owner(JOB, 0)
+        assert seen is not None and (seen.step, seen.ready) == (8, True)
+        await owner.release(JOB, 0)
+        assert await reader.owner(JOB, 0) is None and owner.sealed(JOB, 0) is None
+        owner.standbys.stand_by(JOB, 0, score=0.1, step=8)
+        await owner.beat()
+        assert [claim.role for claim in await reader.claims(JOB, 0)] == ["standby"]
+
+    asyncio.run(scenario())
+
+
+def test_a_higher_claim_that_is_shown_to_an_owner_costs_it_the_stage() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        owner, heir = room.leases
+        held = await owner.claim(JOB, 0, 1.0)
+        await heir.claim(JOB, 0, 0.1, over=1)
+        data = heir.sealed(JOB, 0)
+        assert data is not None
+        owner.credit(data)
+        assert owner.mine() == () and room.lost[0] == [held]
+        await owner.beat()
+        claims = {c.peer: c.role for c in await heir.claims(JOB, 0)}
+        assert claims == {owner.peer_id: "released", heir.peer_id: "owner"}
+
+    asyncio.run(scenario())
+
+
+def test_only_an_owner_s_own_sound_claim_is_credited() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        leases, (one, two) = room.leases[0], room.directories
+        standby = two.sealed(claim_record(room.identities[1], role="standby"))
+        good = two.sealed(claim_record(room.identities[1], term=5))
+        for data in (
+            b"",
+            b"garbage",
+            standby,
+            good[:-1] + bytes([good[-1] ^ 1]),
+            two.sealed(provider_record(room.identities[1])),
+        ):
+            with pytest.raises(RecordError):
+                leases.credit(data)
+        assert leases.known_term(JOB, 0) == 0
+        assert leases.credit(good).term == 5
+        with pytest.raises(RecordError):
+            one.sealed(claim_record(room.identities[1]))
+
+    asyncio.run(scenario())
+
+
+def test_the_proposed_peer_wins_a_race() -> None:
+    async def scenario() -> None:
+        room = Room(3)
+        won = await asyncio.gather(
+            *(leases.claim(JOB, 0, score) for leases, score in zip(room.leases, (0.4, 1.0, 0.9), strict=True))
+        )
+        assert [claim is not None for claim in won] == [False, True, False]
+
+    asyncio.run(scenario())
+
+
+def test_after_a_partition_one_owner_is_left_and_the_other_is_told() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        one, two = room.leases
+        ids = [identity.peer_id for identity in room.identities]
+        first = await one.claim(JOB, 0, 1.0)
+        assert first is not None
+        await two.owner(JOB, 0)
+        room.network.partition(ids[:1], ids[1:])
+        for _ in range(int(RECORD_TTL_SECONDS) + 1):
+            await room.beat()
+        second = await two.claim(JOB, 0, 0.2)  # the minority's owner lives on, unseen
+        assert second is not None and second.term == 2 and one.mine() == (first,)
+        room.network.heal()
+        await room.beat()
+        await room.beat()
+        assert one.mine() == () and two.mine() == (second,)
+        assert room.lost == [[first], []]
+        claims = await two.claims(JOB, 0)
+        assert {c.peer: c.role for c in claims} == {ids[0]: "released", ids[1]: "owner"}
+
+    asyncio.run(scenario())
+
+
+def test_a_restarted_peer_takes_its_own_stage_again_at_a_higher_term() -> None:
+    async def scenario() -> None:
+        room = Room(1)
+        before = await room.leases[0].claim(JOB, 0, 1.0)
+        after = await room.restart(0).claim(JOB, 0, 1.0)
+        assert before is not None and after is not None and after.term == before.term + 1
+
+    asyncio.run(scenario())
+
+
+def test_a_replayed_claim_changes_nothing() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        ours, theirs = room.leases
+        await ours.claim(JOB, 0, 1.0)
+        (key,) = room.network.replicas[room.identities[0].peer_id]
+        slot = room.network.replicas[room.identities[1].peer_id][key]
+        old = dict(slot)
+        await room.beat()
+        await ours.release(JOB, 0)
+        for subkey, (_, data) in old.items():
+            room.network.store(room.identities[1].peer_id, key, subkey, data, room.clock.now)
+        assert await theirs.owner(JOB, 0) is None
+
+    asyncio.run(scenario())
+
+
+def test_leases_renew_by_themselves_and_release_at_the_end() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        identity, directory = room.identities[0], room.directories[0]
+        config = LeaseConfig(heartbeat_seconds=0.005, confirm_seconds=0)
+        async with Leases(identity.peer_id, directory, config) as leases:
+            await leases.claim(JOB, 0, 1.0)
+            leases.update(JOB, 0, ready=True)
+            async with asyncio.timeout(5):
+                while not winner(await room.directories[1].claims(JOB, 0)).ready:  # type: ignore[union-attr]
+                    await asyncio.sleep(0.001)
+        (claim,) = await room.directories[1].claims(JOB, 0)
+        assert claim.role == "released" and not claim.ready
+        await leases.aclose()  # once more does nothing
+
+    asyncio.run(scenario())
+
+
+def test_an_abandoned_claim_is_withdrawn() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        slow = Leases(room.identities[0].peer_id, room.directories[0], LeaseConfig(confirm_seconds=60))
+        task = asyncio.create_task(slow.claim(JOB, 0, 1.0))
+        while await room.leases[1].owner(JOB, 0) is None:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await room.leases[1].owner(JOB, 0) is None and slow.mine() == ()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_can_claim_in_another_s_name() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        with pytest.raises(RecordError):
+            await room.directories[0].publish(claim_record(room.identities[1]))
+
+    asyncio.run(scenario())
+
+
+def test_a_bad_heartbeat_is_refused() -> None:
+    with pytest.raises(ValueError, match="heartbeat_seconds"):
+        LeaseConfig(heartbeat_seconds=0)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.swarm.directory.lookup import Answer, Found, LookupConfig, Node, lookup
+from fusion.swarm.transport import PeerId
+
+BITS = 160
+CONFIG = LookupConfig(breadth=4, patience_seconds=0.02)
+
+
+class World:
+    """Nodes that know their neighbourhood and some of the rest, as Kademlia's routing tables do."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        draw = random.Random(seed)
+        self.nodes = [Node(draw.getrandbits(BITS), PeerId(f"p{i}")) for i in range(size)]
+        self.knows: dict[Node, list[Node]] = {}
+        for node in self.nodes:
+            near = sorted(self.nodes, key=lambda other: other.id ^ node.id)[1:21]
+            self.knows[node] = [*near, *draw.sample(self.nodes, min(size, 8))]
+        self.values: dict[Node, dict[int, dict[str, bytes]]] = {node: {} for node in self.nodes}
+        self.dead: set[Node] = set()
+        self.asked: list[Node] = []
+
+    def nearest(self, key: int, count: int) -> list[Node]:
+        living = [node for node in self.nodes if node not in self.dead]
+        return sorted(living, key=lambda node: node.id ^ key)[:count]
+
+    async def ask(self, node: Node, keys: tuple[int, ...]) -> Answer | None:
+        self.asked.append(node)
+        await asyncio.sleep(0)
+        if node in self.dead:
+            return None
+        nearest = {key: sorted(self.knows[node], key=lambda n: n.id ^ key)[:20] for key in keys}
+        return Answer({key: self.values[node].get(key, {}) for key in keys}, nearest)
+
+    async def find(self, keys: list[int], start: Node) -> Found:
+        return await lookup(keys, lambda key: [start, *self.knows[start]], self.ask, CONFIG)
+
+
+@given(size=st.integers(1, 120), seed=st.integers(0, 2**32), count=st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_a_lookup_finds_what_lies_at_the_nearest_nodes(size: int, seed: int, count: int) -> None:
+    world = World(size, seed)
+    draw = random.Random(seed + 1)
+    keys = [draw.getrandbits(BITS) for _ in range(count)]
+    for key in keys:
+        world.values[world.nearest(key, 1)[0]][key] = {"a": b"new"}
+        world.values[world.nearest(key, 2)[-1]].setdefault(key, {}).update({"b": b"other"})
+    found = asyncio.run(world.find(keys, world.nodes[0]))
+    for key in keys:
+        assert found.values[key]["a"] == {b"new"}
+        assert found.values[key]["b"] == {b"other"}
+        assert found.nearest[key][0] == world.nearest(key, 1)[0]
+    assert len(world.asked) <= CONFIG.rounds * CONFIG.breadth * count
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=20, deadline=None)
+def test_dead_nodes_are_passed_by(seed: int) -> None:
+    world = World(40, seed)
+    key = random.Random(seed + 1).getrandbits(BITS)
+    world.dead = set(world.nearest(key, 2))
+    holder = world.nearest(key, 1)[0]
+    world.values[holder][key] = {"a": b"value"}
+    start = next(node for node in world.nodes if node not in world.dead)
+    found = asyncio.run(world.find([key], start))
+    assert found.values[key] == {"a": {b"value"}}
+    assert not world.dead & set(found.nearest[key])
+
+
+def test_one_question_serves_all_keys_of_a_node() -> None:
+    world = World(3, 1)
+    asyncio.run(world.find([1, 2, 3, 4], world.nodes[0]))
+    assert sorted(node.peer for node in world.asked) == ["p0", "p1", "p2"]
+
+
+def test_nothing_is_found_where_there_is_nobody() -> None:
+    world = World(1, 1)
+    found = asyncio.run(lookup([7], lambda _: [], world.ask, CONFIG))
+    assert found == Found({7: {}}, {7: ()})
+
+
+def test_a_silent_node_is_waited_for_only_as_long_as_the_others_make_likely() -> None:
+    async def scenario() -> None:
+        silent, quick = Node(1, PeerId("silent")), Node(2, PeerId("quick"))
+        cancelled = []
+
+        async def ask(node: Node, keys: tuple[int, ...]) -> Answer | None:
+            if node == quick:
+                return Answer({0: {"a": b"x"}}, {})
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                cancelled.append(node)
+                raise
+            return None
+
+        async with asyncio.timeout(10):
+            found = await lookup([0], lambda _: [silent, quick], ask, CONFIG)
+        assert found.values[0] == {"a": {b"x"}} and found.nearest[0] == (quick,)
+        assert cancelled == [silent]
+
+    asyncio.run(scenario())
+
+
+def test_nodes_that_invent_neighbours_are_bounded() -> None:
+    async def scenario() -> None:
+        asked = 0
+
+        async def liar(node: Node, keys: tuple[int, ...]) -> Answer | None:
+            nonlocal asked
+            asked += 1
+            closer = [Node(max(0, node.id - step), PeerId(f"{asked}/{step}")) for step in range(1, 65)]
+            return Answer({}, dict.fromkeys(keys, closer))
+
+        await lookup([0], lambda _: [Node(2**100, PeerId("liar"))], liar, CONFIG)
+        assert asked <= CONFIG.rounds * CONFIG.breadth
+
+    asyncio.run(scenario())
+
+
+def test_a_bad_setting_is_named() -> None:
+    with pytest.raises(ValueError, match="breadth"):
+        LookupConfig(breadth=0)

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import msgpack
+import pytest
+from support.directory_records import (
+    JOB,
+    claim_record,
+    digest,
+    job_record,
+    link_record,
+    peer_record,
+    provider_record,
+    raw_seal,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.swarm.directory.records import (
+    CLOCK_TOLERANCE_SECONDS,
+    MAX_PAIRS,
+    MAX_RECORD_BYTES,
+    MAX_TERM,
+    MAX_TTL_SECONDS,
+    RECORD_VERSION,
+    SHARDS,
+    Pair,
+    Record,
+    key_of,
+    one_line,
+    open_record,
+    seal,
+    shard,
+    subkey_of,
+    unseal,
+)
+from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import Identity
+
+NOW = 1_700_000_000.0
+ALICE, MALLORY = Identity.generate(), Identity.generate()
+RECORDS = [
+    peer_record(ALICE),
+    job_record(ALICE),
+    claim_record(ALICE),
+    provider_record(ALICE),
+    link_record(ALICE),
+]
+
+
+def opened(data: bytes, record: Record, now: float = NOW) -> Record:
+    return open_record(data, key_of(record), subkey_of(record), now)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_sealed_record_opens_to_itself(record: Record) -> None:
+    data = seal(record, ALICE, NOW + 6)
+    assert opened(data, record) == record
+    assert unseal(data, key_of(record), subkey_of(record), NOW).expires_at == NOW + 6
+    assert len(data) < 1024
+
+
+@given(
+    stage=st.integers(0, 65_536),
+    term=st.integers(0, MAX_TERM),
+    score=st.floats(0, 1),
+    step=st.integers(0, 2**53),
+    load=st.floats(0, 1e9),
+    ready=st.booleans(),
+    role=st.sampled_from(["owner", "standby", "released"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_claim_survives_the_wire(**fields: Any) -> None:
+    record = claim_record(ALICE, **fields)
+    assert opened(seal(record, ALICE, NOW + 6), record) == record
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises(RecordError):
+        opened(data, RECORDS[0])
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_bit_can_be_changed(data: st.DataObject) -> None:
+    record = RECORDS[1]
+    sealed = bytearray(seal(record, ALICE, NOW + 6))
+    at = data.draw(st.integers(0, len(sealed) * 8 - 1))
+    sealed[at // 8] ^= 1 << (at % 8)
+    with pytest.raises(RecordError):
+        opened(bytes(sealed), record)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_only_the_author_can_sign(record: Record) -> None:
+    with pytest.raises(RecordError, match="cannot be signed"):
+        seal(record, MALLORY, NOW + 6)
+    with pytest.raises(RecordError, match="signature"):  # another's name, one's own key
+        opened(raw_seal(record, MALLORY, NOW + 6), record)
+    with pytest.raises(RecordError, match="another peer"):  # one's own name on another's record
+        opened(raw_seal(record, MALLORY, NOW + 6, author=MALLORY.peer_id), record)
+
+
+def test_a_signature_fixes_the_expiry() -> None:
+    body, author, _, signature = msgpack.unpackb(seal(RECORDS[0], ALICE, NOW + 6))
+    with pytest.raises(RecordError, match="signature"):
+        opened(msgpack.packb([body, author, NOW + 60, signature]), RECORDS[0])
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_belongs_in_one_place(record: Record) -> None:
+    data = seal(record, ALICE, NOW + 6)
+    other_shard = f"peers/{(shard(ALICE.peer_id) + 1) % SHARDS}"
+    for key, subkey in [
+        (other_shard, subkey_of(record)),
+        (key_of(record) + "0", subkey_of(record)),
+        (key_of(record), MALLORY.peer_id),
+        (key_of(record), ""),
+    ]:
+        with pytest.raises(RecordError, match="place"):
+            open_record(data, key, subkey, NOW)
+
+
+def test_time_bounds_a_record() -> None:
+    record = RECORDS[0]
+    data = seal(record, ALICE, NOW + 6)
+    assert opened(data, record, NOW + 5.99) == record
+    for now in (NOW + 6, NOW + 7, NOW + 1e6):
+        with pytest.raises(RecordError, match="expired"):
+            opened(data, record, now)
+    longest = MAX_TTL_SECONDS + CLOCK_TOLERANCE_SECONDS
+    assert opened(seal(record, ALICE, NOW + longest), record) == record
+    for expires_at in (NOW + longest + 1, math.inf, math.nan):
+        with pytest.raises(RecordError, match="expired"):
+            opened(seal(record, ALICE, expires_at), record)
+
+
+@pytest.mark.parametrize("version", [0, RECORD_VERSION - 1, RECORD_VERSION + 1, 255, -1])
+def test_an_unknown_version_is_refused(version: int) -> None:
+    with pytest.raises(RecordError, match="version"):
+        opened(raw_seal(RECORDS[0], ALICE, NOW + 6, version=version), RECORDS[0])
+
+
+def test_an_oversized_record_is_refused() -> None:
+    addresses = tuple(f"/dns/{'x' * 240}{i}/tcp/1" for i in range(12))
+    with pytest.raises(RecordError):
+        seal(peer_record(ALICE, addresses=addresses + addresses), ALICE, NOW + 6)
+    big = raw_seal(RECORDS[0], ALICE, NOW + 6, values={"name": "x" * MAX_RECORD_BYTES})
+    with pytest.raises(RecordError, match="at most"):
+        opened(big, RECORDS[0])
+
+
+@pytest.mark.parametrize(
+    ("record", "values"),
+    [
+        (claim_record(ALICE), {"term": -1}),
+        (claim_record(ALICE), {"term": MAX_TERM + 1}),
+        (claim_record(ALICE), {"term": 1.0}),
+        (claim_record(ALICE), {"term": True}),
+        (claim_record(ALICE), {"score": math.nan}),
+        (claim_record(ALICE), {"score": 1.5}),
+        (claim_record(ALICE), {"load": math.inf}),
+        (claim_record(ALICE), {"role": "king"}),
+        (claim_record(ALICE), {"ready": 1}),
+        (claim_record(ALICE), {"stage": None}),
+        (claim_record(ALICE), {"job": "../../etc"}),
+        (peer_record(ALICE), {"addresses": "not a list"}),
+        (peer_record(ALICE), {"addresses": [1]}),
+        (peer_record(ALICE), {"name": "two\nlines"}),
+        (job_record(ALICE), {"lead": "somebody"}),
+        (job_record(ALICE), {"snapshot": "0" * 63}),
+        (job_record(ALICE), {"state": ["running"]}),
+        (job_record(ALICE), {"extra": 1}),
+        (provider_record(ALICE), {"size_bytes": 2**60}),
+        (peer_record(ALICE), {"up_mbps": -1.0}),
+        (peer_record(ALICE), {"coordinate": (0.0, 1.0)}),
+        (peer_record(ALICE), {"coordinate": (0.0, math.nan, 1.0)}),
+        (peer_record(ALICE), {"coordinate": (0.0, 0.0, -1.0)}),
+        (peer_record(ALICE), {"coordinate_error": 99.0}),
+        (link_record(ALICE), {"pairs": ((ALICE.peer_id, 1.0, 1.0),)}),
+        (link_record(ALICE), {"pairs": ((ALICE.peer_id, math.inf, 1.0, 1.0),)}),
+        (link_record(ALICE), {"pairs": ((1, 1.0, 1.0, 1.0),)}),
+        (link_record(ALICE), {"pairs": (5,)}),
+        (link_record(ALICE), {"pairs": {"a": 1}}),
+    ],
+)
+def test_a_bad_field_is_refused(record: Record, values: dict[str, Any]) -> None:
+    with pytest.raises(RecordError):
+        opened(raw_seal(record, ALICE, NOW + 6, values=values), record)
+    if "extra" not in values and "addresses" not in values:
+        with pytest.raises(RecordError, match="bad"):
+            seal(dataclasses.replace(record, **values), ALICE, NOW + 6)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\x91" * 2000,
+        msgpack.packb([1]),
+        msgpack.packb([RECORD_VERSION, "peer", []]),
+        msgpack.packb([RECORD_VERSION, "king", {}]),
+        msgpack.packb([RECORD_VERSION, "claim", {"job": JOB}]),
+        msgpack.packb([RECORD_VERSION, "claim", {1: 2}]),
+        msgpack.packb([RECORD_VERSION, ["claim"], {}]),
+        msgpack.packb(msgpack.ExtType(5, b"x")),
+    ],
+)
+def test_a_signed_body_of_another_form_is_refused(body: bytes) -> None:
+    with pytest.raises(RecordError):
+        opened(raw_seal(RECORDS[2], ALICE, NOW + 6, body=body), RECORDS[2])
+
+
+def test_a_record_of_links_has_room_for_what_is_allowed_and_no_more() -> None:
+    pair = Pair(ALICE.peer_id, 12.345678, 93.456789, 1.23456789)
+    full = link_record(ALICE, pairs=(pair,) * MAX_PAIRS)
+    assert opened(seal(full, ALICE, NOW + 6), full) == full
+    with pytest.raises(RecordError, match="bad pairs"):
+        seal(link_record(ALICE, pairs=(pair,) * (MAX_PAIRS + 1)), ALICE, NOW + 6)
+
+
+def test_keys_are_sharded() -> None:
+    keys = {key_of(job_record(ALICE, job=digest(str(i)))) for i in range(300)}
+    assert keys == {f"jobs/{i}" for i in range(SHARDS)}
+
+
+def test_one_line_is_what_a_message_may_be() -> None:
+    message = one_line("out of\nmemory\x00 " + "x" * 1000)
+    assert message.startswith("out of memory ") and len(message) == 300
+    seal(job_record(ALICE, message=message), ALICE, NOW + 6)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.swarm.links.routes import Demand, Hopping, Hysteresis, Replica, cheapest, choose, seconds
+from fusion.swarm.transport import PeerId
+
+A, B, C, D = map(PeerId, "ABCD")
+
+
+def replica(peer: PeerId, compute: float = 0.01, queue: float = 0.0) -> Replica:
+    return Replica(peer=peer, compute_seconds=compute, queue_seconds=queue)
+
+
+def links(**slow: float) -> object:
+    """1 ms everywhere, but for the pairs given."""
+    return lambda one, two: Hopping(slow.get(one + two, 0.001), 1e-8)
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_no_route_is_cheaper(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 4))
+    cost = st.floats(0, 1)
+    stages = [
+        [
+            replica(PeerId(name), data.draw(cost), data.draw(cost))
+            for name in data.draw(st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=3, unique=True))
+        ]
+        for _ in range(count)
+    ]
+    table = {
+        (a, b): Hopping(data.draw(cost), data.draw(st.floats(0, 1e-3))) for a, b in product("ABCDE", repeat=2)
+    }
+    demand = Demand(
+        hop_bytes=tuple(data.draw(st.floats(0, 1e3)) for _ in range(count - 1)),
+        start=data.draw(st.sampled_from([None, A])),
+        start_bytes=10.0,
+        answer_bytes=20.0,
+        ring=data.draw(st.booleans()),
+        ring_bytes=8.0,
+    )
+    best = cheapest(stages, demand, lambda a, b: table[a, b])
+    every = [seconds(route, demand, lambda a, b: table[a, b]) for route in product(*stages)]
+    assert best.seconds == pytest.approx(min(every))
+
+
+def test_a_slow_link_is_gone_round() -> None:
+    stages = [[replica(A)], [replica(B), replica(C)]]
+    demand = Demand(hop_bytes=(1e6,))
+    assert cheapest(stages, demand, links()).peers == (A, B)  # type: ignore[arg-type]
+    assert cheapest(stages, demand, links(AB=0.5)).peers == (A, C)  # type: ignore[arg-type]
+
+
+def test_the_ring_closes_over_a_link_too() -> None:
+    stages = [[replica(A), replica(B)], [replica(C)]]
+    demand = Demand(hop_bytes=(8.0,), ring=True)
+    assert cheapest(stages, demand, links(CA=0.2)).peers == (B, C)  # type: ignore[arg-type]
+
+
+def test_a_route_is_kept_until_another_is_clearly_better() -> None:
+    stages = [[replica(A)], [replica(B, 0.010), replica(C, 0.009)]]
+    demand = Demand(hop_bytes=(0.0,))
+    assert choose(stages, demand, links(), (A, B)).peers == (A, B)  # type: ignore[arg-type]
+    loaded = [[replica(A)], [replica(B, 0.010, queue=0.05), replica(C, 0.009)]]
+    assert choose(loaded, demand, links(), (A, B)).peers == (A, C)  # type: ignore[arg-type]
+    patient = Hysteresis(gain=0.9)
+    assert choose(loaded, demand, links(), (A, B), patient).peers == (A, B)  # type: ignore[arg-type]
+
+
+def test_two_that_are_nearly_equal_do_not_flap() -> None:
+    demand, current, moves = Demand(hop_bytes=(0.0,)), None, 0
+    for load in (0.001, 0.0, 0.002, 0.0, 0.001) * 5:
+        stages = [[replica(A)], [replica(B, 0.01, load), replica(C, 0.01, 0.001)]]
+        found = choose(stages, demand, links(), current).peers  # type: ignore[arg-type]
+        moves += current is not None and found != current
+        current = found
+    assert moves == 0
+
+
+def test_a_peer_that_is_gone_is_left_at_once() -> None:
+    stages = [[replica(A)], [replica(C, 0.5)]]
+    assert choose(stages, Demand(hop_bytes=(0.0,)), links(), (A, B)).peers == (A, C)  # type: ignore[arg-type]
+
+
+def test_bad_questions_are_refused() -> None:
+    with pytest.raises(ValueError, match="every stage needs a replica"):
+        cheapest([[replica(A)], []], Demand(hop_bytes=(0.0,)), links())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="hop_bytes"):
+        cheapest([[replica(A)]], Demand(hop_bytes=(0.0,)), links())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="compute_seconds"):
+        replica(A, -1.0)
+    with pytest.raises(ValueError, match="gain"):
+        Hysteresis(gain=1.0)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.swarm.links.probes import Report
+from fusion.swarm.links.table import SUM_SECONDS, OwnLine, after, held
+from fusion.swarm.streams.link_estimate import FALL, RateEstimate
+
+MBPS = 1e6 / 8
+
+
+def test_a_cut_is_believed_after_a_few_reports_of_little_traffic() -> None:
+    known = RateEstimate(bytes_per_second=80 * MBPS, at=0.0)
+    report = Report(
+        size=256 * 1024, seconds=0.3, bytes_per_second=8 * MBPS, sure=True, sharers=1, together=8 * MBPS
+    )
+    for second in range(1, 5):
+        known = after(known, report, report.together, float(second))
+    assert known.bytes_per_second < 16 * MBPS
+    tiny = Report(size=2048, seconds=0.01, bytes_per_second=8 * MBPS, sure=True, sharers=1, together=8 * MBPS)
+    assert after(known, tiny, tiny.together, 5.0).bytes_per_second > 0.95 * known.bytes_per_second
+
+
+@given(st.lists(st.floats(1.0, 1e9), min_size=1, max_size=30))
+def test_a_rate_that_falls_in_steps_is_seen_to_have_fallen(rates: list[float]) -> None:
+    stood = 0.0
+    for rate in rates:
+        stood = held(stood, rate)
+        assert rate <= stood < FALL * rate or stood == rate
+
+
+def test_an_own_line_carries_the_most_that_was_seen_since_it_fell() -> None:
+    line = OwnLine()
+    fast, slow = (
+        RateEstimate(bytes_per_second=80 * MBPS, at=0.0),
+        RateEstimate(bytes_per_second=8 * MBPS, at=5.0),
+    )
+    assert line.mbps([], 0.0) == 0.0
+    line.add(1.0, 100 * MBPS)
+    assert line.mbps([(0.0, fast), (5.0, slow)], 5.0) == pytest.approx(100)
+    line.fell(5.0)
+    assert line.mbps([(0.0, fast), (5.0, slow)], 5.0) == pytest.approx(8)
+    line.add(5.0 + SUM_SECONDS, 12 * MBPS)
+    assert line.mbps([(0.0, fast), (5.0, slow)], 8.0) == pytest.approx(12)
+    assert line.mbps([(9.0, fast)], 9.0) == pytest.approx(80)  # it was measured again

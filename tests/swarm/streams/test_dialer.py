@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from fusion.swarm.errors import PeerUnreachable
+from fusion.swarm.streams.dialer import BANNER, Contacts, ContactsConfig, knock
+from fusion.swarm.transport import PeerId
+
+PEER = PeerId("peer")
+SECONDS = 5.0
+
+
+@asynccontextmanager
+async def host(greeting: bytes | None = BANNER) -> AsyncIterator[str]:
+    """Something that listens and says `greeting`, or nothing; its multiaddr."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if greeting is not None:
+            writer.write(greeting)
+            writer.close()
+        else:
+            await reader.read()
+            writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    try:
+        yield f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+class Daemon:
+    """What p2pd would be asked."""
+
+    def __init__(self) -> None:
+        self.connected: set[PeerId] = set()
+        self.dialled: list[tuple[PeerId, tuple[str, ...]]] = []
+        self.asked = 0
+        self.now = 100.0
+        self.contacts = Contacts(
+            self._list, self._dial, ContactsConfig(knock_seconds=SECONDS), clock=lambda: self.now
+        )
+
+    async def _list(self) -> frozenset[PeerId]:
+        self.asked += 1
+        return frozenset(self.connected)
+
+    async def _dial(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        self.dialled.append((peer, tuple(addresses)))
+        self.connected.add(peer)
+
+
+async def free_address() -> str:
+    async with host() as address:
+        pass
+    return address
+
+
+def test_only_addresses_that_answer_are_dialled() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        dead = await free_address()
+        async with host() as address, host(b"HTTP/1.1 400 Bad Request\r\n") as other:
+            daemon.contacts.learn(PEER, [f"{where}/p2p/peer" for where in (dead, other, address)])
+            await daemon.contacts.reach(PEER)
+            await daemon.contacts.reach(PEER)  # connected now
+        assert daemon.dialled == [(PEER, (f"{address}/p2p/peer",))]
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_peer_is_never_dialled_and_one_that_is_back_is_at_once() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        async with host() as address:
+            pass
+        daemon.contacts.learn(PEER, [address])
+        for _ in range(3):
+            with pytest.raises(PeerUnreachable, match=r"cannot reach peer: 127.0.0.1 port .*refused"):
+                await daemon.contacts.reach(PEER)
+        assert daemon.dialled == []
+        async with host() as again:
+            daemon.contacts.learn(PEER, [again])
+            await daemon.contacts.reach(PEER)
+        assert daemon.dialled == [(PEER, (again,))]
+
+    asyncio.run(scenario())
+
+
+def test_those_who_want_the_same_peer_share_a_dial() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        async with host() as address:
+            daemon.contacts.learn(PEER, [address])
+            await asyncio.gather(*(daemon.contacts.reach(PEER) for _ in range(5)))
+        assert len(daemon.dialled) == 1
+        await daemon.contacts.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_one_who_waits_no_longer_does_not_stop_the_others() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        async with host() as address:
+            daemon.contacts.learn(PEER, [address])
+            first = asyncio.create_task(daemon.contacts.reach(PEER))
+            second = asyncio.create_task(daemon.contacts.reach(PEER))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            first.cancel()
+            await second
+        assert daemon.connected == {PEER}
+
+    asyncio.run(scenario())
+
+
+def test_where_nothing_fresh_is_known_p2pd_looks_itself() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        await daemon.contacts.reach(PEER)
+        daemon.contacts.learn(PEER, ["/dns4/example.org/tcp/4001/p2p/peer", "/p2p-circuit"])
+        await daemon.contacts.reach(PEER)
+        daemon.contacts.learn(PEER, [await free_address()])
+        daemon.now += 61.0
+        await daemon.contacts.reach(PEER)
+        assert daemon.dialled == []
+
+    asyncio.run(scenario())
+
+
+def test_p2pds_answer_is_used_again_until_in_doubt() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        daemon.connected.add(PEER)
+        for _ in range(3):
+            await daemon.contacts.reach(PEER, max_age_seconds=1.0)
+        assert daemon.asked == 1
+        daemon.contacts.doubt()
+        await daemon.contacts.reach(PEER, max_age_seconds=1.0)
+        assert daemon.asked == 2
+        daemon.now += 2.0
+        await daemon.contacts.reach(PEER, max_age_seconds=1.0)
+        await daemon.contacts.reach(PEER)
+        assert daemon.asked == 4
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("greeting", "said"),
+    [
+        (b"hello", "it hung up"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "no peer answers there"),
+        (None, "no answer in"),
+    ],
+)
+def test_what_is_no_peer_is_said(greeting: bytes | None, said: str) -> None:
+    async def scenario() -> None:
+        async with host(greeting) as address:
+            with pytest.raises(PeerUnreachable, match=said):
+                await knock(f"{address}/p2p/peer", 0.05 if greeting is None else SECONDS)
+
+    asyncio.run(scenario())
+
+
+def test_the_book_is_bounded() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        contacts = Contacts(daemon._list, daemon._dial, ContactsConfig(peers=3), clock=lambda: daemon.now)
+        dead = await free_address()
+        for number in range(10):
+            contacts.learn(PeerId(str(number)), [dead] * 100)
+        await contacts.reach(PeerId("6"))  # forgotten
+        with pytest.raises(PeerUnreachable):
+            await contacts.reach(PeerId("7"))
+
+    asyncio.run(scenario())
+
+
+def test_a_bad_setting_is_named() -> None:
+    with pytest.raises(ValueError, match="knock_seconds"):
+        ContactsConfig(knock_seconds=0)
+
+
+def test_a_connection_is_not_trusted_just_after_a_stream_broke() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        daemon.connected.add(PEER)  # says p2pd, which has not noticed yet
+        async with host() as address:
+            daemon.contacts.learn(PEER, [address])
+            daemon.contacts.doubt(PEER)
+            await daemon.contacts.reach(PEER)
+        daemon.contacts.learn(PEER, [await free_address()])
+        with pytest.raises(PeerUnreachable):
+            await daemon.contacts.reach(PEER)
+        daemon.now += 1.0
+        await daemon.contacts.reach(PEER)
+
+    asyncio.run(scenario())
+
+
+def test_a_hint_is_tried_beside_what_the_peer_itself_said() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        dead = await free_address()
+        async with host() as address, host() as other:
+            daemon.contacts.learn(PEER, [address])
+            daemon.contacts.hint(PEER, dead)
+            daemon.contacts.hint(PEER, "/dns4/example.org/tcp/4001")
+            await daemon.contacts.reach(PEER)
+            assert daemon.dialled == [(PEER, (address,))]
+            daemon.connected.clear()
+            daemon.contacts.learn(PEER, [dead])
+            daemon.contacts.hint(PEER, other)
+            await daemon.contacts.reach(PEER)
+            assert daemon.dialled[1:] == [(PEER, (other,))]
+        daemon.connected.clear()
+        daemon.now += 61.0
+        daemon.contacts.hint(PEER, dead)
+        with pytest.raises(PeerUnreachable):
+            await daemon.contacts.reach(PEER)
+
+    asyncio.run(scenario())

@@ -1,0 +1,299 @@
+"""Frame streams on the two ends of a real socket, under both event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import Any
+
+import pytest
+import uvloop
+
+from fusion.swarm.errors import FrameError, StreamBroken, StreamClosed
+from fusion.swarm.streams.frame_parser import SCRATCH_BYTES
+from fusion.swarm.streams.frame_stream import UNREAD_BYTES, FrameStream
+from fusion.swarm.streams.frames import DEFAULT_LIMITS, FrameLimits
+from fusion.swarm.streams.traffic import TrafficCounter
+from fusion.swarm.transport import PeerId
+
+SMALL = FrameLimits(header_bytes=200_000, payload_bytes=300_000)
+
+
+async def pair(limits: FrameLimits = DEFAULT_LIMITS) -> tuple[FrameStream, FrameStream, socket.socket]:
+    """Two streams on the ends of one socket, past their preambles, and the first one's socket."""
+    loop = asyncio.get_running_loop()
+    sockets = socket.socketpair()
+    streams = []
+    for end in sockets:
+        end.setblocking(False)
+        opened = loop.create_future()
+        _, stream = await loop.create_connection(
+            lambda opened=opened: FrameStream(  # type: ignore[misc]
+                limits,
+                TrafficCounter(),
+                lambda _, data: opened.set_result(data),
+                PeerId("them"),
+                "/fusion/test/1",
+            ),
+            sock=end,
+        )
+        streams.append(stream)
+    for stream in streams:
+        await stream.write_message(b"\x00")
+    one, two = streams
+    return one, two, sockets[0]
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def runner(request: pytest.FixtureRequest) -> Any:
+    return uvloop.run if request.param == "uvloop" else asyncio.run
+
+
+def test_frames_cross_in_both_directions(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        big = os.urandom(3_000_000)
+
+        async def back() -> None:
+            for _ in range(20):
+                frame = await two.receive()
+                await two.send(frame.kind, frame.header, (frame.payload,))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(back())
+            for number in range(20):
+                body = big if number % 5 == 0 else b"small"
+                await one.send("echo", {"number": number}, (body, b"!"))
+                frame = await one.receive()
+                assert frame.header == {"number": number} and frame.payload == body + b"!"
+        one.abort()
+        two.abort()
+
+    runner(main())
+
+
+def test_frames_of_several_tasks_never_interleave(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        seen = []
+
+        async def sender(letter: str) -> None:
+            for number in range(10):
+                await one.send(
+                    letter, {"number": number}, (letter.encode() * (200_000 if number % 2 else 10),)
+                )
+
+        async def receiver() -> None:
+            for _ in range(40):
+                frame = await two.receive()
+                assert set(bytes(frame.payload)) == {ord(frame.kind)}
+                seen.append((frame.kind, frame.header["number"]))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(receiver())
+            for letter in "abcd":
+                group.create_task(sender(letter))
+        for letter in "abcd":
+            assert [number for kind, number in seen if kind == letter] == list(range(10))
+        one.abort()
+        two.abort()
+
+    runner(main())
+
+
+def test_a_clean_end_comes_after_everything_sent(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        for _ in range(3):
+            await one.send("k", {}, (bytes(1000),))
+        await one.aclose()
+        await one.aclose()
+        with pytest.raises(StreamClosed):
+            await one.send("k")
+        with pytest.raises(StreamClosed):
+            await one.receive()
+        for _ in range(3):
+            assert len((await two.receive()).payload) == 1000
+        for _ in range(2):
+            with pytest.raises(StreamClosed, match="them closed"):
+                await two.receive()
+        with pytest.raises(StreamClosed):
+            await two.send("k")
+        two.abort()
+
+    runner(main())
+
+
+def test_an_end_without_a_mark_is_a_broken_stream(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        waiting = asyncio.create_task(two.receive())
+        await asyncio.sleep(0)
+        one.abort()
+        one.abort()
+        with pytest.raises(StreamBroken):
+            await waiting
+        with pytest.raises(StreamBroken):
+            await two.send("k")
+        two.abort()
+
+    runner(main())
+
+
+def test_bytes_that_are_no_frame_close_the_stream(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair(SMALL)
+        await one.send("good")
+        await one.write_message((7).to_bytes(4, "big") + b"\xff" * 8)
+        assert (await two.receive()).kind == "good"
+        with pytest.raises(FrameError, match="them on /fusion/test/1"):
+            await two.receive()
+        with pytest.raises(StreamBroken):
+            await one.receive()
+
+    runner(main())
+
+
+def test_a_sender_waits_for_a_reader_that_does_not_read(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        sent = 0
+
+        async def flood() -> None:
+            nonlocal sent
+            while True:
+                await one.send("k", {}, (bytes(50_000),))
+                sent += 1
+
+        flooding = asyncio.create_task(flood())
+        last = -1
+        while sent != last:
+            last = sent
+            await asyncio.sleep(0.05)
+        assert two._parser.ready_bytes < UNREAD_BYTES + 2 * SCRATCH_BYTES
+        assert sent * 50_000 < UNREAD_BYTES + 2_000_000  # the rest is in the kernel
+        for _ in range(sent + 5):  # and it goes on where it stopped
+            await two.receive()
+        flooding.cancel()
+        one.abort()
+        two.abort()
+
+    runner(main())
+
+
+def test_a_sender_blocked_on_a_dead_peer_is_freed(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        two.allow(0)  # it stops reading
+        sending = asyncio.create_task(one.send("k", {}, (bytes(50_000_000),)))
+        await asyncio.sleep(0.05)
+        assert not sending.done()
+        two.abort()
+        with pytest.raises(StreamBroken):
+            await sending
+
+    runner(main())
+
+
+def test_the_payload_may_be_changed_once_send_returns(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        payload = bytearray(b"a" * 3_000_000)
+
+        async def sender() -> None:
+            await one.send("k", {}, (payload,))
+            payload[:] = b"b" * len(payload)
+
+        sending = asyncio.create_task(sender())
+        frame = await two.receive()
+        await sending
+        assert set(frame.payload.tobytes()) == {ord("a")}
+        one.abort()
+        two.abort()
+
+    runner(main())
+
+
+def test_a_large_frame_cut_short_breaks_the_stream(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        sending = asyncio.create_task(one.send("k", {}, (bytes(500_000_000),)))
+        await asyncio.sleep(0.01)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        with pytest.raises(StreamBroken):
+            await two.receive()
+
+    runner(main())
+
+
+def test_a_close_ends_though_the_other_end_never_reads(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusion.swarm.streams.frame_stream._LINGER_SECONDS", 0.05)
+
+    async def main() -> None:
+        one, two, _ = await pair()
+        two.allow(0)  # it stops reading
+        sending = asyncio.create_task(one.send("k", {}, (bytes(50_000_000),)))
+        await asyncio.sleep(0.02)
+        await one.aclose()
+        with pytest.raises(StreamClosed):
+            await sending
+        two.abort()
+
+    runner(main())
+
+
+def test_a_payload_over_what_is_allowed_waits_to_be_allowed_and_is_refused_where_it_is_not(
+    runner: Any,
+) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        two.allow(1000)
+        await one.send("hello")
+        sending = asyncio.create_task(one.send("large", {}, (b"x" * 3_000_000,)))
+        await asyncio.sleep(0.01)  # it is there before anybody has said that it may come
+        assert (await two.receive()).kind == "hello"
+        two.allow(3_000_000)
+        assert bytes((await two.receive()).payload) == b"x" * 3_000_000
+        await sending
+        await one.send("after")
+        assert (await two.receive()).kind == "after"
+        two.allow(1000)
+        await one.send("small", {}, (b"y" * 1000,))
+        sending = asyncio.create_task(one.send("large", {}, (b"x" * 3_000_000,)))
+        assert len((await two.receive()).payload) == 1000
+        with pytest.raises(FrameError, match="3000000 bytes; at most 1000 are allowed now"):
+            await two.receive()
+        with pytest.raises((StreamBroken, StreamClosed)):
+            await sending
+
+    runner(main())
+
+
+def test_a_stream_with_a_refused_payload_closes_at_once(runner: Any) -> None:
+    async def main() -> None:
+        for refused_first in (True, False):
+            one, two, _ = await pair()
+            two.allow(10)
+            sending = asyncio.create_task(one.send("large", {}, (b"x" * 3_000_000,)))
+            if refused_first:
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(1.5):
+                await two.aclose()
+            with pytest.raises((StreamBroken, StreamClosed)):
+                await sending
+
+    runner(main())
+
+
+def test_no_more_is_allowed_than_the_limits_say(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair(SMALL)
+        two.allow(1 << 40)
+        await one.write_message((8).to_bytes(4, "big") + (1 << 39).to_bytes(8, "big"))
+        with pytest.raises(FrameError, match="are allowed"):
+            await two.receive()
+
+    runner(main())

@@ -1,0 +1,378 @@
+"""One stream over several, between two real p2pd daemons on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed
+from fusion.swarm.identity import Identity
+from fusion.swarm.streams import striping
+from fusion.swarm.streams.frames import DEFAULT_LIMITS
+from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.transport import Handler, Stream
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+PROTOCOL = "/fusion/lanes-test/1"
+
+
+@asynccontextmanager
+async def two(handler: Handler) -> AsyncIterator[tuple[P2PTransport, P2PTransport]]:
+    with tempfile.TemporaryDirectory(prefix="p2p-") as place:
+        configs = [
+            P2PConfig(identity=Identity.generate(), listen=LOOPBACK, runtime_dir=Path(place))
+            for _ in range(2)
+        ]
+        async with P2PTransport.start(configs[0]) as one, P2PTransport.start(configs[1]) as other:
+            await other.serve(PROTOCOL, handler)
+            await one.connect(other.addresses[0])
+            yield one, other
+
+
+def over(handler: Handler, work: Callable[[Stream], Awaitable[None]], count: int = 4) -> None:
+    """`work` on a stream of so many lanes to a peer that handles it with `handler`."""
+
+    async def main() -> None:
+        async with asyncio.timeout(60), two(handler) as (one, other):
+            await work(await one.open(other.peer_id, PROTOCOL, lanes=count))
+
+    uvloop.run(main())
+
+
+async def echo(stream: Stream) -> None:
+    stream.allow(1 << 30)
+    while True:
+        frame = await stream.receive()
+        if frame.kind == "fail":
+            raise ValueError("no good")
+        if frame.kind == "bye":
+            return
+        await stream.send(frame.kind, frame.header, (frame.payload,))
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_frames_keep_their_order_both_ways(count: int) -> None:
+    rng = random.Random(count)
+    sizes = [rng.choice((0, 10, 70_000, 400_000)) for _ in range(150)]
+
+    async def work(stream: Stream) -> None:
+        assert stream.protocol == PROTOCOL
+
+        async def send() -> None:
+            await asyncio.gather(
+                *(stream.send("x", {"n": n}, (n.to_bytes(4, "big") * (size // 4),)) for n, size in enumerate(sizes))
+            )  # fmt: skip
+
+        sending = asyncio.create_task(send())
+        for n, size in enumerate(sizes):
+            frame = await stream.receive()
+            assert frame.header == {"n": n} and len(frame.payload) == size // 4 * 4
+            assert not size or bytes(frame.payload[:4]) == n.to_bytes(4, "big")
+        await sending
+
+    over(echo, work, count)
+
+
+def test_what_was_sent_before_the_end_arrives() -> None:
+    got: list[int] = []
+    ended = asyncio.Event()
+
+    async def take(stream: Stream) -> None:
+        stream.allow(1 << 30)
+        try:
+            while True:
+                frame = await stream.receive()
+                got.append(frame.header["n"])
+                await asyncio.sleep(0.01)
+        except StreamClosed:
+            ended.set()
+
+    async def work(stream: Stream) -> None:
+        for n in range(10):
+            await stream.send("x", {"n": n}, (bytes(100_000),))
+        await stream.aclose()
+        with pytest.raises(StreamClosed):
+            await stream.receive()
+        await ended.wait()
+        assert got == list(range(10))
+
+    over(take, work)
+
+
+def test_the_other_end_closes_or_fails() -> None:
+    async def close(stream: Stream) -> None:
+        await stream.send("bye")
+        with pytest.raises(StreamClosed):
+            await stream.receive()
+
+    async def fail(stream: Stream) -> None:
+        for n in range(5):
+            await stream.send("x", {"n": n})
+        await stream.send("fail")
+        for n in range(5):
+            assert (await stream.receive()).header == {"n": n}
+        frame = await stream.receive()
+        assert (frame.kind, frame.header) == ("error", {"message": "no good"})
+
+    over(echo, close)
+    over(echo, fail)
+
+
+def test_a_stream_breaks_with_one_of_its_lanes() -> None:
+    waits = asyncio.Event()
+
+    async def hold(stream: Stream) -> None:
+        assert isinstance(stream, striping.Lanes)
+        stream._lanes[2].drop()
+        with pytest.raises(StreamBroken):
+            await stream.receive()
+        waits.set()
+
+    async def work(stream: Stream) -> None:
+        with pytest.raises(StreamBroken):
+            await stream.receive()
+        with pytest.raises(StreamBroken):
+            for _ in range(8):
+                await stream.send("x")
+        await waits.wait()
+
+    over(hold, work)
+
+
+def test_a_send_that_is_cancelled_before_its_turn_leaves_no_gap() -> None:
+    go_on = asyncio.Event()
+    got: list[int] = []
+
+    async def late(stream: Stream) -> None:
+        stream.allow(1 << 30)
+        await go_on.wait()
+        while True:
+            got.append((await stream.receive()).header["n"])
+            if got[-1] == 99:
+                return
+
+    async def work(stream: Stream) -> None:
+        big = bytes(16_000_000)  # more than the lanes read before they are asked, p2pd and the kernel take
+        first = [asyncio.create_task(stream.send("x", {"n": n}, (big,))) for n in range(8)]
+        await asyncio.sleep(0.5)
+        waiting = [asyncio.create_task(stream.send("x", {"n": n})) for n in range(8, 12)]
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in (*first, *waiting))
+        for task in waiting[1:]:
+            task.cancel()
+        last = asyncio.create_task(stream.send("x", {"n": 99}))
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(StreamClosed):
+            await stream.receive()
+        await asyncio.gather(*first, waiting[0], last)
+        assert got == [*range(9), 99]
+
+    over(late, work)
+
+
+@pytest.mark.parametrize("size", [64 * 1024 + 1, 300_001, 1 << 20, 3_000_003])
+def test_a_large_frame_goes_in_pieces_over_all_lanes(size: int) -> None:
+    payload = random.Random(size).randbytes(size)
+
+    async def work(stream: Stream) -> None:
+        assert isinstance(stream, striping.Lanes)
+        # In parts that are no pieces, and without a copy.
+        await stream.send(
+            "x", {"n": 1}, (payload[:7], memoryview(payload)[7 : size // 2], payload[size // 2 :])
+        )
+        assert stream._sent == max(
+            -(-size // striping.MOST_PIECE_BYTES), min(-(-size // striping.LEAST_PIECE_BYTES), 4)
+        )
+        frame = await stream.receive()
+        assert (frame.kind, frame.header, bytes(frame.payload)) == ("x", {"n": 1}, payload)
+
+    over(echo, work)
+
+
+def test_a_receiver_that_is_cancelled_between_pieces_loses_none() -> None:
+    payload = random.Random(1).randbytes(4_000_000)
+
+    async def work(stream: Stream) -> None:
+        sending = asyncio.create_task(stream.send("x", {}, (payload,)))
+        frame = None
+        while frame is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.002):
+                    frame = await stream.receive()
+        assert bytes(frame.payload) == payload
+        await sending
+
+    over(echo, work)
+
+
+def test_a_send_that_is_cancelled_between_pieces_breaks_the_stream() -> None:
+    async def hold(stream: Stream) -> None:
+        with pytest.raises((StreamBroken, StreamClosed)):
+            while True:
+                await stream.receive()
+
+    async def work(stream: Stream) -> None:
+        sending = asyncio.create_task(stream.send("x", {}, (bytes(64_000_000),)))
+        await asyncio.sleep(0.01)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        with pytest.raises(StreamClosed):
+            await stream.send("x")
+
+    over(hold, work)
+
+
+Hostile = Sequence[tuple[str, dict[str, object], int]]
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        ([("x", {"": 1 << 40}, 10)], "at most 1000000 are allowed"),
+        ([("x", {"": "many"}, 10)], "'many'"),
+        ([("x", {"": -1}, 10)], "-1"),
+        ([("x", {"": 10}, 10)], "first piece of a payload of 10 bytes"),
+        ([("x", {"": 100}, 10), ("x", {}, 10)], "'x' frame among the pieces"),
+        ([("x", {"": 100}, 10), ("piece", {}, 91)], "91 bytes that does not fit"),
+        ([("x", {"": 100}, 10), ("piece", {}, 0)], "0 bytes that does not fit"),
+    ],
+)
+def test_pieces_that_make_no_frame_are_refused(sent: Hostile, error: str) -> None:
+    seen = asyncio.Event()
+
+    async def strict(stream: Stream) -> None:
+        stream.allow(1_000_000)
+        with pytest.raises(FrameError, match=error):
+            await stream.receive()
+        seen.set()
+
+    async def work(stream: Stream) -> None:
+        assert isinstance(stream, striping.Lanes)
+        for lane, (kind, header, size) in zip(stream._lanes, sent, strict=False):
+            await lane.send(kind, header, (bytes(size),))
+        await seen.wait()
+
+    over(strict, work)
+
+
+def test_pieces_make_no_frame_beyond_the_limits_whatever_is_allowed() -> None:
+    seen = asyncio.Event()
+
+    async def generous(stream: Stream) -> None:
+        stream.allow(1 << 50)
+        with pytest.raises(FrameError, match=f"at most {DEFAULT_LIMITS.payload_bytes} are allowed"):
+            await stream.receive()
+        seen.set()
+
+    async def work(stream: Stream) -> None:
+        assert isinstance(stream, striping.Lanes)
+        await stream._lanes[0].send("x", {"": DEFAULT_LIMITS.payload_bytes + 1}, (bytes(10),))
+        await seen.wait()
+
+    over(generous, work)
+
+
+def test_a_frame_that_is_too_large_to_be_sent_leaves_no_gap() -> None:
+    async def work(stream: Stream) -> None:
+        with pytest.raises((FrameError, ValueError)):
+            await stream.send("x", {"object": object()})
+        await stream.send("x", {"n": 1})
+        assert (await stream.receive()).header == {"n": 1}
+
+    over(echo, work)
+
+
+def test_a_payload_beyond_what_is_allowed_is_refused_on_every_lane() -> None:
+    async def strict(stream: Stream) -> None:
+        for _ in range(3):
+            await stream.receive()
+        with pytest.raises(FrameError, match="at most 65536"):
+            await stream.receive()
+        raise ValueError("too large")
+
+    async def work(stream: Stream) -> None:
+        for _ in range(3):
+            await stream.send("x", {}, (bytes(1000),))
+        await stream.send("x", {}, (bytes(65537),))
+        with pytest.raises((StreamBroken, StreamClosed)):
+            assert (await stream.receive()).kind == "error"  # where the handler was faster
+            await stream.receive()
+
+    over(strict, work)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        ("x", {}),
+        ("lane", {"key": "k", "lane": 3, "of": 3}),
+        ("lane", {"key": "k", "lane": -1, "of": 3}),
+        ("lane", {"key": "k", "lane": 0, "of": 1 << 40}),
+        ("lane", {"key": 1, "lane": 0, "of": 2}),
+        ("lane", {"key": "alone", "lane": 0, "of": 2}),
+    ],
+)
+def test_lanes_that_make_no_stream_are_refused(
+    first: tuple[str, dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striping, "GATHER_SECONDS", 0.3)
+
+    async def main() -> None:
+        async with asyncio.timeout(30), two(echo) as (one, other):
+            lane = await one._open(other.peer_id, PROTOCOL + striping.SUFFIX)
+            await lane.send(*first)
+            frame = await lane.receive()
+            assert frame.kind == "error" and "lane" in frame.header["message"]
+            good = await one.open(other.peer_id, PROTOCOL, lanes=2)
+            await good.send("x", {"n": 1}, (os.urandom(10),))
+            assert (await good.receive()).header == {"n": 1}
+
+    uvloop.run(main())
+
+
+def test_one_lane_twice_and_other_counts_do_not_mix() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), two(echo) as (one, other):
+            first = await one._open(other.peer_id, PROTOCOL + striping.SUFFIX)
+            await first.send("lane", {"key": "k", "lane": 0, "of": 2})
+            gathering = other._handlers._handlers[PROTOCOL + striping.SUFFIX].__self__  # type: ignore[attr-defined]
+            while not gathering._groups:
+                await asyncio.sleep(0.01)
+            for number, count in ((0, 2), (1, 3)):
+                again = await one._open(other.peer_id, PROTOCOL + striping.SUFFIX)
+                await again.send("lane", {"key": "k", "lane": number, "of": count})
+                assert "does not fit" in (await again.receive()).header["message"]
+            second = await one._open(other.peer_id, PROTOCOL + striping.SUFFIX)
+            await second.send("lane", {"key": "k", "lane": 1, "of": 2})
+            stream = striping.Lanes([first, second])
+            await stream.send("x", {"n": 1})
+            assert (await stream.receive()).header == {"n": 1}
+
+    uvloop.run(main())
+
+
+def test_a_peer_that_does_not_speak_it_or_is_gone() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), two(echo) as (one, other):
+            with pytest.raises(PeerUnreachable):
+                await one.open(other.peer_id, "/fusion/no-such/1", lanes=3)
+            here = await other.open(other.peer_id, PROTOCOL, lanes=3)
+            await here.send("x", {"n": 1})
+            assert (await here.receive()).header == {"n": 1}
+            await other.aclose()
+            with pytest.raises(PeerUnreachable):
+                await one.open(other.peer_id, PROTOCOL, lanes=3)
+            assert not [stream for stream in one._streams if not stream.lost.done()]
+
+    uvloop.run(main())
