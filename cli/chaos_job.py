@@ -16,9 +16,8 @@ from typing import Any
 from fusion.runtime import manifest as manifests
 from fusion.runtime.job import Manifest, OptimizerConfig
 from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
-from fusion.runtime.launch.models import GPTConfig
 from fusion.runtime.launch.prepare import prepare_training
-from fusion.runtime.launch.spec import DataSpec, JobSpec, PlacementSpec, TrainSpec
+from fusion.runtime.launch.spec import DataSpec, GPTConfig, JobSpec, PlacementSpec, TrainSpec
 from fusion.runtime.peer import ClientConfig, open_client
 from fusion.runtime.training import snapshot
 from fusion.swarm.blobs.store import BlobStore

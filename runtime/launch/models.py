@@ -5,33 +5,11 @@ It knows nothing of stages, peers or graphs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from torch.nn import functional
 
-from fusion.runtime.errors import JobError
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig:
-    vocabulary: int = 256
-    blocks: int = 4
-    width: int = 128
-    heads: int = 4
-    sequence: int = 128  # the longest there can be: rows of the position table
-    dropout: float = 0.0
-    tied: bool = True  # the head shares the embedding's matrix
-
-    def __post_init__(self) -> None:
-        for name in ("vocabulary", "blocks", "width", "heads", "sequence"):
-            if getattr(self, name) < 1:
-                raise JobError(f"model.{name}: at least 1, not {getattr(self, name)}")
-        if self.width % self.heads:
-            raise JobError(f"model.width: a multiple of model.heads ({self.heads}), not {self.width}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise JobError(f"model.dropout: from 0 to below 1, not {self.dropout}")
+from fusion.runtime.launch.spec import GPTConfig
 
 
 class Attention(nn.Module):

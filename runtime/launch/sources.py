@@ -18,8 +18,8 @@ from fusion.runtime.errors import JobError
 from fusion.runtime.fields import build, plain
 from fusion.runtime.launch.capture import capture_language_model, is_exported, variables_from_module
 from fusion.runtime.launch.huggingface import open_model
-from fusion.runtime.launch.models import GPT, GPTConfig
-from fusion.runtime.launch.spec import HuggingFaceConfig
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.launch.spec import GPTConfig, HuggingFaceConfig
 
 GRAPH_FILE = "inference.graph"
 ABOUT_FILE = "fusion.json"

@@ -34,10 +34,29 @@ from fusion.runtime.errors import JobError
 from fusion.runtime.fields import build
 from fusion.runtime.job import CompressionConfig, OptimizerConfig
 from fusion.runtime.launch import toml_files
-from fusion.runtime.launch.models import GPTConfig
 from fusion.runtime.manifest import validate_compression, validate_optimizer
 
 MAX_SPEC_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    vocabulary: int = 256
+    blocks: int = 4
+    width: int = 128
+    heads: int = 4
+    sequence: int = 128  # the longest there can be: rows of the position table
+    dropout: float = 0.0
+    tied: bool = True  # the head shares the embedding's matrix
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "blocks", "width", "heads", "sequence"):
+            if getattr(self, name) < 1:
+                raise JobError(f"model.{name}: at least 1, not {getattr(self, name)}")
+        if self.width % self.heads:
+            raise JobError(f"model.width: a multiple of model.heads ({self.heads}), not {self.width}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise JobError(f"model.dropout: from 0 to below 1, not {self.dropout}")
 
 
 @dataclass(frozen=True, kw_only=True)

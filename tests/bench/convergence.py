@@ -43,8 +43,8 @@ from fusion.runtime.adaptive_wires import choose_wires, edges_of, ties_of
 from fusion.runtime.data import pack_text
 from fusion.runtime.job import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig, Wires
 from fusion.runtime.launch import sources
-from fusion.runtime.launch.models import GPTConfig
 from fusion.runtime.launch.sources import LanguageModel
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.launch.swarm_file import load
 from fusion.swarm.directory.records import Digest
 

@@ -36,8 +36,8 @@ from fusion.dag.rewrites.clean import clean
 from fusion.runtime.adaptive_wires import edges_of, wire_costs
 from fusion.runtime.job import CompressionConfig
 from fusion.runtime.launch import sources
-from fusion.runtime.launch.models import GPTConfig
 from fusion.runtime.launch.sources import LanguageModel
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.launch.swarm_file import load
 from fusion.runtime.launch.wired_placement import Wired, place_wired
 

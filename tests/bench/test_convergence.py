@@ -11,7 +11,7 @@ from bench.convergence_run import Line
 
 from fusion.compression.spec import parse
 from fusion.runtime.job import CompressionConfig
-from fusion.runtime.launch.models import GPTConfig
+from fusion.runtime.launch.spec import GPTConfig
 
 TEXT = bytes(range(32, 127)) * 40
 

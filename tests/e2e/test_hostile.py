@@ -30,7 +30,8 @@ from fusion.runtime.job import Manifest, ServeConfig
 from fusion.runtime.launch import spec
 from fusion.runtime.launch.capture import capture_language_model, variables_from_module
 from fusion.runtime.launch.launch import Prepared, launch, prepare_graph, prepare_training, wait_until_held
-from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.peer import STATUS_PROTOCOL
 from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest

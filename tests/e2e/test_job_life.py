@@ -23,7 +23,8 @@ from fusion.cli.chaos_swarm import daemons
 from fusion.runtime.context import Context
 from fusion.runtime.launch import spec
 from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
-from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.peer import STATUS_PROTOCOL
 from fusion.runtime.progress import Progress
 from fusion.swarm.claims.election import winner

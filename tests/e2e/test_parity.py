@@ -26,7 +26,8 @@ from fusion.runtime.data import Batches
 from fusion.runtime.job import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.launch.capture import capture_language_model, capture_module, variables_from_module
 from fusion.runtime.launch.launch import prepare_graph
-from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.planes.optimizer import learning_rate
 from fusion.runtime.planes.plane import RngKey
 

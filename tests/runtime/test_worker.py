@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fusion.runtime.errors import JobError
-from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.worker import Worker
 
 

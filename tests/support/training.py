@@ -25,7 +25,7 @@ from fusion.runtime.hosting.succession import Successor
 from fusion.runtime.job import CompressionConfig, DataConfig, Manifest, OptimizerConfig, TrainConfig
 from fusion.runtime.launch.capture import capture_language_model, variables_from_module
 from fusion.runtime.launch.launch import Prepared, launch, prepare_graph
-from fusion.runtime.launch.models import GPTConfig
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.planes.optimizer import clip_factor, learning_rate
 from fusion.runtime.progress import Progress
 from fusion.runtime.training.export import export

@@ -39,8 +39,8 @@ from fusion.runtime import manifest as manifests
 from fusion.runtime.context import Context
 from fusion.runtime.errors import JobError, JobFailed
 from fusion.runtime.launch import sources
-from fusion.runtime.launch.models import GPTConfig
 from fusion.runtime.launch.prepare import prepare_serving
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.peer import ClientConfig, open_client
 from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest

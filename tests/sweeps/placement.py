@@ -37,7 +37,8 @@ from fusion.dag.placement.place import Placement, place
 from fusion.dag.placement.search_space import Choice, Space, space
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.launch.capture import capture_language_model
-from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.launch.spec import GPTConfig
 
 EXACT_ENTRIES = 30_000_000
 EVERY = 20_000  # placements that are tried one by one

@@ -21,7 +21,8 @@ from fusion.runtime.launch.capture import (
     is_exported,
     variables_from_module,
 )
-from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.planes.codegen import compile_graph
 
 BATCH, SEQUENCE = symbol("batch"), symbol("sequence")

@@ -17,7 +17,8 @@ from fusion.runtime.job import CompressionConfig
 from fusion.runtime.launch import sources, spec
 from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
 from fusion.runtime.launch.link_guess import SAME_MACHINE, SAME_NETWORK, guess_links
-from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, Pair, PeerRecord
 from fusion.swarm.identity import friendly_name

@@ -7,7 +7,7 @@ import pytest
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import CompressionConfig
 from fusion.runtime.launch import spec
-from fusion.runtime.launch.models import GPTConfig
+from fusion.runtime.launch.spec import GPTConfig
 
 SOUND = """
 name = "small"

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from fusion.dag.cutting.cuts import split
 from fusion.runtime.launch.capture import capture_language_model, variables_from_module
-from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.planes.kv_cache import SessionCache, SlotShape
 from fusion.runtime.planes.torch_plane import TorchDecodingStage
 from fusion.runtime.serving.serving_graph import serving_graph

@@ -19,7 +19,8 @@ from fusion.dag.rewrites.clean import clean
 from fusion.runtime.errors import JobError
 from fusion.runtime.job import OptimizerConfig
 from fusion.runtime.launch.capture import capture_language_model, capture_module, variables_from_module
-from fusion.runtime.launch.models import GPT, GPTConfig
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.planes.optimizer import clip_factor, learning_rate
 from fusion.runtime.planes.plane import RngKey
 from fusion.runtime.planes.torch_plane import TorchTrainingStage

@@ -37,8 +37,8 @@ from fusion.runtime.errors import JobFailed
 from fusion.runtime.job import DataConfig, OptimizerConfig
 from fusion.runtime.launch.capture import capture_module, variables_from_module
 from fusion.runtime.launch.launch import Held, launch, prepare_training, wait_until_held
-from fusion.runtime.launch.models import GPT, GPTConfig
-from fusion.runtime.launch.spec import load
+from fusion.runtime.launch.models import GPT
+from fusion.runtime.launch.spec import GPTConfig, load
 from fusion.runtime.progress import Progress
 from fusion.runtime.training.export import export
 from fusion.runtime.training.messages import PROTOCOL

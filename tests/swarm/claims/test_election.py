@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from support.directory_records import claim_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.directory_records import claim_record
 
 from fusion.swarm.claims.election import (
     HEAD_START_SECONDS,

@@ -13,6 +13,12 @@ from itertools import permutations
 import msgpack
 import pytest
 import uvloop
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.directory_records import (
     JOB,
     claim_record,
@@ -22,12 +28,6 @@ from support.directory_records import (
     provider_record,
     raw_seal,
 )
-from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.proto import dht_pb2
-from hivemind.utils import MSGPackSerializer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.processes import below
 
 from fusion.swarm.directory.api import newest_jobs

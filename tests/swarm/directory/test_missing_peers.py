@@ -4,9 +4,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from support.directory_records import peer_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.directory_records import peer_record
 
 from fusion.swarm.directory.missing_peers import Roll, RollConfig
 from fusion.swarm.directory.records import PeerRecord

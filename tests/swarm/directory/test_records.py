@@ -6,6 +6,8 @@ from typing import Any
 
 import msgpack
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.directory_records import (
     JOB,
     claim_record,
@@ -16,8 +18,6 @@ from support.directory_records import (
     provider_record,
     raw_seal,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fusion.swarm.directory.records import (
     CLOCK_TOLERANCE_SECONDS,
