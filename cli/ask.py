@@ -20,8 +20,8 @@ from fusion.swarm.errors import SwarmError, TransportError
 from fusion.swarm.transport import PeerId
 
 if TYPE_CHECKING:
-    from fusion.runtime.context import Context
-    from fusion.runtime.progress import Progress
+    from fusion.runtime.job.context import Context
+    from fusion.runtime.job.progress import Progress
     from fusion.swarm.identity import Identity
 
 RETRY_SECONDS = 0.5
@@ -38,7 +38,7 @@ async def client(
     """Join the swarm to use it: through `peer`, else the peer that runs with this home, else the bootstrap peers."""
     addresses = options.bootstrap_addresses(bootstrap)
     with lean_imports():
-        from fusion.runtime.peer import ClientConfig, open_client
+        from fusion.runtime.peer.peer import ClientConfig, open_client
 
     async with open_client(ClientConfig(home=home_folder(home), bootstrap=addresses, peer=peer)) as context:
         yield context
@@ -113,7 +113,7 @@ async def find_model(context: Context, name: str) -> None:
 
 def local_peer(home: Path) -> PeerId | None:
     """The id of the peer that runs with this home, as it wrote it down; None where none does."""
-    from fusion.runtime.peer import PEER_FILE
+    from fusion.runtime.peer.peer import PEER_FILE
 
     try:
         return PeerId(str(json.loads((home_folder(home) / PEER_FILE).read_text())["peer_id"]))
@@ -124,7 +124,7 @@ def local_peer(home: Path) -> PeerId | None:
 async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
     """How the job stands, each time it changes, from whichever peer leads it, until it has ended. SwarmError when
     nobody speaks for it any more."""
-    from fusion.runtime.progress import Progress
+    from fusion.runtime.job.progress import Progress
 
     heard = time.monotonic()
     last = Progress(job=job, state="launching")
@@ -156,7 +156,7 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
 
 async def _ask_lead(context: Context, record: JobRecord) -> AsyncIterator[Progress]:
     from fusion.runtime.hosting.hosting import PROTOCOL
-    from fusion.runtime.progress import Progress
+    from fusion.runtime.job.progress import Progress
     from fusion.swarm.transport import checked
 
     assert record.lead is not None

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fusion.runtime import manifest as manifests
-from fusion.runtime.job import Manifest, OptimizerConfig
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.manifest import Manifest, OptimizerConfig
+from fusion.runtime.job.spec import DataSpec, GPTConfig, JobSpec, PlacementSpec, TrainSpec
 from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
 from fusion.runtime.launch.prepare import prepare_training
-from fusion.runtime.launch.spec import DataSpec, GPTConfig, JobSpec, PlacementSpec, TrainSpec
-from fusion.runtime.peer import ClientConfig, open_client
-from fusion.runtime.training import snapshot
+from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId, PeerRecord
 from fusion.swarm.transport import PeerId

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fusion.cli.output import Output
 
 if TYPE_CHECKING:
-    from fusion.runtime.peer import Peer
+    from fusion.runtime.peer.peer import Peer
     from fusion.swarm.directory.records import JobId
 
 LOOK_SECONDS = 0.05  # for jobs that we have begun to lead

@@ -8,14 +8,14 @@ from fusion.cli import ask
 from fusion.cli.output import Output, busy_text, bytes_text, rate_text
 
 if TYPE_CHECKING:
-    from fusion.runtime.context import Context
-    from fusion.runtime.progress import Progress
+    from fusion.runtime.job.context import Context
+    from fusion.runtime.job.progress import Progress
     from fusion.swarm.directory.records import JobId
 
 
 async def follow(context: Context, job: JobId, output: Output) -> Progress:
     """Show the job until it has ended; its last word. JobFailed if it failed."""
-    from fusion.runtime.errors import JobFailed
+    from fusion.runtime.job.errors import JobFailed
 
     shown = Shown()
     last: Progress | None = None

@@ -66,8 +66,8 @@ def generate(
 async def _generate(
     request: GenerateRequest, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
 ) -> None:
-    from fusion.runtime.serving.generate_client import another_peer
-    from fusion.runtime.serving.generate_client import generate as ask_gateway
+    from fusion.runtime.serving.client import another_peer
+    from fusion.runtime.serving.client import generate as ask_gateway
     from fusion.runtime.serving.request import Answer
 
     async with ask.client(home, bootstrap, peer) as context:

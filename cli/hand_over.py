@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fusion.cli.output import Output
 
 if TYPE_CHECKING:
-    from fusion.runtime.context import Context
+    from fusion.runtime.job.context import Context
     from fusion.runtime.launch.launch import Held, Prepared
     from fusion.swarm.directory.records import JobId
 
@@ -33,7 +33,7 @@ async def offer(context: Context, prepared: Prepared, output: Output) -> JobId:
 
 async def until_held(context: Context, prepared: Prepared, output: Output) -> None:
     """Until the swarm holds all of the job, so that we may leave. JobFailed if it failed or nobody takes it."""
-    from fusion.runtime.errors import JobFailed
+    from fusion.runtime.job.errors import JobFailed
     from fusion.runtime.launch.launch import wait_until_held
 
     def show(held: Held) -> None:

@@ -121,7 +121,7 @@ def export(
 async def _export(
     job: str, directory: Path, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
 ) -> None:
-    from fusion.runtime.training.export import export as export_job
+    from fusion.runtime.launch.export import export as export_job
 
     async with ask.client(home, bootstrap, peer) as context:
         record = await ask.find_job(context, job)

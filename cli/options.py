@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fusion.runtime import size_text
+from fusion.runtime.job import size_text
 
 DEFAULT_HOME = Path("~/.fusion-peer")
 BOOTSTRAP_FILE = "bootstrap_peers.txt"

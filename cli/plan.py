@@ -14,7 +14,7 @@ from fusion.cli.loop import configure_logging
 from fusion.cli.output import Output, bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from fusion.runtime.launch.plan import Plan
+    from fusion.runtime.placing.plan import Plan
 
 NAMED = 10  # peers that a line for people lists before it only counts
 
@@ -41,8 +41,9 @@ def plan(
     """Show where a job would run on a swarm, how long a step would take and what holds it up. Nothing runs."""
     configure_logging(debug)
     output = Output(as_json=json)
-    from fusion.runtime.launch import spec, swarm_file
-    from fusion.runtime.launch.plan import plan_training
+    from fusion.runtime.job import spec
+    from fusion.runtime.placing import swarm_file
+    from fusion.runtime.placing.plan import plan_training
 
     asked, described = spec.load(job), swarm_file.load(swarm)
     output.status(f"placing {asked.name} on {len(described.peers)} peers ...")

@@ -19,7 +19,7 @@ from fusion.cli.output import Output, bytes_text, flops_text
 from fusion.swarm.errors import DaemonDied, TransportError
 
 if TYPE_CHECKING:
-    from fusion.runtime.peer import Peer, PeerConfig
+    from fusion.runtime.peer.peer import Peer, PeerConfig
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def start(
     folder, addresses = options.home_folder(home), options.bootstrap_addresses(bootstrap)
     output.status("starting ...")
     with lean_imports():
-        from fusion.runtime.peer import PeerConfig
+        from fusion.runtime.peer.peer import PeerConfig
 
     config = PeerConfig(home=folder, bootstrap=addresses, threads=threads, device=device.value, **chosen)
     lending = Lending(config, output, tell_steps=tell_steps)
@@ -108,7 +108,7 @@ class Lending:
 
     async def run(self) -> None:
         """Until cancelled, or until something ends that cannot be started anew. Raises as `open_peer` does."""
-        from fusion.runtime.peer import open_peer
+        from fusion.runtime.peer.peer import open_peer
 
         loop = asyncio.get_running_loop()
         config, pause, ran = self._config, FIRST_PAUSE_SECONDS, False

@@ -17,7 +17,7 @@ from fusion.cli.loop import run
 from fusion.cli.output import Output, bytes_text, flops_text
 
 if TYPE_CHECKING:
-    from fusion.runtime.context import Context
+    from fusion.runtime.job.context import Context
     from fusion.swarm.directory.records import ClaimRecord, JobRecord, PeerRecord
 
 ASK_SECONDS = 3.0
@@ -108,7 +108,7 @@ async def _links(context: Context, peers: Sequence[PeerRecord]) -> list[dict[str
 
 
 async def _ask_status(context: Context, peer: PeerRecord) -> list[dict[str, Any]]:
-    from fusion.runtime.peer import STATUS_PROTOCOL
+    from fusion.runtime.peer.peer import STATUS_PROTOCOL
     from fusion.swarm.errors import SwarmError
     from fusion.swarm.transport import call
 

@@ -16,7 +16,7 @@ from fusion.cli.output import Output
 from fusion.cli.plan import show
 
 if TYPE_CHECKING:
-    from fusion.runtime.launch.spec import JobSpec
+    from fusion.runtime.job.spec import JobSpec
 
 
 def train(
@@ -35,7 +35,7 @@ def train(
     """Train a model across the swarm. The job outlives this command; Ctrl-C only stops watching."""
     output = Output(as_json=json)
     output.status(f"reading {job} ...")
-    from fusion.runtime.launch import spec
+    from fusion.runtime.job import spec
 
     run(_train(spec.load(job), detach, peer, bootstrap, home, output), debug=debug)
 

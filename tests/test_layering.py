@@ -42,7 +42,7 @@ LIBRARY_LAYERS = {
 }
 LIBRARY_FILES = {
     "hivemind": {"swarm/streams/p2p.py", "swarm/directory/dht.py", "swarm/streams/peer_ids.py"},
-    "transformers": {"runtime/launch/huggingface.py"},
+    "transformers": {"runtime/capture/huggingface.py"},
 }
 # dag is arithmetic on frozen values.
 EFFECTS = {

@@ -1,6 +1,6 @@
 """A peer at work: it looks for jobs in the directory, claims stages and runs them. What it says about jobs is
-`fusion.runtime.hosting.job_desk`'s; which stages to claim is decided by `fusion.runtime.hosting.duties` and `fusion.swarm.claims.election`,
-which ones to stand by for by `fusion.runtime.hosting.pool`. Who sees an owner vanish comes through `fusion.runtime.hosting.succession`.
+`fusion.runtime.hosting.jobs.job_server`'s; which stages to claim is decided by `fusion.runtime.hosting.claim_choice` and `fusion.swarm.claims.election`,
+which ones to stand by for by `fusion.runtime.hosting.standby_pool`. Who sees an owner vanish comes through `fusion.runtime.hosting.takeover`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.runtime.context import Context
-from fusion.runtime.cool_down import CoolDown
-from fusion.runtime.errors import JobFailed
-from fusion.runtime.hosting.departure import DepartureConfig, Departures, Hosted
-from fusion.runtime.hosting.duties import Vacancy, beside_the_idle, one_each, one_early, stages_to_claim
-from fusion.runtime.hosting.job_desk import ENDED, PROTOCOL, JobDesk, Service, stop_request
-from fusion.runtime.hosting.job_files import JobFiles
-from fusion.runtime.hosting.known_jobs import KnownJobs
-from fusion.runtime.hosting.pool import Pool
-from fusion.runtime.hosting.succession import Successor
-from fusion.runtime.hosting.vacancies import Vacancies, needed_bytes
-from fusion.runtime.job import Manifest
-from fusion.runtime.manifest_shelf import ManifestShelf, ShelfConfig
+from fusion.runtime.hosting.claim_choice import Vacancy, beside_the_idle, one_each, one_early, stages_to_claim
+from fusion.runtime.hosting.handover import DepartureConfig, Departures, Hosted
+from fusion.runtime.hosting.jobs.job_files import JobFiles
+from fusion.runtime.hosting.jobs.job_server import ENDED, PROTOCOL, JobDesk, Service, stop_request
+from fusion.runtime.hosting.jobs.tombstones import KnownJobs
+from fusion.runtime.hosting.standby_pool import Pool
+from fusion.runtime.hosting.takeover import Successor
+from fusion.runtime.hosting.vacant_stages import Vacancies, needed_bytes
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.cool_down import CoolDown
+from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.manifest_shelf import ManifestShelf, ShelfConfig
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS, newest_jobs
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, one_line
@@ -271,7 +271,7 @@ class Hosting:
             return False
         return (await self._succession.look(owner, *place)).kind == "holds"
 
-    # --- a stage whose owner is gone, or leaves: `fusion.runtime.hosting.succession.Seat`
+    # --- a stage whose owner is gone, or leaves: `fusion.runtime.hosting.takeover.Seat`
 
     def holds(self, job: JobId, stage: int) -> int:
         """The term under which the stage runs here; 0 if it does not."""
@@ -319,7 +319,7 @@ class Hosting:
         return self._context.leases.holds(job, stage)
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
-        """As in `fusion.runtime.context.Succession`."""
+        """As in `fusion.runtime.job.context.Succession`."""
         hosted = self._hosts.get((job, stage))
         if hosted is not None and self._tasks is not None and not self._leaving:
             self._departures.give_away((job, stage), hosted, peer)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fusion.runtime.context import Context
-from fusion.runtime.errors import JobFailed
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.launch.prepare import Prepared, prepare_graph, prepare_serving, prepare_training
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS

@@ -19,17 +19,17 @@ from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime import manifest as manifests
-from fusion.runtime.data import pack_text, token_bytes
-from fusion.runtime.errors import JobError
-from fusion.runtime.job import DataConfig, Manifest, ServeConfig, TrainConfig
-from fusion.runtime.launch import sources
-from fusion.runtime.launch.capture import is_exported
-from fusion.runtime.launch.job_placement import as_asked, place_job
-from fusion.runtime.launch.plan import Plan
-from fusion.runtime.launch.sources import LanguageModel, Read
-from fusion.runtime.launch.spec import DataSpec, HuggingFaceConfig, JobSpec
-from fusion.runtime.serving.serving_graph import serving_graph
+from fusion.runtime.capture import sources
+from fusion.runtime.capture.capture import is_exported
+from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.capture.sources import LanguageModel, Read
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import DataConfig, Manifest, ServeConfig, TrainConfig
+from fusion.runtime.job.spec import DataSpec, HuggingFaceConfig, JobSpec
+from fusion.runtime.placing.placed_job import as_asked, place_job
+from fusion.runtime.placing.plan import Plan
+from fusion.runtime.training.data.batches import pack_text, token_bytes
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId, LinkRecord, PeerRecord
 from fusion.swarm.identity import friendly_name
@@ -272,7 +272,7 @@ def _pack(
 
 
 def _export_files(model: LanguageModel) -> dict[str, bytes | Path]:
-    """What makes an exported directory one that can be served: see `fusion.runtime.launch.sources`."""
+    """What makes an exported directory one that can be served: see `fusion.runtime.capture.sources`."""
     files: dict[str, bytes | Path] = {path.name: path for path in model.config}
     files[sources.GRAPH_FILE] = serialise.encode(clean(model.inference))
     files[sources.ABOUT_FILE] = model.about.to_json()

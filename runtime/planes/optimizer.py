@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from fusion.runtime.errors import JobError
-from fusion.runtime.job import OptimizerConfig
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -1,6 +1,6 @@
 """An execution plane: what runs the stages of the DAG on one device. Implemented by `fusion.runtime.planes.torch_plane`.
 
-All methods are blocking and run in the device's one worker thread (`fusion.runtime.worker`). Tensors at this
+All methods are blocking and run in the device's one worker thread (`fusion.runtime.job.worker`). Tensors at this
 boundary are torch CPU or device tensors; the plane moves what it is given to its device.
 """
 

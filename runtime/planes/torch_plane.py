@@ -14,8 +14,8 @@ import torch
 from fusion.dag.cutting.positional import written_buffers
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph, Ref, Variable
-from fusion.runtime.errors import JobError
-from fusion.runtime.job import OptimizerConfig
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.planes.codegen import TORCH_DTYPES, Program, compile_graph
 from fusion.runtime.planes.dropout import Masks
 from fusion.runtime.planes.kv_cache import SessionCache, SlotShape

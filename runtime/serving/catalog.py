@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fusion.runtime import manifest as manifests
-from fusion.runtime.context import Context
-from fusion.runtime.errors import JobError, JobFailed, NoRoute
-from fusion.runtime.job import Manifest, ServeConfig
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
+from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.job.shortage import needs
+from fusion.runtime.job.text import ByteText, NoText, Text, TokenizerText
 from fusion.runtime.serving.route_choice import Costs, Errand, Layers, Ways, costs_of, holders
 from fusion.runtime.serving.session import Hop
-from fusion.runtime.shortage import needs
-from fusion.runtime.text import ByteText, NoText, Text, TokenizerText
 from fusion.swarm.claims.election import stands_by
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from fusion.runtime.shortage import needs
+from fusion.runtime.job.shortage import needs
 
 FaultKind = Literal[
     "vanished",  # a stream to a stage broke, or it cannot be reached

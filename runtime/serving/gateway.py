@@ -19,8 +19,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 
-from fusion.runtime.context import Context
-from fusion.runtime.errors import JobError, JobFailed, NoRoute
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.serving.catalog import Catalog, ServedModel
 from fusion.runtime.serving.failover import FailoverConfig
 from fusion.runtime.serving.gateway_session import GatewaySessions

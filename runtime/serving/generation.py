@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.runtime.errors import JobFailed, NoRoute
+from fusion.runtime.job.errors import JobFailed, NoRoute
 from fusion.runtime.serving.catalog import Catalog, NoOwner, ServedModel
 from fusion.runtime.serving.failover import FailoverConfig, Fault, Faulted, Pulse, Trouble, explain, respond
 from fusion.runtime.serving.gateway_session import Event, GatewaySession, GatewaySessions, token_of

@@ -1,6 +1,6 @@
 """What a client asks of a gateway and what it gets: the request, the pieces, the answer.
 
-Spoken over `/fusion/generate/1` (`fusion.runtime.serving.gateway` and `fusion.runtime.serving.generate_client`); loads no torch.
+Spoken over `/fusion/generate/1` (`fusion.runtime.serving.gateway` and `fusion.runtime.serving.client`); loads no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fusion.runtime.errors import JobError
+from fusion.runtime.job.errors import JobError
 from fusion.swarm.transport import PeerId
 
 GENERATE = "/fusion/generate/1"

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.runtime.errors import JobError
-from fusion.runtime.job import ServeConfig
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.failover import FaultKind
 from fusion.runtime.serving.request import MAX_PROMPT_BYTES, pack_tokens, unpack_tokens, whole
@@ -25,7 +26,6 @@ from fusion.runtime.serving.ring_frames import RingPlan
 from fusion.runtime.serving.ring_link import GATEWAY, Ends, Link, Links
 from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
 from fusion.runtime.serving.stage_session import StageRunner, StageSession, Work
-from fusion.runtime.worker import Worker
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.identity import friendly_name

@@ -15,7 +15,7 @@ import torch
 from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.dims import bind, symbols_of
 from fusion.dag.ir.graph import DTYPE_BYTES
-from fusion.runtime.errors import JobError
+from fusion.runtime.job.errors import JobError
 
 ID_BYTES = 8
 TORCH_DTYPES: dict[str, torch.dtype] = {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.runtime.errors import JobError
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.request import whole
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import StreamBroken, StreamClosed, SwarmError

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion.dag.placement.network import UNKNOWN_LINK, Device
-from fusion.runtime.job import Manifest
+from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.serving.session import Hop
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.records import ClaimRecord

@@ -11,7 +11,7 @@ import struct
 
 import torch
 
-from fusion.runtime.errors import JobFailed
+from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.serving.request import Sampling
 
 

@@ -19,11 +19,11 @@ from fusion.dag.ir import serialise
 from fusion.dag.ir.dims import bind
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES
-from fusion.runtime.context import Context
-from fusion.runtime.errors import JobError, JobFailed
-from fusion.runtime.job import Manifest
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.progress import Progress
 from fusion.runtime.planes.torch_plane import TorchDecodingStage
-from fusion.runtime.progress import Progress
 from fusion.runtime.serving.gateway import Gateway, GatewayConfig
 from fusion.runtime.serving.request import GENERATE
 from fusion.runtime.serving.ring import RingStage, Seat

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
-from fusion.runtime.errors import JobError
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.request import Finish, Sampling, whole
 from fusion.swarm.transport import PeerId
 

@@ -1,4 +1,4 @@
-"""Training jobs on one peer: it loads stages, runs them (`fusion.runtime.training.stage_host`) and answers for their progress."""
+"""Training jobs on one peer: it loads stages, runs them (`fusion.runtime.training.host`) and answers for their progress."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.runtime.context import Context
-from fusion.runtime.errors import JobError, JobFailed
-from fusion.runtime.fields import build
-from fusion.runtime.job import Manifest
-from fusion.runtime.progress import Progress
-from fusion.runtime.training import messages as m
-from fusion.runtime.training.baton import Baton
-from fusion.runtime.training.stage_files import sweep
-from fusion.runtime.training.stage_host import TrainingHost
-from fusion.runtime.training.stage_loader import Place, StageLoader, load_stages
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.runtime.job.fields import build
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.progress import Progress
+from fusion.runtime.training.host import TrainingHost
+from fusion.runtime.training.loader import Place, StageLoader, load_stages
+from fusion.runtime.training.snapshots.stage_files import sweep
+from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step.handover_state import Baton
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import FrameError
 from fusion.swarm.identity import is_peer_id

@@ -39,13 +39,13 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.place import Placement, place
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.adaptive_wires import choose_wires, edges_of, ties_of
-from fusion.runtime.data import pack_text
-from fusion.runtime.job import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig, Wires
-from fusion.runtime.launch import sources
-from fusion.runtime.launch.sources import LanguageModel
-from fusion.runtime.launch.spec import GPTConfig
-from fusion.runtime.launch.swarm_file import load
+from fusion.runtime.capture import sources
+from fusion.runtime.capture.sources import LanguageModel
+from fusion.runtime.job.manifest import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig, Wires
+from fusion.runtime.job.spec import GPTConfig
+from fusion.runtime.placing.codec_choice import choose_wires, edges_of, ties_of
+from fusion.runtime.placing.swarm_file import load
+from fusion.runtime.training.data.batches import pack_text
 from fusion.swarm.directory.records import Digest
 
 DOCS = Path(__file__).parents[2] / "docs"

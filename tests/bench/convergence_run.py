@@ -14,15 +14,15 @@ from typing import Any, ParamSpec, TypeVar, cast
 from fusion.dag.cutting.cuts import split, tie_groups
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
-from fusion.runtime.data import Batches
-from fusion.runtime.job import TrainConfig
-from fusion.runtime.launch.sources import Read
+from fusion.runtime.capture.sources import Read
+from fusion.runtime.job.manifest import TrainConfig
+from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.optimizer import clip_factor, learning_rate
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
-from fusion.runtime.training.inbox import Plan
-from fusion.runtime.training.rad import Rad
-from fusion.runtime.training.wire_codecs import WireCodecs
-from fusion.runtime.worker import Worker
+from fusion.runtime.training.compute.edge_codecs import WireCodecs
+from fusion.runtime.training.compute.inbox import Plan
+from fusion.runtime.training.compute.rad import Rad
+from fusion.runtime.training.data.batches import Batches
 from fusion.swarm.transport import Buffer, Frame
 
 P = ParamSpec("P")

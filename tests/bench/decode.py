@@ -9,8 +9,8 @@ from typing import Any
 from baseline import baseline, peak_bytes, say
 
 from fusion.cli.fleet import open_fleet
-from fusion.runtime.peer import ClientConfig, open_client
-from fusion.runtime.serving.generate_client import complete
+from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.serving.client import complete
 from fusion.runtime.serving.request import GenerateRequest
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import uvloop
 
-from fusion.runtime.training.neighbours import LANES
+from fusion.runtime.training.streams.partners import LANES
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import Stream

@@ -57,7 +57,7 @@ from support.stolen import MOST_STOLEN, Stolen
 
 from fusion.cli.fleet import FleetError
 from fusion.compression.codec_speed import measure_families
-from fusion.runtime.errors import JobError
+from fusion.runtime.job.errors import JobError
 
 DOCS = Path(__file__).parents[2] / "docs"
 CURVES = (

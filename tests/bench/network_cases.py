@@ -33,13 +33,13 @@ from fusion.dag.placement.place import Scheduler
 from fusion.dag.placement.simulate import ALONE, packet_bytes, simulate
 from fusion.dag.placement.step_model import step_seconds
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.adaptive_wires import edges_of, wire_costs
-from fusion.runtime.job import CompressionConfig
-from fusion.runtime.launch import sources
-from fusion.runtime.launch.sources import LanguageModel
-from fusion.runtime.launch.spec import GPTConfig
-from fusion.runtime.launch.swarm_file import load
-from fusion.runtime.launch.wired_placement import Wired, place_wired
+from fusion.runtime.capture import sources
+from fusion.runtime.capture.sources import LanguageModel
+from fusion.runtime.job.manifest import CompressionConfig
+from fusion.runtime.job.spec import GPTConfig
+from fusion.runtime.placing.codec_choice import edges_of, wire_costs
+from fusion.runtime.placing.codec_placement import Wired, place_wired
+from fusion.runtime.placing.swarm_file import load
 
 # Chosen for what the codecs do, not for these networks: dense, the two uniform ones, the default, and the paper's.
 CODECS: Mapping[str, CompressionConfig] = {

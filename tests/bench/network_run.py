@@ -15,12 +15,12 @@ from bench.network_machine import cpu_seconds, idle_cores
 from box.network import Box
 
 from fusion.cli.fleet import Fleet, FleetError, LocalPeer, Record, open_fleet
-from fusion.runtime.context import Context
-from fusion.runtime.data import pack_text
-from fusion.runtime.job import DataConfig, OptimizerConfig, TrainConfig
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.launch.launch import launch, wait_until_held
 from fusion.runtime.launch.prepare import Prepared, prepare_graph
-from fusion.runtime.peer import ClientConfig, open_client
+from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.training.data.batches import pack_text
 from fusion.swarm.transport import PeerId
 
 BEGIN_SECONDS = 120.0  # from launching a job to its first step

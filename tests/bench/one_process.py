@@ -20,8 +20,8 @@ from torch.nn import functional
 
 def train(request: dict[str, Any]) -> dict[str, Any]:
     """Seconds of each optimizer step of the built-in GPT: microbatches accumulated, clipped, AdamW."""
-    from fusion.runtime.launch.models import GPT
-    from fusion.runtime.launch.spec import GPTConfig
+    from fusion.runtime.capture.models import GPT
+    from fusion.runtime.job.spec import GPTConfig
 
     torch.manual_seed(0)
     device, sequence = request.get("device", "cpu"), request["sequence"]

@@ -10,8 +10,8 @@ from bench import convergence
 from bench.convergence_run import Line
 
 from fusion.compression.spec import parse
-from fusion.runtime.job import CompressionConfig
-from fusion.runtime.launch.spec import GPTConfig
+from fusion.runtime.job.manifest import CompressionConfig
+from fusion.runtime.job.spec import GPTConfig
 
 TEXT = bytes(range(32, 127)) * 40
 

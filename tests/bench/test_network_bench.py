@@ -30,7 +30,7 @@ from bench.network_table import HEAD
 from box import kernel
 from support.stolen import Stolen
 
-from fusion.runtime.launch.spec import GPTConfig
+from fusion.runtime.job.spec import GPTConfig
 
 REASON = kernel.unavailable()
 SWARM = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from box.spec import QUEUE_MS, Host, Link, NetworkSpec
 
-from fusion.runtime.launch.swarm_file import load
+from fusion.runtime.placing.swarm_file import load
 
 NETWORKS = Path(__file__).parent / "networks"
 

@@ -8,7 +8,7 @@ import sys
 import time
 
 from fusion.cli.main import main
-from fusion.runtime import peer
+from fusion.runtime.peer import peer
 from fusion.swarm.links.monitor import Links
 
 

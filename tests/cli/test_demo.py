@@ -11,7 +11,8 @@ import pytest
 from fusion.cli import demo
 from fusion.cli.fleet import FleetError
 from fusion.cli.output import Output
-from fusion.runtime.launch import spec, swarm_file
+from fusion.runtime.job import spec
+from fusion.runtime.placing import swarm_file
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SWARM = EXAMPLES / "swarm.toml"

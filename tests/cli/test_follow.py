@@ -12,7 +12,7 @@ import pytest
 
 from fusion.cli import ask
 from fusion.cli.follow import Shown, progress_line
-from fusion.runtime.progress import Progress
+from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import PeerUnreachable, StreamClosed, SwarmError
 from fusion.swarm.transport import Frame, PeerId

@@ -7,7 +7,7 @@ CODE = """
 import gc, sys
 from fusion.cli.lean import lean_imports
 with lean_imports():
-    import fusion.runtime.peer
+    import fusion.runtime.peer.peer
     assert not gc.isenabled()
 assert gc.isenabled()
 from hivemind.dht.node import DHTNode

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.cli import errors, main, status
-from fusion.runtime.errors import JobError, JobFailed
+from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.swarm.errors import IdentityError, PeerUnreachable
 
 COMMANDS = ("start", "plan", "train", "jobs", "serve", "generate", "status", "demo")

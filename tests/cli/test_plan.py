@@ -13,7 +13,7 @@ import pytest
 from fusion.cli import main
 from fusion.cli.output import Output
 from fusion.cli.plan import show, summary
-from fusion.runtime.launch.plan import Plan, PlannedLine, PlannedLink, PlannedStage
+from fusion.runtime.placing.plan import Plan, PlannedLine, PlannedLink, PlannedStage
 
 NETWORKS = Path(__file__).resolve().parents[1] / "box" / "networks"
 JOB = """

@@ -15,8 +15,8 @@ import pytest
 
 from fusion.cli import start
 from fusion.cli.output import Output
-from fusion.runtime import peer as peers
-from fusion.runtime.peer import PeerConfig
+from fusion.runtime.peer import peer as peers
+from fusion.runtime.peer.peer import PeerConfig
 from fusion.swarm.errors import DaemonDied, IdentityError, TransportError
 
 LISTEN = ("/ip4/0.0.0.0/tcp/0",)

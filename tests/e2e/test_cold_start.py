@@ -12,8 +12,8 @@ from support.jobs import with_client
 from support.text_job import write_job
 
 from fusion.cli.ask import watch
-from fusion.runtime.context import Context
-from fusion.runtime.progress import Progress
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.progress import Progress
 
 if TYPE_CHECKING:
     from conftest import Peers

@@ -16,9 +16,9 @@ from support.jobs import with_client
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fusion.cli.ask import find_job, stop, working_peers
-from fusion.runtime.context import Context
+from fusion.runtime.job.context import Context
 from fusion.runtime.launch.launch import launch, prepare_serving, wait_until_held
-from fusion.runtime.serving.generate_client import generate
+from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest, Piece
 from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId

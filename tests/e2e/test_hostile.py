@@ -24,18 +24,18 @@ from support.jobs import with_client
 from support.text_job import write_job
 
 from fusion.cli.ask import trainer_identity, watch, working_peers
-from fusion.runtime import manifest as manifests
-from fusion.runtime.context import Context
-from fusion.runtime.job import Manifest, ServeConfig
-from fusion.runtime.launch import spec
-from fusion.runtime.launch.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job import spec
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_graph, prepare_training, wait_until_held
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.launch.spec import GPTConfig
-from fusion.runtime.peer import STATUS_PROTOCOL
-from fusion.runtime.serving.generate_client import generate
+from fusion.runtime.peer.peer import STATUS_PROTOCOL
+from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
-from fusion.runtime.serving.serving_graph import serving_graph
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import TransportError

@@ -20,13 +20,13 @@ from support.text_job import write_job
 
 from fusion.cli.ask import find_job, trainer_identity, watch, working_peers
 from fusion.cli.chaos_swarm import daemons
-from fusion.runtime.context import Context
-from fusion.runtime.launch import spec
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job import spec
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.launch.spec import GPTConfig
-from fusion.runtime.peer import STATUS_PROTOCOL
-from fusion.runtime.progress import Progress
+from fusion.runtime.peer.peer import STATUS_PROTOCOL
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId

@@ -21,15 +21,15 @@ from torch.nn import functional
 
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.context import Context
-from fusion.runtime.data import Batches
-from fusion.runtime.job import DataConfig, OptimizerConfig, TrainConfig
-from fusion.runtime.launch.capture import capture_language_model, capture_module, variables_from_module
+from fusion.runtime.capture.capture import capture_language_model, capture_module, variables_from_module
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
+from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import prepare_graph
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.planes.optimizer import learning_rate
 from fusion.runtime.planes.plane import RngKey
+from fusion.runtime.training.data.batches import Batches
 
 pytestmark = pytest.mark.e2e
 

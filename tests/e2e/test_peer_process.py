@@ -18,8 +18,8 @@ from support.jobs import with_client
 from support.processes import alive
 
 from fusion.cli.chaos_swarm import daemons
-from fusion.runtime.context import Context
-from fusion.runtime.peer import STATUS_PROTOCOL
+from fusion.runtime.job.context import Context
+from fusion.runtime.peer.peer import STATUS_PROTOCOL
 from fusion.swarm.errors import TransportError
 from fusion.swarm.transport import PeerId, call
 

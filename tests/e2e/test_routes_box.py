@@ -25,14 +25,14 @@ from support.families import COMMON, build
 
 from fusion.cli.fleet import Fleet, open_fleet
 from fusion.dag.cutting.cuts import legal_cuts
-from fusion.runtime.context import Context
-from fusion.runtime.job import ServeConfig
-from fusion.runtime.launch.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_graph, wait_until_held
-from fusion.runtime.peer import ClientConfig, open_client
-from fusion.runtime.serving.generate_client import generate
+from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest, Piece
-from fusion.runtime.serving.serving_graph import serving_graph
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.transport import PeerId
 

@@ -14,7 +14,7 @@ from box.spec import Host, NetworkSpec
 from support.jobs import with_client
 
 from fusion.cli.fleet import Fleet, LocalPeer, open_fleet
-from fusion.runtime.context import Context
+from fusion.runtime.job.context import Context
 from fusion.swarm.identity import Identity
 
 if TYPE_CHECKING:

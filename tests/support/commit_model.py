@@ -1,4 +1,4 @@
-"""The two machines of `fusion.runtime.training.step` for all stages of a job, over a network that a seed drives.
+"""The two machines of `fusion.runtime.training.step.protocol` for all stages of a job, over a network that a seed drives.
 
 A link carries messages in order or breaks, and then both ends notice, each at a time of its own. Beyond what a
 transport does, copies of messages come again later, for as long as both ends are the owners that they were. Stages
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from fusion.runtime.job import TrainConfig
-from fusion.runtime.training import step as s
-from fusion.runtime.training.ledger import Ledger
-from fusion.runtime.training.point import START, Point
-from fusion.runtime.training.step_lead import expected
+from fusion.runtime.job.manifest import TrainConfig
+from fusion.runtime.training.data.ledger import Ledger
+from fusion.runtime.training.step import protocol as s
+from fusion.runtime.training.step.checkpoint import START, Point
+from fusion.runtime.training.step.lead import expected
 from fusion.swarm.directory.records import Digest
 
 SAMPLES = 11

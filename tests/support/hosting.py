@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fusion.runtime import manifest as manifests
-from fusion.runtime.context import Context
-from fusion.runtime.hosting.departure import DepartureConfig
+from fusion.runtime.hosting.handover import DepartureConfig
 from fusion.runtime.hosting.hosting import Hosting, HostingConfig
-from fusion.runtime.hosting.job_files import JobFiles
-from fusion.runtime.hosting.succession import SuccessionConfig, Successor
-from fusion.runtime.job import Manifest, ServeConfig
-from fusion.runtime.progress import Progress
+from fusion.runtime.hosting.jobs.job_files import JobFiles
+from fusion.runtime.hosting.takeover import SuccessionConfig, Successor
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.job.progress import Progress
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.blobs.store import BlobStore

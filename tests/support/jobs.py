@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from fusion.cli.ask import watch
-from fusion.runtime.context import Context
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.progress import Progress
+from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
-from fusion.runtime.peer import ClientConfig, open_client
-from fusion.runtime.progress import Progress
-from fusion.runtime.training.export import export
+from fusion.runtime.peer.peer import ClientConfig, open_client
 
 T = TypeVar("T")
 JOB_SECONDS = 400.0

@@ -16,18 +16,18 @@ from safetensors.torch import save as save_tensors
 
 from fusion.dag.cutting.cuts import legal_cuts, split
 from fusion.dag.ir import serialise
-from fusion.runtime import manifest as manifests
-from fusion.runtime.context import Context
-from fusion.runtime.job import Manifest, ServeConfig
-from fusion.runtime.launch.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.job.worker import Worker
+from fusion.runtime.serving.client import complete
 from fusion.runtime.serving.failover import FailoverConfig
 from fusion.runtime.serving.gateway import GatewayConfig
-from fusion.runtime.serving.generate_client import complete
 from fusion.runtime.serving.request import Answer, GenerateRequest, Sampling
 from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.service import ServingService
-from fusion.runtime.serving.serving_graph import serving_graph
-from fusion.runtime.worker import Worker
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fusion.runtime.context import Context
-from fusion.runtime.fields import build, plain
-from fusion.runtime.training.messages import PROTOCOL, Hello
-from fusion.runtime.training.neighbours import Neighbours
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.fields import build, plain
+from fusion.runtime.training.step.messages import PROTOCOL, Hello
+from fusion.runtime.training.streams.partners import Neighbours
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import FrameError

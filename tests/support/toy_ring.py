@@ -17,14 +17,14 @@ import torch
 from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Graph, Input, Ref, TensorType
-from fusion.runtime.job import ServeConfig
+from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.request import Sampling, pack_tokens
 from fusion.runtime.serving.ring import RingStage, Seat
 from fusion.runtime.serving.ring_frames import plan_ring
 from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends
 from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.session import Hop, Opening, SessionId
-from fusion.runtime.worker import Worker
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.memory.network import MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import Frame, PeerId, Stream

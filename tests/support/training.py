@@ -19,18 +19,18 @@ from torch.nn import functional
 from fusion.dag.cutting.cuts import legal_cuts, split, tie_groups
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.context import Context
-from fusion.runtime.data import Batches
-from fusion.runtime.hosting.succession import Successor
-from fusion.runtime.job import CompressionConfig, DataConfig, Manifest, OptimizerConfig, TrainConfig
-from fusion.runtime.launch.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.hosting.takeover import Successor
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.manifest import CompressionConfig, DataConfig, Manifest, OptimizerConfig, TrainConfig
+from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.spec import GPTConfig
+from fusion.runtime.job.worker import Worker
+from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch, prepare_graph
-from fusion.runtime.launch.spec import GPTConfig
 from fusion.runtime.planes.optimizer import clip_factor, learning_rate
-from fusion.runtime.progress import Progress
-from fusion.runtime.training.export import export
+from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.service import TrainingService
-from fusion.runtime.worker import Worker
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases

@@ -35,14 +35,14 @@ from fusion.cli.chaos_timeline import percentile
 from fusion.cli.fleet import FleetError, LocalPeer, open_fleet
 from fusion.dag.ir import serialise
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime import manifest as manifests
-from fusion.runtime.context import Context
-from fusion.runtime.errors import JobError, JobFailed
-from fusion.runtime.launch import sources
+from fusion.runtime.capture import sources
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.prepare import prepare_serving
-from fusion.runtime.launch.spec import GPTConfig
-from fusion.runtime.peer import ClientConfig, open_client
-from fusion.runtime.serving.generate_client import generate
+from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.election import winner

@@ -119,10 +119,10 @@ def wrap(owner: Any, name: str, phase: str, when: Callable[..., bool] = lambda *
 
 def install() -> None:
     from fusion.runtime.planes.torch_plane import TorchTrainingStage
-    from fusion.runtime.training import messages as m
-    from fusion.runtime.training.lead import Lead
+    from fusion.runtime.training.lead.lead import Lead
     from fusion.runtime.training.service import TrainingService
-    from fusion.runtime.training.stage_files import StageFiles
+    from fusion.runtime.training.snapshots.stage_files import StageFiles
+    from fusion.runtime.training.step import messages as m
     from fusion.swarm.streams.striping import Lanes
 
     wrap(TorchTrainingStage, "forward", "fp")

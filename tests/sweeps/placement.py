@@ -36,9 +36,9 @@ from fusion.dag.placement.op_fence import op_fence
 from fusion.dag.placement.place import Placement, place
 from fusion.dag.placement.search_space import Choice, Space, space
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.launch.capture import capture_language_model
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.launch.spec import GPTConfig
+from fusion.runtime.capture.capture import capture_language_model
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job.spec import GPTConfig
 
 EXACT_ENTRIES = 30_000_000
 EVERY = 20_000  # placements that are tried one by one

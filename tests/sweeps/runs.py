@@ -24,7 +24,7 @@ from fusion.cli.chaos import last_words
 from fusion.cli.chaos_job import another, prepare
 from fusion.cli.chaos_swarm import Swarm
 from fusion.cli.fleet import FleetError, open_fleet
-from fusion.runtime.peer import ClientConfig, open_client
+from fusion.runtime.peer.peer import ClientConfig, open_client
 
 Row = dict[str, Any]
 Act = Callable[[Sweep, argparse.Namespace], Awaitable[list[Row]]]

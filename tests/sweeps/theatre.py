@@ -16,7 +16,7 @@ from fusion.cli.chaos_job import Plan, shards
 from fusion.cli.chaos_swarm import Swarm
 from fusion.cli.chaos_timeline import Timeline
 from fusion.cli.fleet import LocalPeer, Record
-from fusion.runtime.context import Context
+from fusion.runtime.job.context import Context
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError
 

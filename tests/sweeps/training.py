@@ -33,7 +33,7 @@ from fusion.cli.chaos_job import Plan, another, prepare
 from fusion.cli.chaos_swarm import Swarm
 from fusion.cli.chaos_timeline import percentile
 from fusion.cli.fleet import FleetError, LocalPeer, open_fleet
-from fusion.runtime.peer import ClientConfig, open_client
+from fusion.runtime.peer.peer import ClientConfig, open_client
 from fusion.swarm.errors import SwarmError
 
 TRIAL_STEPS, WARM_UP = 60, 10

@@ -22,10 +22,10 @@ import torch
 
 from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.graph import Graph, Input, Ref, TensorType, Variable
-from fusion.runtime.data import Batches, sample_indices
-from fusion.runtime.job import TrainConfig
+from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.planes.plane import RngKey, Tensors
-from fusion.runtime.training.ledger import Ledger, fed_digest
+from fusion.runtime.training.data.batches import Batches, sample_indices
+from fusion.runtime.training.data.ledger import Ledger, fed_digest
 
 VARIABLE = "chain"
 STATE = f"variable/{VARIABLE}"
@@ -233,7 +233,7 @@ class _Rows:
 
 
 class WorldWorker:
-    """Stands for `fusion.runtime.worker.Worker`: calls run one at a time in the order in which they were made, each
+    """Stands for `fusion.runtime.job.worker.Worker`: calls run one at a time in the order in which they were made, each
     takes a while, and one that has begun is not stopped by cancelling whoever waits for it."""
 
     device = "cpu"

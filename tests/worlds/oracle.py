@@ -19,8 +19,8 @@ from typing import Any
 from worlds.arithmetic import ChainPlane
 from worlds.process import Process
 
-from fusion.runtime.training.ledger import Ledger
-from fusion.runtime.training.snapshot import Index
+from fusion.runtime.training.data.ledger import Ledger
+from fusion.runtime.training.snapshots.snapshot import Index
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.transport import PeerId
 

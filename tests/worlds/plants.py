@@ -10,8 +10,9 @@ import torch
 from worlds import wiring
 from worlds.arithmetic import STATE
 
-from fusion.runtime.training import fence, neighbours, stage_files, step_lead
-from fusion.runtime.training import step_events as events
+from fusion.runtime.training.snapshots import stage_files
+from fusion.runtime.training.step import events, lead
+from fusion.runtime.training.streams import fence, partners
 from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.transport import PeerId
 
@@ -28,7 +29,7 @@ def skip_the_term_check() -> None:
     for owner, name, instead in (
         (fence.Fence, "claim_of", believe),
         (fence.Fence, "check", lambda *_: None),
-        (neighbours.Neighbours, "_check_term", lambda *_: None),
+        (partners.Neighbours, "_check_term", lambda *_: None),
     ):
         assert hasattr(owner, name), name
         setattr(owner, name, instead)
@@ -36,9 +37,9 @@ def skip_the_term_check() -> None:
 
 def commit_without_every_ready() -> None:
     """The lead commits when all stages but one are ready."""
-    real = step_lead.lead
+    real = lead.lead
 
-    def lead(state: Any, event: Any) -> Any:
+    def hasty(state: Any, event: Any) -> Any:
         state, actions = real(state, event)
         if (
             isinstance(event, events.Ready)
@@ -51,7 +52,7 @@ def commit_without_every_ready() -> None:
             actions = (*actions, *more)
         return state, actions
 
-    wiring.replace_everywhere(real, lead)
+    wiring.replace_everywhere(real, hasty)
 
 
 def promote_from_the_wrong_step() -> None:

@@ -21,15 +21,16 @@ from worlds.arithmetic import VARIABLE, WorldBatches, first_state, pack, stages_
 from worlds.disk import WorldPath
 from worlds.virtual_time import lane_now
 
-from fusion.runtime import data
-from fusion.runtime import manifest as manifests
-from fusion.runtime.context import Context
-from fusion.runtime.errors import JobError
-from fusion.runtime.fields import build
-from fusion.runtime.hosting import job_files
+from fusion.runtime.hosting.jobs import job_files
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.fields import build
+from fusion.runtime.training import host, loader
 from fusion.runtime.training import service as training
-from fusion.runtime.training import snapshot, stage_host, stage_loader
-from fusion.runtime.training import step as steps
+from fusion.runtime.training.data import batches
+from fusion.runtime.training.snapshots import snapshot
+from fusion.runtime.training.step import protocol as steps
 from fusion.swarm.directory.records import JobRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.streams import handlers
@@ -46,7 +47,7 @@ def context(**parts: Any) -> Context:
     """A context as a running peer has it."""
     made = {**parts}
     try:
-        from fusion.runtime.hosting.succession import Successor
+        from fusion.runtime.hosting.takeover import Successor
     except ImportError:
         pass
     else:
@@ -183,18 +184,18 @@ _one_line = handlers.one_line
 
 def install() -> None:
     """Once per process."""
-    replace_everywhere(stage_loader.load_stages, _load_stages)
-    replace_everywhere(stage_loader.TorchTrainingStage, _plane)
-    replace_everywhere(stage_loader.Batches, WorldBatches)
+    replace_everywhere(loader.load_stages, _load_stages)
+    replace_everywhere(loader.TorchTrainingStage, _plane)
+    replace_everywhere(loader.Batches, WorldBatches)
     replace_everywhere(snapshot.save, _save)
     replace_everywhere(snapshot.load_weights, _load_weights)
     replace_everywhere(snapshot.load_state, _load_state)
-    for pure in (manifests.decode, snapshot.decode_index, data.sample_indices):
+    for pure in (manifests.decode, snapshot.decode_index, batches.sample_indices):
         replace_everywhere(pure, _remembered(pure))  # every peer asks for the same values
     replace_everywhere(handlers.one_line, _told_apart)
     logging.getLogger("fusion.runtime.hosting.hosting").addHandler(Mistakes(logging.ERROR))
     logging.getLogger("fusion.runtime.hosting.hosting").propagate = False
     secrets.token_hex = _token_hex  # type: ignore[assignment]
-    _observe(stage_host.TrainingHost, "_deliver", _took)
-    _observe(stage_host.TrainingHost, "_act", _acts)
+    _observe(host.TrainingHost, "_deliver", _took)
+    _observe(host.TrainingHost, "_act", _acts)
     _observe(training.TrainingService, "host", _hosts)

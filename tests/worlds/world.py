@@ -21,12 +21,12 @@ from worlds.oracle import Oracle
 from worlds.process import STAGE_BYTES, Outcome, Process
 from worlds.scenario import Fault, Scenario
 
-from fusion.runtime import manifest as manifests
 from fusion.runtime.hosting.hosting import Hosting
-from fusion.runtime.job import DataConfig, Manifest, OptimizerConfig, TrainConfig
-from fusion.runtime.training import snapshot
-from fusion.runtime.training.messages import PROTOCOL
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.manifest import DataConfig, Manifest, OptimizerConfig, TrainConfig
 from fusion.runtime.training.service import TrainingService
+from fusion.runtime.training.snapshots import snapshot
+from fusion.runtime.training.step.messages import PROTOCOL
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
@@ -149,7 +149,7 @@ class World:
         process.tasks.append(task)
 
     async def _peer(self, process: Process) -> None:
-        """What `fusion.runtime.peer` does, in the same order."""
+        """What `fusion.runtime.peer.peer` does, in the same order."""
         loop, peer_id = self.loop, process.peer_id
         await asyncio.sleep(0.3 * self.rng.random())
         transport = process.transport = WorldTransport(self.network, peer_id, process.lane)
@@ -364,7 +364,7 @@ class World:
             victim.hosting.give_away(*self.rng.choice(victim.hosting.hosted), self.rng.choice(others))
 
     async def _leave(self, victim: Process, fault: Fault) -> None:
-        """As `fusion.runtime.peer` does when it is asked to stop."""
+        """As `fusion.runtime.peer.peer` does when it is asked to stop."""
         assert victim.hosting is not None and victim.leases is not None and victim.transport is not None
         leave = getattr(victim.hosting, "leave", None)
         if leave is not None:

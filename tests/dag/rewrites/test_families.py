@@ -14,8 +14,8 @@ from fusion.dag.rewrites.clean import clean  # noqa: E402
 from fusion.dag.rewrites.fuse import fuse  # noqa: E402
 from fusion.dag.rewrites.kv_cache import cache_attention  # noqa: E402
 from fusion.dag.rewrites.last_position import last_position  # noqa: E402
-from fusion.runtime.launch.capture import capture_language_model  # noqa: E402
-from fusion.runtime.serving.serving_graph import evaluate  # noqa: E402
+from fusion.runtime.capture.capture import capture_language_model  # noqa: E402
+from fusion.runtime.capture.serving_graph import evaluate  # noqa: E402
 
 TINY = {
     "hidden_size": 32,

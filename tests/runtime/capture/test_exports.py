@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusion.dag.cutting.costs import node_costs
 from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph
-from fusion.runtime.launch.capture import capture_language_model
+from fusion.runtime.capture.capture import capture_language_model
 
 BATCH, SEQUENCE = 3, 24
 SIZES = {"batch": BATCH, "sequence": SEQUENCE}

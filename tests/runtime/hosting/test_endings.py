@@ -11,10 +11,10 @@ import pytest
 from support import training
 from support.hosting import Peer, Swarm, over, swarm, until
 
-from fusion.runtime.hosting.job_files import JobFiles
-from fusion.runtime.hosting.last_words import LastWords
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.progress import Progress
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.hosting.jobs.job_files import JobFiles
+from fusion.runtime.hosting.jobs.job_gossip import LastWords
+from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.identity import Identity
 

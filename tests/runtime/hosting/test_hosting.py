@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from support.hosting import FITNESS, Peer, over, swarm, until
 
-from fusion.runtime import manifest as manifests
-from fusion.runtime.errors import JobError, JobFailed
 from fusion.runtime.hosting.hosting import PROTOCOL, HostingConfig
-from fusion.runtime.manifest_shelf import ShelfConfig
-from fusion.runtime.progress import Progress
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.runtime.job.manifest_shelf import ShelfConfig
+from fusion.runtime.job.progress import Progress
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import BlobError, StaleTerm

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from support.hosting import Peer, Swarm, over, swarm, until
 
-from fusion.runtime.hosting.succession import PROTOCOL
-from fusion.runtime.training.stage_files import copies_at
+from fusion.runtime.hosting.takeover import PROTOCOL
+from fusion.runtime.training.snapshots.stage_files import copies_at
 from fusion.swarm.claims.election import HEAD_START_SECONDS, heirs, is_idle
 from fusion.swarm.directory.records import Digest, JobId, PeerRecord
 from fusion.swarm.identity import Identity

@@ -11,14 +11,15 @@ from safetensors.torch import save_file
 from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.placement.network import UNKNOWN_LINK
-from fusion.runtime import manifest as manifests
-from fusion.runtime.errors import JobError
-from fusion.runtime.job import CompressionConfig
-from fusion.runtime.launch import sources, spec
+from fusion.runtime.capture import sources
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job import spec
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import CompressionConfig
+from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
-from fusion.runtime.launch.link_guess import SAME_MACHINE, SAME_NETWORK, guess_links
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.launch.spec import GPTConfig
+from fusion.runtime.placing.link_guess import SAME_MACHINE, SAME_NETWORK, guess_links
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, Pair, PeerRecord
 from fusion.swarm.identity import friendly_name

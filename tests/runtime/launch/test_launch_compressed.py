@@ -7,9 +7,9 @@ from pathlib import Path
 
 from support.training import Job, record_of_peer, run, swarm
 
-from fusion.runtime import manifest as manifests
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.spec import load
 from fusion.runtime.launch.launch import prepare_training
-from fusion.runtime.launch.spec import load
 from fusion.swarm.directory.records import LinkRecord, Pair
 
 JOB = """

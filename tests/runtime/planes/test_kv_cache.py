@@ -7,12 +7,12 @@ import torch
 from torch.nn import functional
 
 from fusion.dag.cutting.cuts import split
-from fusion.runtime.launch.capture import capture_language_model, variables_from_module
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.launch.spec import GPTConfig
+from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.planes.kv_cache import SessionCache, SlotShape
 from fusion.runtime.planes.torch_plane import TorchDecodingStage
-from fusion.runtime.serving.serving_graph import serving_graph
 
 SLOT = SlotShape(heads=2, key_width=8, value_width=8, dtype=torch.float32)
 

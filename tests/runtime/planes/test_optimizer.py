@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.runtime.errors import JobError
-from fusion.runtime.job import OptimizerConfig
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.planes.optimizer import Optimizer, clip_factor, learning_rate
 
 

@@ -16,11 +16,11 @@ from fusion.dag.cutting.cuts import split, tie_groups
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.errors import JobError
-from fusion.runtime.job import OptimizerConfig
-from fusion.runtime.launch.capture import capture_language_model, capture_module, variables_from_module
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.launch.spec import GPTConfig
+from fusion.runtime.capture.capture import capture_language_model, capture_module, variables_from_module
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import OptimizerConfig
+from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.planes.optimizer import clip_factor, learning_rate
 from fusion.runtime.planes.plane import RngKey
 from fusion.runtime.planes.torch_plane import TorchTrainingStage

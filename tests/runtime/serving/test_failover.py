@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion.runtime.job.shortage import needs
 from fusion.runtime.serving.failover import (
     LONGEST_PAUSE_SECONDS,
     FailoverConfig,
@@ -17,7 +18,6 @@ from fusion.runtime.serving.failover import (
     explain,
     respond,
 )
-from fusion.runtime.shortage import needs
 
 CONFIG = FailoverConfig()
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)

@@ -19,7 +19,7 @@ from support.served import (
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from fusion.runtime.serving.generate_client import generate
+from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest, Piece, Sampling
 from fusion.swarm.errors import RemoteError
 

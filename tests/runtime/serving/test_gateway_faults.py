@@ -10,9 +10,9 @@ import pytest
 from support.served import VOCABULARY, captured, model, reference, swarm_of
 
 from fusion.dag.ir import serialise
-from fusion.runtime.errors import JobError
-from fusion.runtime.job import Manifest, ServeConfig
-from fusion.runtime.serving.generate_client import generate
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError, SwarmError

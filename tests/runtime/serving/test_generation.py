@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from support.served import VOCABULARY, Peer, Swarm, reference, seeded_reference, swarm_of
 
+from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.failover import FailoverConfig
-from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest, Sampling
 from fusion.runtime.serving.ring import RingStage
 from fusion.swarm.directory.records import JobId

@@ -12,8 +12,8 @@ import pytest
 from support.served import Peer, Swarm, reference, swarm_of
 
 from fusion.runtime.serving import generation, service
+from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.failover import FailoverConfig
-from fusion.runtime.serving.generate_client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
 from fusion.swarm.directory.records import JobId, Pair
 from fusion.swarm.links.view import LinkView

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from fusion.runtime.errors import JobError
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends, Link, Links
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable, StreamClosed

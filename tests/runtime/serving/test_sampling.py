@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.runtime.errors import JobError, JobFailed
+from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.serving.request import Sampling
 from fusion.runtime.serving.sampling import sample, uniform
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.runtime.errors import JobError
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.request import GenerateRequest, Sampling, check_prompt, pack_tokens, unpack_tokens
 from fusion.runtime.serving.session import Chunk, Feed, Hop, Opening, SessionId
 from fusion.swarm.transport import PeerId

@@ -24,16 +24,16 @@ from support.training import (
     until,
 )
 
-from fusion.runtime.data import Batches
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job.progress import Progress
 from fusion.runtime.launch.launch import launch
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.progress import Progress
-from fusion.runtime.training import lead as leads
-from fusion.runtime.training import snapshot
-from fusion.runtime.training import step as steps
-from fusion.runtime.training.ledger import UNTRAINED, Ledger
-from fusion.runtime.training.snapshot_period import SnapshotPeriod
-from fusion.runtime.training.step_lead import expected
+from fusion.runtime.training.data.batches import Batches
+from fusion.runtime.training.data.ledger import UNTRAINED, Ledger
+from fusion.runtime.training.lead import lead as leads
+from fusion.runtime.training.snapshots import snapshot
+from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod
+from fusion.runtime.training.step import protocol as steps
+from fusion.runtime.training.step.lead import expected
 
 
 def planned(work: Job, steps: int) -> Ledger:

@@ -30,9 +30,9 @@ from fusion.dag.cutting.cuts import split, tie_groups
 from fusion.dag.ir import serialise
 from fusion.dag.ir.dims import bind
 from fusion.dag.ir.graph import DTYPE_BYTES
+from fusion.runtime.capture.models import GPT
 from fusion.runtime.launch.launch import launch
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.training import snapshot
+from fusion.runtime.training.snapshots import snapshot
 
 # (forward, backward, more of the configuration)
 WAYS: list[tuple[str, str, dict[str, Any]]] = [

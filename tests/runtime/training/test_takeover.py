@@ -27,11 +27,11 @@ from support.training import (
     until,
 )
 
-from fusion.runtime.errors import JobError
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.launch.launch import launch
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.training import stage_loader
-from fusion.runtime.training.fence import Overtaken
+from fusion.runtime.training import loader
+from fusion.runtime.training.streams.fence import Overtaken
 from fusion.swarm.errors import SwarmError
 
 
@@ -211,7 +211,7 @@ def test_a_warm_standby_follows_a_killed_owner_at_once(
             def cold(*_: Any, **__: Any) -> None:
                 raise AssertionError("the stage was loaded when it had to be there")
 
-            monkeypatch.setattr(stage_loader, "TorchTrainingStage", cold)
+            monkeypatch.setattr(loader, "TorchTrainingStage", cold)
             await made.kill(owners[victim])
             lead = spare if victim == 0 else owners[0]
             await until(lambda: victim in spare.tasks)

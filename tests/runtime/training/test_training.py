@@ -32,16 +32,16 @@ from torch import nn
 from torch.nn import functional
 
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.data import Batches
-from fusion.runtime.errors import JobFailed
-from fusion.runtime.job import DataConfig, OptimizerConfig
-from fusion.runtime.launch.capture import capture_module, variables_from_module
+from fusion.runtime.capture.capture import capture_module, variables_from_module
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.job.manifest import DataConfig, OptimizerConfig
+from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.spec import GPTConfig, load
+from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Held, launch, prepare_training, wait_until_held
-from fusion.runtime.launch.models import GPT
-from fusion.runtime.launch.spec import GPTConfig, load
-from fusion.runtime.progress import Progress
-from fusion.runtime.training.export import export
-from fusion.runtime.training.messages import PROTOCOL
+from fusion.runtime.training.data.batches import Batches
+from fusion.runtime.training.step.messages import PROTOCOL
 from fusion.swarm.directory.records import Digest
 
 

@@ -1,0 +1,261 @@
+"""A plain `nn.Module` as an operator DAG, through `torch.export`, without its weights ever being copied.
+
+Parameters and buffers are replaced by fake tensors, so capture costs no memory; a tensor constant that the module's
+code makes keeps its value and becomes a buffer. What `torch.export` leaves that is not in the op-set is either
+decomposed or refused with a CaptureError that names it. `fusion.runtime.capture.lower` turns the exported graph into ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.nn import functional
+
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.capture.aten_names import op_name, operators, supported
+from fusion.runtime.capture.lower import lower
+from fusion.runtime.job.errors import CaptureError
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH = 1 << 16
+MAX_CONSTANT = 64  # elements of a tensor that the code makes; it travels as nodes
+CONSTANT = "constant:"  # prefix of variables that no state_dict of the module has: they are not exported
+_VARIABLE_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def is_exported(variable: str) -> bool:
+    """Whether the module's own state_dict has this variable; a constant (a rotary table, say) is not in it."""
+    return not variable.startswith(CONSTANT)
+
+
+def capture_language_model(module: nn.Module, *, training: bool, maximum_sequence: int) -> Graph:
+    """The graph of a causal language model: inputs `input_ids`, `position_ids` (batch, sequence) int64.
+
+    Serving: one output, the logits (batch, sequence, vocabulary). Training: also an input `targets`, int64 of the
+    same shape, and one output, the mean cross entropy of the logits in float32. The module is called with
+    (input_ids, position_ids), by keyword where it names them so, and may return logits or an object that has them.
+    """
+    example = {name: torch.zeros(2, 8, dtype=torch.int64) for name in ("input_ids", "position_ids")}
+    if training:
+        example["targets"] = torch.zeros(2, 8, dtype=torch.int64)
+    if maximum_sequence < 8:
+        raise CaptureError(f"maximum sequence: at least 8, not {maximum_sequence}")
+    batch, sequence = Dim("batch", max=MAX_BATCH), Dim("sequence", max=maximum_sequence)
+    wrapped = _LanguageModel(_hollow(module), training)
+    dims = tuple({0: batch, 1: sequence} for _ in example)
+    return _capture(module, wrapped, example, dims, training)
+
+
+def capture_module(
+    module: nn.Module,
+    example_inputs: Mapping[str, torch.Tensor],
+    loss: Loss | None = None,
+    *,
+    training: bool | None = None,
+) -> Graph:
+    """The graph of any module, called with keyword arguments named as in `example_inputs`; the first dimension of
+    each is the batch (at least 2 in the example). With a `loss`, `example_inputs["targets"]` is its second argument
+    and not the module's, and its scalar is the only output; without, the module's tensors are. `training` (default:
+    whether there is a loss) is the mode of dropout and batch normalisation."""
+    if loss is not None and "targets" not in example_inputs:
+        raise CaptureError('a loss needs an example input "targets"')
+    for name, value in example_inputs.items():
+        if value.dim() == 0 or value.shape[0] < 2:
+            raise CaptureError(f"example input {name}: its first dimension is the batch, at least 2")
+    example = {name: value.detach().to("cpu", copy=True) for name, value in example_inputs.items()}
+    mode = loss is not None if training is None else training
+    batch = Dim("batch", max=MAX_BATCH)
+    wrapped = _AnyModule(_hollow(module), tuple(example), loss)
+    return _capture(module, wrapped, example, tuple({0: batch} for _ in example), mode)
+
+
+def variables_from_module(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter, buffer and tensor attribute under the name that capture gives it, tied tensors once; not
+    copied. A superset of what a captured graph reads."""
+    names = _names(module)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in _tensors(module):
+        found.setdefault(names[name], tensor.detach())
+    return found
+
+
+class _LanguageModel(nn.Module):
+    def __init__(self, module: nn.Module, training: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.with_loss = training
+        self.keywords = _language_model_keywords(module)
+
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        inputs = dict(zip(("input_ids", "position_ids"), values, strict=False))
+        named = {k: inputs[k] for k in self.keywords if k in inputs}
+        if not named:
+            out = self.module(*inputs.values())
+        elif "use_cache" in self.keywords:
+            out = self.module(**named, use_cache=False)
+        else:
+            out = self.module(**named)
+        logits: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
+        if not self.with_loss:
+            return logits
+        return functional.cross_entropy(logits.flatten(0, 1).float(), values[2].flatten())
+
+
+def _language_model_keywords(module: nn.Module) -> frozenset[str]:
+    code = getattr(type(module).forward, "__wrapped__", type(module).forward).__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if "input_ids" not in names:
+        return frozenset()
+    return frozenset(names) & {"input_ids", "position_ids", "use_cache"}
+
+
+class _AnyModule(nn.Module):
+    def __init__(self, module: nn.Module, names: tuple[str, ...], loss: Loss | None) -> None:
+        super().__init__()
+        self.module = module
+        self.names = names
+        self.loss = loss
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        inputs = dict(zip(self.names, values, strict=True))
+        if self.loss is None:
+            return self.module(**inputs)
+        targets = inputs.pop("targets")
+        return self.loss(self.module(**inputs), targets)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and tensors that are plain attributes, under every name they have."""
+    attributes = [
+        (f"{prefix}.{name}" if prefix else name, value)
+        for prefix, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return [*named, *attributes]
+
+
+def _names(module: nn.Module) -> dict[str, str]:
+    """Canonical variable name of each parameter and buffer name: the first of a tied tensor's names."""
+    kept = set(module.state_dict(keep_vars=True))
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    # Names in the state_dict come first, so that a tensor with one such name is exported under it.
+    for name, tensor in sorted(_tensors(module), key=lambda item: item[0] not in kept):
+        own = name if name in kept else CONSTANT + name
+        if not _VARIABLE_NAME.fullmatch(own):
+            raise CaptureError(
+                f"the name of parameter {name!r} has characters other than letters, digits, . _ - :"
+            )
+        names[name] = first.setdefault(id(tensor), own)
+    return names
+
+
+def _hollow(module: nn.Module) -> nn.Module:
+    """A copy of the module whose parameters and buffers are fake CPU tensors of the same shapes and ties."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+    with fake:  # a constant that the module's code makes from numbers stays real
+        for _, tensor in _tensors(module):
+            if id(tensor) not in memo:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = (
+                    nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+                )
+    try:
+        return copy.deepcopy(module, memo)
+    except (RuntimeError, TypeError) as error:
+        raise CaptureError(f"the module cannot be copied: {_line(error)}") from error
+
+
+def _capture(
+    module: nn.Module,
+    wrapped: nn.Module,
+    example: Mapping[str, torch.Tensor],
+    dims: tuple[dict[int, Any], ...],
+    training: bool,
+) -> Graph:
+    names = {f"module.{original}": name for original, name in _names(module).items()}
+    wrapped.train(training)
+    exported = _decomposed(_export(wrapped, tuple(example.values()), dims))
+    symbols = {
+        str(node.meta["val"].shape[at].node.expr): dim.__name__
+        for node, where in zip(_user_inputs(exported), dims, strict=True)
+        for at, dim in where.items()
+        if isinstance(node.meta["val"].shape[at], torch.SymInt)
+    }
+    for wanted in {d.__name__ for where in dims for d in where.values()} - set(symbols.values()):
+        raise CaptureError(f"the model does not leave the size of {wanted} free")
+    constants: dict[str, torch.Tensor] = {}
+    for name, value in exported.constants.items():
+        if name in names:
+            continue
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            raise CaptureError(f"the model's code makes a constant ({name}) that is not a plain tensor")
+        if value.numel() > MAX_CONSTANT:
+            raise CaptureError(
+                f"the model's code makes a constant of {value.numel()} elements: register it as a buffer"
+            )
+        constants[name] = value
+    return lower(exported, tuple(example), names, constants, symbols)
+
+
+def _export(
+    wrapped: nn.Module, example: tuple[torch.Tensor, ...], dims: tuple[dict[int, Any], ...]
+) -> ExportedProgram:
+    # Where export fails, torch writes the graph it has so far to stderr: our one line says what there is to say.
+    logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.ERROR)
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            exported: ExportedProgram = torch.export.export(
+                wrapped, example, dynamic_shapes=(dims,), strict=False
+            )
+        except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            held = re.match(r"Constraints violated \((\w+)", str(error))
+            if held:
+                raise CaptureError(f"the model does not leave the size of {held[1]} free") from error
+            raise CaptureError(f"torch.export cannot capture the model: {_line(error)}") from error
+    return exported
+
+
+def _decomposed(exported: ExportedProgram) -> ExportedProgram:
+    """Ops that the op-set does not have, taken apart where torch knows how; the others are left whole."""
+    unknown = {n.target for n in operators(exported) if not supported(n)}
+    if not unknown:
+        return exported
+    table = torch.export.default_decompositions()
+    known = {target: table[target] for target in unknown if target in table}
+    if len(known) < len(unknown):
+        name = op_name(next(t for t in unknown if t not in known))
+        raise CaptureError(f"the op-set has no operator {name}")
+    logger.debug("decomposing %s", sorted(map(op_name, known)))
+    decomposed: ExportedProgram = exported.run_decompositions(known)
+    return decomposed
+
+
+def _user_inputs(exported: ExportedProgram) -> list[torch.fx.Node]:
+    wanted = set(exported.graph_signature.user_inputs)
+    return [n for n in exported.graph.nodes if n.op == "placeholder" and n.name in wanted]
+
+
+def _line(error: BaseException) -> str:
+    """The first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]

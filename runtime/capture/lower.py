@@ -1,0 +1,327 @@
+"""An exported program as a Graph: every ATen operator under its name in the op-set, every argument spelt out.
+
+What has no place in a Graph goes here: aliases and copies (values are immutable), assertions, strings (an operator
+of ours says the same), size arithmetic (dimensions become polynomials), nested regions (inlined), in-place operators
+on fresh values, and training dropout (an operator of ours draws the mask).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import sympy
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
+
+from fusion.dag.ir.dims import Dim, poly
+from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import OPSET
+from fusion.dag.ir.opset_spec import Parameter
+from fusion.runtime.capture.aten_names import (
+    arguments,
+    is_dropped,
+    is_size,
+    op_name,
+    out_of_place,
+    passed_on,
+    respell,
+)
+from fusion.runtime.job.errors import CaptureError
+
+Value = Ref | tuple[Ref, ...]
+
+_DTYPES = {getattr(torch, name): name for name in DTYPE_BYTES}
+_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+
+
+def lower(
+    exported: ExportedProgram,
+    inputs: tuple[str, ...],
+    names: Mapping[str, str],
+    constants: Mapping[str, torch.Tensor],
+    symbols: Mapping[str, str],
+) -> Graph:
+    """`inputs`: names of the user inputs, in order. `names`: variable name of each parameter and buffer of the
+    exported module. `constants`: values, by export name, of small tensors that its code makes. `symbols`: our name
+    of each of torch's size symbols. CaptureError names what has no counterpart in the op-set."""
+    return _Lowering(names, symbols).run(exported, inputs, constants)
+
+
+class _Lowering:
+    """The state of one walk over the exported program."""
+
+    def __init__(self, names: Mapping[str, str], symbols: Mapping[str, str]) -> None:
+        self.names = names
+        self.symbols = symbols
+        self.env: dict[fx.Node, Value] = {}
+        self.nodes: list[Node] = []
+        self.types: dict[Ref, TensorType] = {}
+        self.taken: set[str] = set()
+        self.viewed: set[Ref] = set()  # values that share memory with another
+        self.trained: set[Ref] = set()  # values that depend on a trainable parameter
+        # Whose memory an alias is of, where it is not its own; None: that depends. For writes in place.
+        self.memory: dict[fx.Node, fx.Node | None] = {}
+
+    def run(
+        self, exported: ExportedProgram, inputs: tuple[str, ...], constants: Mapping[str, torch.Tensor]
+    ) -> Graph:
+        placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+        specs = list(zip(placeholders, exported.graph_signature.input_specs, strict=True))
+        users = [node for node, spec in specs if spec.kind is InputKind.USER_INPUT]
+        self.taken.update(inputs)
+        self.taken.update(self.names.values())
+        found_inputs = []
+        for node, name in zip(users, inputs, strict=True):
+            found_inputs.append(Input(name, self.type_of(node.meta["val"])))
+            self.bind(node, Ref(name), found_inputs[-1].type)
+        variables: dict[str, Variable] = {}
+        for node, spec in specs:
+            if spec.kind is not InputKind.USER_INPUT:
+                self.variable(node, spec, exported, constants, variables)
+        self.region(exported.graph_module)
+        outputs = self.outputs(exported)
+        read = {ref.name for node in self.nodes for ref in node.refs()} | {ref.name for ref in outputs}
+        return Graph(
+            inputs=tuple(found_inputs),
+            # A constant that nothing reads would only be carried along; a parameter must come out of an export.
+            variables=tuple(
+                v for v in variables.values() if v.name in read or not v.name.startswith("constant:")
+            ),
+            nodes=tuple(self.nodes),
+            outputs=outputs,
+        )
+
+    def variable(
+        self,
+        node: fx.Node,
+        spec: InputSpec,
+        exported: ExportedProgram,
+        constants: Mapping[str, torch.Tensor],
+        variables: dict[str, Variable],
+    ) -> None:
+        target = str(spec.target)
+        if target in constants:
+            self.env[node] = self.constant(node.name, constants[target])
+            return
+        if target not in self.names:
+            raise CaptureError(f"the model reads {target}, which is neither a parameter nor a buffer")
+        name = self.names[target]
+        type_ = self.type_of(node.meta["val"])
+        if name not in variables:
+            parameter = spec.kind is InputKind.PARAMETER
+            trainable = parameter and bool(exported.state_dict[target].requires_grad)
+            own = {t.removeprefix("module.") for t, n in self.names.items() if n == name}
+            aliases = tuple(sorted(own - {name, name.removeprefix("constant:")}))
+            variables[name] = Variable(
+                name, type_, "parameter" if parameter else "buffer", trainable, aliases
+            )
+            if trainable:
+                self.trained.add(Ref(name))
+        self.bind(node, Ref(name), type_)
+
+    def constant(self, name: str, value: torch.Tensor) -> Ref:
+        """A small tensor as nodes: one filled tensor where it is uniform, else one of each element, joined."""
+        numbers = value.flatten().tolist()
+        dtype = DType(_dtype(value.dtype))
+        shape = tuple(value.shape)
+        if len(set(map(repr, numbers))) == 1:
+            return self.emit(name, "aten.full", (shape, numbers[0], dtype), (TensorType(shape, dtype.name),))[
+                0
+            ]
+        one = (TensorType((1,), dtype.name),)
+        pieces = tuple(self.emit(name, "aten.full", ((1,), n, dtype), one)[0] for n in numbers)
+        row = (TensorType((len(pieces),), dtype.name),)
+        joined = self.emit(name, "aten.cat", (pieces, 0), row)[0]
+        return self.emit(name, "aten.reshape", (joined, shape), (TensorType(shape, dtype.name),))[0]
+
+    def outputs(self, exported: ExportedProgram) -> tuple[Ref, ...]:
+        wanted = set()
+        for spec in exported.graph_signature.output_specs:
+            if spec.kind is OutputKind.USER_OUTPUT:
+                if not isinstance(spec.arg, TensorArgument):
+                    raise CaptureError("the model returns something that is not a tensor")
+                wanted.add(spec.arg.name)
+        (final,) = (n for n in exported.graph.nodes if n.op == "output")
+        found: list[Ref] = []
+        for node in _flat(final.args):
+            if node.name in wanted:
+                value = self.env.get(node)
+                if not isinstance(value, Ref):
+                    raise CaptureError("the model returns something that is not a tensor")
+                found.append(value)
+        return tuple(found)
+
+    def region(self, module: fx.GraphModule) -> None:
+        for node in module.graph.nodes:
+            if node.op == "call_function" and not is_size(node):
+                name = op_name(node.target)
+                if name == "getitem":
+                    source, index = cast(tuple[fx.Node, int], node.args)
+                    value = self.env[source]
+                    self.env[node] = value[index] if isinstance(value, tuple) else value
+                elif name in _REGIONS:
+                    self.nested(node, name, module)
+                elif not is_dropped(name):
+                    self.call(node, name)
+
+    def nested(self, node: fx.Node, name: str, module: fx.GraphModule) -> None:
+        """A region run without gradients, or with autocast off: its nodes join ours."""
+        args = cast(tuple[Any, ...], node.args)
+        at = next(i for i, a in enumerate(args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        if name == "wrap_with_autocast" and args[2]:
+            raise CaptureError("the model switches autocast on inside its forward")
+        inner = module.get_submodule(str(args[at].target))
+        assert isinstance(inner, fx.GraphModule)
+        placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        for placeholder, arg in zip(placeholders, args[at + 1 :], strict=True):
+            if isinstance(arg, fx.Node) and arg in self.env:
+                self.env[placeholder] = self.env[arg]
+                self.memory[placeholder] = self.memory.get(arg, arg)
+        self.region(inner)
+        (final,) = (n for n in inner.graph.nodes if n.op == "output")
+        results = [self.env[n] for n in _flat(final.args)]
+        if name == "wrap_with_set_grad_enabled" and not args[0]:
+            results = [self.detached(node.name, value) for value in results]
+        assert all(isinstance(value, Ref) for value in results)
+        self.env[node] = tuple(results)  # type: ignore[arg-type]
+
+    def detached(self, name: str, value: Value) -> Value:
+        if not isinstance(value, Ref) or value not in self.trained:
+            return value
+        ref = self.emit(f"{name}_detach", "aten.detach", (value,), (self.types[value],))[0]
+        self.trained.discard(ref)
+        return ref
+
+    def call(self, node: fx.Node, name: str) -> None:
+        values = arguments(node)
+        first: Any = next(iter(node.args), None)
+        same, memory = passed_on(name, node, values)
+        if same:
+            self.env[node] = self.env[first]
+            self.memory[node] = {True: self.memory.get(first, first), False: node, None: None}[memory]
+            return
+        in_place = name not in OPSET and out_of_place(name) in OPSET
+        if in_place:
+            if self.counts_batches(node, first):
+                return
+            self.require_unshared(name, first)
+            name = out_of_place(name)
+        name, values = respell(name, node, values)
+        if name not in OPSET:
+            raise CaptureError(f"the op-set has no operator {name}")
+        args = tuple(self.argument(name, p, values) for p in OPSET[name].parameters)
+        value = node.meta["val"]
+        several = isinstance(value, (tuple, list))
+        types = tuple(self.type_of(v) for v in (value if several else (value,)))
+        refs = self.emit(node.name, name, args, types)
+        if OPSET[name].family == "view":
+            self.viewed.update(refs)
+            if isinstance(first, fx.Node) and isinstance(source := self.env[first], Ref):
+                self.viewed.add(source)
+        self.env[node] = refs if several else refs[0]
+        if in_place:
+            written = self.memory.get(first, first)
+            for other in [n for n in self.env if self.memory.get(n, n) is written]:
+                self.env[other] = refs[0]
+            self.memory[node] = written
+
+    def counts_batches(self, node: fx.Node, target: fx.Node) -> bool:
+        """How many batches a normalisation has seen changes nothing that the model computes: that write is dropped."""
+        value = self.env[target]
+        if not isinstance(value, Ref) or not value.name.endswith("num_batches_tracked"):
+            return False
+        self.env[node] = value
+        return True
+
+    def require_unshared(self, name: str, target: fx.Node) -> None:
+        """CaptureError unless an in-place write to `target` can be a new value that takes its place."""
+        owner, value = self.memory.get(target, target), self.env[target]
+        if owner is None or owner.op == "placeholder" or value in self.viewed:
+            raise CaptureError(
+                f"the model writes in place, with {name}, to a value that others share: {target.name}"
+            )
+
+    def argument(self, op: str, parameter: Parameter, values: Mapping[str, Any]) -> Arg:
+        if parameter.name not in values:
+            raise CaptureError(f"{op}: torch has no parameter {parameter.name}")
+        value = values[parameter.name]
+        if parameter.type in ("ints", "dims") and isinstance(value, (int, torch.SymInt, fx.Node)):
+            value = (value,)
+        return self.convert(op, value)
+
+    def convert(self, op: str, value: Any) -> Arg:
+        if isinstance(value, fx.Node):
+            if is_size(value):
+                return self.convert(op, value.meta["val"])
+            found = self.env[value]
+            return found if isinstance(found, Ref) else tuple(found)
+        if isinstance(value, (list, tuple)):
+            return tuple(self.convert(op, v) for v in value)
+        if isinstance(value, torch.dtype):
+            return DType(_dtype(value))
+        if isinstance(value, torch.SymInt):
+            return self.dim(value)
+        if value is None or type(value) in (bool, int, float):
+            return value  # type: ignore[no-any-return]
+        raise CaptureError(f"{op}: an argument of type {type(value).__name__} has no place in a graph")
+
+    def dim(self, value: Any) -> Dim:
+        if isinstance(value, int):
+            return value
+        expression = sympy.expand(value.node.expr)
+        try:
+            terms = sympy.Poly(expression, *sorted(expression.free_symbols, key=str))
+            return poly(
+                (
+                    [
+                        self.symbols[str(s)]
+                        for s, power in zip(terms.gens, monomial, strict=True)
+                        for _ in range(power)
+                    ],
+                    int(coefficient),
+                )
+                for monomial, coefficient in terms.terms()
+            )
+        except (sympy.PolynomialError, KeyError, TypeError, ValueError):
+            raise CaptureError(
+                f"a size of the model, {expression}, is not a polynomial of batch and sequence"
+            ) from None
+
+    def type_of(self, value: Any) -> TensorType:
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(f"an operator gives a {type(value).__name__} where a tensor is needed")
+        return TensorType(tuple(self.dim(d) for d in value.shape), _dtype(value.dtype))
+
+    def bind(self, node: fx.Node, ref: Ref, type_: TensorType) -> None:
+        self.env[node] = ref
+        self.types[ref] = type_
+
+    def emit(
+        self, name: str, op: str, args: tuple[Arg, ...], types: tuple[TensorType, ...]
+    ) -> tuple[Ref, ...]:
+        unique, count = name, 1
+        while unique in self.taken:
+            unique, count = f"{name}_{count}", count + 1
+        self.taken.add(unique)
+        node = Node(unique, op, args, types)
+        self.nodes.append(node)
+        refs = tuple(Ref(unique, i) for i in range(len(types)))
+        self.types.update(zip(refs, types, strict=True))
+        if op != "aten.detach" and any(ref in self.trained for ref in node.refs()):
+            self.trained.update(refs)
+        return refs
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    if dtype not in _DTYPES:
+        raise CaptureError(f"the op-set has no dtype {dtype}")
+    return _DTYPES[dtype]
+
+
+def _flat(args: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(args, found.append)
+    return found

@@ -1,0 +1,142 @@
+"""Where a language model that is to be launched comes from: the built-in GPT, a Hugging Face directory, or a directory
+that `jobs export` wrote. Only the launching machine reads one; what it hands on are graphs and tensors by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fusion.dag.ir import serialise
+from fusion.dag.ir.graph import Graph, Variable
+from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
+from fusion.runtime.capture.huggingface import open_model
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.fields import build, plain
+from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
+
+GRAPH_FILE = "inference.graph"
+ABOUT_FILE = "fusion.json"
+WEIGHTS_FILE = "model.safetensors"
+CONSTANTS_FILE = "constants.safetensors"  # what the graph reads and no state_dict of the module has
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILES = ("config.json", "generation_config.json")
+FORMAT = 1
+
+Read = Callable[[Iterable[Variable]], dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """fusion.json: what an exported directory says of its model beside the graph and the weights."""
+
+    vocabulary: int
+    max_sequence: int
+    byte_level: bool
+    end_tokens: tuple[int, ...] = ()
+    format: int = FORMAT
+
+    def to_json(self) -> bytes:
+        return json.dumps(plain(self), indent=2).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> About:
+        try:
+            about = build(cls, json.loads(data))
+        except ValueError as error:
+            raise JobError(f"{where}: {error}") from None
+        if about.format != FORMAT:
+            raise JobError(f"{where}: format {about.format}; this software knows {FORMAT}")
+        return about
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModel:
+    about: About
+    inference: Graph
+    read: Read  # values of variables, by name; a stage's at a time
+    training: Graph | None = None
+    tokenizer: Path | None = None
+    config: tuple[Path, ...] = ()  # files that an export repeats
+
+
+def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path | None) -> LanguageModel:
+    """The built-in GPT with the random weights that `seed` gives, whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = GPT(config)
+    values = variables_from_module(module)
+    return LanguageModel(
+        about=About(vocabulary=config.vocabulary, max_sequence=config.sequence, byte_level=byte_level),
+        inference=capture_language_model(module, training=False, maximum_sequence=config.sequence),
+        training=capture_language_model(module, training=True, maximum_sequence=config.sequence),
+        read=lambda variables: {v.name: values[v.name] for v in variables},
+        tokenizer=tokenizer,
+    )
+
+
+def huggingface(config: HuggingFaceConfig, *, training: bool, seed: int = 0) -> LanguageModel:
+    """A Hugging Face model directory; without its weights, as `seed` initialises it. Raises JobError, CaptureError."""
+    model = open_model(config.path, weights=config.weights, seed=seed)
+    files = (config.path / name for name in CONFIG_FILES)
+    return LanguageModel(
+        about=About(
+            vocabulary=model.vocabulary,
+            max_sequence=model.max_sequence,
+            byte_level=False,
+            end_tokens=model.end_tokens,
+        ),
+        inference=model.capture(),
+        training=model.capture(training=True) if training else None,
+        read=model.read,
+        tokenizer=model.tokenizer,
+        config=tuple(path for path in files if path.is_file()),
+    )
+
+
+def exported(directory: Path) -> LanguageModel:
+    """A directory that `jobs export` wrote. Raises JobError, GraphError."""
+    try:
+        about = About.from_json((directory / ABOUT_FILE).read_bytes(), str(directory / ABOUT_FILE))
+        inference = serialise.decode((directory / GRAPH_FILE).read_bytes())
+    except OSError as error:
+        raise JobError(f"{error.filename}: {error.strerror}") from None
+    tokenizer = directory / TOKENIZER_FILE
+    return LanguageModel(
+        about=about,
+        inference=inference,
+        read=lambda variables: _read(directory, variables),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        config=tuple(directory / name for name in CONFIG_FILES if (directory / name).is_file()),
+    )
+
+
+def is_exported_directory(directory: Path) -> bool:
+    return (directory / ABOUT_FILE).is_file() and (directory / GRAPH_FILE).is_file()
+
+
+def _read(directory: Path, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:
+    wanted = list(variables)
+    found: dict[str, torch.Tensor] = {}
+    for name, chosen in (
+        (WEIGHTS_FILE, [v for v in wanted if is_exported(v.name)]),
+        (CONSTANTS_FILE, [v for v in wanted if not is_exported(v.name)]),
+    ):
+        if not chosen:
+            continue
+        try:
+            with safe_open(directory / name, framework="pt") as file:
+                held = set(file.keys())
+                for variable in chosen:
+                    if variable.name not in held:
+                        raise JobError(f"{directory / name} has no {variable.name}")
+                    found[variable.name] = file.get_tensor(variable.name)
+        except (SafetensorError, OSError) as error:
+            raise JobError(f"{directory / name}: {error}") from None
+    return found

@@ -1,0 +1,205 @@
+"""Stages on their way from this peer to another, handed over at a boundary where nothing is lost: all of them when the
+peer leaves, one of several of a job as soon as an idle peer stands by for it, and one that the job's lead wants
+elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fusion.runtime.hosting.claim_choice import one_to_hand_on
+from fusion.runtime.hosting.jobs.job_server import Service
+from fusion.runtime.hosting.takeover import Successor
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import Manifest
+from fusion.swarm.claims.election import heirs, winner
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.directory.records import ClaimRecord, JobId, one_line
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import PeerId
+
+log = logging.getLogger(__name__)
+
+Place = tuple[JobId, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepartureConfig:
+    pass_seconds: float = 6.0  # for a stage to come to a boundary where it can be handed over
+    settle_seconds: float = 5.0  # for whoever takes it over to run it
+    look_seconds: float = 0.1  # from one look whether it does to the next
+    spread_seconds: float = 10.0  # from one stage that is handed on to the next, of a peer that stays
+    patience_seconds: float = 120.0  # for such a stage to come to a boundary: nobody is in a hurry
+
+    def __post_init__(self) -> None:
+        if min(self.pass_seconds, self.settle_seconds, self.look_seconds, self.patience_seconds) <= 0:
+            raise ValueError(
+                "pass_seconds, settle_seconds, look_seconds and patience_seconds must be positive"
+            )
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A stage that runs here."""
+
+    task: asyncio.Task[None]
+    manifest: Manifest
+    memory_bytes: int
+
+
+class Departures:
+    """`spawn` runs work beside everything else; `clock` gives seconds that only rise."""
+
+    def __init__(
+        self,
+        context: Context,
+        services: Mapping[str, Service],
+        config: DepartureConfig,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._leases = context.leases
+        self._succession = context.succession if isinstance(context.succession, Successor) else None
+        self._services = services
+        self._config = config
+        self._spawn = spawn
+        self._clock = clock
+        self._passing: set[Place] = set()  # being handed to another peer, while they run here
+        self._handing: asyncio.Task[None] | None = None
+        self._handed_at = -math.inf
+
+    def passes(self, place: Place) -> bool:
+        """Whether the stage is being handed over, so that its loss is what we want."""
+        return place in self._passing
+
+    async def leave(self, hosts: Mapping[Place, Hosted]) -> None:
+        """Hand over all that runs here, as far as anybody stands by for it."""
+        if self._handing is not None:
+            self._handing.cancel()
+            await asyncio.wait([self._handing])
+        await asyncio.gather(*(self._pass_on(place, hosted) for place, hosted in list(hosts.items())))
+
+    def spread(self, hosts: Mapping[Place, Hosted]) -> None:
+        """Begin to hand a stage on if we have more of one job than we should: the copies of its state that lie here
+        are lost together."""
+        if self._succession is None or self._clock() - self._handed_at < self._config.spread_seconds:
+            return
+        if self._handing is not None and not self._handing.done():
+            return
+        us = self._leases.peer_id
+        running = [
+            place for place in hosts if (held := self._leases.holds(*place)) is not None and held.ready
+        ]
+        chosen = one_to_hand_on(
+            {place: self._leases.recent(*place) for place in running},
+            [place for place in running if hosts[place].manifest.proposed[place[1]] == us],
+        )
+        if chosen is not None:
+            job, stage, order = chosen
+            self._handing = self._spawn(self._hand_on((job, stage), hosts[job, stage], order))
+
+    def give_away(self, place: Place, hosted: Hosted, peer: PeerId) -> None:
+        """Begin to hand the stage to that peer, unless another one is on its way. It stays here if the peer does not take
+        it."""
+        if self._succession is not None and (self._handing is None or self._handing.done()):
+            self._handing = self._spawn(self._hand_on(place, hosted, (peer,), stays=True))
+
+    async def _hand_on(
+        self, place: Place, hosted: Hosted, order: Sequence[PeerId], *, stays: bool = False
+    ) -> None:
+        assert self._succession is not None
+        there = await asyncio.gather(*(self._succession.attends(peer, *place) for peer in order))
+        order = [peer for peer, attends in zip(order, there, strict=True) if attends]
+        if not order:
+            return
+        log.info("stage %d of %s goes to an idle peer", place[1], hosted.manifest.name)
+        try:
+            gone = await self._pass_on(place, hosted, order)
+        except Exception as error:
+            # As with `Service.host`: what a stranger's job does here must not take the peer along.
+            log.error(
+                "stage %d of %s: %s: %s",
+                place[1],
+                hosted.manifest.name,
+                type(error).__name__,
+                one_line(str(error)),
+            )
+            gone = False
+        finally:
+            self._handed_at = self._clock()
+        if gone:
+            return
+        if stays and await self._is_ours(place):
+            self._services[hosted.manifest.kind].stay(*place)
+        else:
+            hosted.task.cancel()  # it may stand still: whoever stands by takes it as if we had vanished
+
+    async def _is_ours(self, place: Place) -> bool:
+        """Whether nobody has taken the stage whose answer was lost."""
+        with suppress(SwarmError):
+            await self._leases.claims(*place)
+        owner = winner(self._leases.recent(*place))
+        return owner is not None and owner.peer == self._leases.peer_id
+
+    async def _pass_on(self, place: Place, hosted: Hosted, order: Sequence[PeerId] | None = None) -> bool:
+        claim = self._leases.holds(*place)
+        if claim is None or self._succession is None or hosted.task.done():
+            return True
+        self._passing.add(place)
+        service, config = self._services[hosted.manifest.kind], self._config
+        if order is not None:
+            config = replace(config, pass_seconds=config.patience_seconds)
+        try:
+            return await pass_on(claim, service, self._leases, self._succession, config, order)
+        finally:
+            self._passing.discard(place)
+            if self._leases.holds(*place) is None:
+                hosted.task.cancel()
+
+
+async def pass_on(
+    claim: ClaimRecord,
+    service: Service,
+    leases: Leases,
+    succession: Successor,
+    config: DepartureConfig,
+    order: Sequence[PeerId] | None = None,
+) -> bool:
+    """Hand a stage of ours to the first of `order` that takes it, or else the best standby, and wait until it runs
+    there. False, and one line in the log where that is news, if nobody has it now; whatever happens, it takes only so
+    long. Afterwards the stage may stand still here, or still serve."""
+    place = (claim.job, claim.stage)
+    try:
+        if order is None:
+            order = [heir.peer for heir in heirs(await leases.claims(*place))]
+        if not order:
+            return False
+        async with asyncio.timeout(config.pass_seconds):
+            baton = await service.pass_on(*place)
+        heir = await succession.hand_over(*place, claim.term, baton, order)
+        if heir is None:
+            return False
+        await _until_ready(heir, leases, config)
+    except (SwarmError, JobError, TimeoutError) as error:
+        reason = one_line(str(error)) or "no answer in time"
+        log.warning("stage %d of job %.8s not handed over: %s", claim.stage, claim.job, reason)
+        return False
+    log.info("stage %d of job %.8s went on to %s", claim.stage, claim.job, heir.peer)
+    return True
+
+
+async def _until_ready(heir: ClaimRecord, leases: Leases, config: DepartureConfig) -> None:
+    """Wait until the peer that took a stage of ours over runs it, but not for ever."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(config.settle_seconds):
+            while True:
+                owner = await leases.owner(heir.job, heir.stage)
+                if owner is not None and owner.term >= heir.term and owner.ready:
+                    return
+                await asyncio.sleep(config.look_seconds)

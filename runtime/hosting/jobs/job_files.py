@@ -1,0 +1,101 @@
+"""The last word on each job that this peer holds or stands by for, on its disk, so that a job outlives even the moment
+at which nobody is left: whoever starts again says it, and the job goes on from the newest snapshot.
+
+FOLDER/<job>.json    version and fields of the job's record; its `step` is that of the snapshot, which is what can be
+                     gone back to
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from fusion.runtime.job.fields import build
+from fusion.swarm.directory.records import JobId, JobRecord, check_fields, is_digest
+from fusion.swarm.errors import RecordError
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+MAX_BYTES = 16 << 10
+MAX_FILES = 1000
+MAX_AGE_SECONDS = 14 * 86400.0
+
+
+class JobFiles:
+    """Blocking: the event loop calls it through threads. One per folder and process. `now` gives unix seconds."""
+
+    def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
+        self._folder = folder
+        self._now = now
+
+    def load(self) -> tuple[JobRecord, ...]:
+        """Every record that is there and sound; one line in the log for each that is not. Files that nobody has
+        touched for long are deleted: the job has probably ended without us. Never raises."""
+        found = []
+        try:
+            paths = sorted(self._folder.glob("*.json"))[:MAX_FILES]
+            for left in self._folder.glob("*.new"):
+                left.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("cannot read %s: %s", self._folder, error.strerror or error)
+            return ()
+        for path in paths:
+            try:
+                if self._now() - path.stat().st_mtime > MAX_AGE_SECONDS:
+                    path.unlink()
+                else:
+                    found.append(_read(path))
+            except (OSError, ValueError, RecordError) as error:
+                log.warning("%s is left alone: %s", path, error)
+        return tuple(found)
+
+    def save(self, record: JobRecord) -> None:
+        """Replace what is said of the job, at once or not at all. Raises OSError."""
+        record = replace(record, step=max(record.snapshot_step, 0))
+        values = {field.name: getattr(record, field.name) for field in fields(record)}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(record.job)
+        scratch = path.with_suffix(".new")
+        try:
+            with scratch.open("w") as file:
+                json.dump({"version": VERSION, "record": values}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
+
+    def remove(self, job: JobId) -> None:
+        """The job has ended. Raises OSError."""
+        self._path(job).unlink(missing_ok=True)
+
+    def _path(self, job: JobId) -> Path:
+        assert is_digest(job), "a job's id names a file"
+        return self._folder / f"{job}.json"
+
+
+def _read(path: Path) -> JobRecord:
+    """Raises OSError, ValueError, RecordError."""
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"longer than {MAX_BYTES} bytes")
+    try:
+        value: Any = json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict) or value.get("version") != VERSION:
+        raise ValueError(f"not a job file of version {VERSION}")
+    record = build(JobRecord, value.get("record"), "record")
+    check_fields(record)
+    if path.name != f"{record.job}.json":
+        raise ValueError("it speaks of another job than its name")
+    return record

@@ -1,0 +1,366 @@
+"""The backup pool, as one peer of it sees it: stages that it stands by for, and what it brings here ahead of time.
+
+Which stages those are is decided by `fusion.runtime.hosting.standby_assignment`; what "ready to host" means for a stage, by the service
+that would host it. The pool announces itself through `Standbys.stand_by` and follows the job's snapshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.runtime.hosting.jobs.job_server import Service
+from fusion.runtime.hosting.standby_assignment import (
+    BUSY_WANTED,
+    WANTED,
+    Candidate,
+    Opening,
+    Place,
+    Room,
+    Standby,
+    is_short,
+    places_to_cover,
+)
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.cool_down import CoolDown
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.training.snapshots import snapshot
+from fusion.swarm.claims.election import stands_by, winner
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, one_line
+from fusion.swarm.errors import SwarmError
+
+log = logging.getLogger(__name__)
+
+BUSY_SCORE = 1e-3  # of its fitness is what a peer with stages of its own offers: idle standbys go first
+KEPT_SNAPSHOTS = 2  # that a standby of a training job has on disk
+REMEMBERED_PLACES = 65_536
+PEERS_SECONDS = 2 * HEARTBEAT_SECONDS  # for which the list of peers is good
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    seats: int = 64  # stages at once
+    disk_share: float = 0.8  # of the blob store's quota, for stages that we only stand by for
+    prepares: int = 2  # at once
+    grace_seconds: float = 10.0  # a job that the directory does not name for so long is given up
+    cool_down_seconds: float = 5.0  # after a stage could not be prepared, doubling
+    longest_cool_down_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        if min(self.seats, self.prepares) < 1 or not 0 < self.disk_share <= 1:
+            raise ValueError("seats and prepares must be at least 1, disk_share above 0 and at most 1")
+        if self.grace_seconds < 0:
+            raise ValueError(f"grace_seconds must be at least 0, not {self.grace_seconds}")
+
+
+@dataclass
+class _Covered:
+    """A stage that we stand by for."""
+
+    record: JobRecord
+    manifest: Manifest
+    score: float
+    busy: bool
+    seen_at: float
+    step: int = -1  # that is here, ready to be hosted; -1 while nothing is
+    done: tuple[Digest | None, int] | None = None  # the snapshot that was prepared last
+    task: asyncio.Task[None] | None = None
+
+
+class Pool:
+    """`spawn` runs work beside everything else (it ends when the peer leaves); `fitness` is the score of our claims,
+    from 0 to below 1; `clock` gives seconds that only rise."""
+
+    def __init__(
+        self,
+        context: Context,
+        services: Mapping[str, Service],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        fitness: float = 0.0,
+        config: PoolConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._context = context
+        self._services = services
+        self._spawn = spawn
+        self._fitness = fitness
+        self._config = config or PoolConfig()
+        self._clock = clock
+        self._covered: dict[Place, _Covered] = {}
+        self._short_since: dict[Place, float] = {}
+        self._shards: dict[
+            JobId, tuple[Digest, int, tuple[Digest, ...]]
+        ] = {}  # of the newest snapshot, if its index is here
+        self._closed = False
+        self._peers: Sequence[Candidate] = ()
+        self._peers_read_at = -math.inf
+        self._prepares = asyncio.Semaphore(self._config.prepares)
+        self._cooling: CoolDown[Place] = CoolDown(
+            self._config.cool_down_seconds, self._config.longest_cool_down_seconds, clock
+        )
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The stages that we stand by for now."""
+        return tuple(sorted(self._covered))
+
+    @property
+    def jobs(self) -> set[JobId]:
+        return {job for job, _ in self._covered}
+
+    def covers(self, place: Place) -> bool:
+        return place in self._covered
+
+    def step_here(self, place: Place) -> int:
+        """The step whose state of the stage is on this peer, as far as the last `beat` knows: that of the job's newest
+        snapshot, or -1 where its shard is not here. Whoever has it should host the stage before others."""
+        job, stage = place
+        if (covered := self._covered.get(place)) is not None and covered.step >= 0:
+            return covered.step
+        _, step, shards = self._shards.get(job, (None, -1, ()))
+        return step if stage < len(shards) and self._context.blobs.has(shards[stage]) else -1
+
+    async def beat(
+        self,
+        jobs: Mapping[JobId, tuple[JobRecord, Manifest]],
+        claims: Mapping[Place, tuple[ClaimRecord, ...]],
+        hosted: Collection[Place],
+        free_memory_bytes: int,
+    ) -> None:
+        """One heartbeat: stand by for what we should, no longer for what we should not, and bring here what is missing
+        of it. `jobs` are the open ones, `claims` all claims of the stages that we might host; a stage that is missing
+        in them is left as it is."""
+        jobs = dict(jobs)  # the caller's may change while we read
+        await self._take_stock(jobs)
+        for place in hosted:
+            self.promoted(place)  # whatever took it there: what the host uses must not be forgotten
+        us = Candidate(peer=self._context.peer_id, free_memory_bytes=free_memory_bytes, idle=not hosted)
+        score = self._fitness * (1.0 if us.idle else BUSY_SCORE)
+        openings = self._openings(jobs, claims, hosted)
+        wanted = WANTED if us.idle else BUSY_WANTED
+        short = any(
+            o.owner is not None
+            and not o.ours
+            and len(o.standbys) < wanted
+            and o.memory_bytes <= free_memory_bytes
+            for o in openings
+        )
+        others = await self._candidates() if short else ()
+        # What we came to own while we read is hosting's.
+        openings = [opening for opening in openings if self._context.leases.holds(*opening.place) is None]
+        chosen = () if self._closed else places_to_cover(openings, us, others, score, self._room())
+        for place in set(self._covered) - set(chosen):
+            self._stop(place)
+        for place in chosen:
+            self._cover(place, jobs, score, not us.idle)
+        for place in chosen:
+            self._follow(place)
+
+    def promoted(self, place: Place) -> None:
+        """Hosting took the stage: what is warm stays for it. From now on idle standbys go before us elsewhere."""
+        covered = self._covered.pop(place, None)
+        if covered is not None and covered.task is not None:
+            covered.task.cancel()
+        for other, covered in self._covered.items():
+            if not covered.busy:
+                covered.busy, covered.score = True, self._fitness * BUSY_SCORE
+                self._say(other, covered)
+
+    def follow(self, record: JobRecord) -> None:
+        """The job has come to a new snapshot: bring it here now rather than at the next heartbeat."""
+        for place, covered in self._covered.items():
+            if place[0] == record.job and _newer(record, covered.record):
+                covered.record = record
+                self._follow(place)
+
+    async def aclose(self) -> None:
+        """Stop standing by for anything, for good. Idempotent."""
+        self._closed = True
+        tasks = [covered.task for covered in self._covered.values() if covered.task is not None]
+        for place in list(self._covered):
+            self._stop(place)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- what to stand by for
+
+    def _openings(
+        self,
+        jobs: Mapping[JobId, tuple[JobRecord, Manifest]],
+        claims: Mapping[Place, tuple[ClaimRecord, ...]],
+        hosted: Collection[Place],
+    ) -> list[Opening]:
+        now = self._clock()
+        owners = {place: winner(held) for place, held in claims.items()}
+        found = [
+            self._opening(place, jobs[place[0]][1], claims[place], owners, now)
+            for place in claims
+            if place[0] in jobs and place not in hosted
+        ]
+        seen = {opening.place for opening in found}
+        for place, covered in self._covered.items():
+            absent = place[0] not in jobs and now - covered.seen_at >= self._config.grace_seconds
+            if place not in seen and place not in hosted and not absent:
+                found.append(self._opening(place, covered.manifest, (), {}, now))
+        return found
+
+    def _opening(
+        self,
+        place: Place,
+        manifest: Manifest,
+        claims: tuple[ClaimRecord, ...],
+        owners: Mapping[Place, ClaimRecord | None],
+        now: float,
+    ) -> Opening:
+        job, stage = place
+        us, owner, heir = (
+            self._context.peer_id,
+            owners.get(place),
+            owners.get((job, (stage + 1) % manifest.stages)),
+        )
+        standbys = tuple(
+            Standby(peer=claim.peer, score=claim.score, ready=claim.ready)
+            for claim in claims
+            if stands_by(claim) and claim.peer != us
+        )
+        if is_short(len(standbys) + (place in self._covered)):
+            since = self._short_since.setdefault(place, now)
+            while len(self._short_since) > REMEMBERED_PLACES:
+                del self._short_since[next(iter(self._short_since))]
+        else:
+            since = now
+            self._short_since.pop(place, None)
+        memory_bytes = manifest.memory_bytes[stage] if manifest.memory_bytes else 0
+        return Opening(
+            job=job,
+            stage=stage,
+            # Until the owner has loaded the stage it needs the launcher's uplink more than we do.
+            owner=owner.peer if owner is not None and owner.ready else None,
+            memory_bytes=memory_bytes,
+            disk_bytes=memory_bytes * (KEPT_SNAPSHOTS if manifest.kind == "train" else 1),
+            standbys=standbys,
+            ours=place in self._covered,
+            short_seconds=now - since,
+            heir=heir.peer if heir is not None else None,
+        )
+
+    async def _candidates(self) -> Sequence[Candidate]:
+        """Who else could stand by; reading all peers is dear, and a stage may be short of standbys for long."""
+        if self._clock() - self._peers_read_at < PEERS_SECONDS:
+            return self._peers
+        try:
+            peers = await self._context.directory.peers()
+        except SwarmError as error:
+            log.debug("peers not read: %s", error)
+            return self._peers
+        self._peers_read_at = self._clock()
+        self._peers = [
+            Candidate(
+                peer=peer.peer,
+                free_memory_bytes=peer.free_memory_bytes,
+                idle=peer.free_memory_bytes == peer.memory_bytes,
+            )
+            for peer in peers
+            if peer.role == "peer"
+        ]
+        return self._peers
+
+    def _room(self) -> Room:
+        quota = self._context.blobs.store.quota_bytes
+        return Room(disk_bytes=int(quota * self._config.disk_share), seats=self._config.seats)
+
+    # --- standing by
+
+    def _cover(
+        self, place: Place, jobs: Mapping[JobId, tuple[JobRecord, Manifest]], score: float, busy: bool
+    ) -> None:
+        covered = self._covered.get(place)
+        record, manifest = jobs.get(place[0], (None, None))
+        if covered is None:
+            if record is None or manifest is None:
+                return
+            log.info("standing by for stage %d of %s", place[1], manifest.name)
+            covered = _Covered(record, manifest, score, busy, self._clock())
+            self._covered[place] = covered
+            self._say(place, covered)
+            return
+        if record is not None:
+            covered.seen_at = self._clock()
+            if not _newer(covered.record, record):
+                covered.record = record
+        if (covered.score, covered.busy) != (score, busy):
+            covered.score, covered.busy = score, busy
+            self._say(place, covered)
+
+    def _stop(self, place: Place) -> None:
+        covered = self._covered.pop(place)
+        log.info("no longer standing by for stage %d of %s", place[1], covered.manifest.name)
+        if covered.task is not None:
+            covered.task.cancel()
+        self._context.leases.standbys.stand_down(*place)
+        self._services[covered.manifest.kind].forget(*place)
+
+    def _say(self, place: Place, covered: _Covered) -> None:
+        step, ready = max(covered.step, 0), covered.step >= 0
+        standbys = self._context.leases.standbys
+        standbys.stand_by(*place, score=covered.score, step=step, ready=ready, busy=covered.busy)
+
+    def _follow(self, place: Place) -> None:
+        """Prepare the stage unless that is done, under way, or failed lately."""
+        covered = self._covered[place]
+        idle = covered.task is None or covered.task.done()
+        if idle and covered.done != _version(covered.record) and not self._cooling.lasts(place):
+            covered.task = self._spawn(self._prepare(place, covered))
+
+    async def _prepare(self, place: Place, covered: _Covered) -> None:
+        service = self._services[covered.manifest.kind]
+        while covered.done != _version(covered.record):
+            record = covered.record
+            try:
+                async with self._prepares:
+                    covered.step = await service.prepare(place[0], covered.manifest, place[1], record)
+            except Exception as error:
+                # The boundary of one stage, made of what a stranger sent: what goes wrong in it must not take the
+                # peer's other work along.
+                log.warning(
+                    "stage %d of %s is not ready here: %s: %s",
+                    place[1], covered.manifest.name, type(error).__name__, one_line(str(error)),
+                )  # fmt: skip
+                log.debug("where it happened", exc_info=error)
+                self._cooling.start(place)
+                return
+            self._cooling.forget(place)
+            covered.done = _version(record)
+            if self._covered.get(place) is covered:
+                self._context.leases.update(*place, step=covered.step, ready=True)
+
+    async def _take_stock(self, jobs: Mapping[JobId, tuple[JobRecord, Manifest]]) -> None:
+        """Read from our own disk which shards the jobs' newest snapshots consist of."""
+        self._shards = {job: known for job, known in self._shards.items() if job in jobs}
+        blobs = self._context.blobs
+        for job, (record, manifest) in jobs.items():
+            digest, known = record.snapshot, self._shards.get(job)
+            if digest is None or (known is not None and known[0] == digest) or not blobs.has(digest):
+                continue
+            try:
+                data = await blobs.read(digest, snapshot.MAX_INDEX_BYTES)
+                index = snapshot.decode_index(data, job, manifest.stages)
+            except (SwarmError, JobError) as error:
+                log.warning("the snapshot of %s: %s", manifest.name, one_line(str(error)))
+                continue
+            self._shards[job] = (digest, index.step, index.shards)
+
+
+def _version(record: JobRecord) -> tuple[Digest | None, int]:
+    """What a standby follows of a job."""
+    return record.snapshot, record.snapshot_step
+
+
+def _newer(record: JobRecord, than: JobRecord) -> bool:
+    return (record.term, record.snapshot_step) > (than.term, than.snapshot_step)

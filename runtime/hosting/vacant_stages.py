@@ -1,0 +1,81 @@
+"""Stages without an owner, as one peer sees them from look to look: since when, and who owned them last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from fusion.runtime.hosting.claim_choice import Vacancy
+from fusion.runtime.job.manifest import Manifest
+from fusion.swarm.claims.election import HEAD_START_SECONDS, heirs, is_idle, should_claim, winner
+from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.transport import PeerId
+
+REMEMBERED_PLACES = 65_536
+
+Place = tuple[JobId, int]
+V = TypeVar("V")
+
+
+class Vacancies:
+    """`us` and `fitness`: the peer that may claim them and the score of its claims that nobody proposed; `clock` gives
+    seconds that only rise."""
+
+    def __init__(self, us: PeerId, fitness: float, clock: Callable[[], float]) -> None:
+        self._us = us
+        self._fitness = fitness
+        self._clock = clock
+        self._empty_since: dict[Place, float] = {}
+        self._last_owner: dict[Place, PeerId] = {}
+
+    def look(
+        self, place: Place, manifest: Manifest, claims: Sequence[ClaimRecord], *, early: bool
+    ) -> Vacancy | None:
+        """The stage, where it has no owner and it is our turn to claim it. `claims` are those that the directory has
+        now; `early`: we have its newest state and nothing else to do, so that we need not wait where nobody stands by."""
+        us, (job, stage) = self._us, place
+        owner = winner(claims)
+        if owner is not None:
+            self._empty_since.pop(place, None)
+            _keep(self._last_owner, place, owner.peer)
+            return None
+        now = self._clock()
+        since = self._empty_since.get(place, now)
+        _keep(self._empty_since, place, since)
+        score = 1.0 if manifest.proposed[stage] == us else self._fitness
+        standbys = heirs(claims)
+        order = [heir.peer for heir in standbys]
+        early = early and not order and score < 1.0 and now - since < HEAD_START_SECONDS
+        if not early and not should_claim(claims, us, score=score, vacant_seconds=now - since):
+            return None
+        return Vacancy(
+            job=job,
+            stage=stage,
+            score=(1.0 + score) / 2 if early else score,
+            empty_seconds=now - since,
+            memory_bytes=needed_bytes(manifest, stage),
+            early=early,
+            standby=us in order,
+            idle_heir=any(is_idle(heir) and heir.peer != us for heir in standbys),
+        )
+
+    def vanished(self, place: Place, claims: Sequence[ClaimRecord]) -> PeerId | None:
+        """Who owned the stage last, unless that peer has said since that it does not any more."""
+        owner = self._last_owner.get(place)
+        return None if owner == self._us or any(claim.peer == owner for claim in claims) else owner
+
+    def filled(self, place: Place) -> None:
+        """We own it."""
+        self._empty_since.pop(place, None)
+        self._last_owner.pop(place, None)
+
+
+def needed_bytes(manifest: Manifest, stage: int) -> int:
+    """Of memory that a stage takes, as its launcher estimates it."""
+    return manifest.memory_bytes[stage] if manifest.memory_bytes else 0
+
+
+def _keep(kept: dict[Place, V], place: Place, value: V) -> None:
+    kept[place] = value
+    while len(kept) > REMEMBERED_PLACES:
+        del kept[next(iter(kept))]

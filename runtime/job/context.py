@@ -1,0 +1,51 @@
+"""What the parts of one peer process share. Made by `fusion.runtime.peer.peer`, by tests over the in-memory transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from fusion.runtime.job.worker import Worker
+from fusion.swarm.blobs.blobs import Blobs
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.directory.api import Directory
+from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.links.monitor import Links
+from fusion.swarm.transport import PeerId, Transport
+
+
+class Succession(Protocol):
+    """How whoever sees the owner of a stage vanish finds the next one. `fusion.runtime.hosting.takeover` implements it."""
+
+    async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
+        """`peer`, who held the stage under `term`, does not answer us: ask its standbys to take over. The claim of the
+        new owner (which `Leases.owner` knows of then, too), or None where nobody can take over now."""
+
+    def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
+        """Begin to hand a stage that runs here to `peer`, at the next boundary where nothing is lost. It stays here if
+        the peer does not take it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    peer_id: PeerId
+    transport: Transport
+    directory: Directory
+    blobs: Blobs
+    leases: Leases
+    worker: Worker | None  # None in a client: it computes nothing
+    codec_worker: Worker | None = (
+        None  # the thread that tensors are encoded and decoded in, beside the device's
+    )
+    device: str = "cpu"
+    memory_bytes: int = 4 << 30  # what the volunteer lends, in all
+    home: Path = Path(".")
+    succession: Succession | None = None  # None in a client: it holds nothing
+    links: Links | None = None  # None in a client: it measures nothing
+
+    @property
+    def compute(self) -> Worker:
+        """The device's worker thread; only peers have one."""
+        assert self.worker is not None, "a client runs no stages"
+        return self.worker

@@ -1,0 +1,115 @@
+"""The manifests of the swarm's jobs, fetched in the background: a job whose manifest does not come, or is none, keeps
+nobody from the other jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.cool_down import CoolDown
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import Manifest
+from fusion.swarm.blobs.blobs import Blobs
+from fusion.swarm.directory.records import Digest, JobId, JobRecord, one_line
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import PeerId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShelfConfig:
+    fetch_seconds: float = 20.0  # for one manifest to arrive
+    cool_down_seconds: float = 5.0  # after one did not, doubling
+    longest_cool_down_seconds: float = 300.0
+    fetches: int = 32  # at once
+    fetches_per_author: int = 4  # of a job's record: many jobs that nobody has must not keep others waiting
+    kept_bytes: int = 64 << 20  # of manifests in memory; others are read from the disk again
+    refused_jobs: int = 4096  # whose blob is known to be no manifest
+
+    def __post_init__(self) -> None:
+        for name in ("fetch_seconds", "fetches", "fetches_per_author", "kept_bytes", "refused_jobs"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+
+
+class ManifestShelf:
+    """`spawn` runs a fetch beside everything else; `arrived` is called when it brought a manifest."""
+
+    def __init__(
+        self,
+        blobs: Blobs,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        arrived: Callable[[], None],
+        config: ShelfConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._blobs = blobs
+        self._spawn = spawn
+        self._arrived = arrived
+        self._config = config or ShelfConfig()
+        self._cooling: CoolDown[JobId] = CoolDown(
+            self._config.cool_down_seconds, self._config.longest_cool_down_seconds, clock
+        )
+        self._known: dict[JobId, tuple[Manifest, int]] = {}  # with its size in bytes, the oldest first
+        self._refused: dict[JobId, None] = {}
+        self._fetching: dict[JobId, PeerId] = {}  # whose record we have it from
+
+    def get(self, record: JobRecord) -> Manifest | None:
+        """The job's manifest, if it is here; otherwise it is fetched in the background, unless that failed lately."""
+        job = record.job
+        if job in self._known:
+            return self._known[job][0]
+        if job in self._refused or job in self._fetching or self._cooling.lasts(job):
+            return None
+        busy = Counter(self._fetching.values())
+        if busy.total() < self._config.fetches and busy[record.author] < self._config.fetches_per_author:
+            self._fetching[job] = record.author
+            self._spawn(self._fetch(record))
+        return None
+
+    def keep_only(self, jobs: Container[JobId]) -> None:
+        """Forget the manifests of all other jobs."""
+        self._known = {job: entry for job, entry in self._known.items() if job in jobs}
+
+    async def _fetch(self, record: JobRecord) -> None:
+        job = record.job
+        hints = [peer for peer in (record.author, record.lead) if peer is not None]
+        try:
+            async with asyncio.timeout(self._config.fetch_seconds):
+                data = await self._blobs.read(Digest(job), manifests.MAX_MANIFEST_BYTES, hints)
+            manifest = await asyncio.to_thread(manifests.decode, data)
+        except JobError as error:
+            log.warning("job %s (%s) is refused: %s", record.name, job[:12], one_line(str(error)))
+            await self._refuse(job)
+        except (SwarmError, TimeoutError) as error:
+            reason = one_line(str(error)) or "timed out"
+            log.warning("no manifest of job %s (%s): %s", record.name, job[:12], reason)
+            self._cooling.start(job)
+        else:
+            self._cooling.forget(job)
+            self._keep(job, manifest, len(data))
+            self._arrived()
+        finally:
+            del self._fetching[job]
+
+    async def _refuse(self, job: JobId) -> None:
+        """The digest fixes the bytes: they will never be a manifest."""
+        self._refused[job] = None
+        while len(self._refused) > self._config.refused_jobs:
+            del self._refused[next(iter(self._refused))]
+        try:
+            await self._blobs.drop(Digest(job))
+        except SwarmError as error:
+            log.warning("%s", error)
+
+    def _keep(self, job: JobId, manifest: Manifest, size: int) -> None:
+        self._known[job] = (manifest, size)
+        while len(self._known) > 1 and sum(s for _, s in self._known.values()) > self._config.kept_bytes:
+            del self._known[next(iter(self._known))]

@@ -1,0 +1,182 @@
+"""The bytes of a `Manifest`, and everything a peer checks before it believes one."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import msgpack
+
+from fusion.compression import spec as codecs
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.fields import build, plain
+from fusion.runtime.job.manifest import (
+    MANIFEST_VERSION,
+    CompressionConfig,
+    Manifest,
+    OptimizerConfig,
+    ServeConfig,
+    TrainConfig,
+)
+
+MAX_MANIFEST_BYTES = 1 << 20
+MAX_STAGES = 4096
+MAX_REPLICAS = 64  # that are proposed for one stage
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,99}")
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Canonical msgpack: the same manifest always has the same bytes, so its digest can be the job's id.
+    Raises JobError for a manifest that `decode` would refuse."""
+    validate(manifest)
+    packed: bytes = msgpack.packb(plain(manifest), use_bin_type=True)
+    return packed
+
+
+def decode(data: bytes) -> Manifest:
+    """Raises JobError for anything that is not the bytes of a sound manifest of our version."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise JobError(f"a manifest of {len(data)} bytes: the limit is {MAX_MANIFEST_BYTES}")
+    try:
+        value: Any = msgpack.unpackb(
+            data, raw=False, strict_map_key=True, max_str_len=4096, max_array_len=100_000, max_map_len=64,
+            max_bin_len=0, max_ext_len=0,
+        )  # fmt: skip
+    except (ValueError, msgpack.UnpackException) as error:
+        raise JobError(f"not a manifest: {str(error) or type(error).__name__}") from None
+    version = value.get("version") if isinstance(value, dict) else None
+    if version != MANIFEST_VERSION:
+        raise JobError(f"a manifest of version {version!r:.40}: this peer knows {MANIFEST_VERSION}")
+    try:
+        manifest = build(Manifest, value)
+    except ValueError as error:
+        raise JobError(f"manifest: {error}") from None
+    validate(manifest)
+    return manifest
+
+
+def validate(manifest: Manifest) -> None:
+    """Raises JobError naming the first field that breaks a rule."""
+    _require(bool(_NAME.fullmatch(manifest.name)), "name", "letters, digits and _.:/@+- only, at most 100")
+    _require(manifest.stages <= MAX_STAGES, "cuts", f"at most {MAX_STAGES - 1}")
+    ascending = all(a < b for a, b in zip((0, *manifest.cuts), manifest.cuts, strict=False))
+    _require(ascending, "cuts", "ascending node indices above 0")
+    _require(
+        len(manifest.weights) == manifest.stages,
+        "weights",
+        f"one digest for each of {manifest.stages} stages",
+    )
+    _require(
+        len(manifest.proposed) == manifest.stages, "proposed", "one peer (or an empty text) for each stage"
+    )
+    _require(all(len(peer) <= 128 for peer in manifest.proposed), "proposed", "peer ids")
+    _require(len(manifest.replicas) in (0, manifest.stages), "replicas", "a list for each stage, or none")
+    _require(
+        all(
+            len(peers) <= MAX_REPLICAS and all(len(peer) <= 128 for peer in peers)
+            for peers in manifest.replicas
+        ),
+        "replicas",
+        f"at most {MAX_REPLICAS} peer ids for each stage",
+    )
+    _require(
+        len(manifest.memory_bytes) in (0, manifest.stages), "memory_bytes", "one for each stage, or none"
+    )
+    _require(all(b >= 0 for b in manifest.memory_bytes), "memory_bytes", "at least 0")
+    for field, digest in (
+        ("graph", manifest.graph),
+        *(("weights", w) for w in manifest.weights),
+        *((f"files.{name:.40}", digest) for name, digest in manifest.files),
+        *([("tokenizer", manifest.tokenizer)] if manifest.tokenizer is not None else []),
+    ):
+        _require(bool(_DIGEST.fullmatch(digest)), field, "a SHA-256 in hex")
+    _require(len(manifest.files) <= 64, "files", "at most 64")
+    for name, _ in manifest.files:
+        _require(bool(_FILE_NAME.fullmatch(name)), "files", "plain file names, no folders")
+    _require(len(manifest.trainer) <= 128, "trainer", "a peer id, or empty")
+    _require(len(manifest.salt) <= 64, "salt", "at most 64 characters")
+    has = {"train": manifest.train is not None, "serve": manifest.serve is not None}
+    _require(has == {"train": manifest.kind == "train", "serve": manifest.kind == "serve"}, manifest.kind,
+             f"set in a manifest of kind {manifest.kind}, and the other one not")  # fmt: skip
+    if manifest.train is not None:
+        _validate_train(manifest.train)
+    if manifest.serve is not None:
+        _validate_serve(manifest.serve)
+        _require(
+            len(manifest.serve.hop_bytes) in (0, manifest.stages - 1),
+            "serve.hop_bytes",
+            "one number for each cut, or none",
+        )
+
+
+def _validate_train(train: TrainConfig) -> None:
+    for name, low, high in (
+        ("steps", 1, 10**9), ("microbatches", 1, 4096), ("microbatch_size", 1, 1 << 20), ("sequence", 0, 1 << 24),
+        ("seed", 0, 2**63 - 1), ("snapshot_every", 0, 10**9), ("evaluate_every", 0, 10**9),
+        ("evaluate_batches", 1, 4096), ("depth", 1, 64),
+    ):  # fmt: skip
+        _require(low <= getattr(train, name) <= high, f"train.{name}", f"from {low} to {high}")
+    for name, digest in (("train", train.data.train), ("held_out", train.data.held_out)):
+        _require(digest is None or bool(_DIGEST.fullmatch(digest)), f"train.data.{name}", "a SHA-256 in hex")
+    _require(train.data.token_bytes in (1, 2, 4), "train.data.token_bytes", "1, 2 or 4")
+    _require(train.data.kind == "arrays" or train.sequence > 0, "train.sequence", "at least 1 for tokens")
+    validate_optimizer(train.optimizer, "train.optimizer.")
+    validate_compression(train.compression, "train.compression.")
+    _require(
+        len({edge for edge, _, _ in train.wires}) == len(train.wires), "train.wires", "one line for each edge"
+    )
+    for edge, *chosen in train.wires:
+        for text in chosen:
+            _check_codec(text, f"train.wires.{edge:.80}")
+
+
+def validate_compression(config: CompressionConfig, where: str = "compression.") -> None:
+    """Raises JobError naming the field that no codec of ours can follow."""
+    _check_codec(config.codec, where + "codec")
+    _require(math.isfinite(config.ratio) and 1 <= config.ratio <= 1e6, where + "ratio", "from 1 to 1000000")
+    known = (*codecs.PLAIN[1:], "topk")
+    right = all(family in known for family in config.families) and len(config.families) == len(
+        set(config.families)
+    )
+    _require(right, where + "families", f"some of {', '.join(known)}, each once")
+
+
+def _check_codec(text: str, where: str) -> None:
+    try:
+        right = str(codecs.parse(text))
+    except ValueError as error:
+        raise JobError(f"manifest: {where}: {error}") from None
+    _require(text == right, where, f"{right!r}, the one spelling")
+
+
+def validate_optimizer(config: OptimizerConfig, where: str = "optimizer.") -> None:
+    """Raises JobError naming the field whose value an optimizer cannot use."""
+    for name, low, high in (
+        ("learning_rate", 0.0, 1e6), ("eps", 0.0, 1.0), ("weight_decay", 0.0, 1e3), ("momentum", 0.0, 1.0),
+        ("final_ratio", 0.0, 1.0), ("warmup_steps", 0, 10**9),
+    ):  # fmt: skip
+        value = getattr(config, name)
+        _require(math.isfinite(value) and low <= value <= high, where + name, f"from {low} to {high}")
+    _require(
+        all(0.0 <= beta < 1.0 for beta in config.betas), where + "betas", "two numbers from 0 to below 1"
+    )
+    clip = config.clip_norm
+    _require(clip is None or (math.isfinite(clip) and clip > 0), where + "clip_norm", "above 0, or left out")
+
+
+def _validate_serve(serve: ServeConfig) -> None:
+    _require(1 <= serve.max_sequence <= 1 << 24, "serve.max_sequence", "from 1 to 2^24")
+    _require(1 <= serve.vocabulary <= 1 << 24, "serve.vocabulary", "from 1 to 2^24")
+    _require(1 <= serve.prefill_chunk <= 1 << 20, "serve.prefill_chunk", "from 1 to 2^20")
+    _require(len(serve.end_tokens) <= 64, "serve.end_tokens", "at most 64")
+    _require(all(0 <= b <= 1 << 40 for b in serve.hop_bytes), "serve.hop_bytes", "from 0 to 2^40 each")
+    inside = all(0 <= token < serve.vocabulary for token in serve.end_tokens)
+    _require(inside, "serve.end_tokens", "ids below serve.vocabulary")
+
+
+def _require(condition: bool, field: str, rule: str) -> None:
+    if not condition:
+        raise JobError(f"manifest: {field} must be {rule}")

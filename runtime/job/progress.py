@@ -1,0 +1,60 @@
+"""How a training job stands, as its lead knows it: what `jobs watch` and `train` show, one frame a change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from fusion.runtime.job.fields import build
+from fusion.swarm.directory.records import Digest, JobId
+
+State = Literal["launching", "running", "done", "stopped", "failed"]
+RECENT = 64  # losses that a frame repeats, so that a watcher who polls misses none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    job: JobId
+    state: State
+    step: int = 0  # committed steps
+    steps: int = 0
+    loss: float | None = None  # mean over the microbatches of the last committed step
+    validation_loss: float | None = None  # on held-out data, newest
+    validation_step: int = 0
+    recent: tuple[tuple[int, float], ...] = ()  # (step, loss) of the last committed steps, oldest first
+    tokens_per_second: float = 0.0  # of the last few steps; samples where the graph has no sequence
+    busy: tuple[float, ...] = ()  # share of the last step that each stage computed, 0..1
+    codecs: str = ""  # what goes over the edges now; empty where nothing is compressed
+    sent_bytes: int = 0  # payload between stages since this lead began, all stages together
+    received_bytes: int = 0
+    stages: int = 0
+    owners: tuple[str | None, ...] = ()  # peer id of each stage; None where nobody is linked
+    attempts: int = 0  # how often a step was begun after the first time: discards and restores
+    snapshot: Digest | None = None  # blob: index of the newest snapshot that all stages hold
+    snapshot_step: int = 0
+    samples: int = 0  # that the committed steps were made of
+    ledger: str = ""  # head of the ledger of samples (`fusion.runtime.training.data.ledger`), hex
+    discarded: int = 0  # steps that were begun and not committed
+    replayed: int = 0  # steps committed again after going back to a snapshot
+    losses: int = 0  # stages whose owner vanished
+    recoveries: int = 0  # times that work went on after an interruption
+    message: str = ""  # one line: what it waits for
+    error: str = ""  # one line: why it failed
+
+    @property
+    def finished(self) -> bool:
+        return self.state in ("done", "stopped", "failed")
+
+    def to_header(self) -> dict[str, Any]:
+        return {f.name: _listed(getattr(self, f.name)) for f in fields(self)}
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any]) -> Progress:
+        """Raises ValueError naming the field for a header that is not one; unknown keys of newer peers are dropped."""
+        known = {f.name for f in fields(cls)}
+        return build(cls, {key: value for key, value in header.items() if key in known})
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(v) for v in value] if isinstance(value, tuple) else value

@@ -1,0 +1,248 @@
+"""`job.toml`: what a trainer asks for. Parsed strictly, so that a typing error is an answer and not a surprise.
+
+name = "stdlib-gpt"
+
+[model]
+kind = "gpt"                 # or "huggingface" with path = "DIR"
+blocks = 4
+width = 128
+
+[data]
+files = ["src/**/*.py"]      # relative to this file
+held_out = 0.05              # share of the files, or a list of patterns
+
+[train]
+steps = 200
+sequence = 128
+
+[optimizer]
+learning_rate = 1e-3
+
+[compression]                # of what stages send each other; left out: none
+kind = "adaptive"            # the slower a link, the more; or "uniform" with codec = "int8"
+ratio = 8                    # the slowest link carries at least an eighth of its bytes
+families = ["bf16", "int8"]  # what may be chosen; "topk" allows any ratio
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fusion.runtime.job import toml_files
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.fields import build
+from fusion.runtime.job.manifest import CompressionConfig, OptimizerConfig
+from fusion.runtime.job.manifest_wire import validate_compression, validate_optimizer
+
+MAX_SPEC_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    vocabulary: int = 256
+    blocks: int = 4
+    width: int = 128
+    heads: int = 4
+    sequence: int = 128  # the longest there can be: rows of the position table
+    dropout: float = 0.0
+    tied: bool = True  # the head shares the embedding's matrix
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "blocks", "width", "heads", "sequence"):
+            if getattr(self, name) < 1:
+                raise JobError(f"model.{name}: at least 1, not {getattr(self, name)}")
+        if self.width % self.heads:
+            raise JobError(f"model.width: a multiple of model.heads ({self.heads}), not {self.width}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise JobError(f"model.dropout: from 0 to below 1, not {self.dropout}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceConfig:
+    """A causal language model in a directory; `weights` False starts from random weights of its config.json."""
+
+    path: Path
+    weights: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    files: tuple[Path, ...]  # sorted, each once, held-out files not among them
+    held_out: tuple[Path, ...] = ()
+    tokenizer: Path | None = None  # tokenizer.json; None: token ids are the bytes of the text
+    limit_bytes: int = 256 << 20  # of text read, training and held-out together
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    steps: int
+    sequence: int
+    microbatches: int = 8
+    microbatch_size: int = 4
+    seed: int = 0
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    snapshot_every: int = 0  # steps; 0, or left out: the lead decides from costs and losses
+    evaluate_every: int = 0
+    evaluate_batches: int = 8
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("steps", 1), ("sequence", 1), ("microbatches", 1), ("microbatch_size", 1), ("seed", 0),
+            ("snapshot_every", 0), ("evaluate_every", 0), ("evaluate_batches", 1),
+        ):  # fmt: skip
+            if getattr(self, name) < low:
+                raise JobError(f"{name} must be at least {low}, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementSpec:
+    stages: int | None = None  # None: as many as pay
+    peers: tuple[str, ...] = ()  # peer ids or friendly names that may take part; none: all
+
+    def __post_init__(self) -> None:
+        if self.stages is not None and self.stages < 1:
+            raise JobError(f"stages must be at least 1, not {self.stages}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    name: str
+    model: GPTConfig | HuggingFaceConfig
+    data: DataSpec
+    train: TrainSpec
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    placement: PlacementSpec = field(default_factory=PlacementSpec)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+
+
+def load(path: Path) -> JobSpec:
+    """Read a job file. JobError says in one line which field is wrong and what would be right."""
+    text = toml_files.read(path, MAX_SPEC_BYTES)
+    try:
+        return parse(text, path.resolve().parent)
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
+
+
+def parse(text: str, base: Path) -> JobSpec:
+    """A JobSpec from TOML text; paths and patterns are relative to `base`. Raises JobError."""
+    table = toml_files.tables(text, "a job")
+    known = {f.name for f in fields(JobSpec)}
+    for key in table:
+        if key not in known:
+            raise JobError(f"{key!r:.80} is not known here (known: {', '.join(sorted(known))})")
+    for key in ("name", "model", "data", "train"):
+        if key not in table:
+            raise JobError(f"{key} is missing")
+    if not isinstance(table["name"], str) or not table["name"]:
+        raise JobError("name must be text")
+    try:
+        train = build(TrainSpec, table["train"], "train")
+        return JobSpec(
+            name=table["name"],
+            model=_model(table["model"], base, train.sequence),
+            data=_data(table["data"], base),
+            train=train,
+            optimizer=_optimizer(table.get("optimizer", {})),
+            placement=build(PlacementSpec, table.get("placement", {}), "placement"),
+            compression=_compression(table.get("compression", {})),
+        )
+    except JobError:
+        raise
+    except ValueError as error:
+        raise JobError(str(error)) from None
+
+
+def _optimizer(table: Any) -> OptimizerConfig:
+    config = build(OptimizerConfig, table, "optimizer")
+    if config.clip_norm == 0:  # TOML has no null
+        config = replace(config, clip_norm=None)
+    validate_optimizer(config)
+    return config
+
+
+def _compression(table: Any) -> CompressionConfig:
+    config = build(CompressionConfig, table, "compression")
+    validate_compression(config)
+    return config
+
+
+def _model(table: Any, base: Path, sequence: int) -> GPTConfig | HuggingFaceConfig:
+    if not isinstance(table, dict):
+        raise JobError("model must be a table")
+    rest = {key: value for key, value in table.items() if key != "kind"}
+    match table.get("kind"):
+        case "gpt":
+            model = build(GPTConfig, {"sequence": sequence, **rest}, "model")
+            if model.sequence < sequence:
+                raise JobError(
+                    f"model.sequence must be at least train.sequence ({sequence}), not {model.sequence}"
+                )
+            return model
+        case "huggingface":
+            for key in rest:
+                if key not in ("path", "weights"):
+                    raise JobError(f"model.{key} is not known here (known: path, weights)")
+            path, weights = rest.get("path"), rest.get("weights", True)
+            if not isinstance(path, str):
+                raise JobError("model.path must be the directory that holds config.json")
+            if not isinstance(weights, bool):
+                raise JobError("model.weights must be true or false")
+            directory = base / Path(path).expanduser()
+            if not (directory / "config.json").is_file():
+                raise JobError(f"model.path: {directory} has no config.json")
+            return HuggingFaceConfig(path=directory, weights=weights)
+        case kind:
+            raise JobError(f'model.kind must be "gpt" or "huggingface", not {kind!r:.40}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DataTable:
+    files: tuple[str, ...]
+    held_out: float | tuple[str, ...] = 0.05
+    tokenizer: str = "bytes"
+    limit_bytes: int = DataSpec.limit_bytes
+
+
+def _data(table: Any, base: Path) -> DataSpec:
+    data = build(_DataTable, table, "data")
+    if data.limit_bytes < 1:
+        raise JobError(f"data.limit_bytes must be at least 1, not {data.limit_bytes}")
+    files = _expand(data.files, base, "data.files")
+    if isinstance(data.held_out, tuple):
+        held_out = _expand(data.held_out, base, "data.held_out")
+    elif 0.0 <= data.held_out < 1.0:
+        held_out = share(files, data.held_out)
+    else:
+        raise JobError(f"data.held_out must be from 0 to below 1, not {data.held_out}")
+    train = tuple(sorted(set(files) - set(held_out)))
+    if not train:
+        raise JobError("data.files: every file is held out, nothing is left to train on")
+    tokenizer = None if data.tokenizer == "bytes" else base / Path(data.tokenizer).expanduser()
+    if tokenizer is not None and not tokenizer.is_file():
+        raise JobError(f'data.tokenizer must be "bytes" or a tokenizer.json: there is no {tokenizer}')
+    return DataSpec(files=train, held_out=held_out, tokenizer=tokenizer, limit_bytes=data.limit_bytes)
+
+
+def share(files: tuple[Path, ...], part: float) -> tuple[Path, ...]:
+    """About `part` of the files, spread evenly over their order, at least one where `part` > 0 and there are two."""
+    count = min(len(files) - 1, max(1, round(part * len(files)))) if part > 0 else 0
+    return tuple(files[(2 * i + 1) * len(files) // (2 * count)] for i in range(count))
+
+
+def _expand(patterns: tuple[str, ...], base: Path, where: str) -> tuple[Path, ...]:
+    found: set[Path] = set()
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        root, parts = (Path(path.anchor), path.parts[1:]) if path.is_absolute() else (base, path.parts)
+        if not parts:
+            raise JobError(f"{where}: an empty pattern")
+        matched = [p for p in root.glob(str(Path(*parts))) if p.is_file()]
+        if not matched:
+            raise JobError(f"{where}: no file matches {pattern!r:.200} (looked in {base})")
+        found.update(matched)
+    if not found:
+        raise JobError(f"{where} must name at least one file or pattern")
+    return tuple(sorted(found))

@@ -1,0 +1,33 @@
+"""TOML that somebody wrote: small files, read whole, and every mistake in one line."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from fusion.runtime.job.errors import JobError
+
+
+def read(path: Path, most_bytes: int) -> str:
+    """The text of a file. JobError if it cannot be read, is larger, or no UTF-8."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror or error}") from None
+    if len(data) > most_bytes:
+        raise JobError(f"{path}: larger than {most_bytes} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise JobError(f"{path}: not UTF-8: {error}") from None
+
+
+def tables(text: str, what: str) -> dict[str, Any]:
+    """The tables of a TOML text that should be `what` ("a job"). JobError if it is no TOML."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"not TOML: {error}") from None
+    except RecursionError:
+        raise JobError(f"not {what}: tables or lists nested too deep") from None

@@ -1,0 +1,74 @@
+"""A trained job as a directory: `model.safetensors` with the original names, loadable strictly into the original
+module, and beside it what makes the directory servable (`fusion.runtime.capture.sources`)."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import torch
+
+from fusion.runtime.capture.capture import is_exported
+from fusion.runtime.capture.sources import TOKENIZER_FILE, WEIGHTS_FILE
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.training.service import load_stages
+from fusion.runtime.training.snapshots import snapshot
+from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.transport import PeerId
+
+
+async def export(context: Context, job: JobId, directory: Path) -> int:
+    """Write the newest snapshot of a job into `directory`, which must be new or empty; returns the step it is of
+    (0: the initial weights). Raises JobError, BlobError, OSError."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise JobError(f"{directory} is there already and is not an empty directory")
+    record = await context.directory.job(job)
+    if record is None:
+        raise JobError(f"nobody in the swarm speaks for the job {job[:12]}")
+    hints = [peer for peer in (record.lead, record.author) if peer is not None]
+    manifest = manifests.decode(await context.blobs.read(Digest(job), manifests.MAX_MANIFEST_BYTES, hints))
+    if manifest.kind != "train":
+        raise JobError(f"{manifest.name} serves a model: there is nothing to export")
+    step, tensors = await _tensors(context, job, manifest, record.snapshot, hints)
+    files = {name: await context.blobs.fetch(digest, hints) for name, digest in manifest.files}
+    if manifest.tokenizer is not None:
+        files[TOKENIZER_FILE] = await context.blobs.fetch(manifest.tokenizer, hints)
+
+    def write() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, path in files.items():
+            shutil.copyfile(path, directory / name)
+        snapshot.save(tensors, directory / WEIGHTS_FILE, {"format": "pt"})
+
+    await asyncio.to_thread(write)
+    return step
+
+
+async def _tensors(
+    context: Context, job: JobId, manifest: Manifest, newest: Digest | None, hints: list[PeerId]
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """Every variable that the original module's state_dict has, under each of its names."""
+    stages, _ = await load_stages(context, manifest)
+    digests, step = manifest.weights, 0
+    if newest is not None:
+        data = await context.blobs.read(newest, snapshot.MAX_INDEX_BYTES, hints)
+        index = snapshot.decode_index(data, job, manifest.stages)
+        digests, step = index.shards, index.step
+    found: dict[str, torch.Tensor] = {}
+    for stage, digest in zip(stages, digests, strict=True):
+        path = await context.blobs.fetch(digest, hints)
+        if newest is None:
+            values = await asyncio.to_thread(snapshot.load_weights, path, stage)
+        else:
+            values = snapshot.variables(await asyncio.to_thread(snapshot.load_state, path, stage))
+        for variable in stage.graph.variables:
+            for name in (variable.name, *variable.aliases):
+                if is_exported(name) and name not in found:
+                    # A tied tensor is written under each name: safetensors keeps no ties.
+                    value = values[variable.name]
+                    found[name] = value if name == variable.name else value.clone()
+    return step, found

@@ -1,0 +1,155 @@
+"""A training job's placement together with the codecs of its edges, since each depends on the other: what crosses a slow
+link costs what its codec leaves of it, and which links are slow depends on who works for whom.
+
+The job is placed as if everything went dense, and as if everything went with the gentlest and with the strongest codec
+that it allows; codecs are chosen for each of these placements, and the one whose simulated step is shortest is taken.
+For each, the gentlest choice that is nearly as fast as any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fusion.compression import spec as specs
+from fusion.compression.adaptive import GENTLE, CodecSpeed
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement import pipeline as pipelines
+from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.network import Network
+from fusion.dag.placement.pipeline import Pipeline, Schedule, pipeline
+from fusion.dag.placement.place import Placement, Scheduler, place
+from fusion.dag.placement.simulate import simulate
+from fusion.runtime.job.manifest import CompressionConfig, TrainConfig, Wires
+from fusion.runtime.placing.codec_choice import WITH_TOPK, edges_of, fastest_wires, ties_of, wire_costs
+
+_ELEMENTS = 1 << 18  # of the tensor that stands for all: bytes per element hardly depend on it
+_ITEMSIZE = 4
+_DEEPEST = 8  # times as many microbatches under way as there are stages
+_DEEPER = 0.01  # for a smaller share of the step no more memory is taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wired:
+    placement: Placement  # with the schedule that a job takes
+    wires: Wires
+    costs: pipelines.Wires  # of `wires`
+
+
+def place_wired(
+    graph: Graph,
+    network: Network,
+    sizes: Mapping[str, int],
+    microbatches: int,
+    compression: CompressionConfig,
+    speeds: Mapping[str, CodecSpeed],
+    *,
+    asked: Schedule,
+    stages: int | None = None,
+    scheduler: Scheduler = "op-fence",
+) -> Wired:
+    """`sizes` are those of one microbatch, `speeds` those of codecs, `asked` the schedule of the job's file. Raises
+    PlacementError."""
+    found: dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[float, Wired]] = {}
+    for wire in _assumed(compression, speeds):
+        placed = place(
+            graph, network, sizes, microbatches, stages=stages, scheduler=scheduler, wire=wire
+        )  # fmt: skip
+        if (placed.cuts, placed.owners) not in found:
+            runs = as_launched(placed, asked)
+            found[placed.cuts, placed.owners] = _wired(graph, network, sizes, runs, compression, speeds)
+    return min(found.values(), key=lambda item: item[0])[1]
+
+
+def as_launched(found: Placement, asked: Schedule) -> Placement:
+    """With the schedule that a job takes where memory permits: GPipe if its file says so, else what was found, and no
+    fewer microbatches in flight than by default, since real stages do not keep time as predicted ones do."""
+    if asked == "gpipe":
+        return replace(found, schedule="gpipe")
+    return replace(found, depth=max(found.depth, TrainConfig.depth))
+
+
+def codec_families(compression: CompressionConfig) -> tuple[str, ...]:
+    """Those whose speed choosing wires for the job asks for."""
+    match compression.kind:
+        case "none":
+            return ()
+        case "uniform":
+            family = specs.parse(compression.codec).family
+            return (family,) if family != "none" else ()
+    more = (WITH_TOPK,) if "topk" in compression.families else ()
+    return tuple(dict.fromkeys((*compression.families, *more)))
+
+
+def _wired(
+    graph: Graph,
+    network: Network,
+    sizes: Mapping[str, int],
+    runs: Placement,
+    compression: CompressionConfig,
+    speeds: Mapping[str, CodecSpeed],
+) -> tuple[float, Wired]:
+    """The seconds of its simulated step, and the placement with its codecs."""
+    parts = split(graph, runs.cuts)
+    edges, ties = edges_of(parts), ties_of(parts, sizes)
+    dense = pipeline(graph, runs, network, sizes)
+    busiest = max(stage.forward_seconds + stage.backward_seconds for stage in dense.stages)
+
+    def simulated(wires: Wires, depth: int = runs.depth) -> float:
+        costs = wire_costs(wires, edges, sizes, speeds, compression.reuse_mask)
+        deep = replace(runs, depth=depth)
+        return simulate(pipeline(graph, deep, network, sizes, costs)).step_seconds
+
+    wires = fastest_wires(
+        edges, ties, sizes, runs.owners, network, compression, speeds, busiest, simulated
+    )  # fmt: skip
+    seconds = simulated(wires)
+    # With less to send latency weighs more, and more microbatches under way hide it.
+    for depth in range(runs.depth + 1, _DEEPEST + 1):
+        deep = replace(runs, depth=depth)
+        if runs.schedule != "1f1b" or not fits(pipeline(graph, deep, network, sizes)):
+            break
+        took = simulated(wires, depth)
+        if took < seconds * (1 - _DEEPER):
+            runs, seconds = deep, took
+    costs = wire_costs(wires, edges, sizes, speeds, compression.reuse_mask)
+    return seconds, Wired(placement=runs, wires=wires, costs=costs)
+
+
+def fits(pipe: Pipeline) -> bool:
+    """Whether every owner has the memory that its stages need."""
+    return all(
+        load.memory_bytes <= pipe.network.device(owner).memory_bytes
+        for load, owner in zip(pipe.stages, pipe.owners, strict=True)
+    )
+
+
+def _assumed(compression: CompressionConfig, speeds: Mapping[str, CodecSpeed]) -> list[WireCost | None]:
+    """What every floating value is taken to cost, one placement for each; None is dense."""
+    match compression.kind:
+        case "none":
+            return [None]
+        case "uniform":
+            spec = specs.parse(compression.codec)
+            if spec.family == "none":
+                return [None]
+            bytes_per_element = spec.payload_bytes(_ELEMENTS, _ITEMSIZE) / _ELEMENTS
+            return [_cost(spec.family, bytes_per_element, speeds)]
+    gentle = [family for family in GENTLE if family in compression.families]
+    wires: list[WireCost | None] = [None]
+    for family in dict.fromkeys((*gentle[:1], *gentle[-1:])):
+        bytes_per_element = specs.Spec(family=family).payload_bytes(_ELEMENTS, _ITEMSIZE) / _ELEMENTS
+        wires.append(_cost(family, max(bytes_per_element, _ITEMSIZE / compression.ratio), speeds))
+    if "topk" in compression.families:
+        wires.append(_cost("topk", _ITEMSIZE / compression.ratio, speeds))
+    return wires
+
+
+def _cost(family: str, bytes_per_element: float, speeds: Mapping[str, CodecSpeed]) -> WireCost:
+    return WireCost(
+        name=family,
+        bytes_per_element=bytes_per_element,
+        encode_seconds_per_element=_ITEMSIZE / speeds[family].encode_bytes_per_second,
+        decode_seconds_per_element=_ITEMSIZE / speeds[family].decode_bytes_per_second,
+    )

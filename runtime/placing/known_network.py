@@ -1,0 +1,72 @@
+"""The swarm as placement sees it: what its records say of links, and a guess where they say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from fusion.dag.placement.network import Device, Link, Network
+from fusion.runtime.placing.link_guess import guess_links
+from fusion.swarm.directory.records import PeerRecord
+from fusion.swarm.links.packet_trains import FAST
+from fusion.swarm.links.view import LinkView, PairLink
+from fusion.swarm.transport import PeerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownNetwork:
+    network: Network
+    view: LinkView
+
+    def known(self, a: str, b: str) -> bool:
+        """Whether round trip and rate from `a` to `b` were measured."""
+        return self.view.link(PeerId(a), PeerId(b)).measured
+
+
+def known_network(peers: Sequence[PeerRecord], view: LinkView) -> KnownNetwork:
+    """Of every ordered pair what was measured; else what coordinates, uplinks and downlinks come to; else a guess from
+    addresses. A line of which nothing is known has no limit. Who came last is the last of the devices."""
+    peers = sorted(peers, key=lambda peer: (peer.started_at, peer.peer))
+    links = {
+        (a, b): _link(view.link(PeerId(a), PeerId(b)), guess) for (a, b), guess in guess_links(peers).items()
+    }
+    best_out, best_in = _best(view)
+    devices = tuple(
+        Device(
+            peer=peer.peer,
+            flops_per_second=max(peer.flops_per_second, 1.0),
+            memory_bytes=peer.free_memory_bytes,
+            up_bytes_per_second=_line(view.up.get(peer.peer), best_out.get(peer.peer, 0.0)),
+            down_bytes_per_second=_line(view.down.get(peer.peer), best_in.get(peer.peer, 0.0)),
+        )
+        for peer in peers
+    )
+    return KnownNetwork(network=Network(devices=devices, links=links), view=view)
+
+
+def _link(known: PairLink, guess: Link) -> Link:
+    rate = known.bytes_per_second or guess.bytes_per_second
+    return Link(
+        alpha_seconds=guess.alpha_seconds if known.rtt_seconds is None else known.rtt_seconds / 2,
+        bytes_per_second=max(rate, guess.bytes_per_second) if known.at_least else rate,
+    )
+
+
+def _line(seen: float | None, best_pair: float) -> float:
+    """A line carries what one of its links was measured to carry, whatever its owner says; and more, where nobody looks
+    closer."""
+    rate = inf if seen is None else max(seen, best_pair)
+    return inf if rate >= FAST else rate
+
+
+def _best(view: LinkView) -> tuple[dict[PeerId, float], dict[PeerId, float]]:
+    """The fastest measured link from, and to, each peer, in bytes per second."""
+    out: dict[PeerId, float] = {}
+    into: dict[PeerId, float] = {}
+    for a, b in view.pairs:
+        rate = view.link(a, b)
+        if rate.rate_measured and rate.bytes_per_second is not None:
+            out[a] = max(out.get(a, 0.0), rate.bytes_per_second)
+            into[b] = max(into.get(b, 0.0), rate.bytes_per_second)
+    return out, into

@@ -1,0 +1,228 @@
+"""A placement for people: which peer computes what, what it sends to whom, how long a step takes and why.
+
+`planned` describes a placement that somebody has made; `plan_training` makes one for a job file and a swarm file, with
+nothing running: the model is captured without memory for its weights, and no data is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from fusion.compression.reference_speeds import REFERENCE
+from fusion.dag.cutting.costs import node_costs
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.network import Network
+from fusion.dag.placement.pipeline import Wires, pipeline
+from fusion.dag.placement.place import Placement, Scheduler
+from fusion.dag.placement.simulate import simulate
+from fusion.dag.placement.step_model import step_seconds
+from fusion.dag.rewrites.clean import clean
+from fusion.runtime.capture.capture import capture_language_model
+from fusion.runtime.capture.huggingface import open_model, parameters_on_meta
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import CompressionConfig
+from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
+from fusion.runtime.placing.codec_placement import fits, place_wired
+from fusion.runtime.placing.swarm_file import BYTES_PER_MBIT, SwarmFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    stage: int
+    peer: str
+    first_node: int  # of the graph's
+    last_node: int
+    flops_share: float  # of a step's, from 0 to 1
+    memory_bytes: int  # that it needs
+    lent_bytes: int  # that its peer has
+    seconds: float  # of computing, in a step
+    busy: float  # share of the simulated step
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLink:
+    """What one peer sends to another in a step."""
+
+    sender: str
+    receiver: str
+    activation_bytes: float
+    gradient_bytes: float
+    codecs: tuple[str, ...]
+    mbps: float  # when nothing else uses the lines of the two
+    rtt_ms: float
+    seconds: float  # to send it all at that rate
+    known: bool  # False: rate and latency are a guess
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLine:
+    """What a peer sends and receives in a step over a line that limits it: its own uplink and downlink."""
+
+    peer: str
+    up_seconds: float
+    down_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    stages: tuple[PlannedStage, ...]
+    links: tuple[PlannedLink, ...]
+    lines: tuple[PlannedLine, ...]
+    left_out: tuple[str, ...]  # peers that get nothing to do
+    microbatches: int
+    schedule: str
+    in_flight: int  # microbatches that the first stage holds at most
+    predicted_seconds: float  # a step, by the closed form
+    simulated_seconds: float  # a step, played out
+    bound_seconds: float  # a step, if whatever is busiest were busy all the time
+    bottleneck: str
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        for link in found["links"]:
+            link["from"], link["to"] = link.pop("sender"), link.pop("receiver")
+            if link["mbps"] == float("inf"):
+                link["mbps"] = None  # JSON has no infinity
+        return found
+
+
+def plan_training(spec: JobSpec, swarm: SwarmFile, scheduler: Scheduler = "op-fence") -> Plan:
+    """Place the job on the peers of the swarm file. Raises JobError, CaptureError, PlacementError. Blocking: seconds
+    for a large model."""
+    network = swarm.network()
+    if spec.placement.peers:
+        chosen = _chosen(spec.placement.peers, swarm)
+        network = Network(devices=tuple(d for d in network.devices if d.peer in chosen), links=network.links)
+    graph, train = training_graph(spec), spec.train
+    sizes = {"batch": train.microbatch_size, "sequence": train.sequence}
+    found = place_wired(
+        graph,
+        network,
+        sizes,
+        train.microbatches,
+        spec.compression,
+        REFERENCE,
+        asked=train.schedule,
+        stages=spec.placement.stages,
+        scheduler=scheduler,
+    )
+    runs = found.placement
+    while runs.depth > 1 and not fits(pipeline(graph, runs, network, sizes)):
+        runs = replace(runs, depth=runs.depth - 1)
+    return planned(
+        graph,
+        runs,
+        network,
+        sizes,
+        wires=found.costs,
+        compression=spec.compression,
+        known=lambda a, b: swarm.pair(a, b).known,
+    )
+
+
+def training_graph(spec: JobSpec) -> Graph:
+    """The graph that launching the job would place. Raises JobError, CaptureError."""
+    if isinstance(spec.model, HuggingFaceConfig):
+        with parameters_on_meta():
+            model = open_model(spec.model.path, weights=False)
+        if spec.train.sequence > model.max_sequence:
+            raise JobError(
+                f"train.sequence must be at most {model.max_sequence}, what the model was built for"
+            )
+        return clean(model.capture(training=True))
+    with torch.device("meta"):
+        module = GPT(spec.model)
+    return clean(capture_language_model(module, training=True, maximum_sequence=spec.model.sequence))
+
+
+def planned(
+    graph: Graph,
+    placement: Placement,
+    network: Network,
+    sizes: Mapping[str, int],
+    *,
+    wires: Wires | None = None,
+    compression: CompressionConfig | None = None,
+    known: Callable[[str, str], bool] = lambda a, b: True,
+) -> Plan:
+    """`sizes` are those of one microbatch; `known` tells which ordered pairs of peers `network` does not guess."""
+    pipe = pipeline(graph, placement, network, sizes, wires)
+    prediction, trace = step_seconds(pipe), simulate(pipe)
+    flops = [c.forward_flops + c.backward_flops * placement.training for c in node_costs(graph, sizes)]
+    bounds = list(pairwise((0, *placement.cuts, len(graph.nodes))))
+    stages = tuple(
+        PlannedStage(
+            stage=s,
+            peer=pipe.owners[s],
+            first_node=first,
+            last_node=end - 1,
+            flops_share=sum(flops[first:end]) / max(1, sum(flops)),
+            memory_bytes=pipe.stages[s].memory_bytes,
+            lent_bytes=network.device(pipe.owners[s]).memory_bytes,
+            seconds=trace.stage_busy_seconds[s],
+            busy=trace.stage_busy_seconds[s] / max(trace.step_seconds, 1e-12),
+        )
+        for s, (first, end) in enumerate(bounds)
+    )
+    sent: dict[tuple[str, str], list[float]] = {}
+    codecs: dict[tuple[str, str], dict[str, None]] = {}
+    for flow in pipe.flows:
+        ends = pipe.owners[flow.producer], pipe.owners[flow.consumer]
+        for way, cost, bytes_ in (
+            (0, flow.forward, flow.forward_bytes),
+            (1, flow.backward, flow.backward_bytes),
+        ):
+            if cost is not None and ends[0] != ends[1]:
+                pair = ends[::-1] if way else ends
+                sent.setdefault(pair, [0.0, 0.0])[way] += bytes_ * pipe.microbatches
+                codecs.setdefault(pair, {})[cost.name] = None  # fmt: skip
+    links = tuple(
+        PlannedLink(
+            sender=a,
+            receiver=b,
+            activation_bytes=sent[a, b][0],
+            gradient_bytes=sent[a, b][1],
+            codecs=tuple(codecs[a, b]),
+            mbps=network.rate(a, b) / BYTES_PER_MBIT,
+            rtt_ms=(network.link(a, b).alpha_seconds + network.link(b, a).alpha_seconds) * 1000,
+            seconds=trace.links[a, b].busy_seconds,
+            known=known(a, b),
+        )
+        for a, b in sent
+    )
+    lines = tuple(
+        PlannedLine(peer=peer, up_seconds=up, down_seconds=down)
+        for peer in dict.fromkeys(pipe.owners)
+        for up, down in [
+            tuple(loads[peer].busy_seconds if peer in loads else 0.0 for loads in (trace.uplinks, trace.downlinks))
+        ]
+        if up or down
+    )  # fmt: skip
+    return Plan(
+        stages=stages,
+        links=links,
+        lines=lines,
+        left_out=placement.left_out,
+        microbatches=pipe.microbatches,
+        schedule=pipe.schedule,
+        in_flight=pipe.in_flight(0),
+        predicted_seconds=prediction.seconds,
+        simulated_seconds=trace.step_seconds,
+        bound_seconds=prediction.bound_seconds,
+        bottleneck=prediction.bottleneck,
+        compression=compression or CompressionConfig(),
+    )
+
+
+def _chosen(names: Sequence[str], swarm: SwarmFile) -> frozenset[str]:
+    for name in names:
+        if name not in swarm.by_name:
+            raise JobError(f"placement.peers: the swarm file has no peer called {name!r:.80}")
+    return frozenset(names)

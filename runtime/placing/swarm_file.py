@@ -1,0 +1,303 @@
+"""`swarm.toml`: the peers and links of a swarm that need not exist, for `fusion-peer plan` and for emulated networks.
+
+[[sites]]                    # optional: a rule for all pairs of peers that name it, instead of a link for each
+name = "lab"
+mbps = 1000                  # of each pair, each way; left out: no limit but the peers' own
+rtt_ms = 1
+
+[[peers]]
+name = "lab-1"
+site = "lab"                 # optional
+gflops = 300                 # what it reaches, in float32 (or mflops)
+memory = "8GiB"
+up_mbps = 40                 # of its own line, shared by all that it sends; left out: no limit
+down_mbps = 100
+rtt_ms = 10                  # from it to the exchange and back: added at either end of a pair, but not within a site
+
+[[links]]
+between = ["lab", "home"]    # both ways, or from = "lab", to = "home"; each a peer or a site
+mbps = 80
+rtt_ms = 20                  # where both ends are peers, nothing is added to it
+
+[default]                    # all other pairs
+rtt_ms = 30
+
+Two peers between which nothing says otherwise are 40 ms apart (0 where both have an rtt_ms of their own), at 10 Mbps (or
+as fast as up_mbps and down_mbps allow, where there are both). `queue_ms` and `loss` describe a pair further for those
+who emulate it; placement reads neither. `memory_gb_per_second` paces what is not arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+from fusion.dag.placement.network import UNKNOWN_LINK, Device, Link, Network
+from fusion.runtime.job import toml_files
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.fields import build
+from fusion.runtime.job.size_text import parse_size
+
+MAX_SWARM_BYTES = 64 << 20
+BYTES_PER_MBIT = 1e6 / 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One way between two peers: what the way itself allows; the lines of the two peers are not in it."""
+
+    mbps: float = math.inf
+    rtt_ms: float
+    queue_ms: float | None = None  # how long a full queue takes to drain; None: whoever emulates it decides
+    loss: float = 0.0
+    known: bool = True  # False: nothing in the file names it
+
+    @property
+    def link(self) -> Link:
+        return Link(alpha_seconds=self.rtt_ms / 2000, bytes_per_second=self.mbps * BYTES_PER_MBIT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerEntry:
+    name: str
+    gflops: float | None = None
+    mflops: float | None = None
+    memory: int | str
+    memory_gb_per_second: float = Device.memory_bytes_per_second / 1e9
+    site: str | None = None
+    up_mbps: float | None = None
+    down_mbps: float | None = None
+    rtt_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        if (self.gflops is None) == (self.mflops is None):
+            raise ValueError("gflops (or mflops) must be set, one of the two")
+        for key in ("gflops", "mflops", "memory_gb_per_second", "up_mbps", "down_mbps"):
+            _check_above_zero(key, getattr(self, key))
+        _check_not_below_zero("rtt_ms", self.rtt_ms)
+        if self.memory_bytes < 1:
+            raise ValueError(f"memory must be a size such as 4GiB, not {self.memory}")
+
+    @property
+    def flops_per_second(self) -> float:
+        return self.gflops * 1e9 if self.gflops is not None else (self.mflops or 0.0) * 1e6
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        return self.memory if isinstance(self.memory, int) else parse_size(self.memory, "memory")
+
+    @property
+    def device(self) -> Device:
+        return Device(
+            peer=self.name,
+            flops_per_second=self.flops_per_second,
+            memory_bytes=self.memory_bytes,
+            memory_bytes_per_second=self.memory_gb_per_second * 1e9,
+            up_bytes_per_second=math.inf if self.up_mbps is None else self.up_mbps * BYTES_PER_MBIT,
+            down_bytes_per_second=math.inf if self.down_mbps is None else self.down_mbps * BYTES_PER_MBIT,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """The figures of a link, of a site's inside, or of the default; without `mbps` it sets no limit of its own."""
+
+    mbps: float | None = None
+    rtt_ms: float
+    queue_ms: float | None = None
+    loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_above_zero("mbps", self.mbps)
+        _check_above_zero("queue_ms", self.queue_ms)
+        _check_not_below_zero("rtt_ms", self.rtt_ms)
+        if not 0.0 <= self.loss < 1.0:
+            raise ValueError(f"loss must be from 0 to below 1, not {self.loss}")
+
+    def pair(self, more_rtt_ms: float) -> Pair:
+        mbps = math.inf if self.mbps is None else self.mbps
+        return Pair(mbps=mbps, rtt_ms=self.rtt_ms + more_rtt_ms, queue_ms=self.queue_ms, loss=self.loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmFile:
+    peers: tuple[PeerEntry, ...]
+    sites: Mapping[str, Way]
+    links: Mapping[tuple[str, str], Way]  # by (from, to), each a peer or a site
+    default: Way | None = None
+
+    @cached_property
+    def by_name(self) -> dict[str, PeerEntry]:
+        return {peer.name: peer for peer in self.peers}
+
+    def pair(self, a: str, b: str) -> Pair:
+        """The way from peer `a` to peer `b`, by the rule that says the most about just these two. KeyError if the
+        swarm does not have both."""
+        one, two = self.by_name[a], self.by_name[b]
+        inside = one.site is not None and one.site == two.site
+        # What a peer adds lies between it and the exchange, so neither neighbours nor those who know better add it.
+        more = 0.0 if inside else (one.rtt_ms or 0.0) + (two.rtt_ms or 0.0)
+        if (a, b) in self.links:
+            return self.links[a, b].pair(0.0)
+        for key in ((a, two.site), (one.site, b), (one.site, two.site)):
+            way = self.links.get(key)  # type: ignore[arg-type]
+            if way is not None:
+                return way.pair(more)
+        if inside:
+            return self.sites[one.site or ""].pair(0.0)
+        if self.default is not None:
+            return self.default.pair(more)
+        away = one.rtt_ms is not None and two.rtt_ms is not None
+        limited = one.up_mbps is not None and two.down_mbps is not None
+        return Pair(
+            mbps=math.inf if limited else UNKNOWN_LINK.bytes_per_second / BYTES_PER_MBIT,
+            rtt_ms=more if away else more + UNKNOWN_LINK.alpha_seconds * 2000,
+            known=away and limited,
+        )
+
+    def network(self) -> Network:
+        """As placement sees it. Its links are worked out when they are asked for: there may be 10^8 of them."""
+        return Network(devices=tuple(peer.device for peer in self.peers), links=_LinksByRule(self))
+
+
+class _LinksByRule(Mapping[tuple[str, str], Link]):
+    def __init__(self, swarm: SwarmFile) -> None:
+        self._swarm = swarm
+        self._made: dict[tuple[float, float], Link] = {}  # few pairs differ from all others
+
+    def __getitem__(self, pair: tuple[str, str]) -> Link:
+        if pair[0] == pair[1]:
+            raise KeyError(pair)
+        found = self._swarm.pair(*pair)
+        figures = found.mbps, found.rtt_ms
+        link = self._made.get(figures)
+        if link is None:
+            link = self._made[figures] = found.link
+        return link
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return permutations(self._swarm.by_name, 2)
+
+    def __len__(self) -> int:
+        return len(self._swarm.peers) * (len(self._swarm.peers) - 1)
+
+
+def load(path: Path) -> SwarmFile:
+    """Read a swarm file. JobError says in one line which field is wrong and what would be right."""
+    text = toml_files.read(path, MAX_SWARM_BYTES)
+    try:
+        return parse(text)
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
+
+
+def parse(text: str) -> SwarmFile:
+    """A swarm from TOML text. Raises JobError."""
+    table = toml_files.tables(text, "a swarm")
+    try:
+        return _swarm(table)
+    except JobError:
+        raise
+    except ValueError as error:
+        raise JobError(str(error)) from None
+
+
+def _swarm(table: dict[str, Any]) -> SwarmFile:
+    _check_known(table, {"peers", "sites", "links", "default"}, "")
+    peers = tuple(build(PeerEntry, entry, where) for where, entry in _entries(table, "peers"))
+    if not peers:
+        raise JobError("there is no peer: add a [[peers]] table with name, gflops and memory")
+    sites: dict[str, Way] = {}
+    names: set[str] = set()
+    for where, entry in _entries(table, "sites"):
+        name = entry.get("name")
+        if not isinstance(name, str):
+            raise JobError(f"{where}.name must be text")
+        _check_name(name, f"{where}.")
+        sites[name] = build(Way, {k: v for k, v in entry.items() if k != "name"}, where)
+        _check_new(name, names, where)
+    for i, peer in enumerate(peers):
+        _check_new(peer.name, names, f"peers[{i}]")
+        if peer.site is not None and peer.site not in sites:
+            known = ", ".join(list(sites)[:10]) or "there are none"
+            raise JobError(f"peers[{i}].site: no [[sites]] is called {peer.site!r:.60} (sites: {known})")
+    links: dict[tuple[str, str], Way] = {}
+    for where, entry in _entries(table, "links"):
+        way = build(Way, {k: v for k, v in entry.items() if k not in _ENDS}, where)
+        for ends in _ends(entry, names, where):
+            if ends in links:
+                raise JobError(f"{where}: the link from {ends[0]} to {ends[1]} is given twice")
+            links[ends] = way
+    default = build(Way, table["default"], "default") if "default" in table else None
+    return SwarmFile(peers=peers, sites=sites, links=links, default=default)
+
+
+_ENDS = ("between", "from", "to")
+
+
+def _entries(table: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
+    """Each table of [[key]] with the name that messages give it."""
+    found = table.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+        raise JobError(f"{key} must be tables, each under [[{key}]]")
+    known = {
+        "peers": {f.name for f in fields(PeerEntry)},
+        "sites": {"name", *(f.name for f in fields(Way))},
+        "links": {*_ENDS, *(f.name for f in fields(Way))},
+    }[key]
+    entries = [(f"{key}[{i}]", entry) for i, entry in enumerate(found)]
+    for where, entry in entries:
+        _check_known(entry, known, f"{where}.")
+    return entries
+
+
+def _ends(entry: dict[str, Any], names: set[str], where: str) -> list[tuple[str, str]]:
+    """The ordered pairs that a [[links]] table is about."""
+    given = [key for key in _ENDS if key in entry]
+    if given not in (["between"], ["from", "to"]):
+        raise JobError(f'{where} must have between = ["a", "b"], or from = "a" and to = "b"')
+    ends = entry["between"] if given == ["between"] else [entry["from"], entry["to"]]
+    if not isinstance(ends, list) or len(ends) != 2 or not all(isinstance(end, str) for end in ends):
+        raise JobError(f"{where}.{given[0]} must name two peers or sites")
+    for end in ends:
+        if end not in names:
+            raise JobError(f"{where}: no peer and no site is called {end!r:.60}")
+    if ends[0] == ends[1]:
+        raise JobError(
+            f"{where} must join two, not {ends[0]} with itself; [[sites]] says how a site is inside"
+        )
+    pair = (ends[0], ends[1])
+    return [pair, pair[::-1]] if given == ["between"] else [pair]
+
+
+def _check_known(table: dict[str, Any], known: set[str], prefix: str) -> None:
+    for key in table:
+        if key not in known:
+            raise JobError(f"{prefix}{key!s:.80} is not known here (known: {', '.join(sorted(known))})")
+
+
+def _check_new(name: str, names: set[str], where: str) -> None:
+    if name in names:
+        raise JobError(f"{where}.name: {name!r:.60} is taken; peers and sites need names of their own")
+    names.add(name)
+
+
+def _check_name(name: str, prefix: str = "") -> None:
+    if not (0 < len(name) <= 100 and name.isprintable()):
+        raise JobError(f"{prefix}name must be text of 1 to 100 printable characters, not {name!r:.60}")
+
+
+def _check_above_zero(key: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise JobError(f"{key} must be above 0, not {value:g}")
+
+
+def _check_not_below_zero(key: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise JobError(f"{key} must be 0 or more, not {value:g}")

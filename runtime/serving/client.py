@@ -1,0 +1,124 @@
+"""The client side of `/fusion/generate/1`: ask any peer for text, get pieces as they are made.
+
+Where the peer that was asked vanishes another one goes on: it is told the tokens so far and gives the same rest.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.serving.request import (
+    GENERATE,
+    MAX_ANSWERED,
+    MAX_SEED,
+    Answer,
+    GenerateRequest,
+    Piece,
+    number,
+    whole,
+)
+from fusion.swarm.directory.api import Directory
+from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed
+from fusion.swarm.transport import Frame, PeerId, Transport, checked
+
+GATEWAY_TRIES = 5  # peers that may vanish under one answer
+
+# Another gateway to ask than those that have vanished; None where there is none.
+Another = Callable[[frozenset[PeerId]], Awaitable[PeerId | None]]
+
+
+async def generate(
+    transport: Transport, peer: PeerId, request: GenerateRequest, another: Another | None = None
+) -> AsyncGenerator[Piece | Answer, None]:
+    """Ask `peer`, which need not serve the model itself. Pieces, then one Answer.
+
+    Raises RemoteError with the gateway's one line; PeerUnreachable, StreamBroken or StreamClosed where it vanished
+    and `another` knows of no other. Close the iterator (`contextlib.aclosing`) to stop early: the swarm then frees
+    the session.
+    """
+    if not request.seeded:  # the next gateway has to draw what this one would have drawn
+        seeded = replace(request.sampling, seed=secrets.randbelow(MAX_SEED))
+        request = replace(request, sampling=seeded, seeded=True)
+    tokens = list(request.answered)
+    gone: frozenset[PeerId] = frozenset()
+    while True:
+        try:
+            async with aclosing(_ask(transport, peer, request, tokens)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            return
+        except (PeerUnreachable, StreamBroken, StreamClosed):
+            gone |= {peer}
+            if another is None or len(gone) >= GATEWAY_TRIES or len(tokens) > MAX_ANSWERED:
+                raise
+            found = await another(gone)
+            if found is None:
+                raise
+            peer, request = found, replace(request, answered=tuple(tokens))
+
+
+def another_peer(directory: Directory) -> Another:
+    """Any working peer of the swarm; the one that was asked first is as good as any other."""
+
+    async def find(gone: frozenset[PeerId]) -> PeerId | None:
+        peers = [p.peer for p in await directory.peers() if p.role == "peer" and p.peer not in gone]
+        return random.choice(peers) if peers else None
+
+    return find
+
+
+async def complete(
+    transport: Transport, peer: PeerId, request: GenerateRequest, another: Another | None = None
+) -> Answer:
+    """The same, all at once."""
+    async with aclosing(generate(transport, peer, request, another)) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, Answer):
+                return piece
+    raise JobFailed("the gateway ended without an answer")
+
+
+async def _ask(
+    transport: Transport, peer: PeerId, request: GenerateRequest, tokens: list[int]
+) -> AsyncGenerator[Piece | Answer, None]:
+    """One gateway's part of the answer, whose tokens are added to `tokens`."""
+    stream = await transport.open(peer, GENERATE)
+    try:
+        header, prompt = request.to_frame()
+        await stream.send("generate", header, [prompt])
+        while True:
+            frame = checked(await stream.receive())
+            if frame.kind == "done":
+                yield _answer(frame, tokens)
+                return
+            if frame.kind != "token":
+                raise FrameError(f"gateways send token and done, not {frame.kind!r:.40}")
+            text = frame.header.get("text", "")
+            piece = Piece(
+                index=len(tokens),
+                id=whole(frame.header, "id", -1),
+                text=text if isinstance(text, str) else "",
+                logits=bytes(frame.payload),
+            )
+            tokens.append(piece.id)
+            yield piece
+    finally:
+        stream.abort()
+
+
+def _answer(frame: Frame, tokens: list[int]) -> Answer:
+    header = frame.header
+    route = header.get("route")
+    return Answer(
+        text=str(header.get("text", "")),
+        tokens=tuple(tokens),
+        finish="stop" if header.get("finish") == "stop" else "length",
+        prompt_tokens=whole(header, "prompt_tokens", 0),
+        route=tuple(PeerId(str(peer)) for peer in route) if isinstance(route, list) else (),
+        seconds=number(header, "seconds", 0.0),
+    )

@@ -1,0 +1,207 @@
+"""What one stage's tensors look like on the wire: which codec each goes with, and what is remembered of it.
+
+    activation   the edge's forward codec; encoded once for all its consumers
+    gradient     the edge's backward codec. Where the forward one was sparse, only the elements that the consumer had seen
+                 have a gradient: their values go back in the same order, without their positions (`masked`)
+    tie          the variable's forward codec; whoever sends it adds up what the others will read of it, so that every
+                 member of the tie-group ends with the same sum
+    evaluation   never sparse: it is to say how good the weights are, and they are served whole
+
+The job's table (`TrainConfig.wires`, `After.wires`) says what is sent; what is received says itself what it is, and has
+to be of a kind that the job allows. Encoding and decoding run in a thread of their own, beside the arithmetic, in the
+order in which they were asked for, so that error feedback depends on the schedule alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from fusion.compression.codec import codec
+from fusion.compression.encoding import LOSSY, Sparse
+from fusion.compression.error_feedback import ErrorFeedback
+from fusion.compression.spec import parse
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.dims import bind
+from fusion.runtime.job.manifest import TrainConfig, Wires
+from fusion.runtime.job.worker import Worker
+from fusion.runtime.training.step.run_statistics import Attempt
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+DENSE = "none"
+EVALUATED = "int8"  # in the place of what leaves elements out
+
+_Place = tuple[Attempt, int, int, str]  # attempt, step, microbatch, edge
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A tensor as it goes out."""
+
+    spec: str
+    masked: bool
+    buffers: Sequence[memoryview]
+
+
+class WireCodecs:
+    """`worker`: the thread that encodes and decodes; None computes where it is called, for what has no thread."""
+
+    def __init__(self, config: TrainConfig, worker: Worker | None = None) -> None:
+        self._config = config
+        self._worker = worker
+        self._table: dict[str, tuple[str, str]] = {}
+        self._feedback = ErrorFeedback()
+        # Of each sparse activation of the steps under way: its codec, and the elements that it had.
+        self._masks: dict[_Place, tuple[str, torch.Tensor]] = {}
+        self.use(config.wires)
+
+    def use(self, wires: Wires) -> None:
+        """From now on tensors are sent by this table."""
+        self._table = {edge: (forward, backward) for edge, forward, backward in wires}
+
+    def check(self, spec: str) -> None:
+        """ValueError for a codec that this job does not have."""
+        parsed = parse(spec)
+        if str(parsed) != spec:
+            raise ValueError(f"codec {spec[:40]!r} is spelt {str(parsed)!r}")
+        if parsed.family not in allowed(self._config):
+            raise ValueError(
+                f"codec {spec[:40]!r}: this job sends {', '.join(sorted(allowed(self._config)))}"
+            )
+
+    # --- out
+
+    async def activation(
+        self, attempt: Attempt, step: int, microbatch: int, edge: str, tensor: torch.Tensor, *, evaluate: bool
+    ) -> Sent:
+        spec = self._spec(edge, 0, tensor)
+        if evaluate and parse(spec).family == "topk":
+            spec = EVALUATED
+        if spec == DENSE:
+            return _dense(tensor)
+        encoded = await self._run(codec(spec).encode, tensor)
+        if encoded.indices is not None and not evaluate:
+            self._masks[attempt, step, microbatch, edge] = (spec, encoded.indices)
+        return Sent(spec, False, encoded.buffers)
+
+    async def gradient(
+        self, attempt: Attempt, step: int, microbatch: int, edge: str, tensor: torch.Tensor
+    ) -> Sent:
+        mask = self._masks.pop((attempt, step, microbatch, edge), None)
+        if mask is not None and self._config.compression.reuse_mask:
+            spec, indices = mask
+            sparse = codec(spec)
+            assert isinstance(sparse, Sparse)  # nothing else has indices
+            encoded = await self._run(sparse.encode_at, tensor, indices)
+            return Sent(spec, True, encoded.buffers)
+        return await self._encoded(edge, self._spec(edge, 1, tensor), tensor)
+
+    async def tie(self, variable: str, tensor: torch.Tensor) -> tuple[Sent, torch.Tensor]:
+        """As it goes out, and as the others will read it."""
+        sent = await self._encoded(variable, self._spec(variable, 0, tensor), tensor)
+        if sent.spec == DENSE:
+            return sent, tensor
+        payload = memoryview(bytearray().join(sent.buffers))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return sent, await self._run(codec(sent.spec).decode, payload, {}, tuple(tensor.shape), dtype)
+
+    async def _encoded(self, name: str, spec: str, tensor: torch.Tensor) -> Sent:
+        if spec == DENSE:
+            return _dense(tensor)
+        if self._config.compression.error_feedback:
+            encoded = await self._run(self._feedback.encode, name, codec(spec), tensor)
+        else:
+            encoded = await self._run(codec(spec).encode, tensor)
+        return Sent(spec, False, encoded.buffers)
+
+    def _spec(self, name: str, direction: int, tensor: torch.Tensor) -> str:
+        if str(tensor.dtype).removeprefix("torch.") not in LOSSY:
+            return DENSE
+        return self._table.get(name, (DENSE, DENSE))[direction]
+
+    # --- in
+
+    async def decode(
+        self,
+        place: _Place,
+        kind: str,
+        sent: Sent,
+        shape: tuple[int, ...],
+        dtype: str,
+        *,
+        evaluate: bool = False,
+    ) -> torch.Tensor:
+        """ValueError for bytes that are not a tensor of that shape, or values for elements that we never sent."""
+        (payload,), made = sent.buffers, codec(sent.spec)
+        if sent.masked:
+            spec, indices = self._masks.get(place, (DENSE, None))
+            if kind != "gradient" or spec != sent.spec or not isinstance(made, Sparse):
+                raise ValueError("values for elements that were not sent")
+            return await self._run(made.decode_at, payload, shape, dtype, indices)
+        if kind == "activation" and isinstance(made, Sparse) and not evaluate:
+            decoded = await self._run(made.decode_sparse, payload, shape, dtype)
+            if decoded.indices is not None:
+                self._masks[place] = (sent.spec, decoded.indices)
+            return decoded.tensor
+        return await self._run(made.decode, payload, {}, shape, dtype)
+
+    # --- a step, and the stage's state
+
+    def advance(self, attempt: Attempt, step: int) -> None:
+        """What belongs to earlier steps and attempts is forgotten."""
+        self._masks = {place: mask for place, mask in self._masks.items() if place[:2] >= (attempt, step)}
+
+    def commit(self) -> None:
+        """What the step has left out is state now."""
+        self._feedback.commit()
+
+    async def discard(self) -> None:
+        """Forget the step that is under way."""
+        self._masks.clear()
+        await self._run(self._feedback.discard)  # behind whatever is being encoded
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What has been left out so far, by edge or variable: part of the stage's state."""
+        return self._feedback.state()
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._feedback.load(state)
+
+    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._worker is None:
+            return function(*args, **kwargs)
+        return await self._worker.run(function, *args, **kwargs)
+
+
+def allowed(config: TrainConfig) -> frozenset[str]:
+    """The families of codecs that a stage of this job may receive."""
+    compression = config.compression
+    if compression.kind == "none":
+        return frozenset({DENSE})
+    families = (
+        {parse(compression.codec).family} if compression.kind == "uniform" else set(compression.families)
+    )
+    return frozenset({DENSE, EVALUATED, *families})
+
+
+def residual_shapes(stage: Stage, config: TrainConfig) -> dict[str, tuple[int, ...]]:
+    """What error feedback may keep at a stage, by edge or variable: float32 tensors of these shapes."""
+    if not config.compression.error_feedback:
+        return {}
+    sizes = {"batch": config.microbatch_size, "sequence": config.sequence}
+    kinds = {edge.name: edge.type for edge in stage.receives if edge.needs_gradient}
+    kinds |= {variable.name: variable.type for variable in stage.graph.variables}
+    return {
+        name: tuple(bind(dim, sizes) for dim in kind.shape)
+        for name, kind in kinds.items()
+        if kind.dtype in LOSSY
+    }
+
+
+def _dense(tensor: torch.Tensor) -> Sent:
+    return Sent(DENSE, False, codec(DENSE).encode(tensor).buffers)

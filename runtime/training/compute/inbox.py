@@ -1,0 +1,217 @@
+"""Tensors that a stage waits for, checked against its plan as they arrive.
+
+What may arrive is known beforehand: each edge, microbatch and direction once a step. Everything else is refused, so
+that memory is bounded by the plan: at most this step and the next of the current attempt, and one attempt ahead of it
+(a partner may hear the lead's `begin` or `commit` before we do).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fusion.compression.codec import NONE
+from fusion.dag.cutting.stage import Stage, TieGroup
+from fusion.dag.ir.dims import bind
+from fusion.dag.ir.graph import DTYPE_BYTES, TensorType
+from fusion.runtime.job.fields import build
+from fusion.runtime.job.manifest import TrainConfig
+from fusion.runtime.training.compute.edge_codecs import DENSE, Sent, WireCodecs
+from fusion.runtime.training.step.messages import TENSOR_KINDS, TensorHeader
+from fusion.runtime.training.step.protocol import NO_ATTEMPT, Attempt
+from fusion.swarm.errors import FrameError
+from fusion.swarm.transport import Frame
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one stage needs to know of the whole to run its part of a step."""
+
+    stage: Stage
+    stages: int
+    ties: tuple[TieGroup, ...]  # those that this stage belongs to
+    sizes: Mapping[str, int]  # of the symbols: batch is a microbatch's
+    memory_bytes: tuple[
+        int, ...
+    ] = ()  # what each stage of the job needs, as its launcher estimates it; or nothing
+    whole: tuple[Stage, ...] = ()  # all stages, for the first one: who leads looks after all
+
+    @property
+    def partners(self) -> frozenset[int]:
+        """The stages that this one exchanges frames with: neighbours on edges, tie-groups, the lead (and, for the
+        lead, everybody)."""
+        stage = self.stage
+        found = {0, *(edge.producer for edge in stage.receives)}
+        found.update(c for edge in stage.sends for c in edge.consumers)
+        found.update(s for group in self.ties for s in group.stages)
+        if stage.index == 0:
+            found.update(range(self.stages))
+        return frozenset(found - {stage.index})
+
+    def shape(self, kind: TensorType) -> tuple[int, ...]:
+        return tuple(bind(dim, self.sizes) for dim in kind.shape)
+
+
+@dataclass(frozen=True)
+class Key:
+    """What names one tensor within an attempt: `source` is the stage that sent it."""
+
+    kind: str
+    step: int
+    microbatch: int
+    edge: str
+    source: int
+    evaluate: bool = False
+
+
+class Inbox:
+    def __init__(self, plan: Plan, config: TrainConfig, codecs: WireCodecs | None = None) -> None:
+        self._config = config
+        self._codecs = codecs or WireCodecs(config)
+        self._expected = _expected(plan)
+        self._attempt: Attempt = NO_ATTEMPT
+        self._step = 0
+        self._ahead: Attempt = NO_ATTEMPT  # the newest attempt that a partner has begun before us
+        self._ahead_step = 0
+        self._held: dict[Attempt, dict[Key, torch.Tensor]] = {}
+        self._waiting: dict[Key, asyncio.Future[torch.Tensor]] = {}
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of the tensors that may arrive; no codec makes one larger."""
+        return max((math.prod(s) * DTYPE_BYTES[dtype] for s, dtype in self._expected.values()), default=0)
+
+    def advance(self, attempt: Attempt, step: int) -> None:
+        """From now on this stage works on `step` in `attempt`; what belongs to earlier ones is dropped."""
+        self._attempt, self._step = attempt, step
+        self._held = {a: held for a, held in self._held.items() if a >= attempt}
+        held = self._held.get(attempt, {})
+        self._held[attempt] = {key: tensor for key, tensor in held.items() if key.step >= step}
+
+    def drop(self) -> None:
+        """Forget what the current attempt has brought and who waited for more."""
+        self._held.pop(self._attempt, None)
+        for future in self._waiting.values():
+            future.cancel()
+        self._waiting.clear()
+
+    def offer(self, source: int, frame: Frame) -> Awaitable[None] | None:
+        """A tensor frame from stage `source`. FrameError for one that the plan does not have; one of an attempt that
+        is over, or a second copy, is dropped without a word. One that has to be decoded takes its time: what is
+        returned then is to be awaited before the next frame of `source` is offered, and raises the same."""
+        header = _header(frame)
+        shape, dtype = self._check(source, frame.kind, header)
+        if not self._wanted(header):
+            return None
+        if header.codec != DENSE:
+            return self._decode(source, frame, header, shape, dtype)
+        try:
+            tensor = NONE.decode(frame.payload, {}, shape, dtype)
+        except ValueError as error:
+            raise FrameError(f"{frame.kind} {header.edge[:80]!r}: {error}") from None
+        self._put(source, frame.kind, header, tensor)
+        return None
+
+    async def _decode(
+        self, source: int, frame: Frame, header: TensorHeader, shape: tuple[int, ...], dtype: str
+    ) -> None:
+        place = (header.attempt, header.step, header.microbatch, header.edge)
+        sent = Sent(header.codec, header.masked, (frame.payload,))
+        try:
+            tensor = await self._codecs.decode(
+                place, frame.kind, sent, shape, dtype, evaluate=header.evaluate
+            )
+        except ValueError as error:
+            raise FrameError(f"{frame.kind} {header.edge[:80]!r}: {error}") from None
+        if self._wanted(header):  # still
+            self._put(source, frame.kind, header, tensor)
+
+    def _put(self, source: int, kind: str, header: TensorHeader, tensor: torch.Tensor) -> None:
+        key = Key(kind, header.step, header.microbatch, header.edge, source, header.evaluate)
+        future = self._waiting.pop(key, None) if header.attempt == self._attempt else None
+        if future is not None and not future.done():
+            future.set_result(tensor)
+        else:
+            self._held.setdefault(header.attempt, {}).setdefault(key, tensor)
+
+    def _wanted(self, header: TensorHeader) -> bool:
+        if header.attempt == self._attempt:
+            if header.step > self._step + 1:
+                raise FrameError(f"a tensor of step {header.step} while step {self._step} is under way")
+            return header.step >= self._step
+        if header.attempt < max(self._attempt, self._ahead):
+            return False
+        if header.attempt > self._ahead:
+            if self._ahead != self._attempt:
+                self._held.pop(self._ahead, None)
+            self._ahead, self._ahead_step = header.attempt, header.step
+        # Its first step cannot be committed before we have begun it.
+        if header.step != self._ahead_step:
+            raise FrameError(
+                f"a tensor of step {header.step} in an attempt that began with {self._ahead_step}"
+            )
+        return True
+
+    async def take(self, key: Key) -> torch.Tensor:
+        """The tensor of that name of the current attempt, once it is there; each can be taken once."""
+        held = self._held.get(self._attempt, {}).pop(key, None)
+        if held is not None:
+            return held
+        future: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = future
+        try:
+            return await future
+        finally:
+            self._waiting.pop(key, None)
+
+    def _check(self, source: int, kind: str, header: TensorHeader) -> tuple[tuple[int, ...], str]:
+        expected = self._expected.get((kind, header.edge, source))
+        if expected is None:
+            raise FrameError(f"stage {source} has no {kind} {header.edge[:80]!r} for us")
+        shape, dtype = expected
+        if header.shape != shape or header.dtype != dtype:
+            given = f"{header.dtype[:20]}{list(header.shape)[:8]}"
+            raise FrameError(f"{kind} {header.edge[:80]!r} is {given}: the plan says {dtype}{list(shape)}")
+        try:
+            self._codecs.check(header.codec)
+        except ValueError as error:
+            raise FrameError(str(error)) from None
+        last = self._config.evaluate_batches if header.evaluate else self._config.microbatches
+        if not 0 <= header.microbatch < (1 if kind == "tie" else last):
+            raise FrameError(f"no microbatch {header.microbatch} in the plan")
+        if header.evaluate and kind != "activation":
+            raise FrameError(f"evaluation has no {kind}")
+        return shape, dtype
+
+
+def _header(frame: Frame) -> TensorHeader:
+    if frame.kind not in TENSOR_KINDS:
+        raise FrameError(f"no tensor frame is called {frame.kind[:40]!r}")
+    try:
+        return build(TensorHeader, frame.header, frame.kind)
+    except ValueError as error:
+        raise FrameError(str(error)) from None
+
+
+def _expected(plan: Plan) -> dict[tuple[str, str, int], tuple[tuple[int, ...], str]]:
+    """(kind, edge, source) -> shape and dtype of every tensor that may arrive."""
+    stage = plan.stage
+    found = {
+        ("activation", edge.name, edge.producer): (plan.shape(edge.type), edge.type.dtype)
+        for edge in stage.receives
+    }
+    for edge in stage.sends:
+        if edge.needs_gradient:
+            for consumer in edge.consumers:
+                found["gradient", edge.name, consumer] = (plan.shape(edge.type), edge.type.dtype)
+    types = {variable.name: variable.type for variable in stage.graph.variables}
+    for group in plan.ties:
+        kind = types[group.variable]
+        for member in group.stages:
+            if member != stage.index:
+                found["tie", group.variable, member] = (plan.shape(kind), kind.dtype)
+    return found

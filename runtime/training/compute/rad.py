@@ -1,0 +1,271 @@
+"""Remote automatic differentiation: one stage's part of a step (FusionLLM, arXiv 2410.12707, section 3.2).
+
+    FP   wait for the stage's remote inputs, run, send each output once to every consumer, keep the stash
+    BP   sum the remote gradients of each output in stage order, run backward, send each input's gradient back
+
+The order of FP and BP is a schedule of `fusion.dag.placement.schedule`. The device's thread has the next action waiting while it
+runs one, so it never waits for the loop, for data or for a send: what is sent is encoded and goes out beside the
+computation that follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusion.dag.cutting.stage import Edge
+from fusion.dag.placement.schedule import Action, gpipe, one_f_one_b
+from fusion.runtime.job.manifest import TrainConfig
+from fusion.runtime.job.worker import Worker
+from fusion.runtime.planes.plane import RngKey, TrainingStage
+from fusion.runtime.training.compute.edge_codecs import Sent, WireCodecs
+from fusion.runtime.training.compute.inbox import Inbox, Key, Plan
+from fusion.runtime.training.data.batches import Batches
+from fusion.runtime.training.data.ledger import fed_digest
+from fusion.runtime.training.step.events import Report
+from fusion.runtime.training.step.run_statistics import Attempt
+from fusion.swarm.transport import Buffer
+
+# An action that runs and one that is ready to: more would only make a discarded step take longer to stop.
+AHEAD = 2
+
+Send = Callable[[int, str, Mapping[str, Any], Sequence[Buffer]], None]
+Tensors = dict[str, torch.Tensor]
+
+
+class Rad:
+    """Runs the microbatches of one stage. `send(stage, kind, header, payload)` queues a frame and returns at once."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: TrainConfig,
+        plane: TrainingStage,
+        worker: Worker,
+        batches: Batches,
+        send: Send,
+        codecs: WireCodecs | None = None,
+    ) -> None:
+        self._codecs = codecs or WireCodecs(config)
+        self.inbox = Inbox(plan, config, self._codecs)
+        self._plan = plan
+        self._config = config
+        self._plane = plane
+        self._worker = worker
+        self._batches = batches
+        self._send = send
+        self._busy = 0.0  # seconds computed; written by the worker thread only
+        self._losses: dict[int, float] = {}
+        self._fed: dict[int, list[int]] = {}  # microbatch -> the samples that went into its forward
+        self._actions = _schedule(plan, config)
+        # A tied variable is held several times; its gradient counts once in the norm, at the lowest stage.
+        self._uncounted = frozenset(t.variable for t in plan.ties if t.stages[0] != plan.stage.index)
+
+    async def step(self, attempt: Attempt, step: int) -> Report:
+        """Forward and backward of every microbatch of `step`, gradients summed over tie-groups. Cancelling it leaves
+        gradients and stashes behind, for `TrainingStage.discard`."""
+        self.inbox.advance(attempt, step)
+        self._codecs.advance(attempt, step)
+        self._losses.clear()
+        self._fed.clear()
+        began, busy = time.perf_counter(), self._busy
+        gate = asyncio.Semaphore(AHEAD)
+        async with _group() as group:
+            for action in self._actions:
+                work = await self._prepare(action, attempt, step)
+                await gate.acquire()
+                group.create_task(work()).add_done_callback(lambda _: gate.release())
+        await self._sum_ties(attempt, step)
+        squared_norm = await self._compute(self._plane.squared_norm, self._uncounted)
+        losses = [self._losses[m] for m in sorted(self._losses)]
+        return Report(
+            squared_norm=squared_norm,
+            loss=sum(losses) / len(losses) if losses else None,
+            fed=None
+            if self._batches.samples is None
+            else fed_digest(self._fed[m] for m in sorted(self._fed)),
+            busy=min(1.0, (self._busy - busy) / max(1e-9, time.perf_counter() - began)),
+        )
+
+    async def evaluate(self, attempt: Attempt, step: int) -> float | None:
+        """Mean loss over the held-out microbatches for the state of `step`; None at a stage that does not make it."""
+        self.inbox.advance(attempt, step)
+        self._losses.clear()
+        gate = asyncio.Semaphore(AHEAD)
+        async with _group() as group:
+            for batch in range(self._config.evaluate_batches):
+                received = await self._receive(step, batch, evaluate=True)
+                await gate.acquire()
+                inputs = {**self._batches.held_out(batch), **received}
+                task = group.create_task(self._evaluate(attempt, step, batch, inputs))
+                task.add_done_callback(lambda _: gate.release())
+        losses = [self._losses[m] for m in sorted(self._losses)]
+        return sum(losses) / len(losses) if losses else None
+
+    # --- waiting
+
+    async def _prepare(
+        self, action: Action, attempt: Attempt, step: int
+    ) -> Callable[[], Coroutine[Any, Any, None]]:
+        """Wait for what the action reads; the result runs it."""
+        at = action.microbatch
+        if action.kind == "forward":
+            indices = self._batches.indices(step, at)
+            inputs = self._batches.read(indices)
+            inputs.update(await self._receive(step, at, evaluate=False))
+            return partial(self._forward, attempt, step, at, inputs, indices)
+        gradients = [
+            (edge.name, [await self._gradient(edge, consumer, step, at) for consumer in edge.consumers])
+            for edge in self._plan.stage.sends
+            if edge.needs_gradient
+        ]
+        return partial(self._backward, attempt, step, at, gradients)
+
+    async def _receive(self, step: int, microbatch: int, *, evaluate: bool) -> Tensors:
+        return {
+            edge.name: await self.inbox.take(
+                Key("activation", step, microbatch, edge.name, edge.producer, evaluate)
+            )
+            for edge in self._plan.stage.receives
+        }
+
+    async def _gradient(self, edge: Edge, consumer: int, step: int, microbatch: int) -> torch.Tensor:
+        return await self.inbox.take(Key("gradient", step, microbatch, edge.name, consumer))
+
+    # --- computing, then sending while the next action computes
+
+    async def _forward(
+        self, attempt: Attempt, step: int, microbatch: int, inputs: Tensors, indices: list[int]
+    ) -> None:
+        rng = RngKey(self._config.seed, step, microbatch)
+
+        def run() -> tuple[Tensors, float | None]:
+            return _finish(self._plane.forward(microbatch, inputs, rng))
+
+        sends, loss = await self._compute(run)
+        self._fed[microbatch] = indices
+        if loss is not None:
+            self._losses[microbatch] = loss
+        await self._send_forward(attempt, step, microbatch, sends, evaluate=False)
+
+    async def _evaluate(self, attempt: Attempt, step: int, batch: int, inputs: Tensors) -> None:
+        def run() -> tuple[Tensors, float | None]:
+            return _finish(self._plane.evaluate(inputs))
+
+        sends, loss = await self._compute(run)
+        if loss is not None:
+            self._losses[batch] = loss
+        await self._send_forward(attempt, step, batch, sends, evaluate=True)
+
+    async def _backward(
+        self, attempt: Attempt, step: int, microbatch: int, gradients: list[tuple[str, list[torch.Tensor]]]
+    ) -> None:
+        def run() -> Tensors:
+            summed = {name: _sum(parts) for name, parts in gradients}
+            made = self._plane.backward(microbatch, summed, 1.0 / self._config.microbatches)
+            return {name: tensor.to("cpu").contiguous() for name, tensor in made.items()}
+
+        made = await self._compute(run)
+        for edge in self._plan.stage.receives:
+            if edge.needs_gradient:
+                tensor = made[edge.name]
+                sent = await self._codecs.gradient(attempt, step, microbatch, edge.name, tensor)
+                self._post(edge.producer, "gradient", attempt, step, microbatch, edge.name, tensor, sent)
+
+    async def _sum_ties(self, attempt: Attempt, step: int) -> None:
+        """Every member of a tie-group ends with the same sum: added up in stage order, wherever it is added."""
+        for group in self._plan.ties:
+            own = await self._compute(self._own_gradient, group.variable)
+            here = self._plan.stage.index
+            others = [member for member in group.stages if member != here]
+            sent, read = await self._codecs.tie(group.variable, own)
+            for member in others:
+                self._post(member, "tie", attempt, step, 0, group.variable, own, sent)
+            parts = {here: read}
+            for member in others:
+                parts[member] = await self.inbox.take(Key("tie", step, 0, group.variable, member))
+            ordered = [parts[member] for member in group.stages]
+            await self._compute(lambda v, p: self._plane.set_gradients({v: _sum(p)}), group.variable, ordered)
+
+    def _own_gradient(self, variable: str) -> torch.Tensor:
+        return self._plane.gradients([variable])[variable].to("cpu", copy=True).contiguous()
+
+    async def _send_forward(
+        self, attempt: Attempt, step: int, microbatch: int, sends: Tensors, *, evaluate: bool
+    ) -> None:
+        for edge in self._plan.stage.sends:
+            name, tensor = edge.name, sends[edge.name]
+            sent = await self._codecs.activation(attempt, step, microbatch, name, tensor, evaluate=evaluate)
+            for consumer in edge.consumers:
+                self._post(consumer, "activation", attempt, step, microbatch, name, tensor, sent, evaluate)
+
+    def _post(
+        self,
+        target: int,
+        kind: str,
+        attempt: Attempt,
+        step: int,
+        microbatch: int,
+        edge: str,
+        tensor: torch.Tensor,
+        sent: Sent,
+        evaluate: bool = False,
+    ) -> None:
+        header = {
+            "attempt": attempt,
+            "step": step,
+            "microbatch": microbatch,
+            "edge": edge,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": tuple(tensor.shape),
+            "codec": sent.spec,
+            "masked": sent.masked,
+            "evaluate": evaluate,
+        }
+        self._send(target, kind, header, sent.buffers)
+
+    async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
+        def timed() -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self._busy += time.perf_counter() - began
+
+        return await self._worker.run(timed)
+
+
+def _schedule(plan: Plan, config: TrainConfig) -> tuple[Action, ...]:
+    stage, stages, microbatches = plan.stage.index, plan.stages, config.microbatches
+    if config.schedule == "gpipe":
+        return gpipe(stage, stages, microbatches)
+    return one_f_one_b(stage, stages, microbatches, config.depth)
+
+
+@asynccontextmanager
+async def _group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises what went wrong first, not a group of it: one action fails, the step is over."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def _finish(made: Tensors) -> tuple[Tensors, float | None]:
+    """In the worker thread: bring what is sent to the host, and the loss to a number."""
+    loss = float(made["result/0"]) if "result/0" in made else None
+    return {name: tensor.to("cpu").contiguous() for name, tensor in made.items()}, loss
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

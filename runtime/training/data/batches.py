@@ -1,0 +1,220 @@
+"""Training data: text packed once into a blob of token ids, and which samples a microbatch holds.
+
+The choice of samples is a pure function of (seed, step, microbatch), so that the stages which read data (the first
+for `input_ids`, the last for `targets`) agree without a word, and a step that is run again sees the same samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import DataConfig, TrainConfig
+
+TOKEN_TYPES: Mapping[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+SEPARATOR = 0  # the byte between two files of byte-level text
+
+Tokens = npt.NDArray[Any]
+
+
+# --- packing
+
+
+def pack_text(
+    files: Iterable[Path], tokenizer: Tokenizer | None, limit_bytes: int, vocabulary: int
+) -> Tokens:
+    """The files' text as one row of token ids, little-endian unsigned of the smallest width that `vocabulary` needs.
+
+    Bytes where `tokenizer` is None. Stops at `limit_bytes` of text. JobError for a file that cannot be read or a token
+    id that the model does not have.
+    """
+    width = token_bytes(vocabulary)
+    rows: list[Tokens] = []
+    left = limit_bytes
+    for path in files:
+        try:
+            data = path.read_bytes()[:left]
+        except OSError as error:
+            raise JobError(f"data.files: {path}: {error.strerror or error}") from None
+        left -= len(data)
+        rows.append(_tokens(data, tokenizer))
+        if left <= 0:
+            break
+    row = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+    if row.size and int(row.max()) >= vocabulary:
+        raise JobError(f"model.vocabulary must be above the largest token id in the data ({int(row.max())})")
+    return row.astype(TOKEN_TYPES[width])
+
+
+def _tokens(data: bytes, tokenizer: Tokenizer | None) -> Tokens:
+    if tokenizer is None:
+        return np.frombuffer(data + bytes((SEPARATOR,)), np.uint8).astype(np.int64)
+    text = data.decode("utf-8", errors="replace")
+    return np.array(tokenizer.encode(text).ids, dtype=np.int64)
+
+
+def token_bytes(vocabulary: int) -> int:
+    """Bytes that hold every id of a vocabulary: 1, 2 or 4."""
+    return next(width for width in (1, 2, 4) if vocabulary <= 256**width)
+
+
+# --- choosing
+
+
+def sample_indices(seed: int, step: int, microbatch: int, config: TrainConfig, samples: int) -> list[int]:
+    """The samples of one microbatch: every sample once an epoch, in an order that (seed, epoch) shuffles."""
+    first = (step * config.microbatches + microbatch) * config.microbatch_size
+    return list(_window(seed, first, config.microbatch_size, samples))
+
+
+@lru_cache(maxsize=1024)  # the lead asks again, to check what was fed
+def _window(seed: int, first: int, count: int, samples: int) -> tuple[int, ...]:
+    return tuple(_shuffled(seed, *divmod(first + i, samples), samples) for i in range(count))
+
+
+def held_out_indices(batch: int, config: TrainConfig, samples: int) -> list[int]:
+    """The samples of one microbatch of evaluation, spread evenly over the held-out data, the same every time."""
+    wanted = config.evaluate_batches * config.microbatch_size
+    first = batch * config.microbatch_size
+    return [((first + i) * samples // wanted) % samples for i in range(config.microbatch_size)]
+
+
+def _shuffled(seed: int, epoch: int, index: int, samples: int) -> int:
+    """The image of `index` under a permutation of range(samples): a Feistel network over the next power of four,
+    walked until it lands inside (Black and Rogaway 2002, "cycle-walking cipher"). No table, whatever the size."""
+    half = max(1, math.ceil(math.log2(max(2, samples)) / 2))
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            digest = hashlib.blake2b(f"{seed}/{epoch}/{turn}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        index = (left << half) | right
+        if index < samples:
+            return index
+
+
+# --- reading
+
+
+class Batches:
+    """The model inputs that one stage reads, of training and held-out microbatches, from blobs on disk.
+
+    `inputs`: the names of those inputs with their shapes past the first dimension (None: not checked). JobError for
+    blobs that do not hold them. A stage that reads only `position_ids` opens no blob.
+    """
+
+    def __init__(
+        self, config: TrainConfig, inputs: Sequence[str], train: Path | None, held_out: Path | None
+    ) -> None:
+        self._config = config
+        self._inputs = tuple(inputs)
+        unknown = sorted(set(inputs) - {"input_ids", "position_ids", "targets"})
+        if config.data.kind == "tokens" and unknown:
+            raise JobError(f"the graph reads {unknown[0]!r}, which data of kind tokens does not have")
+        self._train = _source(config.data, config, self._inputs, train)
+        self._held_out = _source(config.data, config, self._inputs, held_out)
+
+    @staticmethod
+    def needs_blobs(config: TrainConfig, inputs: Iterable[str]) -> bool:
+        """Whether a stage with these inputs reads the data blobs at all."""
+        return bool(set(inputs) - ({"position_ids"} if config.data.kind == "tokens" else set()))
+
+    @property
+    def samples(self) -> int | None:
+        """In the training data; None where the stage reads none of it."""
+        return None if self._train is None else self._train.samples
+
+    def train(self, step: int, microbatch: int) -> dict[str, torch.Tensor]:
+        """Tensors by input name, the first dimension `microbatch_size`."""
+        return self.read(self.indices(step, microbatch))
+
+    def indices(self, step: int, microbatch: int) -> list[int]:
+        """The numbers of the samples of a microbatch; none where the stage reads none."""
+        if self._train is None:
+            return []
+        return sample_indices(self._config.seed, step, microbatch, self._config, self._train.samples)
+
+    def read(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The inputs made of these samples of the training data, as `train` gives them."""
+        return self._positions() if self._train is None else self._train.read(indices, self._inputs)
+
+    def held_out(self, batch: int) -> dict[str, torch.Tensor]:
+        if self._held_out is None:
+            return self._positions()
+        return self._held_out.read(
+            held_out_indices(batch, self._config, self._held_out.samples), self._inputs
+        )
+
+    def _positions(self) -> dict[str, torch.Tensor]:
+        return {name: _positions(self._config) for name in self._inputs}
+
+
+def _positions(config: TrainConfig) -> torch.Tensor:
+    return torch.arange(config.sequence).repeat(config.microbatch_size, 1)
+
+
+def _source(
+    data: DataConfig, config: TrainConfig, inputs: tuple[str, ...], path: Path | None
+) -> _Windows | _Arrays | None:
+    if path is None:
+        return None
+    return _Windows(path, config) if data.kind == "tokens" else _Arrays(path, inputs)
+
+
+class _Windows:
+    """Windows of sequence + 1 tokens at a stride of `sequence`: inputs, and the targets one further."""
+
+    def __init__(self, path: Path, config: TrainConfig) -> None:
+        kind = TOKEN_TYPES[config.data.token_bytes]
+        size = path.stat().st_size
+        self.samples = (size // kind.itemsize - 1) // config.sequence
+        if size % kind.itemsize or self.samples < 1:
+            raise JobError(f"a data blob of {size} bytes holds no sample of {config.sequence + 1} tokens")
+        self._config = config
+        self._row = np.memmap(path, dtype=kind, mode="r")
+
+    def read(self, indices: Sequence[int], inputs: Sequence[str]) -> dict[str, torch.Tensor]:
+        length = self._config.sequence
+        windows = np.stack([self._row[i * length : i * length + length + 1] for i in indices]).astype(
+            np.int64
+        )
+        made = {
+            "input_ids": lambda: torch.from_numpy(windows[:, :-1].copy()),
+            "targets": lambda: torch.from_numpy(windows[:, 1:].copy()),
+            "position_ids": lambda: _positions(self._config),
+        }
+        return {name: made[name]() for name in inputs}
+
+
+class _Arrays:
+    """Rows of tensors in a safetensors file, under the names of the model's inputs."""
+
+    def __init__(self, path: Path, inputs: Sequence[str]) -> None:
+        try:
+            with safe_open(path, framework="pt") as file:
+                missing = sorted(set(inputs) - set(file.keys()))
+                if missing:
+                    raise JobError(f"the data blob has no array {missing[0]!r}")
+                self._arrays = {name: file.get_tensor(name) for name in inputs}
+        except SafetensorError as error:
+            raise JobError(f"the data blob is not safetensors: {error}") from None
+        sizes = {len(array) if array.dim() else 0 for array in self._arrays.values()}
+        if len(sizes) != 1 or 0 in sizes:
+            raise JobError("the arrays of a data blob must have one first dimension, of at least 1")
+        self.samples = sizes.pop()
+
+    def read(self, indices: Sequence[int], inputs: Sequence[str]) -> dict[str, torch.Tensor]:
+        chosen = torch.tensor(indices)
+        return {name: self._arrays[name].index_select(0, chosen) for name in inputs}

@@ -1,0 +1,357 @@
+"""The lead of a job: the owner of stage 0, which holds the data placeholder. Elected like any other stage owner.
+
+The rules of a step are `fusion.runtime.training.step.protocol.lead` and those of a snapshot `fusion.runtime.training.snapshots.snapshot.Collector`, both
+pure, as is when to take the next (`fusion.runtime.training.snapshots.snapshot_period`); here they meet messages, the blobs of snapshot indices, and the figures that people watch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Literal
+
+from fusion.runtime.job.manifest import TrainConfig, Wires
+from fusion.runtime.job.progress import RECENT, Progress
+from fusion.runtime.training.lead.tuning import in_words
+from fusion.runtime.training.snapshots.snapshot import Collector, encode_index
+from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod
+from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step import protocol as steps
+from fusion.runtime.training.step.checkpoint import Point
+from fusion.runtime.training.step.handover_state import Baton
+from fusion.runtime.training.step.run_statistics import CLEAN
+from fusion.swarm.directory.records import Digest, JobId, one_line
+from fusion.swarm.transport import PeerId
+
+log = logging.getLogger(__name__)
+
+SPEED_STEPS = 8  # the speed shown is that of so many steps
+BATON_WIRES = 8192  # characters of a table that is handed on; the next lead can choose anew
+PACE_STEPS = 2  # committed in a row, before it is known how fast the job is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How fast a job trains."""
+
+    step_seconds: float  # of the last step, or of the one under way where that takes longer already
+    compute_seconds: tuple[float, ...]  # of each stage for one microbatch, as the last steps showed it
+    steps_left: int
+
+
+class Lead:
+    """`send(stage, message)` reaches every stage, the lead's own too, and returns at once; `spawn` runs a coroutine
+    beside the loop; `put` stores a blob; `changed` is called when the progress did; `clock` counts seconds.
+
+    `newest` is the snapshot that our stage was loaded from, or knows of beside the `baton` that it took over with;
+    `samples`: in the training data, None where our stage reads none of it; `edges`: names of those of the job."""
+
+    def __init__(
+        self,
+        job: JobId,
+        config: TrainConfig,
+        stages: int,
+        term: int,
+        newest: Point,
+        baton: Baton | None = None,
+        *,
+        samples: int | None,
+        edges: Sequence[str] = (),
+        send: Callable[[int, m.Message], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        put: Callable[[bytes], Awaitable[Digest]],
+        changed: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.losses: list[tuple[int, float]] = []  # (step, loss) of the steps that this lead committed
+        self._job = job
+        self._config = config
+        self._stages = stages
+        self._send = send
+        self._spawn = spawn
+        self._put = put
+        self._changed = changed
+        self._clock = clock
+        self._state = steps.LeadState(
+            config=config,
+            stages=stages,
+            term=term,
+            samples=samples,
+            newest=newest,
+            ledger=newest.ledger if baton is None else baton.ledger,
+            tally=CLEAN if baton is None else baton.tally,
+            heir=baton is not None,
+            wires=None if baton is None else baton.wires,
+        )
+        self._collector = Collector(stages=stages)
+        self._index: Digest | None = None
+        self._period = SnapshotPeriod(began=clock(), taken=clock())
+        self._watched = clock()  # until when the tally counts the seconds
+        self._finishing = False
+        self._times: deque[float] = deque(maxlen=SPEED_STEPS + 1)
+        self._computed: deque[tuple[float, ...]] = deque(maxlen=SPEED_STEPS)  # as `Pace.compute_seconds`
+        self._edges = edges
+        self.progress = Progress(
+            job=job, state="running", steps=config.steps, stages=stages,
+            snapshot=newest.digest, snapshot_step=newest.step,
+            step=newest.step if baton is None else baton.step,
+            codecs=self._codecs(),
+        )  # fmt: skip
+        self._tell_books()
+
+    @property
+    def waiting_for(self) -> str:
+        """One line for people: why no step is under way; empty while one is."""
+        if self._state.missing:
+            return f"waiting for stage {', '.join(map(str, self._state.missing))}"
+        return "waiting for all stages to find each other" if self._state.phase == "gathering" else ""
+
+    @property
+    def books(self) -> tuple[steps.Ledger, steps.Tally]:
+        """What the next lead needs, if we hand over."""
+        return self._state.ledger, self._state.tally
+
+    @property
+    def pace(self) -> Pace | None:
+        """None while no step is under way, before a few were committed, and once the job is to end."""
+        state = self._state
+        if state.phase != "running" or state.stopping or len(self._computed) < PACE_STEPS:
+            return None
+        return Pace(
+            step_seconds=max(self._times[-1] - self._times[-2], self._clock() - self._times[-1]),
+            compute_seconds=tuple(median(of_stage) for of_stage in zip(*self._computed, strict=True)),
+            steps_left=self._config.steps - state.step,
+        )
+
+    @property
+    def wires(self) -> Wires:
+        """What tensors are sent as, from the next step on at the latest."""
+        return self._config.wires if self._state.wires is None else self._state.wires
+
+    @property
+    def chosen(self) -> Wires | None:
+        """The table that the next lead would not know of, if it is no longer than a baton can carry."""
+        wires = self._state.wires or ()
+        return self._state.wires if sum(len(word) for way in wires for word in way) <= BATON_WIRES else None
+
+    def rewire(self, wires: Wires) -> None:
+        """Send tensors by that table from the next step on."""
+        self._event(steps.Rewire(wires))
+        self.tell(codecs=self._codecs())
+        log.info("step %d: codecs are %s", self._state.step, self._codecs())
+
+    def move(self, stage: int, peer: PeerId) -> None:
+        """Have the owner of a stage hand it to that peer at a step boundary."""
+        self._send(stage, m.MoveMessage(peer=peer))
+
+    def stop(self) -> None:
+        """End the job after the step that is under way, with a snapshot."""
+        self._event(steps.Stop())
+
+    def tell(self, **fields: object) -> None:
+        """Change what the progress says."""
+        # What another peer said ends up here too, and a record carries only clean lines.
+        clean = {name: one_line(value) if isinstance(value, str) else value for name, value in fields.items()}
+        progress = replace(self.progress, **clean)  # type: ignore[arg-type]
+        if progress != self.progress:
+            self.progress = progress
+            self._changed()
+
+    def receive(self, stage: int, message: m.Message) -> None:
+        """A control message from a stage. ValueError for one that only the lead may send."""
+        match message:
+            case m.JoinMessage():
+                self._watch()
+                self._event(
+                    steps.Joined(
+                        stage=stage, step=message.step, entry=message.entry, links=message.links,
+                        attempt=message.attempt,
+                        abandoned=message.abandoned, newest=message.newest, before=message.before,
+                        tally=message.tally,
+                    )
+                )  # fmt: skip
+                self._tell_books()
+            case m.SuspectMessage(text=text, entry=entry):
+                log.info("stage %d: %s", stage, text)
+                self._event(steps.Lost(stage, entry))
+                self._tell_books()
+            case m.ReadyMessage(attempt=attempt, step=step, report=report):
+                self._look_at_the_clock()
+                self._event(steps.Ready(stage, attempt, step, report))
+            case m.EvaluatedMessage(step=step, loss=loss):
+                self.tell(validation_loss=loss, validation_step=step)
+            case m.ShardMessage(step=step, digest=digest, seconds=seconds):
+                self._shard(stage, step, digest, seconds)
+            case m.HeldMessage(step=step, index=index):
+                self._held(stage, step, index)
+            case m.FailedMessage(text=text, attempt=attempt):
+                log.warning("stage %d failed: %s", stage, text)
+                self._event(steps.Failed(stage, attempt, text))
+            case m.LeavingMessage(entry=entry):
+                log.info("the owner of stage %d is leaving", stage)
+                self._event(steps.Leaving(stage, entry))
+            case m.LackMessage(attempt=attempt, text=text):
+                log.warning("stage %d cannot go back: %s", stage, text)
+                self._event(steps.Lacking(stage, attempt))
+            case _:
+                raise ValueError(f"{type(message).__name__} is for the lead to send")
+
+    # --- steps
+
+    def _event(self, event: steps.LeadEvent) -> None:
+        self._state, actions = steps.lead(self._state, event)
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: steps.LeadAction) -> None:
+        match action:
+            case steps.Begin(attempt, step, after, tally):
+                now = self._clock()
+                self._times.clear()
+                self._times.append(now)
+                self._computed.clear()
+                self._period = self._period.seen(now, tally.seconds, tally.losses).give_up()
+                # Whoever was saving may be gone, and the next owner does not know of it.
+                self._collector, self._index = Collector(stages=self._stages), None
+                self._snapshot(after)
+                self._everyone(m.BeginMessage(attempt=attempt, step=step, after=after, tally=tally))
+                self.tell(step=step, attempts=self._state.count, message="", **self._books())
+            case steps.Commit(attempt, step, rate, clip, after):
+                self._snapshot(after)
+                self._everyone(
+                    m.CommitMessage(
+                        attempt=attempt, step=step, learning_rate=rate, clip_factor=clip, after=after
+                    )
+                )
+            case steps.Committed():
+                self._committed(action)
+            case steps.Discard(attempt):
+                self._everyone(m.DiscardMessage(attempt=attempt))
+            case steps.Hold(attempt, stage, entry):
+                self._send(stage, m.HoldMessage(attempt=attempt, stage=stage, entry=entry))
+            case steps.Restore(attempt, point):
+                log.info("not everybody has the state of one step: back to step %d", point.step)
+                self._period = self._period.restored(self._clock())
+                self._everyone(m.RestoreMessage(attempt=attempt, point=point))
+                self.tell(snapshot=point.digest, snapshot_step=point.step)
+            case steps.FellBack(lost):
+                log.warning(
+                    "nobody holds the snapshot of step %d any more: back to the one before", lost.step
+                )
+            case steps.Fail(message):
+                self.finish("failed", message)
+
+    def _look_at_the_clock(self) -> None:
+        now = self._clock()
+        if self._period.overdue(now):
+            log.warning("the snapshot of step %d was not held in time", self._collector.step)
+            self._period = self._period.give_up()
+            self._event(steps.SnapshotLost())
+        if self._config.snapshot_every == 0 and self._period.due(now):
+            self._event(steps.SnapshotDue())
+
+    def _watch(self) -> None:
+        """Count the time that this job was watched."""
+        now, tally = self._clock(), self._state.tally
+        tally = replace(tally, seconds=tally.seconds + now - self._watched)
+        self._state, self._watched = replace(self._state, tally=tally), now
+
+    def _books(self) -> dict[str, object]:
+        ledger, tally = self.books
+        return {
+            "samples": ledger.samples, "ledger": ledger.head, "discarded": tally.discarded,
+            "replayed": tally.replayed, "losses": tally.losses, "recoveries": tally.recoveries,
+        }  # fmt: skip
+
+    def _tell_books(self) -> None:
+        point = self._state.newest
+        self.tell(snapshot=point.digest, snapshot_step=point.step, **self._books())
+
+    def _everyone(self, message: m.Message) -> None:
+        # The others first: our own stage starts to compute at once, theirs have a link to cross.
+        for stage in (*range(1, self._stages), 0):
+            self._send(stage, message)
+
+    def _committed(self, committed: steps.Committed) -> None:
+        reports = [committed.reports[s] for s in range(self._stages)]
+        loss = next((report.loss for report in reports if report.loss is not None), None)
+        self._times.append(self._clock())
+        took, config = self._times[-1] - self._times[-2], self._config
+        self._period = self._period.stepped(took)
+        self._computed.append(tuple(_share(r.busy) * took / config.microbatches for r in reports))
+        tokens = config.microbatches * config.microbatch_size * max(1, config.sequence)
+        seconds = self._times[-1] - self._times[0]
+        recent = self.progress.recent
+        if loss is not None:
+            self.losses.append((committed.step, loss))
+            recent = (*(r for r in recent if r[0] < committed.step), (committed.step, loss))[-RECENT:]
+        self.tell(
+            step=committed.step + 1,
+            loss=loss,
+            recent=recent,
+            tokens_per_second=tokens * (len(self._times) - 1) / seconds if seconds > 0 else 0.0,
+            busy=tuple(round(report.busy, 4) for report in reports),
+            sent_bytes=sum(report.sent_bytes for report in reports),
+            received_bytes=sum(report.received_bytes for report in reports),
+            **self._books(),
+        )
+
+    def _codecs(self) -> str:
+        return "" if self._config.compression.kind == "none" else in_words(self.wires, self._edges)
+
+    # --- snapshots
+
+    def _snapshot(self, after: steps.After) -> None:
+        """Whether everybody is told to save the state of the step that the ledger is of."""
+        if after.snapshot:
+            self._collector = Collector(stages=self._stages, ledger=self._state.ledger)
+            self._index = None
+            self._period = self._period.ask(self._clock())
+
+    def _shard(self, stage: int, step: int, digest: Digest, seconds: float) -> None:
+        before = self._collector
+        self._collector = before.shard(stage, step, digest, seconds)
+        if self._collector.complete and self._collector.shards != before.shards:
+            self._index = None
+            self._spawn(self._write_index(self._collector))
+
+    async def _write_index(self, collector: Collector) -> None:
+        index = await self._put(encode_index(collector.index(self._job)))
+        if self._collector.shards == collector.shards and self._collector.ledger == collector.ledger:
+            self._index = index
+            self._everyone(m.ReplicateMessage(step=collector.step, index=index))
+
+    def _held(self, stage: int, step: int, index: Digest) -> None:
+        if index != self._index or self._collector.durable:
+            return
+        self._collector = self._collector.held(stage, step)
+        if self._collector.durable:
+            point = self._collector.index(self._job).point(index)
+            self._period = self._period.durable(self._clock(), self._collector.seconds)
+            self._event(steps.Saved(point))
+            self._everyone(m.SavedMessage(point=point))
+            self.tell(snapshot=point.digest, snapshot_step=point.step)
+            if self._state.phase == "running" and self._ends_at(step):
+                self.finish("done" if step >= self._config.steps else "stopped")
+
+    def _ends_at(self, step: int) -> bool:
+        return (
+            step == self._state.step and steps.after(self._config, step, stopping=self._state.stopping).finish
+        )
+
+    # --- the end
+
+    def finish(self, state: Literal["done", "stopped", "failed"], text: str = "") -> None:
+        """Tell everyone, ourselves included, that the job has ended."""
+        if not self._finishing:
+            self._finishing = True
+            self._everyone(m.FinishMessage(state=state, text=text[:300]))
+            self.tell(state=state, error=text[:300], message="")
+
+
+def _share(said: float) -> float:
+    """What another peer said of itself, as a number from 0 to 1."""
+    return said if 0 <= said <= 1 else 0.0

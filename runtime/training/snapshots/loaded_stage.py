@@ -1,0 +1,35 @@
+"""A stage in memory: what a loader hands to a host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from fusion.runtime.planes.plane import TrainingStage
+from fusion.runtime.training.compute.inbox import Plan
+from fusion.runtime.training.data.batches import Batches
+from fusion.runtime.training.snapshots.stage_files import StageFiles
+from fusion.runtime.training.step.checkpoint import Point
+from fusion.runtime.training.step.handover_state import Baton
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Its part of the plan, its arithmetic, its data, its blobs, and what state it is in."""
+
+    plan: Plan
+    plane: TrainingStage
+    batches: Batches
+    files: StageFiles
+    start: Point  # the newest snapshot; the ledger may be left out
+    residuals: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # see `fusion.compression.error_feedback`
+    baton: Baton | None = None  # the owner before handed over: the state is that of the baton's step
+
+    @property
+    def step(self) -> int:
+        """That the state is of."""
+        return self.start.step if self.baton is None else self.baton.step

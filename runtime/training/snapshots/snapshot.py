@@ -1,0 +1,224 @@
+"""The state of a job at a step, as blobs: one safetensors shard per stage and an index that names them.
+
+A shard holds `variable/<name>` and `optimizer/<name>/<slot>` (`TrainingStage.state`) and, with error feedback, what the
+codecs have left out, `codec/<edge or variable>`: all the state there is, as what is drawn at random is a function of
+(seed, step, microbatch, node). The index is msgpack, and has the ledger of the step beside the shards. A snapshot counts only once every shard lies on two peers, where there are two: `Collector` keeps the lead's books of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from fusion.compression.codec import DTYPES
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import TensorType
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.fields import build, plain
+from fusion.runtime.training.data.ledger import Ledger
+from fusion.runtime.training.step.checkpoint import Point
+from fusion.swarm.directory.records import Digest, JobId, is_digest
+
+INDEX_VERSION = 2  # 1 had no ledger
+MAX_INDEX_BYTES = 1 << 20
+VARIABLE = "variable/"
+OPTIMIZER = "optimizer/"
+CODEC = "codec/"
+NO_RESIDUALS: Mapping[str, tuple[int, ...]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    job: JobId
+    step: int
+    shards: tuple[Digest, ...]  # by stage
+    ledger: Ledger  # of `step`
+    version: int = INDEX_VERSION
+
+    def point(self, digest: Digest) -> Point:
+        """What the index, whose blob has this digest, says that everybody can go back to."""
+        return Point(step=self.step, digest=digest, ledger=self.ledger)
+
+
+def encode_index(index: Index) -> bytes:
+    packed: bytes = msgpack.packb(plain(index))
+    return packed
+
+
+def decode_index(data: bytes, job: JobId, stages: int) -> Index:
+    """The index of a snapshot of `job`, which has so many stages. Raises JobError for anything else."""
+    try:
+        value: Any = msgpack.unpackb(
+            data[: MAX_INDEX_BYTES + 1], strict_map_key=True, max_str_len=128, max_array_len=stages, max_map_len=8,
+            max_bin_len=0, max_ext_len=0,
+        )  # fmt: skip
+        version = value.get("version") if isinstance(value, dict) else None
+        if isinstance(version, int) and version != INDEX_VERSION:
+            raise JobError(f"the index of a snapshot of version {version}: this peer knows {INDEX_VERSION}")
+        index = build(Index, value)
+        _check_ledger(index)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise JobError(f"not the index of a snapshot: {error}") from None
+    if (
+        index.job != job
+        or len(index.shards) != stages
+        or index.step < 0
+        or not all(map(is_digest, index.shards))
+    ):
+        raise JobError(
+            f"the index of a snapshot of another job ({index.job[:12]}, {len(index.shards)} stages)"
+        )
+    return index
+
+
+def _check_ledger(index: Index) -> None:
+    if index.ledger.steps != index.step or index.ledger.samples < 0:
+        raise ValueError(f"a ledger of {index.ledger.steps} steps with the state of step {index.step}")
+    if not is_digest(Digest(index.ledger.head)):
+        raise ValueError("the head of a ledger is a SHA-256 in hex")
+
+
+def save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write CPU tensors as safetensors. Raises OSError."""
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:  # a full disk, for one
+        raise OSError(f"cannot write {path}: {error}") from None
+
+
+def load_weights(path: Path, stage: Stage) -> dict[str, torch.Tensor]:
+    """The initial weights of a stage. JobError for a blob that lacks a variable, has another one, or has one of
+    another shape or dtype; all from its header, before any data is read."""
+    wanted = {variable.name: variable.type for variable in stage.graph.variables}
+    return _load(path, wanted, {})
+
+
+def load_state(
+    path: Path, stage: Stage, residuals: Mapping[str, tuple[int, ...]] = NO_RESIDUALS
+) -> dict[str, torch.Tensor]:
+    """The shard of a stage, checked as by `load_weights`; optimizer slots are scalars or as large as their variable.
+    `residuals`: what codecs may have left out, by edge or variable, and the shape of it."""
+    types = {variable.name: variable.type for variable in stage.graph.variables}
+    return _load(path, {VARIABLE + name: kind for name, kind in types.items()}, types, residuals)
+
+
+def variables(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a shard's tensors, the variables by name."""
+    return {key.removeprefix(VARIABLE): value for key, value in state.items() if key.startswith(VARIABLE)}
+
+
+def residuals(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a shard's tensors, what codecs have left out, by edge or variable."""
+    return {key.removeprefix(CODEC): value for key, value in state.items() if key.startswith(CODEC)}
+
+
+def _load(
+    path: Path,
+    wanted: Mapping[str, TensorType],
+    slots: Mapping[str, TensorType],
+    left_out: Mapping[str, tuple[int, ...]] = NO_RESIDUALS,
+) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            missing = sorted(set(wanted) - names)
+            if missing:
+                raise JobError(f"a weights blob lacks {missing[0]}" + _more(missing))
+            for name in sorted(names):
+                part = file.get_slice(name)
+                _check(name, list(part.get_shape()), str(part.get_dtype()), wanted, slots, left_out)
+            return {name: file.get_tensor(name) for name in sorted(names)}
+    except SafetensorError as error:
+        raise JobError(f"a weights blob is not safetensors: {error}") from None
+
+
+def _check(
+    name: str,
+    shape: list[int],
+    dtype: str,
+    wanted: Mapping[str, TensorType],
+    slots: Mapping[str, TensorType],
+    left_out: Mapping[str, tuple[int, ...]],
+) -> None:
+    kind = wanted.get(name)
+    if kind is not None:
+        if shape != list(kind.shape) or _DTYPES.get(dtype) != kind.dtype:
+            raise JobError(f"{name} is {dtype}{shape}: the graph says {kind}")
+        return
+    if name.startswith(CODEC):
+        right = left_out.get(name.removeprefix(CODEC))
+        if right is None or shape != list(right) or dtype != "F32":
+            raise JobError(f"{name[:200]} is {dtype}{shape}: nothing that a codec of this stage leaves out")
+        return
+    owner, _, _ = name.removeprefix(OPTIMIZER).rpartition("/")
+    if not name.startswith(OPTIMIZER) or owner not in slots:
+        raise JobError(f"a weights blob has {name[:200]!r}, which the stage does not")
+    if shape not in ([], list(slots[owner].shape)) or dtype not in _DTYPES:
+        raise JobError(f"{name} is {dtype}{shape}: not the state of an optimizer of {slots[owner]}")
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+assert set(_DTYPES.values()) == set(DTYPES)
+
+
+UNASKED = Ledger(steps=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collector:
+    """Pure: the lead's books of the snapshot that is being made. A new one gives up the one before."""
+
+    stages: int
+    ledger: Ledger = UNASKED  # of the step that was asked for
+    shards: Mapping[int, Digest] = field(default_factory=dict)
+    holders: frozenset[int] = frozenset()
+    seconds: float = 0.0  # the longest that it kept a stage's device
+
+    @property
+    def step(self) -> int:
+        return self.ledger.steps
+
+    def shard(self, stage: int, step: int, digest: Digest, seconds: float = 0.0) -> Collector:
+        """`stage` has saved its shard of `step`."""
+        if step != self.step:
+            return self
+        held = self.holders if self.shards.get(stage, digest) == digest else frozenset()
+        return replace(
+            self,
+            shards={**self.shards, stage: digest},
+            holders=held,
+            seconds=max(self.seconds, seconds),
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether every stage has saved its shard."""
+        return len(self.shards) == self.stages
+
+    def index(self, job: JobId) -> Index:
+        shards = tuple(self.shards[s] for s in range(self.stages))
+        return Index(job=job, step=self.step, shards=shards, ledger=self.ledger)
+
+    def held(self, stage: int, step: int) -> Collector:
+        """`stage` holds the index, its own shard and the one before."""
+        if step != self.step or not self.complete:
+            return self
+        return replace(self, holders=self.holders | {stage})
+
+    @property
+    def durable(self) -> bool:
+        return self.complete and len(self.holders) == self.stages

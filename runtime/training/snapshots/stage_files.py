@@ -1,0 +1,169 @@
+"""The blobs of one hosted stage: its weights and snapshots, and a second copy of its neighbour's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from fusion.dag.cutting.stage import Stage
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.training.compute.edge_codecs import residual_shapes
+from fusion.runtime.training.snapshots import snapshot
+from fusion.runtime.training.step.messages import Point
+from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import PeerId
+
+log = logging.getLogger(__name__)
+
+SCRATCH_PREFIX = "shard-"
+KEPT = 2  # snapshots that stay on disk: somebody may be fetching the one before the newest
+
+
+class StageFiles:
+    def __init__(self, context: Context, job: JobId, manifest: Manifest, stage: Stage) -> None:
+        self._context = context
+        self._job = job
+        self._manifest = manifest
+        self._stage = stage
+        self._residuals = {} if manifest.train is None else residual_shapes(stage, manifest.train)
+        self._scratch = scratch_folder(context)
+        self._by_step: dict[int, set[Digest]] = {}  # blobs of snapshots that we wrote or fetched
+
+    async def put(self, data: bytes) -> Digest:
+        return await self._context.blobs.put(data)
+
+    async def point(self, index_digest: Digest) -> Point:
+        """The snapshot with this index, its ledger included. Raises BlobError, JobError."""
+        return (await self._index(index_digest, {})).point(index_digest)
+
+    async def load(self, point: Point, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
+        """The state of our stage at a snapshot, or its initial weights where `point` names none, as
+        `TrainingStage.load_state` takes it. Raises BlobError, JobError."""
+        blobs, stage = self._context.blobs, self._stage
+        if point.digest is None:
+            proposed = [peer for peer in self._manifest.proposed if peer]
+            path = await blobs.fetch(self._manifest.weights[stage.index], proposed)
+            weights = await asyncio.to_thread(snapshot.load_weights, path, stage)
+            return {snapshot.VARIABLE + name: tensor for name, tensor in weights.items()}
+        digest = await self._shard_of(point.digest, owners)
+        path = await blobs.fetch(digest, self._near(stage.index, owners))
+        return await asyncio.to_thread(snapshot.load_state, path, stage, self._residuals)
+
+    async def load_shard(self, digest: Digest, step: int, near: Sequence[PeerId]) -> dict[str, torch.Tensor]:
+        """The state of our stage at `step` from one shard, which the peers of `near` hold. Raises BlobError, JobError."""
+        path = await self._context.blobs.fetch(digest, near)
+        self._keep(step, digest)
+        return await asyncio.to_thread(snapshot.load_state, path, self._stage, self._residuals)
+
+    async def fetch(self, point: Point, owners: Mapping[int, PeerId]) -> None:
+        """Bring here what `load` would read. Raises BlobError, JobError."""
+        if point.digest is None:
+            proposed = [peer for peer in self._manifest.proposed if peer]
+            await self._context.blobs.fetch(self._manifest.weights[self._stage.index], proposed)
+            return
+        digest = await self._shard_of(point.digest, owners)
+        await self._context.blobs.fetch(digest, self._near(self._stage.index, owners))
+
+    async def save(self, step: int, state: Mapping[str, torch.Tensor]) -> Digest:
+        """Store the state of our stage at `step` as a blob. Raises BlobError, QuotaExceeded, OSError."""
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        path = (
+            self._scratch
+            / f"{SCRATCH_PREFIX}{self._job[:12]}-{self._stage.index}-{secrets.token_hex(4)}.safetensors"
+        )
+        abandoned = threading.Event()  # we are cancelled, but a thread cannot be
+
+        def write() -> None:
+            snapshot.save(state, path)
+            if abandoned.is_set():
+                path.unlink(missing_ok=True)
+
+        try:
+            await asyncio.to_thread(write)
+            digest = await self._context.blobs.put(path)
+        finally:
+            abandoned.set()
+            path.unlink(missing_ok=True)
+        self._keep(step, digest)
+        return digest
+
+    async def replicate(self, index_digest: Digest, owners: Mapping[int, PeerId]) -> None:
+        """Hold the index of a snapshot and, beside our own shard, that of the stage before us (the first stage: of
+        the last; more where its owner has several), so that no single departure takes a shard along. Raises BlobError,
+        JobError."""
+        index = await self._index(index_digest, owners)
+        for stage in copies_at(self._stage.index, self._manifest.stages, owners):
+            await self._context.blobs.fetch(index.shards[stage], self._near(stage, owners))
+            self._keep(index.step, index_digest, index.shards[stage])
+
+    async def forget_before(self, point: Point) -> None:
+        """Delete what belongs to snapshots older than the newest few."""
+        steps = sorted((step for step in self._by_step if step <= point.step), reverse=True)
+        kept = set().union(*(self._by_step[step] for step in steps[:KEPT]))
+        for step in steps[KEPT:]:
+            for digest in self._by_step.pop(step) - kept:
+                await self._context.blobs.drop(digest)
+
+    async def hold_copies(self) -> None:
+        """What somebody other than the launcher has to hold: the initial weights of the stage before us, for the time
+        before the first snapshot, and, on the first and the last stage, what an export writes beside the weights."""
+        manifest, stage = self._manifest, self._stage.index
+        wanted = [manifest.weights[(stage - 1) % manifest.stages]]
+        if stage in (0, manifest.stages - 1):
+            wanted += [digest for _, digest in manifest.files]
+            wanted += [] if manifest.tokenizer is None else [manifest.tokenizer]
+        for digest in wanted:
+            try:
+                await self._context.blobs.fetch(digest)
+            except SwarmError as error:
+                log.warning("stage %d of %s holds no copy of a file: %s", stage, manifest.name, error)
+
+    async def _shard_of(self, index_digest: Digest, owners: Mapping[int, PeerId]) -> Digest:
+        """Our own shard of a snapshot, which is kept from now on."""
+        index = await self._index(index_digest, owners)
+        self._keep(index.step, index_digest, index.shards[self._stage.index])
+        return index.shards[self._stage.index]
+
+    async def _index(self, digest: Digest, owners: Mapping[int, PeerId]) -> snapshot.Index:
+        data = await self._context.blobs.read(digest, snapshot.MAX_INDEX_BYTES, self._near(0, owners))
+        return snapshot.decode_index(data, self._job, self._manifest.stages)
+
+    def _near(self, stage: int, owners: Mapping[int, PeerId]) -> list[PeerId]:
+        """Who probably holds the shard of a stage: its owner, and the owner after it."""
+        likely = (owners.get(stage), owners.get((stage + 1) % self._manifest.stages))
+        return [peer for peer in likely if peer is not None]
+
+    def _keep(self, step: int, *digests: Digest) -> None:
+        self._by_step.setdefault(step, set()).update(digests)
+
+
+def copies_at(stage: int, stages: int, owners: Mapping[int, PeerId]) -> list[int]:
+    """The stages of whose shards the owner of `stage` holds the second copy: the one before it and, where another peer
+    owns that one and more before it, those too, for their copies at each other lie on one disk."""
+    found = [(stage - 1) % stages]
+    while len(found) < stages - 1:
+        last, before = found[-1], (found[-1] - 1) % stages
+        owner = owners.get(last)
+        if owner is None or owner == owners.get(stage) or owners.get(before) != owner:
+            break
+        found.append(before)
+    return found
+
+
+def scratch_folder(context: Context) -> Path:
+    """Where shards are written on their way into the store."""
+    return context.home / "scratch"
+
+
+def sweep(context: Context) -> None:
+    """Delete what a process that was killed left in the scratch folder."""
+    for path in scratch_folder(context).glob(f"{SCRATCH_PREFIX}*"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,113 @@
+"""One stage's part in the snapshots of its job: its state is taken between two steps, saved as a blob, held for a
+neighbour, and gone back to. When, and what it is good for, the host and the lead decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import torch
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.worker import Worker
+from fusion.runtime.training.compute.edge_codecs import WireCodecs
+from fusion.runtime.training.snapshots import snapshot
+from fusion.runtime.training.snapshots.loaded_stage import Loaded
+from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step.checkpoint import Point
+from fusion.swarm.directory.records import Digest
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import PeerId
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0  # before a snapshot that could not be saved or held is tried again
+
+
+class StageSnapshots:
+    """`tell` sends to the lead, `spawn` starts a task that ends with the host, `owners` are those of all stages now."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        codecs: WireCodecs,
+        compute: Worker,
+        owners: Callable[[], dict[int, PeerId]],
+        tell: Callable[[m.Message], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._stage = loaded.plan.stage.index
+        self._plane = loaded.plane
+        self._files = loaded.files
+        self._codecs = codecs
+        self._compute = compute
+        self._owners = owners
+        self._tell = tell
+        self._spawn = spawn
+        self._saving: asyncio.Task[None] | None = None
+        self._save_step = -1  # the newest that we were asked to save
+        self._replica: Digest | None = None  # the newest index that we were asked to hold
+
+    async def take(self, step: int) -> None:
+        """Copy the state, which is that of `step`. It is saved, and the lead told of it, beside the steps that follow;
+        a save before it that does not succeed is given up."""
+        state, seconds = await self._compute.run(self._timed_state)
+        self._save_step = step
+        if self._saving is not None:
+            await self._saving
+        self._saving = self._spawn(self._save(step, state, seconds))
+
+    async def store(self, step: int) -> Digest:
+        """The blob of the state, which is that of `step`, once it is saved. JobError where it cannot be."""
+        state = await self._compute.run(self._state_now)
+        if self._saving is not None:  # the others may be waiting for it
+            self._save_step = step
+            await self._saving
+        try:
+            return await self._files.save(step, state)
+        except (SwarmError, OSError) as error:
+            raise JobError(f"stage {self._stage} could not store its state: {error}") from None
+
+    async def replicate(self, step: int, index: Digest) -> None:
+        """Until it is done, or a newer snapshot is asked for: without the last one the job could not end."""
+        self._replica = index
+        while self._replica == index:
+            try:
+                await self._files.replicate(index, self._owners())
+            except (SwarmError, JobError) as error:
+                log.warning("stage %d could not hold the snapshot of step %d: %s", self._stage, step, error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._tell(m.HeldMessage(step=step, index=index))
+            return
+
+    async def restore(self, point: Point) -> None:
+        """Go back to `point`. Raises BlobError, JobError, OSError."""
+        state = await self._files.load(point, self._owners())
+        await self._compute.run(self._plane.load_state, state)
+        self._codecs.load(snapshot.residuals(state))
+
+    async def _save(self, step: int, state: Mapping[str, torch.Tensor], seconds: float) -> None:
+        while self._save_step == step:
+            try:
+                digest = await self._files.save(step, state)
+            except (SwarmError, OSError) as error:
+                log.warning("stage %d could not save step %d: %s", self._stage, step, error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._tell(m.ShardMessage(step=step, digest=digest, seconds=seconds))
+            return
+
+    def _timed_state(self) -> tuple[Mapping[str, torch.Tensor], float]:
+        began = time.perf_counter()
+        state = self._state_now()
+        return state, time.perf_counter() - began
+
+    def _state_now(self) -> dict[str, torch.Tensor]:
+        """In the device's thread, between two steps."""
+        left_out = {snapshot.CODEC + name: tensor for name, tensor in self._codecs.state().items()}
+        return {**self._plane.state(), **left_out}

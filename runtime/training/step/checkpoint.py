@@ -1,0 +1,30 @@
+"""A state of the whole job that survives the departure of any one peer: what everybody can go back to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.runtime.training.data.ledger import UNTRAINED, Ledger
+from fusion.swarm.directory.records import Digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A snapshot that all stages hold: the blob of its index; step 0 without one is the initial weights."""
+
+    step: int = 0
+    digest: Digest | None = None
+    ledger: Ledger = UNTRAINED  # of that step, where it is known: a job record has no room for it
+
+    @property
+    def sound(self) -> bool:
+        """Whether the ledger is that of the step."""
+        return self.ledger.steps == self.step
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """Orders points from old to new."""
+        return (self.step, self.digest or "")
+
+
+START = Point()  # the initial weights

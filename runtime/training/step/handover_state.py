@@ -1,0 +1,43 @@
+"""What the owner of a stage that leaves hands to the next one, so that nothing is lost and nobody goes back.
+
+The leaving owner stops at a step boundary (`after.hold` of a commit, or `hold`), stores its state as a blob and names
+it here; the others keep their state of that step and wait. The successor loads the blob and joins at that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.fields import build, plain
+from fusion.runtime.job.manifest import Wires
+from fusion.runtime.training.data.ledger import UNTRAINED, Ledger
+from fusion.runtime.training.step.checkpoint import Point
+from fusion.runtime.training.step.run_statistics import CLEAN, Tally
+from fusion.swarm.directory.records import Digest, is_digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baton:
+    step: int  # that the state is of
+    shard: Digest  # blob: the stage's state at `step`, as in a snapshot; the leaving peer holds it
+    point: Point  # the newest snapshot that all stages hold
+    ledger: Ledger = UNTRAINED  # of `step`; from the lead only
+    tally: Tally = CLEAN
+    wires: Wires | None = None  # that the lead has chosen since the job began; from the lead only
+
+    def to_header(self) -> dict[str, Any]:
+        return plain(self)
+
+    @classmethod
+    def read(cls, header: Mapping[str, Any]) -> Baton:
+        """JobError for anything that is not a baton."""
+        try:
+            baton = build(cls, header, "baton")
+        except ValueError as error:
+            raise JobError(str(error)) from None
+        if baton.step < 0 or not is_digest(baton.shard):
+            raise JobError("baton: a step of at least 0 and the digest of a blob")
+        return baton

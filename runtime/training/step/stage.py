@@ -1,0 +1,139 @@
+"""Every stage's side of the commit protocol (`fusion.runtime.training.step.protocol`), pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fusion.runtime.training.step import events as e
+from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, Tally
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageState:
+    step: int  # the step that the parameters are of; -1: of none
+    stage: int = 0
+    term: int = 1  # that we hold the stage under
+    host: int = 0  # drawn at random, tells us from another host under the same term
+    joins: int = 0
+    attempt: Attempt = NO_ATTEMPT  # the newest that we have heard of
+    loading: Attempt = NO_ATTEMPT  # the restore that we carry out while restoring
+    relinked: bool = False  # since then: the lead may be another, which never asked for it
+    linked: bool = False
+    links: e.Links = ()  # to whom, while linked
+    phase: Literal["idle", "running", "ready", "restoring", "handing over"] = "idle"
+    leaving: bool = False
+    abandoned: bool = False  # we dropped a step of `attempt` before the lead said so
+    tally: Tally = CLEAN
+
+    @property
+    def entry(self) -> e.Entry:
+        """Of our newest join."""
+        return (self.term, self.host, self.joins)
+
+
+def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.StageAction, ...]]:
+    match event:
+        case e.Linked(links):
+            if state.linked:
+                return state, ()
+            state = replace(state, linked=True, links=links, relinked=True)
+            return (state, ()) if state.phase in ("restoring", "handing over") else _join(state)
+        case e.Unlinked():
+            return _unlink(state)
+        case e.Begin():
+            return _begin(state, event)
+        case e.Completed(attempt, step, report):
+            if state.phase != "running" or (attempt, step) != (state.attempt, state.step):
+                return state, ()
+            return replace(state, phase="ready"), (e.SendReady(attempt, step, report),)
+        case e.Commit():
+            return _commit(state, event)
+        case e.Discard(attempt):
+            if attempt < state.attempt:
+                return state, ()
+            state, actions = _idle(state)
+            return replace(
+                state, attempt=attempt, abandoned=False, tally=state.tally.discard(attempt)
+            ), actions
+        case e.Hold(attempt, target, entry):
+            due = (target, entry) == (state.stage, state.entry) and state.leaving
+            if attempt <= state.attempt or not due or state.phase != "idle":
+                return state, ()
+            return replace(state, attempt=attempt, phase="handing over"), (e.HandOver(state.step),)
+        case e.Restore(attempt, point):
+            if attempt <= state.attempt or state.phase == "handing over":
+                return state, ()
+            state, actions = _idle(state)
+            state = replace(
+                state, attempt=attempt, loading=attempt, relinked=False, abandoned=False, phase="restoring"
+            )
+            return state, (*actions, e.Load(attempt, point))
+        case e.Restored(attempt, step):
+            if state.phase != "restoring" or attempt != state.loading:
+                return state, ()
+            state = replace(state, step=step, phase="idle")
+            return _join(state) if state.linked else (state, ())
+        case e.LoadFailed(attempt):
+            if state.phase != "restoring" or attempt != state.loading:
+                return state, ()
+            # What was loaded of it in part is no state at all.
+            state = replace(state, step=-1, phase="idle")
+            if not state.linked:
+                return state, ()
+            return _join(state) if state.relinked else (state, (e.Lack(attempt),))
+        case e.Leave():
+            state = replace(state, leaving=True)
+            return state, ((e.SendLeaving(state.entry),) if state.linked else ())
+        case e.Stay():
+            away = state.phase == "handing over"
+            state = replace(state, leaving=False, phase="idle" if away else state.phase)
+            return _join(state) if away and state.linked else (state, ())
+
+
+def _join(state: StageState) -> tuple[StageState, tuple[e.StageAction, ...]]:
+    state = replace(state, joins=state.joins + 1)
+    join = e.Join(state.step, state.entry, state.links, state.attempt, state.abandoned, state.tally)
+    return state, (join, e.SendLeaving(state.entry)) if state.leaving else (join,)
+
+
+def _unlink(state: StageState) -> tuple[StageState, tuple[e.StageAction, ...]]:
+    if not state.linked:
+        return state, ()
+    working = state.phase in ("running", "ready")
+    state, actions = _idle(replace(state, linked=False, abandoned=state.abandoned or working))
+    return state, (*actions, e.Suspect(state.entry))
+
+
+def _begin(state: StageState, event: e.Begin) -> tuple[StageState, tuple[e.StageAction, ...]]:
+    attempt, step = event.attempt, event.step
+    if attempt <= state.attempt or state.phase == "handing over":
+        return state, ()
+    state, actions = _idle(state)
+    # Heard of, whether we can follow or not: a copy of it that comes late must not begin what is over by then.
+    state = replace(state, attempt=attempt, abandoned=False, tally=state.tally.merge(event.tally))
+    if not state.linked or state.phase == "restoring":
+        return state, ()
+    if step != state.step:  # the lead has mistaken us: tell it again where we are
+        state, more = _join(state)
+        return state, (*actions, *more)
+    return replace(state, phase="running"), (*actions, e.Run(attempt, step, event.after))
+
+
+def _commit(state: StageState, event: e.Commit) -> tuple[StageState, tuple[e.StageAction, ...]]:
+    attempt, step, following = event.attempt, event.step, event.after
+    if state.phase != "ready" or (attempt, step) != (state.attempt, state.step):
+        return state, ()
+    state = replace(state, step=step + 1, tally=state.tally.commit(step))
+    apply = e.Apply(event.learning_rate, event.clip_factor)
+    if state.stage in following.hold:
+        return replace(state, phase="handing over"), (apply, e.HandOver(step + 1))
+    if following.hold:
+        return replace(state, phase="idle"), (apply,)
+    return replace(state, phase="running"), (apply, e.Run(attempt, step + 1, following))
+
+
+def _idle(state: StageState) -> tuple[StageState, tuple[e.StageAction, ...]]:
+    if state.phase in ("idle", "restoring", "handing over"):
+        return state, ()
+    return replace(state, phase="idle"), (e.Drop(),)

@@ -1,0 +1,121 @@
+"""Who may speak for each partner of a stage, and who no longer may.
+
+A `hello` is welcomed only from the owner of the stage it speaks for, as its sealed claim proves or the directory says,
+at the term it names. Of several who come under one term the first is the owner to us: another peer's hello at that
+term, or that of the same peer's stage after it began anew (a restart may forget which terms were used), is refused as
+is every lower term, with `stale` {term}; a higher term ends the streams of the owner before it. An owner that knew no
+better, because it joined after the claims of the one before had run out, gives the stage up and claims it anew above
+that term.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from fusion.runtime.training.step.messages import Hello
+from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.errors import FrameError, RecordError, StaleTerm, SwarmError
+from fusion.swarm.transport import PeerId
+
+log = logging.getLogger(__name__)
+
+
+class Overtaken(StaleTerm):
+    """The stage was held under a term that ours does not exceed, as its neighbours remember."""
+
+    def __init__(self, stage: int, ours: int, term: int) -> None:
+        super().__init__(f"stage {stage} was held under term {term}, not {ours}")
+        self.term = term
+
+
+class Later(SwarmError):
+    """The other end is not welcome yet; it should try again."""
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """Who spoke for a stage under the highest term that we welcomed."""
+
+    term: int
+    peer: PeerId
+    host: int  # of the several times that the peer may have begun the stage
+
+
+class Fence:
+    """Of stage `stage`, held here under `term`."""
+
+    def __init__(self, leases: Leases, job: JobId, stage: int, term: int, partners: Collection[int]) -> None:
+        self._leases = leases
+        self._job, self._stage, self._term = job, stage, term
+        self._partners = partners
+        self._holders: dict[int, _Holder] = {}
+
+    def highest(self, stage: int) -> int:
+        """The highest term that the stage has spoken to us under; 0 for none."""
+        return self._holders[stage].term if stage in self._holders else 0
+
+    def is_over(self, claim: ClaimRecord) -> bool:
+        """Whether somebody else has spoken to us for the stage, under the claim's term or a higher one."""
+        holder = self._holders.get(claim.stage)
+        return holder is not None and (
+            claim.term < holder.term or (claim.term == holder.term and claim.peer != holder.peer)
+        )
+
+    def follows(self, claim: ClaimRecord, before: ClaimRecord) -> bool:
+        """Whether the owner of `claim` is to be linked to in place of the one of `before`."""
+        return claim.term > before.term or (
+            claim.term == before.term and self.is_over(before) and not self.is_over(claim)
+        )
+
+    def check(self, peer: PeerId, hello: Hello) -> None:
+        """Raises Overtaken where another has spoken for the stage since, or under the same term."""
+        holder = self._holders.get(hello.source)
+        if holder is None or hello.term > holder.term:
+            return
+        if _Holder(hello.term, peer, hello.host) != holder:
+            raise Overtaken(hello.source, hello.term, holder.term)
+
+    def admit(self, peer: PeerId, hello: Hello) -> None:
+        """From now on nobody speaks for the stage but this peer, until a higher term comes. Raises Overtaken."""
+        self.check(peer, hello)
+        self._holders[hello.source] = _Holder(hello.term, peer, hello.host)
+
+    async def claim_of(self, peer: PeerId, hello: Hello) -> ClaimRecord:
+        """The claim under which the other end speaks. Later where it is not welcome yet; StaleTerm, FrameError where
+        it never will be."""
+        if hello.source not in self._partners:
+            raise FrameError(f"stage {hello.source} has nothing to say to stage {self._stage}")
+        if hello.target_term < self._term:
+            raise StaleTerm(f"stage {self._stage} is under term {self._term}, not {hello.target_term}")
+        if hello.target_term > self._term:
+            raise Later(f"stage {self._stage} is here under term {self._term}")
+        self.check(peer, hello)
+        proof = self._proof(peer, hello)
+        if proof is not None:
+            return proof
+        owner = await self._leases.owner(self._job, hello.source)
+        self.check(peer, hello)  # somebody may have said hello under a higher term while we looked
+        if owner is not None and owner.term > hello.term:
+            raise StaleTerm(f"stage {hello.source} is under term {owner.term}, not {hello.term}")
+        if owner is None or (owner.peer, owner.term) != (peer, hello.term):
+            raise Later(f"no claim of stage {hello.source} at term {hello.term} seen yet")
+        return owner
+
+    def _proof(self, peer: PeerId, hello: Hello) -> ClaimRecord | None:
+        """The claim that came with the hello, if it shows that `peer` owns its stage and we know of no higher one."""
+        if not hello.claim:
+            return None
+        try:
+            claim = self._leases.credit(hello.claim)
+        except RecordError as error:  # of a clock that is not ours, for one: the directory may still know it
+            log.debug("stage %d: the claim of stage %d: %s", self._stage, hello.source, error)
+            return None
+        wanted = (self._job, hello.source, peer, hello.term, "owner")
+        if (claim.job, claim.stage, claim.peer, claim.term, claim.role) != wanted:
+            return None
+        best = winner(self._leases.recent(self._job, hello.source))
+        return claim if best is None or best.term <= claim.term else None

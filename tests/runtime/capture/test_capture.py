@@ -1,0 +1,264 @@
+"""What capture makes of a module computes what the module computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fusion.dag.ir import serialise
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.opset import node_kind
+from fusion.runtime.capture.capture import (
+    capture_language_model,
+    capture_module,
+    is_exported,
+    variables_from_module,
+)
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job.errors import CaptureError
+from fusion.runtime.job.spec import GPTConfig
+from fusion.runtime.planes.codegen import compile_graph
+
+BATCH, SEQUENCE = symbol("batch"), symbol("sequence")
+
+
+class Applied(nn.Module):
+    """A function of x as a module."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x)
+
+
+def execute(graph: Graph, module: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    program = compile_graph(serialise.decode(serialise.encode(graph)), torch.device("cpu"), training=False)
+    values = variables_from_module(module)
+    return program.run([inputs[n] for n in program.inputs], [values[n] for n in program.variables], None)
+
+
+def agree(module: nn.Module, x: torch.Tensor, other: torch.Tensor) -> Graph:
+    """Capture with `x`; the graph gives what the module gives for `x` and for `other`, of another batch size."""
+    graph = capture_module(module.eval(), {"x": x})
+    for value in (x, other):
+        wanted = module(value)
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        for found, right in zip(execute(graph, module, {"x": value}), wanted, strict=True):
+            torch.testing.assert_close(found, right)
+    return graph
+
+
+def arithmetic(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (
+        x + 1, 2 - x, x - 2 * x, -x, x * 0.5, x / 3, x // 0.3, torch.div(x, 0.3, rounding_mode="trunc"), x % 0.7,
+        x**2, 2**x, torch.add(x, x, alpha=3), torch.sub(x, x.exp(), alpha=2), torch.rsub(x, 1.0, alpha=2),
+        (x > 0) & (x < 1) | (x == 2), torch.where(x > 0, x, 0.0), torch.where(x > 0, 1.0, x), x.clamp(-0.5, 0.5),
+        x.masked_fill(x < 0, -torch.inf), x.to(torch.float64), x.long(), x.bool(), x.type_as(x), torch.maximum(x, -x),
+    )  # fmt: skip
+
+
+def shapes(x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # (batch, 4, 6)
+    batch = x.shape[0]
+    a, b = x.split(3, dim=2)
+    c, d, e = x.split([1, 2, 3], dim=2)
+    f, g = x.chunk(2, dim=1)
+    h, *_ = x.unbind(1)
+    return (
+        x.view(batch, 24), x.reshape(-1, 6), x.flatten(1), x.transpose(1, 2).contiguous().view(batch, 24), x.permute(2, 0, 1),
+        x[:, 1], x[:, 1:3, ::2], x[..., -2:], x[:, :, None], x.unsqueeze(-1).expand(batch, 4, 6, 2), x[:, [0, 2]], x.mT,
+        torch.cat([a, b, c], 2), torch.stack([f, g]), d, e, h, x.repeat(1, 2, 1), x.repeat_interleave(2, 1), x.flip(1),
+        x.roll(1, 2), x.tril(), functional.pad(x, (1, 2), value=3.0), x.unflatten(2, (2, 3)), x.squeeze(1),
+        torch.zeros(batch, 3) + torch.arange(3) + torch.full((3,), 2.0), torch.ones_like(x), x.new_ones(batch, 2),
+        x.gather(1, (x[:, :2] > 0).long()), x.narrow(2, 1, 3), torch.arange(batch) * 2, x * batch, x.diff(dim=-1),
+    )  # fmt: skip
+
+
+def reductions(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    top, at = x.topk(2, dim=-1)
+    most, where = x.max(dim=1)
+    return (
+        x.sum(), x.sum(1), x.mean(-1, keepdim=True), x.var(-1), x.std(1, unbiased=False), x.amax((1, 2)), x.argmax(-1), x.cumsum(1),
+        x.softmax(-1), functional.log_softmax(x, 1), x.logsumexp(-1), x.norm(dim=-1), most, where, top, at, x.prod(1),
+        x.softmax(-1, dtype=torch.float64), x.any(-1), x.sort(-1).values,
+    )  # fmt: skip
+
+
+def products(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (
+        x @ x.mT, torch.bmm(x, x.transpose(1, 2)), torch.einsum("bij,bkj->bik", x, x), torch.matmul(x[:, 0], x[0].T),
+        functional.scaled_dot_product_attention(x, x, x, is_causal=True), functional.scaled_dot_product_attention(x, x, x, x @ x.mT),
+        functional.one_hot(x.long().clamp(0, 2), 3), torch.outer(x[:, 0, 0], x[0, 0]), functional.cosine_similarity(x, x.exp(), -1),
+    )  # fmt: skip
+
+
+def activations(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    names = "relu gelu silu sigmoid tanh mish softplus elu leaky_relu hardswish relu6 selu logsigmoid"
+    found = [getattr(functional, name)(x) for name in names.split()]
+    fresh = (x + 1).relu_().mul_(2.0)
+    return (
+        *found,
+        functional.gelu(x, approximate="tanh"),
+        x.abs().rsqrt(),
+        x.sin() + x.cos(),
+        x.erf(),
+        fresh,
+    )
+
+
+@pytest.mark.parametrize("function", [arithmetic, shapes, reductions, products, activations])
+def test_functions(function: Callable[[torch.Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    agree(Applied(function), torch.randn(3, 4, 6), torch.randn(5, 4, 6))
+
+
+def in_place(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    copied = x.clone()
+    copied.relu_()
+    fresh = x * 2
+    fresh.add_(1)
+    doubled = (x - 1).to(torch.float32)
+    doubled.mul_(2).neg_()
+    return x + copied, fresh, doubled
+
+
+def test_writes_in_place_change_what_shares_the_memory_and_nothing_else() -> None:
+    agree(Applied(in_place), torch.randn(3, 4), torch.randn(2, 4))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.batch = nn.BatchNorm2d(8)
+        self.group = nn.GroupNorm(2, 8)
+        self.activation = nn.ReLU(inplace=True)
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.dropout = nn.Dropout(0.5)
+        self.layer = nn.LayerNorm(32)
+        self.rms = nn.RMSNorm(32)
+        self.head = nn.Linear(32, 10)
+        self.plain = torch.arange(10.0)  # an attribute that is not a buffer
+        self.register_buffer("table", torch.arange(10.0) / 3, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.activation(self.batch(self.convolution(x)))
+        x = functional.avg_pool2d(functional.max_pool2d(self.group(x), 2), 2)
+        x = self.rms(self.layer(self.pool(x).flatten(1)))
+        scale = torch.tensor([1.0, 2.0]).sum() * torch.tensor(0.5)  # constants that the code makes
+        return self.head(self.dropout(x)) * scale + self.plain + self.table
+
+
+def test_layers_constants_and_buffers() -> None:
+    torch.manual_seed(0)
+    module = Layers()
+    graph = agree(module, torch.randn(2, 3, 16, 16), torch.randn(4, 3, 16, 16))
+    exported = {v.name for v in graph.variables if is_exported(v.name)}
+    assert exported == set(module.state_dict())
+    assert {v.name for v in graph.variables} - exported == {"constant:plain", "constant:table"}
+    assert {node_kind(graph, n) for n in graph.nodes if n.op == "aten.linear"} == {"parametric"}
+
+
+def test_a_language_model_has_two_symbols_and_tied_weights_once() -> None:
+    module = GPT(GPTConfig(vocabulary=32, blocks=1, width=16, heads=2, sequence=24))
+    serving = capture_language_model(module, training=False, maximum_sequence=24)
+    assert serving.types[serving.outputs[0]].shape == (BATCH, SEQUENCE, 32)
+    tied = [v for v in serving.variables if v.aliases]
+    assert [(v.name, v.aliases) for v in tied] == [("tokens.weight", ("head.weight",))]
+    names = {v.name for v in serving.variables} | {a for v in serving.variables for a in v.aliases}
+    assert names == set(module.state_dict())
+    training = capture_language_model(module, training=True, maximum_sequence=24)
+    assert [i.name for i in training.inputs] == ["input_ids", "position_ids", "targets"]
+    assert training.types[training.outputs[0]].shape == ()
+    assert node_kind(training, training.nodes[-1]) == "loss"
+    serialise.validate(training)
+    for batch, length in ((1, 1), (1, 7), (3, 24)):
+        ids = torch.randint(0, 32, (batch, length))
+        positions = torch.arange(length).repeat(batch, 1)
+        (found,) = execute(serving, module, {"input_ids": ids, "position_ids": positions})
+        torch.testing.assert_close(found, module(ids, positions))
+
+
+def test_capture_is_of_shapes_only() -> None:
+    with torch.device("meta"):
+        module = GPT(GPTConfig(vocabulary=50_000, blocks=2, width=4096, heads=32, sequence=512, tied=False))
+    graph = capture_language_model(module, training=True, maximum_sequence=512)
+    assert sum(v.name.startswith("blocks.1.") for v in graph.variables) == 12
+
+
+def test_dropout_is_ours_in_training_and_gone_in_serving() -> None:
+    module = GPT(GPTConfig(vocabulary=32, blocks=1, width=16, heads=2, sequence=24, dropout=0.1))
+    training = capture_language_model(module, training=True, maximum_sequence=24)
+    ops = [n.op for n in training.nodes]
+    assert ops.count("fusion.dropout") == 3 and ops.count("fusion.dropout_attention") == 1
+    serving = capture_language_model(module, training=False, maximum_sequence=24)
+    assert not any("dropout" in n.op for n in serving.nodes)
+    assert module.training
+
+
+def test_what_runs_without_gradients_stays_without() -> None:
+    class Target(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                goal = self.inner(x)
+            return self.inner(x) - goal
+
+    graph = capture_module(Target(), {"x": torch.zeros(2, 3)}, training=True)
+    assert [n.op for n in graph.nodes].count("aten.detach") == 1
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def writes_to_a_view(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y[0] = 0
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (branches, "torch.export cannot capture the model"),
+        (lambda x: torch.fft.fft(x).real, "no operator|no dtype"),
+        (writes_to_a_view, "in place|no operator"),
+        (lambda x: x.relu_(), "in place"),
+        (lambda x: (x + 1).transpose(0, 1).relu_(), "in place"),
+        (
+            lambda x: x[:2].reshape(2, 3) * x.shape[0] if x.shape[0] == 2 else x,
+            "does not leave the size of batch free",
+        ),
+        (lambda x: x + torch.tensor([float(i) for i in range(300)])[: x.shape[1]], "register it as a buffer"),
+        (lambda x: "text", "not a tensor"),
+    ],
+)
+def test_what_has_no_place_in_a_graph_is_refused_in_one_line(function: Callable[..., Any], why: str) -> None:
+    with pytest.raises(CaptureError, match=why) as refusal:
+        capture_module(Applied(function), {"x": torch.randn(2, 3)})
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_name_that_cannot_travel_is_refused() -> None:
+    module = nn.Module()
+    module.register_parameter("x\nimport os", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(CaptureError, match="characters other than"):
+        capture_module(module, {"x": torch.zeros(2, 1)})
+
+
+def test_a_loss_needs_targets_and_a_batch_of_two() -> None:
+    with pytest.raises(CaptureError, match="targets"):
+        capture_module(nn.Linear(2, 2), {"input": torch.zeros(2, 2)}, nn.MSELoss())
+    with pytest.raises(CaptureError, match="at least 2"):
+        capture_module(nn.Linear(2, 2), {"input": torch.zeros(1, 2)})

@@ -1,0 +1,80 @@
+"""Decoding with a KV cache, cut in three, against transformers: token-identical, and logits of a full recomputation."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from support.families import build, config, greedy
+
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.errors import UnsupportedModel
+from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.planes.torch_plane import TorchDecodingStage
+
+NEW = 64
+LONGEST = 200
+
+
+def staged(model: Any, cache: str, cuts: int) -> list[TorchDecodingStage]:
+    captured = capture_language_model(model, training=False, maximum_sequence=256)
+    graph = serving_graph(captured, cache=cache, maximum_sequence=256)  # type: ignore[arg-type]
+    at = sorted(random.Random(0).sample(range(1, len(graph.nodes)), cuts))
+    variables = variables_from_module(model)
+    return [TorchDecodingStage(s, variables) for s in split(graph, at)]
+
+
+def run(stages: list[TorchDecodingStage], start: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits (vocabulary,) of the last position."""
+    positions = torch.arange(start, start + tokens.shape[1])[None]
+    values = {"input_ids": tokens, "position_ids": positions}
+    for stage in stages:
+        values.update(stage.run("s", start, values))
+    assert values["result/0"].shape[1] == 1
+    return values["result/0"][0, -1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral", "mistral-windowed", "phi", "neox"])
+def test_cached_decoding_is_token_identical_to_generate(family: str) -> None:
+    model = build(config(family))
+    stages = staged(model, "kv", cuts=2)
+    answers = []
+    for length in (1, 7, 100):
+        prompt = torch.randint(0, 256, (1, length))
+        wanted, full = greedy(model, prompt[0].tolist(), NEW)
+        for stage in stages:
+            stage.open("s", LONGEST)
+        pieces = [prompt[:, i : i + 48] for i in range(0, length, 48)]
+        found: list[int] = []
+        at = 0
+        for i in range(NEW):
+            for piece in pieces:
+                logits = run(stages, at, piece)
+                at += piece.shape[1]
+            assert (logits - full[i]).abs().max() <= 1e-4
+            found.append(int(logits.argmax()))
+            pieces = [torch.tensor([found[-1:]])]
+        assert found == wanted
+        answers.append(found)
+    assert max(len(set(answer)) for answer in answers) >= 10
+
+
+@pytest.mark.parametrize("family", ["bloom", "gemma2"])
+def test_an_attention_that_is_not_recognised_is_refused_and_recomputed_exactly(family: str) -> None:
+    model = build(config(family))
+    with pytest.raises(UnsupportedModel, match="no KV cache for this model") as refusal:
+        staged(model, "kv", cuts=0)
+    assert "\n" not in str(refusal.value)
+    stages = staged(model, "recompute", cuts=2)
+    for stage in stages:
+        stage.open("s", LONGEST)
+    tokens = torch.randint(0, 256, (1, 9))
+    for _ in range(5):
+        with torch.inference_mode():
+            wanted = model(tokens, use_cache=False).logits[0, -1]
+        logits = run(stages, 0, tokens)
+        assert (logits - wanted).abs().max() <= 1e-4
+        tokens = torch.cat([tokens, logits.argmax().view(1, 1)], 1)

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusion.runtime.capture.capture import is_exported, variables_from_module
+from fusion.runtime.capture.huggingface import open_model
+from fusion.runtime.job.errors import JobError
+
+transformers = pytest.importorskip("transformers")
+
+
+def saved(directory: Path, configuration: Any, **how: Any) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(configuration).eval()
+    model.save_pretrained(directory, **how)
+    return model
+
+
+def gpt2(**more: Any) -> Any:
+    return transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=48, **more)
+
+
+@pytest.mark.parametrize("shard", ["10GB", "30KB"])
+def test_weights_are_those_of_the_model_and_take_no_memory_before(tmp_path: Path, shard: str) -> None:
+    tiny = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64,
+        max_position_embeddings=96, eos_token_id=[3, 5],
+    )  # fmt: skip
+    model = saved(tmp_path, tiny, max_shard_size=shard)
+    opened = open_model(tmp_path)
+    assert all(p.is_meta for p in opened.module.parameters())
+    assert (opened.vocabulary, opened.max_sequence, opened.end_tokens) == (64, 96, (3, 5))
+    assert opened.tokenizer is None
+    graph = opened.capture()
+    found = opened.read(graph.variables)
+    wanted = variables_from_module(model)
+    assert found.keys() == {v.name for v in graph.variables}
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    assert {n for n in found if is_exported(n)} == set(model.state_dict())
+    assert nn_parameter_registration_is_restored()
+
+
+def nn_parameter_registration_is_restored() -> bool:
+    return not torch.nn.Linear(1, 1).weight.is_meta
+
+
+def test_files_of_a_base_model_and_half_precision_are_read(tmp_path: Path) -> None:
+    model = saved(tmp_path, gpt2())
+    wanted = variables_from_module(model)
+    model.transformer.half().save_pretrained(tmp_path)  # names without the prefix "transformer."
+    opened = open_model(tmp_path)
+    assert "wte.weight" in opened.files
+    found = opened.read(opened.capture().variables)
+    assert found["transformer.wte.weight"].dtype == torch.float32
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name].float(), atol=1e-3, rtol=1e-3)
+
+
+def test_without_weights_a_seed_says_what_they_are(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path)
+    with pytest.raises(JobError, match=r"has no \*\.safetensors"):
+        open_model(tmp_path)
+
+    def weights(seed: int) -> dict[str, torch.Tensor]:
+        opened = open_model(tmp_path, weights=False, seed=seed)
+        return opened.read(opened.capture().variables)
+
+    torch.manual_seed(7)
+    one, same, other = weights(1), weights(1), weights(2)
+    assert all(torch.equal(one[n], same[n]) for n in one)
+    assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
+
+
+def test_files_that_keep_the_names_of_older_versions_are_read(tmp_path: Path) -> None:
+    tiny = transformers.GPTNeoXConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = saved(tmp_path, tiny)
+    opened = open_model(tmp_path)
+    found = opened.read(opened.capture().variables)
+    assert "lm_head.weight" in found and "embed_out.weight" in opened.files
+    wanted = variables_from_module(model)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_weights_that_would_have_to_be_rearranged_or_unpacked_are_refused(tmp_path: Path) -> None:
+    experts = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=2, vocab_size=64,
+    )  # fmt: skip
+    saved(tmp_path / "experts", experts)
+    with pytest.raises(JobError, match=r"transformers rearranges .*experts\.0\.w1\.weight") as error:
+        open_model(tmp_path / "experts")
+    assert "\n" not in str(error.value)
+    saved(tmp_path / "quantised", gpt2())
+    path = tmp_path / "quantised" / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(JobError, match="quantised weights"):
+        open_model(tmp_path / "quantised")
+
+
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
+    def refused(match: str) -> None:
+        with pytest.raises(JobError, match=match) as error:
+            open_model(tmp_path)
+        assert "\n" not in str(error.value)
+
+    refused(r"no config\.json")
+    (tmp_path / "config.json").write_text("{")
+    refused("cannot be used")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    refused("cannot be used")
+    saved(tmp_path, gpt2())
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    refused("not a safetensors file")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickled")
+    refused(r"has no \*\.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "../../etc/passwd"}})
+    )
+    refused("names passwd, which is not there")
+
+
+def test_a_missing_or_misshapen_weight_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved(tmp_path, gpt2())
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    name = next(n for n in weights if n.endswith("h.1.mlp.c_fc.bias"))
+    save_file({k: v for k, v in weights.items() if k != name}, path)
+    opened = open_model(tmp_path)
+    graph = opened.capture()
+    with pytest.raises(JobError, match=r"h\.1\.mlp\.c_fc\.bias"):
+        opened.read(graph.variables)
+    save_file({**weights, name: torch.zeros(3)}, path)
+    with pytest.raises(JobError, match="shape"):
+        open_model(tmp_path).read(graph.variables)

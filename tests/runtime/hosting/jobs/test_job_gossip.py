@@ -1,0 +1,308 @@
+"""What outlives a lead, a leave and the death of everybody: the last word on a job."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.hosting import Peer, Swarm, over, swarm, until
+
+from fusion.runtime.hosting.hosting import PROTOCOL
+from fusion.runtime.hosting.jobs.job_files import JobFiles
+from fusion.runtime.hosting.jobs.job_gossip import REFRESH_SECONDS, LastWords
+from fusion.runtime.hosting.jobs.job_server import JobDesk
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.progress import Progress
+from fusion.swarm.blobs.index import digest_of
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Record
+from fusion.swarm.errors import RemoteError
+from fusion.swarm.identity import Identity
+from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.transport import call
+
+SNAPSHOT = Digest("5" * 64)
+
+
+def lead_figures(job: JobId, **changes: Any) -> Progress:
+    return Progress(
+        job=job, state="running", step=30, steps=90, snapshot=SNAPSHOT, snapshot_step=20, **changes
+    )
+
+
+def desk(peer: Peer) -> JobDesk:
+    return peer.hosting._desk
+
+
+def files_of(peer: Peer) -> JobFiles:
+    return JobFiles(peer.blobs.store.root / "jobs")
+
+
+async def standing_by(made: Swarm) -> tuple[JobId, Peer, Peer]:
+    """A job of one stage with its lead and a standby."""
+    lead = await made.join(persistent=True)
+    job = await made.launch(made.manifest(lead))
+    await lead.look()
+    await until(lambda: (job, 0) in lead.service.running)
+    await lead.context.leases.beat()
+    standby = await made.join(persistent=True)
+    standby.blobs.store.put(lead.blobs.store.path(Digest(job)))
+    await standby.look()
+    await standby.look()
+    assert standby.hosting._pool.covers((job, 0))
+    await until(lambda: len(standby.service.prepared) == 1)
+    await standby.context.leases.beat()
+    await lead.context.leases.beat()  # and reads the claims of its stage
+    return job, lead, standby
+
+
+def test_a_new_snapshot_is_said_at_once_and_straight_to_the_standbys(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, lead, standby = await standing_by(made)
+            await desk(lead).catch_up()
+            lead.service.figures[job] = lead_figures(job)
+            await desk(lead).catch_up()
+            assert (await made.record(job)).snapshot == SNAPSHOT
+            await until(lambda: len(standby.service.prepared) == 2)  # nobody has had a heartbeat
+            await desk(standby).catch_up()
+            assert [(each.snapshot, each.step) for each in files_of(standby).load()] == [(SNAPSHOT, 20)]
+            assert [(each.snapshot, each.step) for each in files_of(lead).load()] == [(SNAPSHOT, 20)]
+            before = made.client().traffic()
+            await desk(lead).catch_up()
+            await desk(lead).catch_up()
+            assert len(standby.service.prepared) == 2 and made.client().traffic() == before
+
+    asyncio.run(main())
+
+
+def test_nobody_but_the_lead_speaks_of_new_snapshots(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, lead, standby = await standing_by(made)
+            real = await made.record(job)
+            hostile = Identity.generate()
+            client = MemoryTransport(made.network, hostile.peer_id)
+            directory = MemoryDirectory(made.network, hostile, made.clock)
+            forged = replace(real, author=hostile.peer_id, term=9, snapshot=SNAPSHOT, snapshot_step=99)
+            for sealed in (
+                directory.sealed(forged),
+                directory.sealed(replace(forged, lead=hostile.peer_id, term=real.term)),
+            ):
+                assert (await call(client, standby.id, PROTOCOL, "snapshot", {"record": sealed})).kind == "ok"
+            own = lead.context.directory.sealed(replace(real, snapshot=SNAPSHOT, snapshot_step=99))
+            for bad in (own, b"nonsense", None, "text", directory.sealed(forged)[:-1]):
+                with pytest.raises(RemoteError):
+                    await call(client, standby.id, PROTOCOL, "snapshot", {"record": bad})
+            assert len(standby.service.prepared) == 1
+            await desk(standby).catch_up()
+            assert [each.snapshot for each in files_of(standby).load()] == [None]
+
+    asyncio.run(main())
+
+
+def test_a_lead_that_leaves_has_said_what_it_knows_before_its_stage_is_free(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            lead = await made.join()
+            job = await made.launch(made.manifest(lead))
+            await lead.look()
+            await until(lambda: (job, 0) in lead.service.running)
+            lead.service.figures[job] = lead_figures(job)
+            directory = lead.context.directory
+            said: list[tuple[str, Any]] = []
+            publish = directory.publish
+
+            async def noted(record: Record, **options: Any) -> None:
+                if isinstance(record, JobRecord):
+                    said.append(("job", (record.snapshot, record.lead)))
+                if isinstance(record, ClaimRecord):
+                    said.append((record.role, record.stage))
+                await publish(record, **options)
+
+            directory.publish = noted  # type: ignore[method-assign]
+            await lead.leave()
+            assert said[0] == ("job", (SNAPSHOT, None))
+            assert ("released", 0) in said
+            made.clock.advance(11.0)  # it outlives every claim
+            assert (await made.record(job)).snapshot == SNAPSHOT
+
+    asyncio.run(main())
+
+
+def test_a_job_whose_only_host_failed_is_not_forgotten_while_that_cools_down(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join(cool_down_seconds=60.0)
+            job = await made.launch(made.manifest(ours))
+            await ours.look()
+            await until(lambda: (job, 0) in ours.service.running)
+            ours.service.figures[job] = lead_figures(job)
+            ours.service.end(job, 0, RuntimeError("out of luck"))
+            await over(ours, (job, 0))
+            for _ in range(20):
+                made.clock.advance(5.0)
+                await ours.look()
+                assert (await made.record(job)).snapshot == SNAPSHOT
+            await until(lambda: len(ours.service.begun) == 2)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_job_outlives_the_death_of_everybody_at_once(tmp_path: Path, first: int) -> None:
+    """Three peers hold a job of two stages, one of them stands by. All are killed; they start again on an empty
+    directory, in any order, each with the disk that it had."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            peers = [await made.join(persistent=True) for _ in range(3)]
+            job = await made.launch(made.manifest(peers[0], peers[1]), stages=2)
+            for _ in range(3):
+                for peer in peers:
+                    await peer.look()
+                    await peer.context.leases.beat()
+            assert peers[2].hosting._pool.jobs == {job}
+            for owner in peers[:2]:  # the first stage leads, the second one has heard of the snapshot from it
+                owner.service.figures[job] = lead_figures(job)
+            for peer in peers:
+                await desk(peer).catch_up()
+            for peer in peers:
+                made.network.kill(peer.id)
+            for peer in peers:
+                await peer.leave()
+
+            made.network, made.peers = MemoryNetwork(), []
+            made.clock.advance(1000.0)
+            identities = [peer.identity for peer in peers]
+            again = []
+            for identity in identities[first:] + identities[:first]:
+                again.append(await made.join(identity=identity, persistent=True))
+                await again[-1].look()
+                record = await made.record(job)
+                assert (record.snapshot, record.snapshot_step, record.step) == (SNAPSHOT, 20, 20)
+            for _ in range(8):
+                made.clock.advance(2.0)
+                for peer in again:
+                    await peer.look()
+                    await peer.context.leases.beat()
+            running = {place for peer in again for place in peer.service.running}
+            assert running == {(job, 0), (job, 1)}
+            record = await made.record(job)
+            assert (record.state, record.snapshot, record.snapshot_step) == ("running", SNAPSHOT, 20)
+            assert record.lead in [peer.id for peer in again] and record.term == 2
+
+    asyncio.run(main())
+
+
+def test_the_newest_snapshot_that_any_disk_knows_of_wins_after_a_cold_start(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            old, new = Identity.generate(), Identity.generate()
+            newer = Digest("6" * 64)
+            data = manifests.encode(made.manifest(None, None))
+            job = JobId(digest_of(data))
+            for identity, step, snapshot, seen in ((old, 20, SNAPSHOT, 60), (new, 40, newer, 45)):
+                JobFiles(tmp_path / identity.peer_id / "jobs").save(
+                    JobRecord(
+                        job=job, name="work", kind="serve", state="running", term=1, step=seen, lead=old.peer_id,
+                        stages=2, snapshot=snapshot, snapshot_step=step, author=old.peer_id,
+                    )
+                )  # fmt: skip
+            peers = [await made.join(identity=identity, persistent=True) for identity in (old, new)]
+            for peer in peers:
+                peer.blobs.store.put(data)
+            for peer in peers * 2:
+                await peer.look()
+            record = await made.record(job)
+            assert (record.snapshot, record.snapshot_step) == (newer, 40)
+
+    asyncio.run(main())
+
+
+def test_the_file_of_a_job_goes_when_the_job_has_ended_or_others_run_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            lead, other = await made.join(persistent=True), await made.join(persistent=True)
+            job = await made.launch(made.manifest(lead, other), stages=2)
+            await asyncio.gather(lead.look(), other.look())
+            await until(lambda: bool(lead.service.running and other.service.running))
+            await asyncio.gather(lead.look(), other.look())
+            assert [len(files_of(peer).load()) for peer in (lead, other)] == [1, 1]
+            other.service.end(job, 1, RuntimeError("out of luck"))
+            await over(other, (job, 1))
+            await other.look()
+            assert [len(files_of(peer).load()) for peer in (lead, other)] == [1, 0]
+            lead.service.figures[job] = replace(lead_figures(job), state="done")
+            await desk(lead).catch_up()
+            assert (await made.record(job)).state == "done"
+            assert files_of(lead).load() == ()
+
+    asyncio.run(main())
+
+
+def test_a_file_is_written_when_the_snapshot_changes_and_now_and_then(tmp_path: Path) -> None:
+    async def main() -> None:
+        clock, us = ManualClock(), Identity.generate().peer_id
+        files = JobFiles(tmp_path)
+        words = LastWords(us, files, clock)
+        record = JobRecord(
+            job=JobId("a" * 64), name="work", kind="train", state="running", term=1, step=0, lead=us, stages=1,
+            snapshot=None, snapshot_step=0, author=us,
+        )  # fmt: skip
+        path = tmp_path / f"{record.job}.json"
+        await words.keep([record])
+        path.unlink()
+        await words.keep([replace(record, step=5, message="busy")])  # the file would say the same
+        assert not path.exists()
+        await words.keep([replace(record, snapshot=SNAPSHOT, snapshot_step=5)])
+        assert [each.step for each in files.load()] == [5]
+        path.unlink()
+        clock.advance(REFRESH_SECONDS)
+        await words.keep([replace(record, snapshot=SNAPSHOT, snapshot_step=5)])
+        assert path.exists()
+        await words.keep([replace(record, state="stopped")])
+        assert not path.exists()
+
+    asyncio.run(main())
+
+
+def test_an_older_word_never_displaces_a_newer_one() -> None:
+    us = Identity.generate().peer_id
+    old = JobRecord(
+        job=JobId("a" * 64), name="work", kind="train", state="running", term=2, step=10, lead=us, stages=1,
+        snapshot=SNAPSHOT, snapshot_step=10, author=us,
+    )  # fmt: skip
+    for newer in (
+        replace(old, term=3, step=0, snapshot_step=0),
+        replace(old, snapshot_step=20),
+        replace(old, step=15),
+        replace(old, state="done", step=9),
+    ):
+        for told in ((old, newer), (newer, old)):
+            words = LastWords(us)
+            for record in told:
+                words.hear([record], {old.job}, (), ())
+            assert words.get(old.job) == newer
+
+
+def test_an_end_that_was_heard_is_said_again_to_whoever_says_that_the_job_goes_on() -> None:
+    us, other = Identity.generate().peer_id, Identity.generate().peer_id
+    done = JobRecord(
+        job=JobId("a" * 64), name="work", kind="train", state="done", term=2, step=10, lead=None, stages=2,
+        snapshot=SNAPSHOT, snapshot_step=10, author=other,
+    )  # fmt: skip
+    unaware = replace(done, state="running", term=1, step=4)
+    words = LastWords(us)
+    words.hear([unaware], (), (), ())
+    assert words.repeated == ()
+    words.hear([done], (), (), ())
+    assert words.repeated == ()  # somebody else says it
+    words.hear([unaware], (), (), ())
+    assert words.repeated == (done,)
+    words.hear([done], (), (), ())
+    assert words.repeated == ()
+    words.hear([replace(unaware, term=3)], (), (), ())  # it was taken up again
+    assert words.repeated == ()

@@ -1,0 +1,464 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.hosting import Peer, Swarm, swarm, until
+
+from fusion.runtime.hosting.takeover import GONE, PROTOCOL, SILENT, Sign, SuccessionConfig, Successor, judge
+from fusion.swarm.claims.election import rank, winner
+from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.identity import Identity
+from fusion.swarm.memory.network import MemoryDirectory, MemoryTransport
+from fusion.swarm.transport import PeerId, Stream, call
+
+
+async def one_job(made: Swarm, standbys: int, **changes: Any) -> tuple[JobId, Peer, list[Peer]]:
+    """A job of one stage that its owner runs, and peers that stand by for it, the best first."""
+    owner = await made.join()
+    idle = [await made.join() for _ in range(standbys)]
+    job = await made.launch(made.manifest(owner, **changes))
+    await owner.look()
+    await until(lambda: (job, 0) in owner.service.running)
+    await owner.context.leases.beat()
+    for peer in idle:
+        await peer.look()
+        await until(lambda peer=peer: (job, 0) in peer.service.prepared)  # type: ignore[misc]
+        await peer.context.leases.beat()
+    order = {claim.peer: claim for claim in await owner.context.leases.claims(job, 0)}
+    assert all(order[peer.id].role == "standby" and order[peer.id].ready for peer in idle)
+    return job, owner, sorted(idle, key=lambda peer: rank(order[peer.id]), reverse=True)
+
+
+def vanish(made: Swarm, peer: Peer) -> None:
+    """As SIGKILL does it: no goodbye, and nothing of it goes on."""
+    made.network.kill(peer.id)
+
+
+class Frozen:
+    """A peer that is stopped: it takes streams, and says nothing."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.going_on = asyncio.Event()
+        handlers = peer.context.transport.handlers  # type: ignore[attr-defined]
+        self._before = dict(handlers._handlers)
+        handlers._handlers = {protocol: self._wait(handler) for protocol, handler in self._before.items()}
+
+    def _wait(self, handler: Any) -> Any:
+        async def later(stream: Stream) -> None:
+            await self.going_on.wait()
+            await handler(stream)
+
+        return later
+
+
+# --- a killed owner
+
+
+def test_who_sees_the_owner_vanish_gets_the_claim_of_its_heir(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first, second) = await one_job(made, 2)
+            witness = await made.join()
+            vanish(made, owner)
+            assert witness.context.succession is not None
+            claim = await witness.context.succession.suspect(job, 0, owner.id, 1)
+            assert claim is not None and (claim.peer, claim.term, claim.role) == (first.id, 2, "owner")
+            await until(lambda: (job, 0) in first.service.running)
+            assert first.service.terms[job, 0] == 2 and second.service.begun == []
+            assert winner(witness.context.leases.recent(job, 0)) == claim
+            # Nothing was waited for: the dead owner's claim is still in the directory, and outranked.
+            assert {c.peer: c.term for c in await second.context.leases.claims(job, 0)}[owner.id] == 1
+            assert not first.hosting._pool.covers((job, 0))
+
+    asyncio.run(main())
+
+
+def test_many_reports_make_one_takeover(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first, second) = await one_job(made, 2)
+            witnesses = [await made.join() for _ in range(3)] + [second, first]
+            vanish(made, owner)
+            claims = await asyncio.gather(
+                *(w.context.succession.suspect(job, 0, owner.id, 1) for w in witnesses * 4)  # type: ignore[union-attr]
+            )
+            assert {(claim.peer, claim.term) for claim in claims if claim is not None} == {(first.id, 2)}
+            assert None not in claims and first.service.begun == [(job, 0)] and second.service.begun == []
+
+    asyncio.run(main())
+
+
+def test_the_next_standby_takes_over_when_the_best_died_as_well(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first, second) = await one_job(made, 2)
+            witness = await made.join()
+            vanish(made, owner)
+            vanish(made, first)
+            claim = await witness.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            assert claim is not None and claim.peer == second.id
+            await until(lambda: (job, 0) in second.service.running)
+
+    asyncio.run(main())
+
+
+def test_heirs_may_die_one_after_the_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, heirs = await one_job(made, 2)
+            witness = await made.join()
+            for term, heir in enumerate(heirs, 2):
+                vanish(made, owner)
+                claim = await witness.context.succession.suspect(job, 0, owner.id, term - 1)  # type: ignore[union-attr]
+                assert claim is not None and (claim.peer, claim.term) == (heir.id, term)
+                owner = heir
+            vanish(made, owner)
+            assert await witness.context.succession.suspect(job, 0, owner.id, 3) is None  # type: ignore[union-attr]
+
+    asyncio.run(main())
+
+
+def test_a_late_report_is_answered_with_who_followed_already(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            early, late = await made.join(), await made.join()
+            vanish(made, owner)
+            claim = await early.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            assert await late.context.succession.suspect(job, 0, owner.id, 1) == claim  # type: ignore[union-attr]
+            assert first.service.begun == [(job, 0)]
+
+    asyncio.run(main())
+
+
+def test_standbys_asked_at_the_same_moment_leave_one_owner_and_never_two_of_one_term(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            owner = await made.join()
+            idle = [await made.join() for _ in range(2)]
+            for number in range(20):
+                job = await made.launch(made.manifest(owner, name=f"work-{number}", memory_bytes=(1,)))
+                await owner.look()
+                await until(lambda: (job, 0) in owner.service.running)  # noqa: B023
+                for peer in (owner, *idle, *idle, owner):
+                    await peer.context.leases.beat()
+                    await peer.look()
+            held: list[tuple[JobId, int]] = []
+            for peer in idle:
+                await peer.context.leases.beat()
+                peer.service.on_host = lambda job, term: held.append((job, term))
+            jobs = [job for job, _ in owner.hosting.hosted]
+            vanish(made, owner)
+            for job in jobs:
+                header = {"job": job, "stage": 0, "peer": owner.id, "term": 1}
+                transports = [made.client(), made.client()]
+                await asyncio.gather(
+                    *(
+                        call(t, p.id, PROTOCOL, "suspect", header)
+                        for t, p in zip(transports, idle, strict=True)
+                    )
+                )
+            for _ in range(2):
+                for peer in idle:
+                    await peer.context.leases.beat()
+            assert len(set(held)) == len(held) >= len(jobs) == 20
+            for job in jobs:
+                assert sum(peer.hosting.holds(job, 0) > 0 for peer in idle) == 1
+
+    asyncio.run(main())
+
+
+# --- reports that are wrong
+
+
+def test_an_owner_that_lives_keeps_its_stage(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            witness = await made.join()
+            assert await witness.context.succession.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
+            # Cut off from the witness alone it lives as well: the standby reaches it.
+            made.network.partition([owner.id], [witness.id])
+            assert await witness.context.succession.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
+            assert first.service.begun == [] and (job, 0) in owner.service.running
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("breaks", [1, 2])
+def test_an_owner_whose_stream_breaks_once_keeps_its_stage(tmp_path: Path, breaks: int) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            witness = await made.join()
+            handlers = owner.context.transport.handlers._handlers  # type: ignore[attr-defined]
+            answers, broken = handlers[PROTOCOL], []
+
+            async def busy(stream: Stream) -> None:
+                if len(broken) < breaks:
+                    broken.append(stream)
+                    stream.abort()
+                else:
+                    await answers(stream)
+
+            handlers[PROTOCOL] = busy
+            claim = await witness.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            assert len(broken) == breaks
+            assert (claim is None) == (first.service.begun == []) == (breaks == 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("lie", [{"peer": Identity.generate().peer_id}, {"term": 900}, {"term": 2**31 - 1}])
+def test_a_lie_about_who_owned_the_stage_takes_nothing(tmp_path: Path, lie: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            header = {"job": job, "stage": 0, "peer": owner.id, "term": 1, **lie}
+            reply = await call(made.client(), first.id, PROTOCOL, "suspect", header)
+            assert reply.kind in ("alive", "no") and first.service.begun == []
+
+    asyncio.run(main())
+
+
+def test_nobody_can_use_the_terms_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            vanish(made, owner)
+            header = {"job": job, "stage": 0, "peer": owner.id, "term": 2**30}
+            reply = await call(made.client(), first.id, PROTOCOL, "suspect", header)
+            assert reply.kind == "no"
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_does_not_stand_by_takes_nothing_over(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            owner, other = await made.join(), await made.join()
+            job = await made.launch(made.manifest(owner))
+            await owner.look()
+            vanish(made, owner)
+            header = {"job": job, "stage": 0, "peer": owner.id, "term": 1}
+            reply = await call(made.client(), other.id, PROTOCOL, "suspect", header)
+            assert reply.kind == "no" and "standby" in reply.header["message"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("kind", "header"),
+    [
+        ("suspect", {"job": "x", "stage": -1, "peer": "p", "term": 1}),
+        ("suspect", {"job": "x", "stage": 0, "peer": "p", "term": "1"}),
+        ("holds", {"stage": 2.5}),
+        ("take", {"job": "x", "stage": 0, "term": 2**40, "baton": {}}),
+        ("dance", {"stage": 0, "term": 0}),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(tmp_path: Path, kind: str, header: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            peer = await made.join()
+            stream = await made.client().open(peer.id, PROTOCOL)
+            await stream.send(kind, header)
+            reply = await stream.receive()
+            assert reply.kind == "error" and "\n" not in reply.header["message"]
+
+    asyncio.run(main())
+
+
+# --- a frozen owner
+
+
+def test_a_frozen_owner_is_followed_when_its_claim_has_run_out_and_rejoins_when_it_wakes(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            witness = await made.join()
+            frozen = Frozen(owner)
+            suspect = witness.context.succession.suspect  # type: ignore[union-attr]
+            assert await suspect(job, 0, owner.id, 1) is None  # it may only sleep for a moment
+            assert first.service.begun == []
+            made.clock.advance(89.0)  # its claim lasts three heartbeats, of 30 s here
+            await first.context.leases.beat()
+            assert await suspect(job, 0, owner.id, 1) is None
+            made.clock.advance(2.0)
+            claim = await suspect(job, 0, owner.id, 1)
+            assert claim is not None and (claim.peer, claim.term) == (first.id, 2)
+            frozen.going_on.set()
+            await owner.context.leases.beat()  # it says its old claim, and finds a higher one
+            await until(lambda: owner.hosting.hosted == ())
+            assert owner.service.running == {} and (job, 0) in first.service.running
+            await first.context.leases.beat()
+            await made.announce(job)
+            await owner.look()
+            await owner.context.leases.beat()
+            claims = {c.peer: (c.role, c.term) for c in await first.context.leases.claims(job, 0)}
+            assert (claims[first.id], claims[owner.id]) == (("owner", 2), ("standby", 2))
+
+    asyncio.run(main())
+
+
+def test_without_a_witness_the_best_standby_notices_by_itself(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first, second) = await one_job(made, 2)
+            Frozen(owner)
+            made.clock.advance(91.0)
+            for peer in (second, first):
+                await peer.context.leases.beat()
+                await made.announce(job)
+            for peer in (second, first):
+                await peer.look()
+            await until(lambda: (job, 0) in first.service.running)
+            assert second.service.begun == [] and first.service.terms[job, 0] == 2
+
+    asyncio.run(main())
+
+
+def test_an_owner_whose_claim_ran_out_but_who_answers_is_left_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            made.clock.advance(91.0)  # the directory lost it
+            await first.context.leases.beat()
+            await made.announce(job)
+            await first.look()
+            assert first.service.begun == []
+            vanish(made, owner)
+            await first.look()
+            await until(lambda: (job, 0) in first.service.running)
+
+    asyncio.run(main())
+
+
+def test_an_owner_that_finds_a_higher_claim_shown_to_it_gives_way_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, _ = await one_job(made, 1)
+            rival = Identity.generate()
+            directory = MemoryDirectory(made.network, rival, made.clock)
+            claim = ClaimRecord(
+                job=job, stage=0, peer=rival.peer_id, role="owner", term=5, score=0.1, step=0, load=0.0
+            )
+            assert owner.context.leases.credit(directory.sealed(claim)) == claim
+            await until(lambda: owner.hosting.hosted == ())
+            assert owner.context.leases.mine() == () and owner.hosting.holds(job, 0) == 0
+
+    asyncio.run(main())
+
+
+# --- a leave
+
+
+def test_an_owner_that_leaves_hands_over_what_it_says(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first, second) = await one_job(made, 2)
+            await owner.hosting.leave()
+            assert owner.service.passed_on == [(job, 0)] and owner.service.running == {}
+            assert first.service.batons[job, 0] == {"step": 7} and first.service.terms[job, 0] == 2
+            assert (job, 0) in first.service.running and second.service.begun == []
+            await owner.leave()
+            await owner.context.leases.aclose()
+            claims = {c.peer: (c.role, c.term) for c in await second.context.leases.claims(job, 0)}
+            assert claims[first.id] == ("owner", 2) and claims[owner.id] == ("released", 1)
+            await owner.hosting.leave()  # once more does nothing
+
+    asyncio.run(main())
+
+
+def test_only_the_owner_can_hand_a_stage_over(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            header = {"job": job, "stage": 0, "term": 1, "baton": {}}
+            reply = await call(made.client(), first.id, PROTOCOL, "take", header)
+            assert reply.kind == "no" and "does not own" in reply.header["message"]
+            owned = owner.context.transport
+            reply = await call(owned, first.id, PROTOCOL, "take", {**header, "term": 3})
+            assert reply.kind == "no"
+            reply = await call(owned, first.id, PROTOCOL, "take", {**header, "baton": {"x": b"0" * 20_000}})
+            assert reply.kind == "no" and "16384" in reply.header["message"]
+            assert first.service.begun == []
+
+    asyncio.run(main())
+
+
+def test_whoever_cannot_hand_over_releases(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            vanish(made, first)
+            await owner.hosting.leave()
+            assert (job, 0) in owner.service.running
+            await owner.leave()
+            [claim] = [c for c in await owner.context.directory.claims(job, 0) if c.peer == owner.id]
+            assert claim.role == "released"
+
+    asyncio.run(main())
+
+
+def test_whoever_leaves_takes_nothing_over(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first, second) = await one_job(made, 2)
+            await first.hosting.leave()
+            await first.context.leases.beat()
+            vanish(made, owner)
+            claim = await second.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            assert claim is not None and claim.peer == second.id and first.service.begun == []
+
+    asyncio.run(main())
+
+
+# --- the pure decision
+
+
+def claim_of(peer: str, role: Any = "owner", term: int = 1) -> ClaimRecord:
+    return ClaimRecord(
+        job=JobId("0" * 64), stage=0, peer=PeerId(peer), role=role, term=term, score=0.5, step=0, load=0.0
+    )
+
+
+def test_a_standby_believes_what_it_saw() -> None:
+    owner, other = PeerId("owner"), PeerId("other")
+    named = [claim_of("owner"), claim_of("us", "standby")]
+    assert judge(named, owner, 1, {owner: GONE}) == "take"
+    assert judge(named, owner, 1, {owner: Sign("holds", 1)}) == "alive"
+    assert judge(named, owner, 1, {owner: SILENT}) == "frozen"
+    assert judge(named[1:], owner, 1, {owner: SILENT}) == "take"  # and its claim has run out
+    assert judge(named, other, 9, {other: GONE}) == "alive"  # nobody looked whether the owner is there
+    assert judge(named, other, 9, {other: GONE, owner: SILENT}) == "frozen"
+    assert judge(named, other, 9, {other: GONE, owner: GONE}) == "take"
+
+
+def test_a_wrong_configuration_is_named() -> None:
+    with pytest.raises(ValueError, match="check_seconds"):
+        SuccessionConfig(check_seconds=0)
+
+
+def test_a_client_may_ask_and_is_never_asked_in_vain(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            identity = Identity.generate()
+            transport = MemoryTransport(made.network, identity.peer_id)
+            directory = MemoryDirectory(made.network, identity, made.clock)
+            asking = Successor(transport, Leases(identity.peer_id, directory, LeaseConfig()), made.checks)
+            await asking.start()
+            reply = await call(made.client(), identity.peer_id, PROTOCOL, "holds", {"job": job, "stage": 0})
+            assert reply.header["term"] == 0
+            vanish(made, owner)
+            claim = await asking.suspect(job, 0, owner.id, 1)
+            assert claim is not None and claim.peer == first.id
+
+    asyncio.run(main())

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.fields import plain
+from fusion.runtime.job.manifest import DataConfig, Manifest, OptimizerConfig, ServeConfig, TrainConfig
+from fusion.runtime.job.progress import Progress
+from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.transport import PeerId
+
+DIGEST = Digest("ab" * 32)
+TRAIN = TrainConfig(
+    steps=10,
+    microbatches=2,
+    microbatch_size=2,
+    sequence=8,
+    seed=3,
+    optimizer=OptimizerConfig(clip_norm=None),
+    data=DataConfig(kind="tokens", train=DIGEST, held_out=DIGEST),
+)
+SOUND = Manifest(
+    name="gpt-2/tiny",
+    kind="train",
+    graph=DIGEST,
+    cuts=(3, 9),
+    weights=(DIGEST,) * 3,
+    proposed=(PeerId("a"), PeerId("b"), PeerId("")),
+    memory_bytes=(1, 2, 3),
+    train=TRAIN,
+    byte_level=True,
+    files=(("config.json", DIGEST),),
+    salt="pepper",
+)
+SERVE = replace(
+    SOUND,
+    kind="serve",
+    train=None,
+    serve=ServeConfig(cache="kv", max_sequence=8, vocabulary=9, end_tokens=(1,)),
+)
+
+
+@pytest.mark.parametrize("manifest", [SOUND, SERVE])
+def test_round_trip_is_canonical(manifest: Manifest) -> None:
+    data = manifests.encode(manifest)
+    assert manifests.decode(data) == manifest
+    assert manifests.encode(manifests.decode(data)) == data
+
+
+def _with(path: str, value: object) -> dict[str, Any]:
+    whole = plain(SOUND)
+    part, *rest = path.split(".")
+    at = whole
+    for name in rest:
+        at, part = at[part], name
+    at[part] = value
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("version", 3, "version 3"),
+        ("version", None, "version None"),
+        ("name", "x\nimport os", "name"),
+        ("name", "", "name"),
+        ("graph", "AB" * 32, "graph"),
+        ("graph", 7, "graph"),
+        ("cuts", [9, 3], "cuts"),
+        ("cuts", [0, 3], "cuts"),
+        ("cuts", [3.0, 9.0], "cuts[0]"),
+        ("weights", [DIGEST], "weights"),
+        ("proposed", [], "proposed"),
+        ("memory_bytes", [1], "memory_bytes"),
+        ("memory_bytes", [1, -2, 3], "memory_bytes"),
+        ("files", [["../../etc/passwd", DIGEST]], "files"),
+        ("files", [["a/b", DIGEST]], "files"),
+        ("files", [[".profile", DIGEST]], "files"),
+        ("files", [["config.json"]], "files[0]"),
+        ("train", None, "train"),
+        ("kind", "serve", "serve"),
+        ("kind", "mine", "kind"),
+        ("train.steps", 0, "train.steps"),
+        ("train.steps", True, "train.steps"),
+        ("train.microbatches", 10**9, "train.microbatches"),
+        ("train.sequence", 0, "train.sequence"),
+        ("train.optimizer.learning_rate", float("nan"), "learning_rate"),
+        ("train.optimizer.learning_rate", "fast", "learning_rate"),
+        ("train.optimizer.clip_norm", -1.0, "clip_norm"),
+        ("train.optimizer.kind", "__import__", "train.optimizer.kind"),
+        ("train.data.token_bytes", 3, "token_bytes"),
+        ("train.data.train", "x", "train.data.train"),
+        ("extra", 1, "extra"),
+        ("train.seed", 2**63, "seed"),
+        ("train.compression.kind", "zip", "train.compression.kind"),
+        ("train.compression.codec", "topk:2", "train.compression.codec"),
+        ("train.compression.ratio", 0.5, "train.compression.ratio"),
+        ("train.compression.families", ["none"], "train.compression.families"),
+        ("train.wires", [["a/0", "int8"]], "train.wires[0]"),
+        ("train.wires", [["a/0", "int8", "int9"]], "train.wires.a/0"),
+        ("train.wires", [["a/0", "topk:0.10", "none"]], "'topk:0.1'"),
+        ("train.wires", [["a/0", "int8", "none"]] * 2, "train.wires"),
+    ],
+)
+def test_an_unsound_manifest_is_refused_by_name(path: str, value: object, says: str) -> None:
+    with pytest.raises(JobError) as error:
+        manifests.decode(msgpack.packb(_with(path, value)))
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_end_tokens_lie_in_the_vocabulary() -> None:
+    with pytest.raises(JobError, match="end_tokens"):
+        manifests.encode(replace(SERVE, serve=replace(SERVE.serve, end_tokens=(9,))))
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(JobError):
+        manifests.decode(data)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 255))
+@settings(max_examples=100, deadline=None)
+def test_damaged_bytes_give_another_sound_manifest_or_an_error(place: int, value: int) -> None:
+    data = bytearray(manifests.encode(SOUND))
+    data[place % len(data)] = value
+    try:
+        decoded = manifests.decode(bytes(data))
+    except JobError:
+        return
+    manifests.validate(decoded)
+
+
+def test_too_long_is_refused_unread() -> None:
+    with pytest.raises(JobError, match="limit"):
+        manifests.decode(bytes(manifests.MAX_MANIFEST_BYTES + 1))
+
+
+def test_progress_survives_a_frame_and_newer_peers() -> None:
+    progress = Progress(
+        job=JobId(DIGEST),
+        state="running",
+        step=3,
+        loss=1.5,
+        recent=((1, 2.0), (2, 1.5)),
+        owners=(None, "a"),
+        busy=(0.5,),
+    )
+    header = msgpack.unpackb(msgpack.packb(progress.to_header()))
+    assert Progress.from_header({**header, "mood": "good"}) == progress
+    with pytest.raises(ValueError, match="state"):
+        Progress.from_header({**header, "state": "odd"})

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fusion.runtime.job import spec
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import CompressionConfig
+from fusion.runtime.job.spec import GPTConfig
+
+SOUND = """
+name = "small"
+[model]
+kind = "gpt"
+blocks = 2
+width = 32
+heads = 2
+[data]
+files = ["src/*.py"]
+[train]
+steps = 10
+sequence = 16
+[optimizer]
+learning_rate = 3e-3
+clip_norm = 0
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "src").mkdir()
+    for i in range(10):
+        (tmp_path / "src" / f"m{i}.py").write_text(f"x = {i}\n")
+    return tmp_path
+
+
+def test_a_sound_job_file(base: Path) -> None:
+    job = spec.parse(SOUND, base)
+    assert job.name == "small" and job.train.steps == 10 and job.train.microbatches == 8
+    assert job.model == GPTConfig(blocks=2, width=32, heads=2, sequence=16)
+    assert job.optimizer.learning_rate == 3e-3 and job.optimizer.clip_norm is None
+    assert len(job.data.held_out) == 1 and len(job.data.files) == 9
+    assert not set(job.data.held_out) & set(job.data.files)
+    assert job.data.tokenizer is None and job.placement.stages is None
+    assert job.train.snapshot_every == 0  # the lead decides
+    assert (
+        spec.parse(SOUND.replace("steps = 10", "steps = 10\nsnapshot_every = 4"), base).train.snapshot_every
+        == 4
+    )
+
+
+def test_held_out_files_by_pattern_are_not_trained_on(base: Path) -> None:
+    job = spec.parse(
+        SOUND.replace('files = ["src/*.py"]', 'files = ["src/*.py"]\nheld_out = ["src/m7.py"]'), base
+    )
+    assert [p.name for p in job.data.held_out] == ["m7.py"]
+    assert "m7.py" not in {p.name for p in job.data.files}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("steps = 10", 'steps = "ten"', "train.steps must be a whole number"),
+        ("steps = 10", "", "train.steps is missing"),
+        ("steps = 10", "steps = 0", "train.steps must be at least 1"),
+        ("steps = 10", "steps = true", "train.steps must be a whole number"),
+        ("steps = 10", "steps = 10\nstep = 3", "train.step is not known"),
+        ("learning_rate = 3e-3", "learning_rate = -1.0", "optimizer.learning_rate must be from 0"),
+        ("learning_rate = 3e-3", "lr = 1.0", "optimizer.lr is not known"),
+        ("learning_rate = 3e-3", 'schedule = "step"', "optimizer.schedule must be one of"),
+        ("learning_rate = 3e-3", "betas = [0.9]", "optimizer.betas must have 2 values"),
+        ("learning_rate = 3e-3", "betas = [0.9, 1.0]", "optimizer.betas must be"),
+        ("[train]", "[compression]\nratio = 0.5\n[train]", "compression.ratio must be from 1"),
+        ("[train]", "[compression]\nkind = 'some'\n[train]", "compression.kind must be one of"),
+        ("[train]", "[compression]\nfamilies = ['zip']\n[train]", "compression.families must be some of"),
+        ("[train]", "[compression]\ncodec = 'topk:0.9'\n[train]", "compression.codec: a density of topk"),
+        ("[train]", "[compression]\ncodec = 'topk:0.010'\n[train]", "compression.codec must be 'topk:0.01'"),
+        ("[train]", "[compression]\nlive = 1\n[train]", "compression.live must be true or false"),
+        ("[train]", "[compression]\nspeed = 1\n[train]", "compression.speed is not known"),
+        ('kind = "gpt"', 'kind = "rnn"', "model.kind must be"),
+        ('kind = "gpt"', 'kind = "huggingface"', "model.blocks is not known"),
+        ("heads = 2", "heads = 3", "model.width: a multiple of"),
+        ("heads = 2", "sequence = 8", "model.sequence must be at least train.sequence"),
+        ('files = ["src/*.py"]', 'files = ["nothing/*.py"]', "data.files: no file matches 'nothing/*.py'"),
+        ('files = ["src/*.py"]', "files = []", "data.files must name"),
+        ('files = ["src/*.py"]', 'files = ["src/*.py"]\nheld_out = 1.5', "data.held_out must be from 0"),
+        ('files = ["src/*.py"]', 'files = ["src/m1.py"]\nheld_out = ["src/m1.py"]', "every file is held out"),
+        ('files = ["src/*.py"]', 'files = ["src/*.py"]\ntokenizer = "t.json"', "data.tokenizer must be"),
+        ('name = "small"', "", "name is missing"),
+        ('name = "small"', 'name = "small"\nstray = 1', "'stray' is not known"),
+        ('name = "small"', "name = ", "not TOML"),
+    ],
+)
+def test_a_mistake_is_named_in_one_line(base: Path, old: str, new: str, says: str) -> None:
+    with pytest.raises(JobError) as error:
+        spec.parse(SOUND.replace(old, new), base)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="No such file"):
+        spec.load(tmp_path / "job.toml")
+
+
+@pytest.mark.parametrize(
+    ("count", "part", "held"), [(1, 0.5, 0), (2, 0.01, 1), (10, 0.3, 3), (10, 0.0, 0), (3, 0.99, 2)]
+)
+def test_the_share_held_out(count: int, part: float, held: int) -> None:
+    files = tuple(Path(f"{i:03}") for i in range(count))
+    chosen = spec.share(files, part)
+    assert len(set(chosen)) == held and set(chosen) <= set(files)
+
+
+def test_compression_is_none_unless_the_file_asks_for_it(base: Path) -> None:
+    assert spec.parse(SOUND, base).compression == CompressionConfig()
+    asked = (
+        SOUND + '[compression]\nkind = "adaptive"\nratio = 100\nfamilies = ["int8", "topk"]\nlive = false\n'
+    )
+    assert spec.parse(asked, base).compression == CompressionConfig(
+        kind="adaptive", ratio=100.0, families=("int8", "topk"), live=False
+    )

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.text import REPLACEMENT, ByteText, NoText, Text, TokenizerText
+
+SAMPLES = [
+    "def main():\n    return 'naïve café'\n",
+    "中文字符 and emoji 👩‍👩‍👧 here",
+    "  two  spaces, \t tabs and\r\nlines",
+    "Ünïcödé ∑ ∫ √ — “quotes”",
+]
+
+
+def byte_level() -> TokenizerText:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"]
+    )
+    tokenizer.train_from_iterator(SAMPLES, trainer)
+    return TokenizerText(tokenizer.to_str().encode())
+
+
+def byte_fallback() -> TokenizerText:
+    """As SentencePiece models have it: `▁` for a space, `<0xE4>` for bytes outside the vocabulary."""
+    words = ["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256)), *"▁abcdefghijklmnopqrstuvwxyz中"]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>"
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return TokenizerText(tokenizer.to_str().encode())
+
+
+BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
+KINDS: dict[str, Text] = {"bytes": ByteText(), "byte-level": BYTE_LEVEL, "byte-fallback": BYTE_FALLBACK}
+
+
+def streamed(text: Text, prompt: list[int], ids: list[int]) -> list[str]:
+    stream = text.stream(prompt)
+    return [*(stream.push(token) for token in ids), stream.finish()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(
+    prompt=st.text(alphabet="ab z中é👩", max_size=12),
+    answer=st.text(alphabet="ab z中é👩‍文\u00a0", min_size=1, max_size=20),
+)
+def test_pieces_make_the_text_and_no_character_is_ever_broken(kind: str, prompt: str, answer: str) -> None:
+    text = KINDS[kind]
+    before, ids = text.encode("a" + prompt), text.encode("a" + prompt + answer)
+    if ids[: len(before)] != before:
+        return  # the prompt's last piece joined with the answer: these ids are not a continuation of it
+    pieces = streamed(text, before, ids[len(before) :])
+    assert "".join(pieces) == answer
+    assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+def test_a_character_of_several_tokens_comes_whole_with_its_last() -> None:
+    assert streamed(BYTE_FALLBACK, [], BYTE_FALLBACK.encode("文")[1:]) == ["", "", "", "文", ""]
+    assert streamed(ByteText(), [], list("é!".encode())) == ["", "é", "!", ""]
+
+
+def test_the_space_between_prompt_and_answer_is_kept() -> None:
+    prompt, whole = BYTE_FALLBACK.encode("ab"), BYTE_FALLBACK.encode("ab cd")
+    assert "".join(streamed(BYTE_FALLBACK, prompt, whole[len(prompt) :])) == " cd"
+
+
+def test_an_unfinished_character_at_the_end_is_dropped() -> None:
+    ids = list("ok 中".encode())[:-1]
+    assert "".join(streamed(ByteText(), [], ids)) == "ok "
+    assert "".join(streamed(BYTE_LEVEL, [], BYTE_LEVEL.encode("ok ∑")[:-1])).rstrip() == "ok"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(ids=st.lists(st.integers(0, 255), max_size=60))
+def test_any_ids_at_all_stream_in_bounded_windows(kind: str, ids: list[int]) -> None:
+    stream = KINDS[kind].stream(ids[:5])
+    for token in ids * 3:
+        stream.push(token)
+        window = getattr(stream, "_ids", [])
+        assert len(window) <= 24
+    stream.finish()
+
+
+def test_bytes_that_never_become_text_do_not_hold_back_what_follows() -> None:
+    high = BYTE_FALLBACK.encode("é")[1:][1]  # a continuation byte alone
+    pieces = streamed(BYTE_FALLBACK, [], [high] * 9 + BYTE_FALLBACK.encode("ab")[1:])
+    assert "".join(pieces).endswith("ab")
+
+
+def test_a_model_without_a_tokenizer_says_so() -> None:
+    with pytest.raises(JobError, match="--prompt-ids"):
+        NoText().encode("hello")
+    assert "".join(streamed(NoText(), [1], [2, 3])) == ""
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"not json", b'{"version": "1.0"}'])
+def test_a_tokenizer_that_is_none_is_one_clear_line(data: bytes) -> None:
+    with pytest.raises(JobError, match=r"^the model's tokenizer cannot be read"):
+        TokenizerText(data)

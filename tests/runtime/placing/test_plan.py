@@ -1,0 +1,77 @@
+"""Planning a job captures the model that launching it would, without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fusion.dag.ir import serialise
+from fusion.dag.rewrites.clean import clean
+from fusion.runtime.capture import sources
+from fusion.runtime.job import spec
+from fusion.runtime.placing.plan import plan_training, training_graph
+from fusion.runtime.placing.swarm_file import parse
+
+JOB = """
+name = "small"
+[model]
+kind = "gpt"
+blocks = {blocks}
+width = {width}
+[data]
+files = ["*.txt"]
+held_out = 0.0
+[train]
+steps = 1
+sequence = 32
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    return lambda **model: spec.parse(JOB.format(**model), tmp_path)
+
+
+def test_the_graph_is_the_one_that_would_be_launched(job):
+    asked = job(blocks=2, width=64)
+    launched = sources.builtin(asked.model, asked.train.seed, byte_level=True, tokenizer=None)
+    assert serialise.encode(training_graph(asked)) == serialise.encode(clean(launched.training))
+
+
+def test_a_model_that_no_machine_here_could_hold_is_captured(job):
+    graph = training_graph(job(blocks=2, width=65_536))  # 0.4 TB of weights
+    assert sum(v.kind == "parameter" for v in graph.variables) == 28
+
+
+SWARM = "".join(f'[[peers]]\nname = "p{i}"\ngflops = 1\nmemory = {{memory}}\n' for i in range(3))
+LAN = "[default]\nmbps = 1000\nrtt_ms = 1\n"
+
+
+def placed(asked, memory):
+    return plan_training(asked, parse(SWARM.format(memory=memory) + LAN), "equal-flops")
+
+
+def test_as_deep_as_by_default_or_deeper_where_memory_permits(job):
+    asked = job(blocks=3, width=64)
+    roomy = placed(asked, 1 << 30)
+    assert roomy.in_flight >= 1 + 2 * 2
+    tight = placed(asked, max(stage.memory_bytes for stage in roomy.stages) - 1)
+    assert tight.in_flight < roomy.in_flight
+    assert all(stage.memory_bytes <= stage.lent_bytes for stage in tight.stages)
+
+
+def test_gpipe_is_for_the_job_to_ask(job):
+    asked = job(blocks=3, width=64)
+    assert placed(asked, 1 << 30).schedule == "1f1b"
+    asked = replace(asked, train=replace(asked.train, schedule="gpipe"))
+    assert placed(asked, 1 << 30).schedule == "gpipe"
+
+
+def test_what_is_sent_is_what_the_links_carry(job):
+    found = placed(job(blocks=3, width=64), 1 << 30)
+    dense = 8 * 4 * 32 * 64 * 4  # microbatches x (batch, sequence, width) float32
+    assert [(link.activation_bytes + link.gradient_bytes) % dense for link in found.links] == [0] * 4
+    assert all(link.mbps == 1000 and link.rtt_ms == pytest.approx(1) for link in found.links)
+    assert found.lines == ()  # nobody's own line limits anything

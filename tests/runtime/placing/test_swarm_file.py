@@ -1,0 +1,231 @@
+"""swarm.toml: what it says of every pair, and one line for everything that is wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.placing.swarm_file import load, parse
+
+NETWORKS = Path(__file__).resolve().parents[2] / "box" / "networks"
+TWO = (
+    '[[peers]]\nname = "a"\ngflops = 1\nmemory = "1GiB"\n[[peers]]\nname = "b"\nmflops = 500\nmemory = 1024\n'
+)
+
+
+def rtts(swarm):
+    return {swarm.pair(a.name, b.name).rtt_ms for a, b in permutations(swarm.peers, 2)}
+
+
+def test_peers_with_their_units():
+    swarm = parse(TWO + "up_mbps = 8\nmemory_gb_per_second = 2\n")
+    a, b = swarm.network().devices
+    assert (a.peer, a.flops_per_second, a.memory_bytes, a.memory_bytes_per_second) == ("a", 1e9, 1 << 30, 8e9)
+    assert (b.flops_per_second, b.memory_bytes, b.memory_bytes_per_second) == (5e8, 1024, 2e9)
+    assert (a.up_bytes_per_second, b.up_bytes_per_second, b.down_bytes_per_second) == (
+        math.inf,
+        1e6,
+        math.inf,
+    )
+
+
+def test_a_pair_that_nothing_names_is_a_home_uplink_and_said_to_be_unknown():
+    swarm = parse(TWO)
+    assert swarm.pair("a", "b").rtt_ms == 40 and swarm.pair("a", "b").mbps == 10
+    assert not swarm.pair("a", "b").known
+    assert parse(TWO + "[default]\nrtt_ms = 3\n").pair("b", "a").known
+
+
+def test_links_go_both_ways_or_one_way():
+    both = parse(
+        TWO + '[[links]]\nbetween = ["a", "b"]\nmbps = 80\nrtt_ms = 20\nqueue_ms = 50\nloss = 0.01\n'
+    )
+    pair = both.pair("b", "a")
+    assert pair == both.pair("a", "b")
+    assert (pair.mbps, pair.rtt_ms, pair.queue_ms, pair.loss, pair.known) == (80, 20, 50, 0.01, True)
+    link = both.network().link("a", "b")
+    assert (link.alpha_seconds, link.bytes_per_second) == (0.01, 10e6)
+    one = parse(
+        TWO + '[[links]]\nfrom = "a"\nto = "b"\nmbps = 80\nrtt_ms = 20\n[default]\nmbps = 1\nrtt_ms = 0\n'
+    )
+    assert (one.pair("a", "b").mbps, one.pair("b", "a").mbps) == (80, 1)
+
+
+SITES = """
+[[sites]]
+name = "lab"
+mbps = 1000
+rtt_ms = 1
+[[sites]]
+name = "home"
+rtt_ms = 2
+[[peers]]
+name = "l1"
+site = "lab"
+gflops = 1
+memory = "1GiB"
+rtt_ms = 5
+[[peers]]
+name = "l2"
+site = "lab"
+gflops = 1
+memory = "1GiB"
+[[peers]]
+name = "h1"
+site = "home"
+gflops = 1
+memory = "1GiB"
+[[links]]
+between = ["lab", "home"]
+mbps = 80
+rtt_ms = 20
+"""
+
+
+def test_sites_say_it_once_for_all_their_pairs():
+    swarm = parse(SITES)
+    assert (swarm.pair("l1", "l2").mbps, swarm.pair("l1", "l2").rtt_ms) == (1000, 1)
+    assert swarm.pair("l2", "h1").rtt_ms == 20
+    assert swarm.pair("h1", "l1").rtt_ms == 25  # the peer's own way is added outside its site
+
+
+def test_what_names_the_peers_themselves_wins():
+    swarm = parse(
+        SITES
+        + '[[links]]\nfrom = "l1"\nto = "home"\nrtt_ms = 7\n[[links]]\nbetween = ["l1", "l2"]\nrtt_ms = 9\n'
+    )
+    assert (swarm.pair("l1", "h1").rtt_ms, swarm.pair("h1", "l1").rtt_ms) == (12, 25)
+    assert (swarm.pair("l1", "l2").rtt_ms, swarm.pair("l1", "l2").mbps) == (9, math.inf)
+
+
+def test_the_links_of_a_network_are_a_mapping_of_every_pair():
+    network = parse(SITES).network()
+    assert len(network.links) == 6 == len(set(network.links))
+    assert all(network.links[pair] == network.link(*pair) for pair in network.links)
+    assert ("l1", "l1") not in network.links and ("l1", "x") not in network.links
+
+
+def test_a_swarm_of_ten_thousand_is_read_without_its_hundred_million_pairs():
+    peers = "".join(
+        f'[[peers]]\nname = "p{i}"\nsite = "s{i % 100}"\ngflops = 9\nmemory = 4096\n' for i in range(10_000)
+    )
+    sites = "".join(f'[[sites]]\nname = "s{i}"\nmbps = 100\nrtt_ms = 5\n' for i in range(100))
+    swarm = parse(peers + sites + "[default]\nmbps = 20\nrtt_ms = 50\n")  # fmt: skip
+    assert len(swarm.network().links) == 99_990_000
+    assert swarm.pair("p0", "p100").rtt_ms == 5 and swarm.pair("p0", "p1").rtt_ms == 50
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_our_networks(name):
+    swarm = load(NETWORKS / f"{name}.toml")
+    assert len(swarm.peers) == 6
+    assert all(swarm.pair(a.name, b.name).known for a, b in permutations(swarm.peers, 2))
+    seen = rtts(swarm)
+    assert (min(seen), max(seen)) == {"a": (1, 20), "b": (10, 60), "c": (0.2, 40)}[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", r"no peer: add a \[\[peers\]\]"),
+        ("peers = 3", r"peers must be tables, each under \[\[peers\]\]"),
+        ("[[peers]\n", "not TOML: .* line 1"),
+        ("a = " + "[" * 5000, "not a swarm|not TOML"),
+        ("speed = 3\n" + TWO, "speed is not known here .known: default, links, peers, sites."),
+        (TWO + "colour = 3\n", r"peers\[1\].colour is not known here .known: down_mbps, gflops"),
+        (TWO.replace("gflops = 1\n", ""), r"peers\[0\].gflops .or mflops. must be set"),
+        (TWO.replace("gflops = 1\n", "gflops = -5\n"), r"peers\[0\].gflops must be above 0, not -5"),
+        (TWO.replace("gflops = 1\n", "gflops = nan\n"), r"peers\[0\].gflops must be above 0, not nan"),
+        (
+            TWO.replace("gflops = 1\n", 'gflops = "fast"\n'),
+            r"peers\[0\].gflops must be a number, not str 'fast'",
+        ),
+        (TWO.replace("gflops = 1\n", "gflops = true\n"), r"peers\[0\].gflops must be a number"),
+        (TWO.replace('"1GiB"', '"4 cows"'), r"peers\[0\].memory: '4 cows' is not a size such as 4GiB"),
+        (TWO.replace("1024", "0"), r"peers\[1\].memory must be a size such as 4GiB, not 0"),
+        (TWO.replace('"1GiB"', '"' + "9" * 400 + '"'), r"peers\[0\].memory: '9*.* is not a size"),
+        (TWO.replace('name = "b"\n', ""), r"peers\[1\].name is missing"),
+        (TWO.replace('"b"', '""'), r"peers\[1\].name must be text of 1 to 100"),
+        (TWO.replace('"b"', '"a"'), r"peers\[1\].name: 'a' is taken"),
+        (TWO + "up_mbps = 0\n", r"peers\[1\].up_mbps must be above 0, not 0"),
+        (TWO + "rtt_ms = -1\n", r"peers\[1\].rtt_ms must be 0 or more, not -1"),
+        (
+            TWO + 'site = "lab"\n',
+            r"peers\[1\].site: no \[\[sites\]\] is called 'lab' .sites: there are none.",
+        ),
+        (TWO + '[[sites]]\nname = "a"\nrtt_ms = 1\n', r"peers\[0\].name: 'a' is taken"),
+        (TWO + "[[sites]]\nrtt_ms = 1\n", r"sites\[0\].name must be text"),
+        (
+            TWO + '[[links]]\nbetween = ["a"]\nrtt_ms = 1\n',
+            r"links\[0\].between must name two peers or sites",
+        ),
+        (TWO + '[[links]]\nbetween = ["a", "c"]\nrtt_ms = 1\n', r"links\[0\]: no peer and no site .* 'c'"),
+        (TWO + '[[links]]\nbetween = ["a", "a"]\nrtt_ms = 1\n', r"links\[0\] must join two, not a with"),
+        (TWO + '[[links]]\nfrom = "a"\nrtt_ms = 1\n', r"links\[0\] must have between = .*, or from"),
+        (TWO + '[[links]]\nbetween = ["a", "b"]\nmbps = 3\n', r"links\[0\].rtt_ms is missing"),
+        (
+            TWO + '[[links]]\nbetween = ["a", "b"]\nrtt_ms = 1\nmbps = -3\n',
+            r"links\[0\].mbps must be above 0",
+        ),
+        (
+            TWO + '[[links]]\nbetween = ["a", "b"]\nrtt_ms = 1\nloss = 1.0\n',
+            r"links\[0\].loss must be from 0",
+        ),
+        (TWO + '[[links]]\nbetween = ["a", "b"]\nrtt_ms = 1\n' * 2, r"links\[1\]: the link from a to b is"),
+        (TWO + "[default]\nmbps = 1\n", "default.rtt_ms is missing"),
+    ],
+)
+def test_one_line_says_what_is_wrong(text, said):
+    with pytest.raises(JobError, match=said) as caught:
+        parse(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    for path, said in ((tmp_path / "none.toml", "No such file"), (tmp_path, "directory")):
+        with pytest.raises(JobError, match=said):
+            load(path)
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(JobError, match="not UTF-8"):
+        load(tmp_path / "x.toml")
+
+
+keys = st.sampled_from(
+    ["peers", "sites", "links", "default", "name", "gflops", "memory", "rtt_ms", "between"]
+)
+values = st.recursive(
+    st.booleans() | st.integers(-3, 3) | st.floats() | st.sampled_from(["a", "b"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(keys, values, max_size=5))
+def test_any_tables_are_a_swarm_or_a_job_error(table):
+    with contextlib.suppress(JobError):
+        parse("".join(f"{key} = {written(value)}\n" for key, value in table.items()))
+
+
+def written(value):
+    match value:
+        case bool():
+            return str(value).lower()
+        case dict():
+            return "{" + ", ".join(f"{k} = {written(v)}" for k, v in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(map(written, value)) + "]"
+        case str():
+            return f'"{value}"'
+    return repr(value)
+
+
+def test_the_example_is_a_swarm():
+    swarm = load(Path(__file__).resolve().parents[3] / "examples" / "swarm.toml")
+    assert all(swarm.pair(a.name, b.name).known for a, b in permutations(swarm.peers, 2))

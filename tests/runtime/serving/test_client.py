@@ -1,0 +1,80 @@
+"""An answer goes on through another gateway where the first has vanished."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from support.served import reference, seeded_reference, swarm_of
+
+from fusion.runtime.serving.client import another_peer, complete, generate
+from fusion.runtime.serving.failover import FailoverConfig
+from fusion.runtime.serving.request import Answer, GenerateRequest, Piece, Sampling
+from fusion.swarm.directory.records import PeerRecord
+from fusion.swarm.transport import PeerId
+
+PROMPT = (1, 2, 3, 4, 5, 6, 7)
+SEEDED = Sampling(temperature=1.1, top_k=30, top_p=0.95, seed=7)
+PATIENT = FailoverConfig(recover_seconds=20)
+
+
+def test_another_gateway_goes_on_where_the_first_vanished(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(5, tmp_path, failover=PATIENT) as swarm:
+            await swarm.serve("llama", 2)
+            first, second, third = swarm.peers[2:5]
+            asked: list[frozenset[PeerId]] = []
+
+            async def another(gone: frozenset[PeerId]) -> PeerId | None:
+                asked.append(gone)
+                return (second if len(gone) == 1 else third).id
+
+            request = GenerateRequest(prompt_ids=PROMPT, max_tokens=40, sampling=SEEDED)
+            async with swarm.client() as transport:
+                pieces = generate(transport, first.id, request, another)
+                found: list[Piece | Answer] = []
+                async for piece in pieces:
+                    found.append(piece)
+                    if len(found) == 11:
+                        swarm.network.kill(first.id)
+                    if len(found) == 30:
+                        swarm.network.kill(second.id)
+            answer = found[-1]
+            assert isinstance(answer, Answer)
+            assert list(answer.tokens) == seeded_reference("llama", PROMPT, 40, SEEDED)
+            assert asked == [frozenset({first.id}), frozenset({first.id, second.id})]
+
+    asyncio.run(main())
+
+
+def test_any_working_peer_may_go_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(3, tmp_path) as swarm:
+            directory = swarm.peers[0].context.directory
+            another = another_peer(directory)
+            assert await another(frozenset()) is None
+            ids = {peer.id for peer in swarm.peers}
+            for peer in swarm.peers:
+                record = PeerRecord(
+                    peer=peer.id, name="", addresses=(), role="peer", device="cpu", flops_per_second=1.0,
+                    memory_bytes=1, free_memory_bytes=1, software="", opset=1, started_at=0.0,
+                )  # fmt: skip
+                await peer.context.directory.publish(record)
+            assert await another(frozenset({swarm.peers[0].id})) in ids - {swarm.peers[0].id}
+            assert await another(frozenset(ids)) is None
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_was_complete_already_needs_no_stage(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(2, tmp_path) as swarm:
+            await swarm.serve("llama", 1, byte_level=True)
+            tokens = tuple(reference("llama", PROMPT, 6))
+            async with swarm.client() as transport:
+                request = GenerateRequest(prompt_ids=PROMPT, max_tokens=6, answered=tokens)
+                answer = await complete(transport, swarm.peers[1].id, request)
+            assert answer.tokens == tokens and answer.finish == "length"
+            assert answer.text == bytes(tokens).decode(errors="replace")
+
+    asyncio.run(main())

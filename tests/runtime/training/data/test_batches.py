@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
+from fusion.runtime.training.data.batches import (
+    Batches,
+    held_out_indices,
+    pack_text,
+    sample_indices,
+    token_bytes,
+)
+from fusion.swarm.directory.records import Digest
+
+DIGEST = Digest("0" * 64)
+LANGUAGE = ("input_ids", "position_ids", "targets")
+CONFIG = TrainConfig(
+    steps=5,
+    microbatches=3,
+    microbatch_size=2,
+    sequence=4,
+    seed=0,
+    optimizer=OptimizerConfig(),
+    data=DataConfig(kind="tokens", train=DIGEST),
+    evaluate_batches=3,
+)
+
+
+@given(st.integers(1, 300), st.integers(0, 2**63 - 1), st.integers(1, 5), st.integers(1, 7))
+@settings(max_examples=40, deadline=None)
+def test_an_epoch_holds_every_sample_once(samples: int, seed: int, microbatches: int, size: int) -> None:
+    config = replace(CONFIG, microbatches=microbatches, microbatch_size=size)
+    drawn: list[int] = []
+    place = 0
+    while len(drawn) < 2 * samples:
+        drawn += sample_indices(seed, *divmod(place, microbatches), config, samples)
+        place += 1
+    assert set(Counter(drawn[:samples]).values()) == {1} and len(set(drawn[:samples])) == samples
+    assert set(drawn[samples : 2 * samples]) == set(range(samples))
+
+
+def test_the_order_depends_on_the_seed_and_the_epoch_and_on_nothing_else() -> None:
+    def epoch(seed: int, first: int) -> list[int]:
+        config = replace(CONFIG, microbatches=1, microbatch_size=50)
+        return sample_indices(seed, first, 0, config, 50)
+
+    assert epoch(1, 0) == epoch(1, 0)
+    assert epoch(1, 0) != epoch(2, 0) and epoch(1, 0) != epoch(1, 1)
+    assert epoch(1, 0) != list(range(50))
+
+
+def test_held_out_samples_are_spread_and_the_same_every_time() -> None:
+    drawn = [i for batch in range(3) for i in held_out_indices(batch, CONFIG, 600)]
+    assert drawn == [0, 100, 200, 300, 400, 500]
+    few = [i for batch in range(3) for i in held_out_indices(batch, CONFIG, 2)]
+    assert set(few) == {0, 1}
+
+
+def test_bytes_are_packed_with_a_separator_under_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"ab")
+    (tmp_path / "b").write_bytes(b"cdef")
+    files = [tmp_path / "a", tmp_path / "b"]
+    assert pack_text(files, None, 100, 256).tobytes() == b"ab\0cdef\0"
+    assert pack_text(files, None, 4, 256).tobytes() == b"ab\0cd\0"
+    with pytest.raises(JobError, match=r"model.vocabulary must be above .* \(102\)"):
+        pack_text(files, None, 100, 100)
+    with pytest.raises(JobError, match="No such file"):
+        pack_text([tmp_path / "c"], None, 100, 256)
+
+
+def test_a_tokenizer_and_the_width_of_ids(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "one": 1, "two": 300}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    (tmp_path / "a").write_text("one two three")
+    row = pack_text([tmp_path / "a"], tokenizer, 100, 301)
+    assert row.dtype.itemsize == 2 and row.tolist() == [1, 300, 0]
+    assert [token_bytes(v) for v in (2, 256, 257, 65536, 65537)] == [1, 1, 2, 2, 4]
+
+
+def test_windows_and_their_targets(tmp_path: Path) -> None:
+    path = tmp_path / "blob"
+    path.write_bytes(bytes(range(41)))
+    batches = Batches(CONFIG, LANGUAGE, path, path)
+    batch = batches.train(0, 1)
+    chosen = sample_indices(0, 0, 1, CONFIG, 10)
+    assert batch["input_ids"].tolist() == [list(range(4 * i, 4 * i + 4)) for i in chosen]
+    assert torch.equal(batch["targets"], batch["input_ids"] + 1)
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
+    assert {t.dtype for t in batch.values()} == {torch.int64}
+    assert batches.held_out(1)["input_ids"].tolist() == [[12, 13, 14, 15], [20, 21, 22, 23]]
+
+
+def test_the_first_and_the_last_stage_see_the_same_samples(tmp_path: Path) -> None:
+    path = tmp_path / "blob"
+    path.write_bytes(bytes(range(200)))
+    first, last = Batches(CONFIG, ["input_ids"], path, None), Batches(CONFIG, ["targets"], path, None)
+    for step in range(4):
+        for m in range(3):
+            a, b = first.train(step, m)["input_ids"], last.train(step, m)["targets"]
+            assert torch.equal(a + 1, b)
+
+
+def test_a_stage_in_the_middle_opens_no_blob() -> None:
+    assert not Batches.needs_blobs(CONFIG, ["position_ids"]) and Batches.needs_blobs(CONFIG, ["targets"])
+    batch = Batches(CONFIG, ["position_ids"], None, None).train(3, 1)
+    assert batch["position_ids"].shape == (2, 4)
+    with pytest.raises(JobError, match="pixels"):
+        Batches(CONFIG, ["pixels"], None, None)
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_blob_without_one_whole_sample_is_refused(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "blob"
+    path.write_bytes(bytes(size))
+    with pytest.raises(JobError, match="no sample of 5 tokens"):
+        Batches(CONFIG, LANGUAGE, path, None)
+
+
+def test_arrays(tmp_path: Path) -> None:
+    config = replace(CONFIG, data=DataConfig(kind="arrays", train=DIGEST), sequence=0)
+    path = tmp_path / "blob"
+    x = torch.arange(20.0).reshape(10, 2)
+    save_file({"x": x, "targets": x.sum(1)}, path)
+    batch = Batches(config, ["x", "targets"], path, None).train(1, 2)
+    assert torch.equal(batch["x"], x[sample_indices(0, 1, 2, config, 10)])
+    assert torch.equal(batch["x"].sum(1), batch["targets"])
+    with pytest.raises(JobError, match="'y'"):
+        Batches(config, ["y"], path, None)
+    path.write_bytes(b"no tensors")
+    with pytest.raises(JobError, match="not safetensors"):
+        Batches(config, ["x"], path, None)
+    save_file({"x": x, "targets": x[:3].clone()}, path)
+    with pytest.raises(JobError, match="first dimension"):
+        Batches(config, ["x", "targets"], path, None)
+
+
+def test_numbers_are_little_endian(tmp_path: Path) -> None:
+    path = tmp_path / "blob"
+    path.write_bytes(np.arange(256, 266, dtype="<u2").tobytes())
+    config = replace(CONFIG, data=DataConfig(kind="tokens", train=DIGEST, token_bytes=2))
+    assert int(Batches(config, LANGUAGE, path, None).train(0, 0)["input_ids"].min()) >= 256

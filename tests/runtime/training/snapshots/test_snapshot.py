@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import Graph, TensorType, Variable
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.training.data.ledger import Ledger
+from fusion.runtime.training.snapshots import snapshot
+from fusion.runtime.training.step.checkpoint import Point
+from fusion.swarm.directory.records import Digest, JobId
+
+JOB = JobId("a" * 64)
+D = [Digest(c * 64) for c in "0123456789"]
+STAGE = Stage(
+    0, Graph((), (Variable("w", TensorType((2, 3), "float32")), Variable("n", TensorType((), "int64"))), (), ()), (), (), ()
+)  # fmt: skip
+WEIGHTS = {"w": torch.ones(2, 3), "n": torch.tensor(4)}
+STATE = {
+    "variable/w": torch.ones(2, 3),
+    "variable/n": torch.tensor(4),
+    "optimizer/w/exp_avg": torch.zeros(2, 3),
+    "optimizer/w/step": torch.tensor(2.0),
+}
+
+
+LEDGER = Ledger(steps=7, samples=28, head="e" * 64)
+
+
+def test_an_index_round_trips_and_belongs_to_its_job() -> None:
+    index = snapshot.Index(job=JOB, step=7, shards=(D[1], D[2]), ledger=LEDGER)
+    data = snapshot.encode_index(index)
+    assert snapshot.decode_index(data, JOB, 2) == index
+    assert index.point(D[3]) == Point(step=7, digest=D[3], ledger=LEDGER) and index.point(D[3]).sound
+    with pytest.raises(JobError, match="another job"):
+        snapshot.decode_index(data, JobId("b" * 64), 2)
+    with pytest.raises(JobError):
+        snapshot.decode_index(data, JOB, 1)
+    with pytest.raises(JobError, match="version 1"):
+        snapshot.decode_index(msgpack.packb({"job": JOB, "step": 7, "shards": D[:2], "version": 1}), JOB, 2)
+
+
+@pytest.mark.parametrize(
+    "ledger", [replace(LEDGER, steps=6), replace(LEDGER, head="x"), replace(LEDGER, samples=-1)]
+)
+def test_an_index_whose_ledger_is_not_that_of_its_step_is_refused(ledger: Ledger) -> None:
+    data = snapshot.encode_index(snapshot.Index(job=JOB, step=7, shards=(D[1], D[2]), ledger=ledger))
+    with pytest.raises(JobError, match="ledger"):
+        snapshot.decode_index(data, JOB, 2)
+
+
+@given(st.binary(max_size=100))
+@settings(max_examples=60, deadline=None)
+def test_other_bytes_are_no_index(data: bytes) -> None:
+    with pytest.raises(JobError):
+        snapshot.decode_index(data, JOB, 2)
+
+
+def test_weights_and_state_round_trip(tmp_path: Path) -> None:
+    snapshot.save(WEIGHTS, tmp_path / "weights")
+    snapshot.save(STATE, tmp_path / "state")
+    assert torch.equal(snapshot.load_weights(tmp_path / "weights", STAGE)["w"], WEIGHTS["w"])
+    state = snapshot.load_state(tmp_path / "state", STAGE)
+    assert set(state) == set(STATE) and set(snapshot.variables(state)) == {"w", "n"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"variable/w": None}, "lacks variable/w"),
+        ({"variable/w": torch.ones(3, 2)}, "the graph says"),
+        ({"variable/w": torch.ones(2, 3, dtype=torch.float64)}, "the graph says"),
+        ({"codec/x": torch.ones(2, 3)}, "nothing that a codec of this stage leaves out"),
+        ({"variable/x": torch.ones(2, 3)}, "'variable/x'"),
+        ({"optimizer/x/exp_avg": torch.ones(2, 3)}, "'optimizer/x/exp_avg'"),
+        ({"optimizer/w/exp_avg": torch.ones(10_000)}, "not the state of an optimizer"),
+    ],
+)
+def test_a_shard_that_does_not_fit_its_stage_is_refused(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], says: str
+) -> None:
+    state = {name: value for name, value in {**STATE, **changes}.items() if value is not None}
+    snapshot.save(state, tmp_path / "state")
+    with pytest.raises(JobError) as error:
+        snapshot.load_state(tmp_path / "state", STAGE)
+    assert says in str(error.value)
+
+
+def test_what_is_not_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"\x80\x04\x95 pickled")
+    with pytest.raises(JobError, match="not safetensors"):
+        snapshot.load_weights(tmp_path / "weights", STAGE)
+
+
+def collecting(step: int) -> snapshot.Collector:
+    return snapshot.Collector(stages=2, ledger=replace(LEDGER, steps=step))
+
+
+def test_a_snapshot_counts_once_every_stage_holds_its_copies() -> None:
+    books = collecting(3).shard(0, 3, D[0], 0.5)
+    assert not books.complete
+    assert books.held(0, 3) == books  # nothing to hold yet
+    books = books.shard(1, 3, D[1], 0.25)
+    assert books.complete and books.index(JOB).shards == (D[0], D[1]) and not books.durable
+    assert books.index(JOB).ledger.steps == 3 and books.seconds == 0.5
+    books = books.held(0, 3)
+    assert not books.durable and books.held(1, 2) == books
+    assert books.held(1, 3).durable
+
+
+def test_only_shards_of_the_step_that_was_asked_for_count() -> None:
+    books = collecting(4).shard(0, 4, D[0])
+    assert books.shard(1, 3, D[1]) == books and books.shard(1, 5, D[1]) == books
+    assert snapshot.Collector(stages=1).shard(0, 0, D[0]) == snapshot.Collector(stages=1)
+
+
+def test_a_shard_that_is_saved_anew_must_be_held_anew() -> None:
+    books = collecting(4).shard(0, 4, D[0]).shard(1, 4, D[1]).held(0, 4)
+    assert books.shard(1, 4, D[1]) == books
+    assert books.shard(1, 4, D[2]).holders == frozenset()

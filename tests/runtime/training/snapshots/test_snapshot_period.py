@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.runtime.training.snapshots.snapshot_period import (
+    FIRST_COST_SECONDS,
+    GIVE_UP,
+    OVERHEAD,
+    PRIOR_SECONDS,
+    USUAL_SECONDS,
+    SnapshotPeriod,
+    period_seconds,
+)
+
+NEW = SnapshotPeriod(began=100.0, taken=100.0)
+seconds = st.floats(1e-3, 1e4)
+
+
+def test_the_rule_of_young_minimises_what_is_lost() -> None:
+    cost, between = 0.2, 90.0
+
+    def waste(period: float) -> float:
+        return cost / period + period / (2 * between)
+
+    best = period_seconds(cost, between)
+    assert best == pytest.approx(6.0) and all(waste(best) <= waste(best * k) for k in (0.5, 0.9, 1.1, 2.0))
+
+
+@given(seconds, seconds)
+def test_snapshots_never_cost_more_than_their_share(cost: float, between: float) -> None:
+    assert cost / period_seconds(cost, between) <= OVERHEAD * 1.0001
+    assert period_seconds(cost, between) >= math.sqrt(2 * cost * between)
+
+
+def test_before_anything_was_seen_one_loss_a_minute_is_expected() -> None:
+    first = math.sqrt(2 * FIRST_COST_SECONDS * PRIOR_SECONDS)
+    assert NEW.period(100.0) == pytest.approx(first)
+    assert not NEW.due(100.0 + 0.9 * first) and NEW.due(100.0 + 1.2 * first)
+
+
+@given(st.integers(0, 50), st.integers(0, 50))
+def test_more_losses_never_make_snapshots_rarer(one: int, more: int) -> None:
+    assert NEW.seen(500.0, 400.0, one + more).period(500.0) <= NEW.seen(500.0, 400.0, one).period(500.0)
+
+
+def test_quiet_hours_make_snapshots_rarer() -> None:
+    assert NEW.period(3700.0) > 4 * NEW.period(100.0)
+
+
+def test_none_is_begun_while_one_is_under_way_until_it_is_given_up() -> None:
+    under_way = NEW.ask(200.0)
+    assert not under_way.due(1e6) and not NEW.overdue(1e6)
+    assert not under_way.overdue(200.0 + 0.9 * GIVE_UP * USUAL_SECONDS)
+    assert under_way.overdue(200.0 + 1.1 * GIVE_UP * USUAL_SECONDS)
+    assert under_way.give_up().due(200.0)
+    assert not under_way.restored(200.0).due(201.0)
+
+
+def test_the_period_counts_from_when_the_state_was_taken() -> None:
+    done = NEW.ask(200.0).durable(203.0, 0.1)
+    assert done.taken == 200.0 and done.asked is None
+    assert done.usual_seconds == pytest.approx((USUAL_SECONDS + 3.0) / 2)
+    assert done.durable(204.0, 9.0) == done  # told twice
+
+
+def test_the_cost_is_what_stages_computed_or_what_steps_were_late_by() -> None:
+    period = NEW
+    for _ in range(50):
+        period = period.stepped(0.5)
+    late = period.ask(200.0).stepped(0.9).stepped(0.7)
+    assert late.durable(203.0, 0.1).cost_seconds == pytest.approx((FIRST_COST_SECONDS + 0.6) / 2)
+    # A recovery in the middle is no cost of the snapshot.
+    stalled = period.ask(200.0).stepped(60.0)
+    assert stalled.durable(200.4, 0.1).cost_seconds == pytest.approx((FIRST_COST_SECONDS + 0.4) / 2)
+    quick = period.ask(200.0).stepped(0.4).stepped(0.4)
+    assert quick.durable(201.0, 0.3).cost_seconds == pytest.approx((FIRST_COST_SECONDS + 0.3) / 2)
+    assert quick.step_seconds == pytest.approx(0.5)

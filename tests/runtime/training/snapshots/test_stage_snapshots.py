@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.worker import Worker
+from fusion.runtime.training.compute.inbox import Plan
+from fusion.runtime.training.snapshots import stage_snapshots
+from fusion.runtime.training.snapshots.loaded_stage import Loaded
+from fusion.runtime.training.snapshots.stage_snapshots import StageSnapshots
+from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step.checkpoint import START, Point
+from fusion.swarm.directory.records import Digest
+from fusion.swarm.errors import BlobError
+from fusion.swarm.transport import PeerId
+
+PLAN = Plan(stage=Stage(2, Graph((), (), (), ()), (), (), ()), stages=3, ties=(), sizes={})
+D = [Digest(c * 64) for c in "0123456789"]
+
+
+class Plane:
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"variable/w": torch.tensor(self.value)}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.value = float(state["variable/w"])
+
+
+class Codecs:
+    def __init__(self) -> None:
+        self.left_out = {"edge": torch.tensor(0.5)}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.left_out
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        self.left_out = state
+
+
+class Files:
+    """The blob of step n is D[n]; steps and indexes in `lost` cannot be saved or held."""
+
+    def __init__(self) -> None:
+        self.lost: set[int | Digest] = set()
+        self.saved: dict[int, dict[str, float]] = {}
+        self.tried = asyncio.Event()
+
+    async def save(self, step: int, state: Mapping[str, torch.Tensor]) -> Digest:
+        self._try(step)
+        self.saved[step] = {name: float(tensor) for name, tensor in state.items()}
+        return D[step]
+
+    async def replicate(self, index: Digest, owners: Mapping[int, PeerId]) -> None:
+        self._try(index)
+
+    async def load(self, point: Point, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
+        return {"variable/w": torch.tensor(7.0), "codec/edge": torch.tensor(0.25)}
+
+    def _try(self, what: int | Digest) -> None:
+        self.tried.set()
+        if what in self.lost:
+            raise BlobError("no room")
+
+
+class Stand:
+    """A stage's snapshots with nothing real around them but the worker."""
+
+    def __init__(self, compute: Worker, group: asyncio.TaskGroup) -> None:
+        self.plane, self.codecs, self.files = Plane(), Codecs(), Files()
+        self.told: list[m.Message] = []
+        nothing: Any = None
+        plane: Any = self.plane
+        files: Any = self.files
+        codecs: Any = self.codecs
+        loaded = Loaded(plan=PLAN, plane=plane, batches=nothing, files=files, start=START)
+        self.snapshots = StageSnapshots(
+            loaded, codecs, compute, dict, self.told.append, lambda work: group.create_task(work)
+        )
+
+    @property
+    def heard(self) -> list[tuple[int, Digest]]:
+        return [
+            (t.step, t.digest if isinstance(t, m.ShardMessage) else t.index)
+            for t in self.told
+            if isinstance(t, m.ShardMessage | m.HeldMessage)
+        ]
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_snapshots, "RETRY_SECONDS", 0.0)
+
+
+def test_what_is_saved_is_the_state_when_it_was_taken() -> None:
+    async def main() -> None:
+        async with Worker() as compute:
+            async with asyncio.TaskGroup() as group:
+                stand = Stand(compute, group)
+                await stand.snapshots.take(1)
+                stand.plane.value = 2.0
+            assert stand.files.saved == {1: {"variable/w": 1.0, "codec/edge": 0.5}}
+            assert stand.heard == [(1, D[1])]
+
+    asyncio.run(main())
+
+
+def test_a_save_that_does_not_succeed_is_tried_again_until_the_next_one_is_taken() -> None:
+    async def main() -> None:
+        async with Worker() as compute:
+            async with asyncio.TaskGroup() as group:
+                stand = Stand(compute, group)
+                stand.files.lost = {1, 2}
+                await stand.snapshots.take(1)
+                await stand.files.tried.wait()
+                stand.files.lost = {1}
+                await stand.snapshots.take(2)
+            assert stand.heard == [(2, D[2])]
+
+    asyncio.run(main())
+
+
+def test_a_copy_is_tried_again_until_a_newer_one_is_asked_for() -> None:
+    async def main() -> None:
+        async with Worker() as compute:
+            async with asyncio.TaskGroup() as group:
+                stand = Stand(compute, group)
+                stand.files.lost = {D[8]}
+                group.create_task(stand.snapshots.replicate(1, D[8]))
+                await stand.files.tried.wait()
+                await stand.snapshots.replicate(2, D[9])
+            assert stand.heard == [(2, D[9])]
+
+    asyncio.run(main())
+
+
+def test_a_state_is_stored_behind_the_snapshot_under_way_or_not_at_all() -> None:
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            await stand.snapshots.take(1)
+            assert await stand.snapshots.store(1) == D[1]
+            assert stand.heard == [(1, D[1])]
+            stand.files.lost = {3}
+            with pytest.raises(JobError, match="stage 2 could not store its state: no room"):
+                await stand.snapshots.store(3)
+
+    asyncio.run(main())
+
+
+def test_a_restored_stage_has_its_parameters_and_what_its_codecs_left_out() -> None:
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            await stand.snapshots.restore(START)
+            assert stand.plane.value == 7.0
+            assert stand.codecs.left_out == {"edge": torch.tensor(0.25)}
+
+    asyncio.run(main())

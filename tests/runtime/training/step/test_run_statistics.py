@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.runtime.training.step.run_statistics import CLEAN, Tally
+
+small = st.integers(0, 5)
+attempts = st.tuples(small, small)
+tallies = st.builds(
+    Tally,
+    high=small,
+    discarded=small,
+    replayed=small,
+    losses=small,
+    recoveries=small,
+    last_discard=attempts,
+    failed=st.tuples(small, small),
+    seconds=st.floats(0, 10),
+)
+
+
+@given(tallies, tallies, tallies)
+def test_merging_knows_no_order_and_takes_nothing_twice(a: Tally, b: Tally, c: Tally) -> None:
+    assert a.merge(b) == b.merge(a) and a.merge(a) == a
+    assert a.merge(b).merge(c) == a.merge(b.merge(c)) and a.merge(CLEAN).merge(a) == a
+
+
+def test_a_step_that_was_committed_before_is_a_replay() -> None:
+    tally = CLEAN
+    for step in (0, 1, 2, 1, 2, 3):
+        tally = tally.commit(step)
+    assert (tally.high, tally.replayed) == (4, 2)
+
+
+def test_an_attempt_is_discarded_once() -> None:
+    tally = CLEAN.discard((1, 2)).discard((1, 2)).discard((1, 1))
+    assert tally.discarded == 1
+    assert tally.discard((2, 1)).discarded == 2
+
+
+def test_failures_count_by_step() -> None:
+    tally = CLEAN.fail(3).fail(3)
+    assert tally.failed == (3, 2) and tally.fail(4).failed == (4, 1)

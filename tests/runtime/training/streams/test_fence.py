@@ -1,0 +1,165 @@
+"""Who may speak for a stage to its neighbours: one peer under one term, once."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from support.instant_loop import run
+from support.stages import JOB, now, say_hello, swarm, until
+
+from fusion.runtime.job.fields import plain
+from fusion.runtime.training.step.messages import PROTOCOL, Hello
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import Stream
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["dialled", "linked"])
+def test_of_two_owners_under_one_term_the_first_that_said_hello_is_linked_to(frozen: bool) -> None:
+    """The second one joined when the claim of the first had run out, and knew of no term."""
+
+    async def main() -> None:
+        async with swarm(3) as made:
+            one, old, new = made.nodes
+            old.ghost = True
+            assert await old.context.leases.claim(JOB, 1, 0.5) is not None
+            if frozen:
+                old.frozen.clear()
+            await one.host(0, [1])
+            await asyncio.sleep(1.0)  # one's hello waits for the frozen peer, or it has been welcomed
+            made.clock.advance(60.0)
+            await one.context.leases.beat()
+            assert await new.host(1, [0]) == 1
+            began = now()
+            await asyncio.sleep(0.5)
+            old.frozen.set()
+            await asyncio.sleep(20.0)
+            assert one.neighbours is not None and one.neighbours.owners == {1: new.peer}
+            assert (
+                one.now_linked and new.now_linked and max(one.linked[-1][0], new.linked[-1][0]) < began + 0.1
+            )
+            assert await say_hello(old, one) == "stale: 1"
+
+    run(main())
+
+
+def test_another_owner_under_a_term_is_dialled_where_the_first_has_gone() -> None:
+    """Else two stages that each knew an owner of the other before, now gone, would never hear that they have to go
+    above its term."""
+
+    async def main() -> None:
+        async with swarm(3) as made:
+            one, gone, new = made.nodes
+            await one.host(0, [1])
+            assert await gone.context.leases.claim(JOB, 1, 0.5) is not None
+            assert await say_hello(gone, one) == "welcome: 1"
+            await made.kill(gone)
+            made.clock.advance(60.0)
+            await one.context.leases.beat()
+            new.ghost = True
+            assert (claim := await new.context.leases.claim(JOB, 1, 0.5)) is not None and claim.term == 1
+            await asyncio.sleep(5.0)
+            assert one.neighbours is not None and 1 in one.neighbours._outgoing
+
+    run(main())
+
+
+def test_a_stage_that_is_over_welcomes_nobody() -> None:
+    """Its partner would believe itself linked to it."""
+
+    async def main() -> None:
+        async with swarm(2) as made:
+            one, two = made.nodes
+            await one.host(0, [1])
+            await two.context.leases.claim(JOB, 1, 0.5)
+            neighbours = one.neighbours
+            await one.end()
+            one.neighbours = neighbours  # a hello that came before the end
+            assert await say_hello(two, one) == "later: stage 0 is over here"
+
+    run(main())
+
+
+def test_a_term_used_twice_by_one_peer_is_told_apart() -> None:
+    """A peer that lost its memory in a restart may claim a stage under the term that it had before it died."""
+
+    async def main() -> None:
+        async with swarm(2) as made:
+            one, two = made.nodes
+            await one.host(0, [1])
+            await two.context.leases.claim(JOB, 1, 0.5)
+            assert await say_hello(two, one, host=8) == "welcome: 1"
+            assert (
+                await say_hello(two, one, host=7) == "stale: 1"
+            )  # the dead one's hello, late; or the other way round
+            assert await say_hello(two, one, host=8) == "welcome: 1"
+            await two.context.leases.release(JOB, 1)
+            assert (claim := await two.context.leases.claim(JOB, 1, 0.5)) is not None and claim.term == 2
+            assert await say_hello(two, one, host=9, term=2) == "welcome: 1"
+            assert await say_hello(two, one, host=8) == "stale: 2"
+
+    run(main())
+
+
+def test_no_frame_of_a_dead_process_is_taken_once_its_next_one_is_welcome() -> None:
+    async def main() -> None:
+        async with swarm(2) as made:
+            one, two = made.nodes
+            await one.host(0, [1])
+            streams: list[Stream] = []
+            for term, host in ((1, 7), (2, 8)):
+                await two.context.leases.claim(JOB, 1, 0.5)
+                sealed = two.context.leases.sealed(JOB, 1) or b""
+                hello = Hello(job=JOB, source=1, target=0, term=term, target_term=1, host=host, claim=sealed)
+                streams.append(await two.context.transport.open(one.peer, PROTOCOL))
+                await streams[-1].send("hello", plain(hello))
+                assert (await streams[-1].receive()).kind == "welcome"
+                await streams[-1].send("tie", {"term": term, "of": host})
+                if term == 1:
+                    await until(lambda: len(one.got) == 1)
+                    await two.context.leases.release(JOB, 1)
+            with suppress(SwarmError):
+                await streams[0].send("tie", {"term": 1, "of": 7})
+                await streams[0].send("tie", {"term": 2, "of": 7})
+            await asyncio.sleep(1.0)
+            assert [frame.header["of"] for _, frame in one.got] == [7, 8]
+
+    run(main())
+
+
+def test_a_claim_that_proves_nothing_for_its_bearer_is_looked_up_in_the_directory() -> None:
+    async def main() -> None:
+        async with swarm(3) as made:
+            one, two, thief = made.nodes
+            await one.host(0, [1])
+            claim = await two.context.leases.claim(JOB, 1, 0.5)
+            assert claim is not None and (sealed := two.context.leases.sealed(JOB, 1)) is not None
+            assert "no claim of stage 1 at term 1 seen yet" in await say_hello(thief, one, claim=sealed)
+            assert "no claim of stage 1 at term 4 seen yet" in await say_hello(two, one, term=4)
+            assert "no claim of stage 1 at term 2" in await say_hello(thief, one, term=2, claim=b"\xff" * 100)
+            made.clock.advance(1.0)
+            reads = one.directory.reads
+            assert await say_hello(two, one) == "welcome: 1"
+            assert one.directory.reads == reads
+            made.clock.advance(60.0)  # both the seal and what the directory had are over
+            assert "no claim of stage 1 at term 1 seen yet" in await say_hello(two, one, claim=sealed)
+
+    run(main())
+
+
+def test_a_proof_of_a_term_that_is_over_is_refused() -> None:
+    async def main() -> None:
+        async with swarm(3) as made:
+            one, old, new = made.nodes
+            await one.host(0, [1])
+            await old.context.leases.claim(JOB, 1, 0.5)
+            await new.context.leases.claim(JOB, 1, 0.5, over=1, confirm=False)
+            sealed = new.context.leases.sealed(JOB, 1)
+            assert sealed is not None
+            one.context.leases.credit(sealed)
+            assert "under term 2, not 1" in await say_hello(old, one)
+            assert await say_hello(new, one, term=2) == "welcome: 1"
+            assert await say_hello(old, one) == "stale: 2"
+
+    run(main())
