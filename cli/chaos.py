@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fusion.cli import options
-from fusion.cli.chaos_plan import ChaosConfig, fault_plan, parse_seconds
-from fusion.cli.chaos_report import Report, Run, show
-from fusion.cli.chaos_swarm import Swarm
-from fusion.cli.chaos_timeline import Timeline
-from fusion.cli.errors import FAILED
-from fusion.cli.fleet import FleetError, open_fleet
-from fusion.cli.loop import run, wait_until_orphaned
-from fusion.cli.output import Output, bytes_text
+from fusion.cli.local.chaos_plan import ChaosConfig, fault_plan, parse_seconds
+from fusion.cli.local.chaos_report import Report, Run, show
+from fusion.cli.local.chaos_swarm import Swarm
+from fusion.cli.local.chaos_timeline import Timeline
+from fusion.cli.local.fleet import FleetError, open_fleet
+from fusion.cli.terminal import options
+from fusion.cli.terminal.errors import FAILED
+from fusion.cli.terminal.loop import run, wait_until_orphaned
+from fusion.cli.terminal.output import Output, bytes_text
 
 if TYPE_CHECKING:
-    from fusion.cli.chaos_job import Plan
+    from fusion.cli.local.chaos_job import Plan
 
 TRIAL_STEPS = 60  # to learn how fast this machine is
 WARM_UP = 10
@@ -117,7 +117,7 @@ async def _both_runs(report: Report, swarm: Swarm, output: Output) -> None:
     config = report.config
     output.say(f"1. {config.peers} peers start: {config.stages} train, {config.standby_count} stand by; "
                f"seed {config.seed}")  # fmt: skip
-    from fusion.cli import chaos_job  # torch, and the transport: seconds
+    from fusion.cli.local import chaos_job
 
     preparing = asyncio.create_task(
         asyncio.to_thread(chaos_job.prepare, swarm.fleet.root / "plan", config.stages, seed=config.seed)
@@ -148,7 +148,7 @@ async def train(
 ) -> Run:
     """Launch the plan as a job of so many steps and wait for its end, with the faults of `report.plan` if there is
     one. What was seen so far is in `report.faulted` even where this raises."""
-    from fusion.cli import chaos_job
+    from fusion.cli.local import chaos_job
 
     owners = [peer.peer_id for peer in swarm.peers[: plan.stages]]
     job = chaos_job.another(plan, name, steps, owners)

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fusion.cli import options
-from fusion.cli.fleet import Fleet, FleetError, LocalPeer, Record, open_fleet
-from fusion.cli.loop import run, wait_until_orphaned
-from fusion.cli.output import Output, busy_text, bytes_text, rate_text
+from fusion.cli.local.fleet import Fleet, FleetError, LocalPeer, Record, open_fleet
+from fusion.cli.terminal import options
+from fusion.cli.terminal.loop import run, wait_until_orphaned
+from fusion.cli.terminal.output import Output, busy_text, bytes_text, rate_text
 
 DEFAULT_STEPS = 600
 PROMPT = "def "

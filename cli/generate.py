@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusion.cli import ask, options
-from fusion.cli.loop import run
-from fusion.cli.output import Output
+from fusion.cli import client
+from fusion.cli.terminal import options
+from fusion.cli.terminal.loop import run
+from fusion.cli.terminal.output import Output
 
 if TYPE_CHECKING:
     from fusion.runtime.serving.request import Answer, GenerateRequest
@@ -70,9 +71,9 @@ async def _generate(
     from fusion.runtime.serving.client import generate as ask_gateway
     from fusion.runtime.serving.request import Answer
 
-    async with ask.client(home, bootstrap, peer) as context:
-        gateway = await ask.gateway(context, home, peer)
-        await ask.find_model(context, request.model)
+    async with client.join(home, bootstrap, peer) as context:
+        gateway = await client.gateway(context, home, peer)
+        await client.find_model(context, request.model)
         answer: Answer | None = None
         # The prompt stands before its answer, as the model sees it; ids have no text of their own.
         output.write(request.prompt or "")

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from fusion.cli import ask, options
+from fusion.cli import client
 from fusion.cli.follow import follow
-from fusion.cli.loop import run
-from fusion.cli.output import Output
+from fusion.cli.terminal import options
+from fusion.cli.terminal.loop import run
+from fusion.cli.terminal.output import Output
 
 app = typer.Typer(help="What runs on the swarm: list, watch, stop, export.", rich_markup_mode=None)
 
@@ -44,8 +45,8 @@ def list_jobs(
 
 
 async def _list(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    async with ask.client(home, bootstrap, peer) as context:
-        await ask.working_peers(context)
+    async with client.join(home, bootstrap, peer) as context:
+        await client.working_peers(context)
         found = sorted(await context.directory.jobs(), key=lambda job: (job.name, job.job))
     output.emit({"jobs": [asdict(job) for job in found]})
     output.table(
@@ -72,8 +73,8 @@ def watch(
 
 
 async def _watch(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    async with ask.client(home, bootstrap, peer) as context:
-        record = await ask.find_job(context, job)
+    async with client.join(home, bootstrap, peer) as context:
+        record = await client.find_job(context, job)
         last = await follow(context, record.job, output)
     output.emit({"event": "done", "job": record.job, "state": last.state, "step": last.step})
     output.say(f"{record.name} is {last.state} after {last.step} steps")
@@ -93,10 +94,10 @@ def stop(
 
 
 async def _stop(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    trainer = ask.trainer_identity(home)
-    async with ask.client(home, bootstrap, peer) as context:
-        record = await ask.find_job(context, job)
-        await ask.stop(context, record, trainer)
+    trainer = client.trainer_identity(home)
+    async with client.join(home, bootstrap, peer) as context:
+        record = await client.find_job(context, job)
+        await client.stop(context, record, trainer)
     output.emit({"job": record.job, "name": record.name, "state": "stopped"})
     output.say(f"{record.name} ({record.job[:12]}) is stopped")
 
@@ -123,8 +124,8 @@ async def _export(
 ) -> None:
     from fusion.runtime.launch.export import export as export_job
 
-    async with ask.client(home, bootstrap, peer) as context:
-        record = await ask.find_job(context, job)
+    async with client.join(home, bootstrap, peer) as context:
+        record = await client.find_job(context, job)
         step = await export_job(context, record.job, directory)
     output.emit({"job": record.job, "name": record.name, "directory": str(directory), "step": step})
     output.say(f"{record.name} at step {step} is in {directory}; serve it with: "

@@ -8,8 +8,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusion.cli import ask
-from fusion.cli.output import Output
+from fusion.cli import client
+from fusion.cli.terminal.output import Output
 
 if TYPE_CHECKING:
     from fusion.swarm.directory.records import PeerRecord
@@ -21,8 +21,8 @@ MOST_ESTIMATED = 16  # peers, up to which the table shows what nobody has measur
 async def link_status(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
     from fusion.swarm.links.view import link_view
 
-    async with ask.client(home, bootstrap, peer) as context:
-        peers = await ask.working_peers(context)
+    async with client.join(home, bootstrap, peer) as context:
+        peers = await client.working_peers(context)
         peers, records = await asyncio.gather(context.directory.peers(), context.directory.links())
     peers = tuple(sorted((each for each in peers if each.role == "peer"), key=lambda each: each.name))
     view = link_view(peers, records)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fusion.cli import errors, jobs, options
+from fusion.cli import jobs
 from fusion.cli.chaos import chaos
 from fusion.cli.demo import demo
 from fusion.cli.generate import generate
@@ -18,6 +18,7 @@ from fusion.cli.plan import plan
 from fusion.cli.serve import serve
 from fusion.cli.start import start
 from fusion.cli.status import status
+from fusion.cli.terminal import errors, options
 from fusion.cli.train import train
 
 PROGRAM = "fusion-peer"
@@ -58,7 +59,7 @@ def fusion_peer(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code (see `fusion.cli.errors`). Nothing a user does ends in a traceback."""
+    """Run one command; its exit code (see `fusion.cli.terminal.errors`). Nothing a user does ends in a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = options.debug_asked(words)
     # SIGTERM ends a command as Ctrl-C does: whatever it opened is closed in order.

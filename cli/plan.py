@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fusion.cli import options
-from fusion.cli.loop import configure_logging
-from fusion.cli.output import Output, bytes_text, seconds_text
+from fusion.cli.terminal import options
+from fusion.cli.terminal.loop import configure_logging
+from fusion.cli.terminal.output import Output, bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from fusion.runtime.placing.plan import Plan

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from fusion.cli import ask, options
-from fusion.cli.hand_over import offer, until_held
-from fusion.cli.loop import run
-from fusion.cli.output import Output
+from fusion.cli import client
+from fusion.cli.launch_progress import offer, until_held
+from fusion.cli.terminal import options
+from fusion.cli.terminal.loop import run
+from fusion.cli.terminal.output import Output
 
 
 def serve(
@@ -52,9 +53,9 @@ async def _serve(
 ) -> None:
     from fusion.runtime.launch.launch import prepare_serving
 
-    trainer = ask.trainer_identity(home)
-    async with ask.client(home, bootstrap, peer) as context:
-        peers = await ask.working_peers(context)
+    trainer = client.trainer_identity(home)
+    async with client.join(home, bootstrap, peer) as context:
+        peers = await client.working_peers(context)
         prepared = await asyncio.to_thread(
             prepare_serving,
             *(directory, name, peers, context.blobs.store),

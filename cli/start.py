@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusion.cli import options
-from fusion.cli.lean import lean_imports
-from fusion.cli.loop import run_until_stopped
-from fusion.cli.output import Output, bytes_text, flops_text
+from fusion.cli.terminal import options
+from fusion.cli.terminal.fast_imports import lean_imports
+from fusion.cli.terminal.loop import run_until_stopped
+from fusion.cli.terminal.output import Output, bytes_text, flops_text
 from fusion.swarm.errors import DaemonDied, TransportError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Lending:
     without the stages it had, which its standbys have taken over meanwhile."""
 
     def __init__(self, config: PeerConfig, output: Output, *, tell_steps: bool = False) -> None:
-        """`tell_steps`: print what `fusion.cli.chaos_trace` reads, for tests that watch each step."""
+        """`tell_steps`: print what `fusion.cli.local.chaos_trace` reads, for tests that watch each step."""
         self._config = config
         self._tell_steps = tell_steps
         self._output = output
@@ -137,7 +137,7 @@ class Lending:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def _attend(self, peer: Peer) -> None:
-        from fusion.cli.chaos_trace import tell_steps
+        from fusion.cli.local.chaos_trace import tell_steps
 
         output = self._output
         _introduce(peer, self._config, output)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusion.cli import ask, options
+from fusion.cli import client
 from fusion.cli.link_status import link_status
-from fusion.cli.loop import run
-from fusion.cli.output import Output, bytes_text, flops_text
+from fusion.cli.terminal import options
+from fusion.cli.terminal.loop import run
+from fusion.cli.terminal.output import Output, bytes_text, flops_text
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
@@ -39,8 +40,8 @@ def status(
 
 
 async def _status(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    async with ask.client(home, bootstrap, peer) as context:
-        peers = await ask.working_peers(context)
+    async with client.join(home, bootstrap, peer) as context:
+        peers = await client.working_peers(context)
         jobs = await context.directory.jobs()
         stages = [stage_of(job, number, found) for job, number, found in await _claims(context, jobs)]
         links = await _links(context, peers)
@@ -96,7 +97,7 @@ async def _claims(
     context: Context, jobs: Sequence[JobRecord]
 ) -> list[tuple[JobRecord, int, tuple[ClaimRecord, ...]]]:
     """The live claims of every stage of every job that has not ended."""
-    places = [(job, stage) for job in jobs if job.state not in ask.ENDED for stage in range(job.stages)]
+    places = [(job, stage) for job in jobs if job.state not in client.ENDED for stage in range(job.stages)]
     found = await asyncio.gather(*(context.directory.claims(job.job, stage) for job, stage in places))
     return [(job, stage, claims) for (job, stage), claims in zip(places, found, strict=True)]
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fusion.cli import ask, options
+from fusion.cli import client
 from fusion.cli.follow import follow
-from fusion.cli.hand_over import offer, until_held
-from fusion.cli.loop import run
-from fusion.cli.output import Output
+from fusion.cli.launch_progress import offer, until_held
 from fusion.cli.plan import show
+from fusion.cli.terminal import options
+from fusion.cli.terminal.loop import run
+from fusion.cli.terminal.output import Output
 
 if TYPE_CHECKING:
     from fusion.runtime.job.spec import JobSpec
@@ -45,9 +46,9 @@ async def _train(
 ) -> None:
     from fusion.runtime.launch.launch import prepare_training
 
-    trainer = ask.trainer_identity(home)
-    async with ask.client(home, bootstrap, peer) as context:
-        peers = await ask.working_peers(context, spec.placement.peers)
+    trainer = client.trainer_identity(home)
+    async with client.join(home, bootstrap, peer) as context:
+        peers = await client.working_peers(context, spec.placement.peers)
         prepared = await asyncio.to_thread(
             prepare_training,
             *(spec, peers, context.blobs.store),

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fusion.cli.fleet import LocalPeer
+from fusion.cli.local.fleet import LocalPeer
 
 SCRIPT = Path(__file__).with_name("one_process.py")
 

@@ -55,7 +55,7 @@ from box.network_file import read_network
 from support.endings import end_as_if_interrupted
 from support.stolen import MOST_STOLEN, Stolen
 
-from fusion.cli.fleet import FleetError
+from fusion.cli.local.fleet import FleetError
 from fusion.compression.codec_speed import measure_families
 from fusion.runtime.job.errors import JobError
 

@@ -14,7 +14,7 @@ from bench.network_cases import CODECS, Bench, Case, placed, text_files
 from bench.network_machine import cpu_seconds, idle_cores
 from box.network import Box
 
-from fusion.cli.fleet import Fleet, FleetError, LocalPeer, Record, open_fleet
+from fusion.cli.local.fleet import Fleet, FleetError, LocalPeer, Record, open_fleet
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.launch.launch import launch, wait_until_held

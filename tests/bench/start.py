@@ -10,7 +10,7 @@ from typing import Any
 
 from baseline import say
 
-from fusion.cli.fleet import COMMAND, LISTEN, open_fleet
+from fusion.cli.local.fleet import COMMAND, LISTEN, open_fleet
 
 
 async def measure_start(count: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from baseline import baseline, peak_bytes, say
 
-from fusion.cli.fleet import Fleet, open_fleet
+from fusion.cli.local.fleet import Fleet, open_fleet
 
 MODEL = {"blocks": 8, "width": 512, "heads": 8}
 SEQUENCE, MICROBATCHES, MICROBATCH_SIZE = 256, 8, 1

@@ -14,7 +14,7 @@ from typing import Any
 from box.network import Box
 from box.network_file import read_network
 
-from fusion.cli.fleet import Fleet, LocalPeer, open_fleet
+from fusion.cli.local.fleet import Fleet, LocalPeer, open_fleet
 
 WATCHED = (sys.executable, str(Path(__file__).with_name("watched_peer.py")))
 RATE_SHARE, RTT_MS = 0.2, 2.0

@@ -12,7 +12,7 @@ from box.network import Box
 from box.network_file import read_network
 from support.text_job import write_job
 
-from fusion.cli.fleet import LocalPeer, open_fleet
+from fusion.cli.local.fleet import LocalPeer, open_fleet
 
 NOTICED = 2.0  # times the new rate: from there on the cut counts as noticed
 LONGEST_SECONDS = 240.0

@@ -19,7 +19,7 @@ from box import kernel
 from box.network import Box
 from box.spec import Host, Link, NetworkSpec
 
-from fusion.cli.fleet import Fleet, LocalPeer, Record, open_fleet
+from fusion.cli.local.fleet import Fleet, LocalPeer, Record, open_fleet
 
 REASON = kernel.unavailable()
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(REASON), reason=REASON)]

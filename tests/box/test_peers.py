@@ -17,7 +17,7 @@ from box.network import Box
 from box.network_file import NETWORKS, read_network
 from support.text_job import write_job
 
-from fusion.cli.fleet import open_fleet
+from fusion.cli.local.fleet import open_fleet
 
 REASON = kernel.unavailable()
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(REASON), reason=REASON)]
@@ -64,7 +64,7 @@ def test_peers_in_a_box_go_with_its_owner_however_it_goes(tmp_path: Path) -> Non
         "import asyncio\n"
         "from box.network import Box\n"
         "from box.spec import Host, NetworkSpec\n"
-        "from fusion.cli.fleet import open_fleet\n"
+        "from fusion.cli.local.fleet import open_fleet\n"
         "async def scenario():\n"
         "    with Box(NetworkSpec(hosts=(Host(name='a'), Host(name='b')))) as box:\n"
         "        async with open_fleet() as fleet:\n"

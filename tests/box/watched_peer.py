@@ -1,5 +1,5 @@
 """A `fusion-peer` that also prints, once a second, what its links are and what measuring them has cost. Run by path in
-the place of the command; see `fusion.cli.fleet.Fleet.start_peer`."""
+the place of the command; see `fusion.cli.local.fleet.Fleet.start_peer`."""
 
 from __future__ import annotations
 

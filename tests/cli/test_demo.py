@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fusion.cli import demo
-from fusion.cli.fleet import FleetError
-from fusion.cli.output import Output
+from fusion.cli.local.fleet import FleetError
+from fusion.cli.terminal.output import Output
 from fusion.runtime.job import spec
 from fusion.runtime.placing import swarm_file
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fusion.cli import ask
+from fusion.cli import client
 from fusion.cli.follow import Shown, progress_line
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import JobId, JobRecord
@@ -61,15 +61,15 @@ def test_the_line_says_what_matters() -> None:
 
 def test_pick_by_name_id_or_not_at_all() -> None:
     jobs = [record("gpt", "aa" * 32), record("bert", "ab" * 32), record("bert", "cd" * 32)]
-    assert ask.pick(jobs, "gpt") is jobs[0]
-    assert ask.pick(jobs, "CD") is jobs[2]
+    assert client.pick(jobs, "gpt") is jobs[0]
+    assert client.pick(jobs, "CD") is jobs[2]
     with pytest.raises(ValueError, match="names 2 jobs"):
-        ask.pick(jobs, "bert")
+        client.pick(jobs, "bert")
     with pytest.raises(ValueError, match="names 2 jobs"):
-        ask.pick(jobs, "a")
+        client.pick(jobs, "a")
     for missing in ("llama", ""):
         with pytest.raises(ValueError, match="no job is called"):
-            ask.pick(jobs, missing)
+            client.pick(jobs, missing)
 
 
 class Lead:
@@ -112,14 +112,14 @@ class Swarm:
 
 def watched(swarm: Swarm) -> list[Progress]:
     async def collect() -> list[Progress]:
-        return [progress async for progress in ask.watch(swarm, JOB)]  # type: ignore[arg-type]
+        return [progress async for progress in client.watch(swarm, JOB)]  # type: ignore[arg-type]
 
     return asyncio.run(collect())
 
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(client, "RETRY_SECONDS", 0.0)
 
 
 def said(progress: Progress) -> Frame:
@@ -162,6 +162,6 @@ def test_watch_asks_the_lead_of_a_job_that_ended_before_anybody_asked() -> None:
 
 
 def test_watch_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.0)
     with pytest.raises(SwarmError, match="nobody speaks"):
         watched(Swarm([None], {}))

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.cli import errors, main, status
+from fusion.cli import main, status
+from fusion.cli.terminal import errors
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.swarm.errors import IdentityError, PeerUnreachable
 
@@ -163,7 +164,7 @@ def test_the_installed_command_and_interruption() -> None:
     code = (
         "import asyncio, sys\n"
         "from fusion.cli import main, status\n"
-        "from fusion.cli.loop import run\n"
+        "from fusion.cli.terminal.loop import run\n"
         "async def wait():\n"
         "    try:\n"
         "        print('waiting', flush=True)\n"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fusion.cli import main
-from fusion.cli.output import Output
 from fusion.cli.plan import show, summary
+from fusion.cli.terminal.output import Output
 from fusion.runtime.placing.plan import Plan, PlannedLine, PlannedLink, PlannedStage
 
 NETWORKS = Path(__file__).resolve().parents[1] / "box" / "networks"

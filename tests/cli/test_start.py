@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fusion.cli import start
-from fusion.cli.output import Output
+from fusion.cli.terminal.output import Output
 from fusion.runtime.peer import peer as peers
 from fusion.runtime.peer.peer import PeerConfig
 from fusion.swarm.errors import DaemonDied, IdentityError, TransportError

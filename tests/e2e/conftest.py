@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fusion.cli.fleet import Fleet, LocalPeer, Record, open_fleet
+from fusion.cli.local.fleet import Fleet, LocalPeer, Record, open_fleet
 
 MARK = "FUSION_PEER_TEST"  # in the environment of everything that a test starts
 LEFT_SECONDS = 10.0

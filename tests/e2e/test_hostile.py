@@ -23,7 +23,7 @@ import torch
 from support.jobs import with_client
 from support.text_job import write_job
 
-from fusion.cli.ask import trainer_identity, watch, working_peers
+from fusion.cli.client import trainer_identity, watch, working_peers
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
@@ -47,7 +47,7 @@ from fusion.swarm.transport import Frame, PeerId, call
 if TYPE_CHECKING:
     from conftest import Peers
 
-    from fusion.cli.fleet import LocalPeer
+    from fusion.cli.local.fleet import LocalPeer
 
 pytestmark = pytest.mark.e2e
 

@@ -18,8 +18,8 @@ from support.jobs import run_to_end, with_client
 from support.processes import below
 from support.text_job import write_job
 
-from fusion.cli.ask import find_job, trainer_identity, watch, working_peers
-from fusion.cli.chaos_swarm import daemons
+from fusion.cli.client import find_job, trainer_identity, watch, working_peers
+from fusion.cli.local.chaos_swarm import daemons
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job import spec
 from fusion.runtime.job.context import Context
@@ -35,7 +35,7 @@ from fusion.swarm.transport import Frame, PeerId, call
 if TYPE_CHECKING:
     from conftest import Peers
 
-    from fusion.cli.fleet import LocalPeer
+    from fusion.cli.local.fleet import LocalPeer
 
 pytestmark = pytest.mark.e2e
 MODEL = GPTConfig(blocks=2, width=32, heads=2, sequence=32)

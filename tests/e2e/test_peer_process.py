@@ -17,7 +17,7 @@ import pytest
 from support.jobs import with_client
 from support.processes import alive
 
-from fusion.cli.chaos_swarm import daemons
+from fusion.cli.local.chaos_swarm import daemons
 from fusion.runtime.job.context import Context
 from fusion.runtime.peer.peer import STATUS_PROTOCOL
 from fusion.swarm.errors import TransportError
@@ -26,7 +26,7 @@ from fusion.swarm.transport import PeerId, call
 if TYPE_CHECKING:
     from conftest import Peers
 
-    from fusion.cli.fleet import LocalPeer
+    from fusion.cli.local.fleet import LocalPeer
 
 pytestmark = pytest.mark.e2e
 BACK_SECONDS = 20.0

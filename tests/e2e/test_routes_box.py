@@ -23,7 +23,7 @@ from box.network import Box
 from box.spec import Host, Link, NetworkSpec
 from support.families import COMMON, build
 
-from fusion.cli.fleet import Fleet, open_fleet
+from fusion.cli.local.fleet import Fleet, open_fleet
 from fusion.dag.cutting.cuts import legal_cuts
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 from fusion.runtime.capture.serving_graph import serving_graph

@@ -13,7 +13,7 @@ from box.network import Box
 from box.spec import Host, NetworkSpec
 from support.jobs import with_client
 
-from fusion.cli.fleet import Fleet, LocalPeer, open_fleet
+from fusion.cli.local.fleet import Fleet, LocalPeer, open_fleet
 from fusion.runtime.job.context import Context
 from fusion.swarm.identity import Identity
 

@@ -29,10 +29,10 @@ from safetensors.torch import save_file
 from support.endings import end_as_if_interrupted
 
 from fusion.cli.chaos import last_words
-from fusion.cli.chaos_job import STORE_BYTES, Plan, invented, launched
-from fusion.cli.chaos_swarm import Swarm
-from fusion.cli.chaos_timeline import percentile
-from fusion.cli.fleet import FleetError, LocalPeer, open_fleet
+from fusion.cli.local.chaos_job import STORE_BYTES, Plan, invented, launched
+from fusion.cli.local.chaos_swarm import Swarm
+from fusion.cli.local.chaos_timeline import percentile
+from fusion.cli.local.fleet import FleetError, LocalPeer, open_fleet
 from fusion.dag.ir import serialise
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources

@@ -21,8 +21,8 @@ from runs import Row, options_of, report, running
 from theatre import Theatre, calm
 from training import RECOVER_SECONDS, Sweep, say
 
-from fusion.cli.chaos_swarm import daemons
-from fusion.cli.fleet import LocalPeer, Record
+from fusion.cli.local.chaos_swarm import daemons
+from fusion.cli.local.fleet import LocalPeer, Record
 
 BACK_SECONDS = 60.0  # for a peer to be up again after its daemon was killed
 GONE_SECONDS = 30.0  # for a peer that hands over to be gone

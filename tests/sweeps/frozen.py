@@ -19,8 +19,8 @@ from runs import Row, options_of, report, running
 from theatre import Theatre, calm
 from training import RECOVER_SECONDS, Sweep, say
 
-from fusion.cli.chaos_swarm import processes
-from fusion.cli.fleet import FleetError
+from fusion.cli.local.chaos_swarm import processes
+from fusion.cli.local.fleet import FleetError
 
 REJOIN_SECONDS = 30.0
 

@@ -12,8 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-from fusion.cli import chaos_job
-from fusion.cli.loop import wait_until_orphaned
+from fusion.cli.local import chaos_job
+from fusion.cli.terminal.loop import wait_until_orphaned
 
 
 async def main(store: str, job: str, home: str, peer: str) -> None:

@@ -21,10 +21,10 @@ from box.network import Box
 from box.spec import Host, NetworkSpec
 from support.endings import end_as_if_interrupted
 
-from fusion.cli import chaos_job
-from fusion.cli.chaos_swarm import Swarm
-from fusion.cli.chaos_timeline import Commit, Timeline
-from fusion.cli.fleet import FleetError, LocalPeer, open_fleet
+from fusion.cli.local import chaos_job
+from fusion.cli.local.chaos_swarm import Swarm
+from fusion.cli.local.chaos_timeline import Commit, Timeline
+from fusion.cli.local.fleet import FleetError, LocalPeer, open_fleet
 from fusion.runtime.peer.peer import ClientConfig, open_client
 
 SIDES = ("left", "right")

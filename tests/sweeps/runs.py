@@ -21,9 +21,9 @@ from theatre import ARMED, Theatre, end_launcher, launch
 from training import BEGIN_SECONDS, RECOVER_SECONDS, Sweep, compare, quiet_truth, say
 
 from fusion.cli.chaos import last_words
-from fusion.cli.chaos_job import another, prepare
-from fusion.cli.chaos_swarm import Swarm
-from fusion.cli.fleet import FleetError, open_fleet
+from fusion.cli.local.chaos_job import another, prepare
+from fusion.cli.local.chaos_swarm import Swarm
+from fusion.cli.local.fleet import FleetError, open_fleet
 from fusion.runtime.peer.peer import ClientConfig, open_client
 
 Row = dict[str, Any]

@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fusion.cli.chaos_job import Plan, shards
-from fusion.cli.chaos_swarm import Swarm
-from fusion.cli.chaos_timeline import Timeline
-from fusion.cli.fleet import LocalPeer, Record
+from fusion.cli.local.chaos_job import Plan, shards
+from fusion.cli.local.chaos_swarm import Swarm
+from fusion.cli.local.chaos_timeline import Timeline
+from fusion.cli.local.fleet import LocalPeer, Record
 from fusion.runtime.job.context import Context
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError

@@ -27,12 +27,12 @@ from reports import tell
 from support.endings import end_as_if_interrupted
 from theatre import ARMED, CALM_STEPS, Theatre, arm, calm, end_launcher, launch, ready_standbys
 
-from fusion.cli import chaos_job
 from fusion.cli.chaos import last_words
-from fusion.cli.chaos_job import Plan, another, prepare
-from fusion.cli.chaos_swarm import Swarm
-from fusion.cli.chaos_timeline import percentile
-from fusion.cli.fleet import FleetError, LocalPeer, open_fleet
+from fusion.cli.local import chaos_job
+from fusion.cli.local.chaos_job import Plan, another, prepare
+from fusion.cli.local.chaos_swarm import Swarm
+from fusion.cli.local.chaos_timeline import percentile
+from fusion.cli.local.fleet import FleetError, LocalPeer, open_fleet
 from fusion.runtime.peer.peer import ClientConfig, open_client
 from fusion.swarm.errors import SwarmError
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from fusion.cli import janitor
+from fusion.cli.local import janitor
 
 COMMAND = (sys.executable, "-m", "fusion.cli.main")
 LISTEN = "/ip4/127.0.0.1/tcp/0"

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusion.cli import options
-from fusion.cli.lean import lean_imports
-from fusion.cli.options import home_folder
+from fusion.cli.terminal import options
+from fusion.cli.terminal.fast_imports import lean_imports
+from fusion.cli.terminal.options import home_folder
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord, PeerRecord
 from fusion.swarm.errors import SwarmError, TransportError
@@ -32,7 +32,7 @@ ENDED = frozenset({"done", "stopped", "failed"})
 
 
 @asynccontextmanager
-async def client(
+async def join(
     home: Path, bootstrap: Sequence[str] | None = None, peer: str | None = None
 ) -> AsyncIterator[Context]:
     """Join the swarm to use it: through `peer`, else the peer that runs with this home, else the bootstrap peers."""

@@ -77,7 +77,7 @@ def _resolved(value: str) -> tuple[str, ...]:
 
 
 def _default_files() -> tuple[Path, ...]:
-    return Path(BOOTSTRAP_FILE), Path(__file__).resolve().parents[1] / BOOTSTRAP_FILE
+    return Path(BOOTSTRAP_FILE), Path(__file__).resolve().parents[2] / BOOTSTRAP_FILE
 
 
 def home_folder(home: Path) -> Path:

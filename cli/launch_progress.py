@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from fusion.cli.output import Output
+from fusion.cli.terminal.output import Output
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context

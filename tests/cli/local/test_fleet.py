@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fusion.cli import fleet as fleets
-from fusion.cli.fleet import Fleet, FleetError, open_fleet
+from fusion.cli.local import fleet as fleets
+from fusion.cli.local.fleet import Fleet, FleetError, open_fleet
 
 # Stands for `fusion-peer`: it is up at once, writes into its home, and does what its arguments say.
 STAND_IN = """

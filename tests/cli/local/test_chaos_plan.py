@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.cli.chaos_plan import (
+from fusion.cli.local.chaos_plan import (
     JITTER,
     PARTITION_SECONDS,
     STOP_SECONDS,
@@ -16,7 +16,7 @@ from fusion.cli.chaos_plan import (
     fault_plan,
     parse_seconds,
 )
-from fusion.cli.chaos_timeline import Timeline, percentile
+from fusion.cli.local.chaos_timeline import Timeline, percentile
 
 CONFIG = ChaosConfig(peers=6, standbys=2, kill_every_seconds=15.0, minutes=5.0, seed=7)
 JOB = "a" * 64

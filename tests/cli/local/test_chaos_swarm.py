@@ -15,10 +15,10 @@ import psutil
 import pytest
 from support.processes import alive, state
 
-from fusion.cli.chaos_plan import Fault
-from fusion.cli.chaos_swarm import Swarm, processes
-from fusion.cli.chaos_timeline import Timeline
-from fusion.cli.fleet import FleetError, open_fleet
+from fusion.cli.local.chaos_plan import Fault
+from fusion.cli.local.chaos_swarm import Swarm, processes
+from fusion.cli.local.chaos_timeline import Timeline
+from fusion.cli.local.fleet import FleetError, open_fleet
 
 # A peer with a process under it, as the libp2p daemon's keeper is one.
 STAND_IN = """
@@ -108,7 +108,7 @@ def test_a_killed_peer_is_replaced_by_a_new_one_that_joins_through_the_others(
 def test_the_frozen_wake_when_their_time_is_over_or_the_run_ends(
     command: tuple[str, ...], kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fusion.cli import chaos_swarm
+    from fusion.cli.local import chaos_swarm
 
     monkeypatch.setattr(chaos_swarm, "daemons", lambda peer: processes(peer)[1:])
 
@@ -162,8 +162,8 @@ def test_nothing_stays_frozen_when_the_holder_is_killed(command: tuple[str, ...]
     holder = tmp_path / "holder.py"
     holder.write_text(
         "import asyncio\n"
-        "from fusion.cli.chaos_swarm import Swarm, processes\n"
-        "from fusion.cli.fleet import open_fleet\n"
+        "from fusion.cli.local.chaos_swarm import Swarm, processes\n"
+        "from fusion.cli.local.fleet import open_fleet\n"
         "async def main():\n"
         "    async with open_fleet('fusion-test-') as fleet:\n"
         f"        swarm = Swarm(fleet, command={command!r})\n"

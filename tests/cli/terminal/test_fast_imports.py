@@ -5,7 +5,7 @@ import sys
 
 CODE = """
 import gc, sys
-from fusion.cli.lean import lean_imports
+from fusion.cli.terminal.fast_imports import lean_imports
 with lean_imports():
     import fusion.runtime.peer.peer
     assert not gc.isenabled()
@@ -22,7 +22,7 @@ def test_only_what_a_peer_uses_is_imported() -> None:
 
 def test_a_whole_hivemind_that_is_there_already_stays() -> None:
     code = (
-        "import hivemind\nfrom fusion.cli.lean import lean_imports\n"
+        "import hivemind\nfrom fusion.cli.terminal.fast_imports import lean_imports\n"
         "with lean_imports(): from hivemind import DHT\nprint(hivemind.__version__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

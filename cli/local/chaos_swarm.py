@@ -18,9 +18,9 @@ from typing import Any
 
 import psutil
 
-from fusion.cli.chaos_plan import Fault
-from fusion.cli.chaos_timeline import Timeline
-from fusion.cli.fleet import Fleet, FleetError, LocalPeer, Record
+from fusion.cli.local.chaos_plan import Fault
+from fusion.cli.local.chaos_timeline import Timeline
+from fusion.cli.local.fleet import Fleet, FleetError, LocalPeer, Record
 
 REPLACE_SECONDS = 5.0  # from a kill to the start of the peer that takes the place in the swarm
 STOP_SECONDS = 1.0  # at most, for the system to stop a process

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fusion.cli.output import Output, bytes_text, flops_text, rate_text, seconds_text
+from fusion.cli.terminal.output import Output, bytes_text, flops_text, rate_text, seconds_text
 
 
 class Terminal(io.StringIO):

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from fusion.cli.chaos_plan import ChaosConfig, fault_plan
-from fusion.cli.chaos_report import Report, Run, show
-from fusion.cli.chaos_swarm import Injected
-from fusion.cli.chaos_timeline import Timeline
-from fusion.cli.output import Output
+from fusion.cli.local.chaos_plan import ChaosConfig, fault_plan
+from fusion.cli.local.chaos_report import Report, Run, show
+from fusion.cli.local.chaos_swarm import Injected
+from fusion.cli.local.chaos_timeline import Timeline
+from fusion.cli.terminal.output import Output
 
 WANTED = {
     "exact", "goodput", "kills", "recovery_p50_seconds", "recovery_p95_seconds", "discarded_steps", "seed",

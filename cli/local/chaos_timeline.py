@@ -1,6 +1,6 @@
 """What the leads of a job said while it ran, as a history: attempts, commits, recoveries, stalls. Pure.
 
-A lead tells its progress at each change (`fusion.cli.chaos_trace`). An attempt begins with a step that is not yet
+A lead tells its progress at each change (`fusion.cli.local.chaos_trace`). An attempt begins with a step that is not yet
 committed, so its first word is no commit; each further word with a higher step is one.
 """
 

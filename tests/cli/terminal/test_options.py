@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.cli import options
+from fusion.cli.terminal import options
 
 ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8F2dTq3vEaHs"
 
@@ -75,7 +75,7 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
 
 
 def test_the_file_we_ship_parses() -> None:
-    shipped = Path(__file__).resolve().parents[2] / options.BOOTSTRAP_FILE
+    shipped = Path(__file__).resolve().parents[3] / options.BOOTSTRAP_FILE
     assert options.bootstrap_addresses([str(shipped)]) == ()
 
 

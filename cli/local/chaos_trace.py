@@ -7,7 +7,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from fusion.cli.output import Output
+from fusion.cli.terminal.output import Output
 
 if TYPE_CHECKING:
     from fusion.runtime.peer.peer import Peer

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusion.cli.chaos_plan import ChaosConfig, Fault
-from fusion.cli.chaos_swarm import Injected
-from fusion.cli.chaos_timeline import Timeline, percentile
-from fusion.cli.output import Output
+from fusion.cli.local.chaos_plan import ChaosConfig, Fault
+from fusion.cli.local.chaos_swarm import Injected
+from fusion.cli.local.chaos_timeline import Timeline, percentile
+from fusion.cli.terminal.output import Output
 
 STALL_WINDOW_SECONDS = 20.0  # after a fault in which a pause is put down to it
 LONG_SECONDS = 10.0  # a recovery for which the report tells what the lead waited for
