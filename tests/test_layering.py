@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from imports import LAYERS, ROOT, imports, modules, relative
 
-ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ("swarm", "dag", "compression", "runtime", "cli")
 MAY_IMPORT = {
     "cli": {"cli", "runtime", "swarm", "dag", "compression"},
     "runtime": {"runtime", "swarm", "dag", "compression"},
@@ -72,27 +69,6 @@ EFFECTS = {
         "http",
     ),
 }
-
-
-def modules() -> list[Path]:
-    return sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
-
-
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything a file imports, inside functions and TYPE_CHECKING blocks as well."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            if node.module == "fusion":
-                yield from ((node.lineno, f"fusion.{alias.name}") for alias in node.names)
-            else:
-                yield node.lineno, str(node.module)
-
-
-def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
 
 
 @pytest.mark.parametrize("path", modules(), ids=relative)
