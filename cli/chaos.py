@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fusion.cli.local.chaos_plan import ChaosConfig, fault_plan, parse_seconds
-from fusion.cli.local.chaos_report import Report, Run, show
+from fusion.cli.local.chaos_report import ChaosReport, Run, show
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.chaos_timeline import Timeline
 from fusion.cli.local.fleet import FleetError, open_fleet
@@ -27,7 +27,7 @@ from fusion.cli.terminal.loop import run, wait_until_orphaned
 from fusion.cli.terminal.output import Output, bytes_text
 
 if TYPE_CHECKING:
-    from fusion.cli.local.chaos_job import Plan
+    from fusion.cli.local.chaos_job import ChaosJob
 
 TRIAL_STEPS = 60  # to learn how fast this machine is
 WARM_UP = 10
@@ -83,7 +83,7 @@ def chaos(
         raise typer.Exit(FAILED)
 
 
-async def _while_parent_lives(config: ChaosConfig, output: Output, parent: int | None) -> Report:
+async def _while_parent_lives(config: ChaosConfig, output: Output, parent: int | None) -> ChaosReport:
     work = asyncio.ensure_future(_chaos(config, output))
     if parent is None:
         return await work
@@ -95,9 +95,9 @@ async def _while_parent_lives(config: ChaosConfig, output: Output, parent: int |
         watcher.cancel()
 
 
-async def _chaos(config: ChaosConfig, output: Output) -> Report:
+async def _chaos(config: ChaosConfig, output: Output) -> ChaosReport:
     began = time.monotonic()
-    report = Report(config=config)
+    report = ChaosReport(config=config)
     async with open_fleet("fusion-chaos-") as fleet:
         swarm = Swarm(fleet)
         try:
@@ -106,14 +106,14 @@ async def _chaos(config: ChaosConfig, output: Output) -> Report:
             report.error = str(error) or "timed out"
         finally:
             if not report.exact:
-                report.words = last_words(swarm)
+                report.words = last_lines(swarm)
             await swarm.aclose()
     report.seconds = time.monotonic() - began
     show(report, output)
     return report
 
 
-async def _both_runs(report: Report, swarm: Swarm, output: Output) -> None:
+async def _both_runs(report: ChaosReport, swarm: Swarm, output: Output) -> None:
     config = report.config
     output.say(f"1. {config.peers} peers start: {config.stages} train, {config.standby_count} stand by; "
                f"seed {config.seed}")  # fmt: skip
@@ -134,7 +134,7 @@ async def _both_runs(report: Report, swarm: Swarm, output: Output) -> None:
     report.faulted = await train(plan, "faulted", report.steps, swarm, output, report)
 
 
-async def _trial(plan: Plan, swarm: Swarm, output: Output) -> float:
+async def _trial(plan: ChaosJob, swarm: Swarm, output: Output) -> float:
     """Steps a second that this machine makes."""
     trial = await train(plan, "trial", TRIAL_STEPS, swarm, output)
     rate = trial.timeline.rate(WARM_UP)
@@ -144,7 +144,7 @@ async def _trial(plan: Plan, swarm: Swarm, output: Output) -> float:
 
 
 async def train(
-    plan: Plan, name: str, steps: int, swarm: Swarm, output: Output, report: Report | None = None
+    plan: ChaosJob, name: str, steps: int, swarm: Swarm, output: Output, report: ChaosReport | None = None
 ) -> Run:
     """Launch the plan as a job of so many steps and wait for its end, with the faults of `report.plan` if there is
     one. What was seen so far is in `report.faulted` even where this raises."""
@@ -198,7 +198,7 @@ async def _to_the_end(swarm: Swarm, timeline: Timeline, name: str, steps: int, o
         )  # fmt: skip
 
 
-async def _faults(swarm: Swarm, timeline: Timeline, report: Report, steps: int) -> None:
+async def _faults(swarm: Swarm, timeline: Timeline, report: ChaosReport, steps: int) -> None:
     """Inject what is due, until cancelled."""
     began = timeline.commits[0].at
     for fault in report.plan:
@@ -211,11 +211,11 @@ async def _faults(swarm: Swarm, timeline: Timeline, report: Report, steps: int) 
             report.injected.append(done)
 
 
-def last_words(swarm: Swarm) -> dict[str, str]:
+def last_lines(swarm: Swarm) -> dict[str, str]:
     """Of every peer that there ever was: what it said on stderr, and, of those that live, what they hold."""
     fleet = swarm.fleet
     names = sorted((log.stem for log in fleet.root.glob("peer-*.log")), key=lambda name: int(name[5:]))
-    found = {name: fleet.last_words(name, WORDS) for name in names}
+    found = {name: fleet.last_lines(name, WORDS) for name in names}
     for peer in swarm.peers:
         stages = ", ".join(f"stage {stage} of {job[:8]}" for job, stage in swarm.holds.get(peer.name, ()))
         found[peer.name] = f"{found.get(peer.name, '')}\n(lives, holds {stages or 'nothing'})".strip()

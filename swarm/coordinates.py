@@ -52,8 +52,8 @@ def distance_ms(one: Coordinate, two: Coordinate) -> float:
     return math.dist(one.vector, two.vector) + one.height + two.height
 
 
-def moved(ours: Coordinate, theirs: Coordinate, rtt_ms: float, lot: float) -> Coordinate:
-    """Where we stand after a round trip of `rtt_ms` to somebody who stands at `theirs`. `lot` in [0, 1): the direction
+def moved(ours: Coordinate, theirs: Coordinate, rtt_ms: float, tie_break: float) -> Coordinate:
+    """Where we stand after a round trip of `rtt_ms` to somebody who stands at `theirs`. `tie_break` in [0, 1): the direction
     in which two at the same place part. ValueError unless `rtt_ms` is positive and finite."""
     if not 0 < rtt_ms < math.inf:
         raise ValueError(f"rtt_ms must be positive, not {rtt_ms}")
@@ -67,7 +67,7 @@ def moved(ours: Coordinate, theirs: Coordinate, rtt_ms: float, lot: float) -> Co
     if math.dist(ours.vector, theirs.vector) > 1e-6:
         away = [(a - b) / apart for a, b in zip(ours.vector, theirs.vector, strict=True)]
     else:
-        turn = 2.0 * math.pi * lot
+        turn = 2.0 * math.pi * tie_break
         away = [0.5 * math.cos(turn), 0.5 * math.sin(turn)]
     rise = (ours.height + theirs.height) / apart if apart > 0 else 0.0
     vector = tuple(_held(a + push * b) for a, b in zip(ours.vector, away, strict=True))

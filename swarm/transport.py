@@ -77,9 +77,9 @@ class Transport(Protocol):
         """Dial a full multiaddr; afterwards `open` reaches that peer. Raises PeerUnreachable, ValueError for an
         address that is not a multiaddr ending in /p2p/<peer id>."""
 
-    async def open(self, peer: PeerId, protocol: str, *, lanes: int = 1) -> Stream:
+    async def open(self, peer: PeerId, protocol: str, *, stripes: int = 1) -> Stream:
         """A new stream to a peer we are connected to or that the DHT can locate; opening to ourselves works and
-        stays in the process. `lanes`: over how many of the network's streams, for payloads both ways at once (see
+        stays in the process. `stripes`: over how many of the network's streams, for payloads both ways at once (see
         `fusion.swarm.streams.striping`). Raises PeerUnreachable (also where the peer does not speak `protocol`)."""
 
     async def serve(self, protocol: str, handler: Handler) -> None:

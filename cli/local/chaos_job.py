@@ -33,7 +33,7 @@ MODULES = ("argparse", "ast", "datetime", "inspect", "pathlib", "tarfile", "text
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChaosJob:
     """A prepared job; its blobs lie in `store`."""
 
     store: Path
@@ -44,7 +44,7 @@ class Plan:
         return self.prepared.manifest.stages
 
 
-def prepare(store: Path, stages: int, *, seed: int = 0, **train: int) -> Plan:
+def prepare(store: Path, stages: int, *, seed: int = 0, **train: int) -> ChaosJob:
     """A byte-level GPT on a few modules of the standard library, in so many even stages. Blocking, for seconds.
 
     The peers that the placement is computed for are invented, all alike: what real ones measure differs from start to
@@ -65,7 +65,7 @@ def prepare(store: Path, stages: int, *, seed: int = 0, **train: int) -> Plan:
     )
     blobs = BlobStore(store, STORE_BYTES)
     prepared = prepare_training(spec, [invented(i) for i in range(stages)], blobs)
-    return Plan(store, prepared)
+    return ChaosJob(store, prepared)
 
 
 def invented(number: int) -> PeerRecord:
@@ -77,7 +77,7 @@ def invented(number: int) -> PeerRecord:
     )  # fmt: skip
 
 
-def another(plan: Plan, name: str, steps: int, proposed: Sequence[str], **train: Any) -> Plan:
+def another(plan: ChaosJob, name: str, steps: int, proposed: Sequence[str], **train: Any) -> ChaosJob:
     """The same plan as a new job for these peers, `steps` long; `train` replaces fields of its TrainConfig."""
     old = plan.prepared.manifest
     assert old.train is not None
@@ -90,10 +90,10 @@ def another(plan: Plan, name: str, steps: int, proposed: Sequence[str], **train:
     )
     job = JobId(BlobStore(plan.store, STORE_BYTES).put(manifests.encode(manifest)))
     blobs = (Digest(job), *plan.prepared.blobs[1:])
-    return Plan(plan.store, replace(plan.prepared, job=job, manifest=manifest, blobs=blobs))
+    return ChaosJob(plan.store, replace(plan.prepared, job=job, manifest=manifest, blobs=blobs))
 
 
-def stored(store: Path, job: str) -> Plan:
+def stored(store: Path, job: str) -> ChaosJob:
     """A job of `another` as another process finds it in the store."""
     blobs = BlobStore(store, STORE_BYTES)
     manifest = manifests.decode(blobs.path(Digest(job)).read_bytes())
@@ -103,11 +103,11 @@ def stored(store: Path, job: str) -> Plan:
     needed = (Digest(job), *named, *([data.held_out] if data.held_out is not None else []))
     prepared = Prepared(job=JobId(job), manifest=manifest, blobs=tuple(dict.fromkeys(needed)),
                         predicted_seconds=0.0, parameters=0)  # fmt: skip
-    return Plan(store, prepared)
+    return ChaosJob(store, prepared)
 
 
 @asynccontextmanager
-async def launched(plan: Plan, home: Path, peer: str) -> AsyncIterator[asyncio.Task[None]]:
+async def launched(plan: ChaosJob, home: Path, peer: str) -> AsyncIterator[asyncio.Task[None]]:
     """Hand the job to the swarm through the peer at this address. The task ends once the swarm holds all of it; it is
     cancelled when the block ends, so that the launcher, whose blobs go with it, may leave whenever it likes."""
     async with open_client(ClientConfig(home=home, peer=peer)) as context:

@@ -30,7 +30,7 @@ class Run:
 
 
 @dataclass(kw_only=True)
-class Report:
+class ChaosReport:
     config: ChaosConfig
     plan: tuple[Fault, ...] = ()
     steps: int = 0
@@ -131,7 +131,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def show(report: Report, output: Output) -> None:
+def show(report: ChaosReport, output: Output) -> None:
     """For people: a line a fault, then the figures; how to repeat it where it is not exact."""
     record = report.record()
     output.table(

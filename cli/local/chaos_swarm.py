@@ -165,7 +165,7 @@ class Swarm:
         )  # fmt: skip
         if fault.kind == "kill":
             await self.kill(peer)
-            done.words = self.fleet.last_words(peer.name)
+            done.words = self.fleet.last_lines(peer.name)
         elif fault.kind == "stop":
             await self.freeze(processes(peer), fault.seconds)
         else:

@@ -97,7 +97,7 @@ class Fleet:
                 record = await ready
         except (TimeoutError, FleetError) as error:
             raise FleetError(
-                f"{name} did not start: {self.last_words(name) or error or 'timed out'}"
+                f"{name} did not start: {self.last_lines(name) or error or 'timed out'}"
             ) from None
         peer = LocalPeer(name, home, process, record)
         self.peers.append(peer)
@@ -117,7 +117,7 @@ class Fleet:
             on_record(record)
         if await process.wait() != 0:
             raise FleetError(
-                f"fusion-peer {arguments[0]}: {self.last_words(name) or 'failed without a word'}"
+                f"fusion-peer {arguments[0]}: {self.last_lines(name) or 'failed without a word'}"
             )
         return records
 
@@ -132,7 +132,7 @@ class Fleet:
         """The peer has ended, or will without us."""
         self.peers = [other for other in self.peers if other is not peer]
 
-    def last_words(self, name: str, lines: int = 1) -> str:
+    def last_lines(self, name: str, lines: int = 1) -> str:
         """The last lines that a process of the fleet wrote to stderr, empty ones left out."""
         log = self.root / f"{name}.log"
         said = log.read_text("utf-8", "replace").split("\n") if log.exists() else []

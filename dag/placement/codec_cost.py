@@ -8,7 +8,7 @@ from fusion.dag.ir.graph import DTYPE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
-class WireCost:
+class CodecCost:
     """Of one tensor one way. The seconds are those of one core of the peer that encodes, or decodes."""
 
     name: str
@@ -32,4 +32,4 @@ class WireCost:
 
 
 # By dtype: the tensor as it lies in memory, without work.
-DENSE = {dtype: WireCost(name="none", bytes_per_element=size) for dtype, size in DTYPE_BYTES.items()}
+DENSE = {dtype: CodecCost(name="none", bytes_per_element=size) for dtype, size in DTYPE_BYTES.items()}

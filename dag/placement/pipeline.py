@@ -15,14 +15,14 @@ import numpy as np
 from fusion.dag.cutting.crossing import crossing
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
-from fusion.dag.placement.codec_cost import DENSE, WireCost
+from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.schedule import Action, gpipe, in_flight, one_f_one_b
 from fusion.dag.placement.segments import measure
 
 Schedule = Literal["gpipe", "1f1b"]
-Wires = Mapping[
-    tuple[str, str], WireCost
+EdgeCosts = Mapping[
+    tuple[str, str], CodecCost
 ]  # by (edge name, "forward" or "backward"); dense where one is missing
 
 
@@ -44,8 +44,8 @@ class Flow:
     producer: int
     consumer: int
     elements: int
-    forward: WireCost
-    backward: WireCost | None  # None where no gradient comes back
+    forward: CodecCost
+    backward: CodecCost | None  # None where no gradient comes back
 
     @property
     def forward_bytes(self) -> float:
@@ -126,7 +126,7 @@ def held(stage: int, stages: int, microbatches: int, training: bool, schedule: S
     return in_flight(stage, stages, microbatches, depth)
 
 
-def uniform(graph: Graph, sizes: Mapping[str, int], wire: WireCost) -> Wires:
+def uniform(graph: Graph, sizes: Mapping[str, int], wire: CodecCost) -> EdgeCosts:
     """The same codec for every floating value, both ways."""
     table = crossing(graph, sizes)
     floating = [name for name, dtype in zip(table.names, table.dtypes, strict=True) if "float" in dtype]
@@ -134,7 +134,11 @@ def uniform(graph: Graph, sizes: Mapping[str, int], wire: WireCost) -> Wires:
 
 
 def pipeline(
-    graph: Graph, placement: Placed, network: Network, sizes: Mapping[str, int], wires: Wires | None = None
+    graph: Graph,
+    placement: Placed,
+    network: Network,
+    sizes: Mapping[str, int],
+    wires: EdgeCosts | None = None,
 ) -> Pipeline:
     """The edges are those of `split(graph, placement.cuts)`; one that skips stages goes straight to each consumer.
     `sizes` are those of one microbatch. PlacementError if an owner is not in the network."""

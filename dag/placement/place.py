@@ -11,7 +11,7 @@ import numpy as np
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.baselines import equal_flops, equal_ops, exact
-from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.local_moves import improve
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.op_fence import op_fence
@@ -63,7 +63,7 @@ def place(
     training: bool = True,
     scheduler: Scheduler = "op-fence",
     pins: Mapping[int, str] | None = None,
-    wire: WireCost | None = None,
+    wire: CodecCost | None = None,
     incumbent: Placement | None = None,
 ) -> Placement:
     """The fastest placement found, of exactly `stages` stages on as many devices, or, with None, of as many as help.
@@ -154,7 +154,7 @@ def _predicted(
     options: Space,
     network: Network,
     sizes: Mapping[str, int],
-    wire: WireCost | None,
+    wire: CodecCost | None,
     *,
     cuts: tuple[int, ...],
     owners: tuple[str, ...],

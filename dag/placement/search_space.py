@@ -13,7 +13,7 @@ from fusion.dag.cutting.crossing import Crossing, crossing
 from fusion.dag.cutting.cuts import candidate_cuts
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
-from fusion.dag.placement.codec_cost import DENSE, WireCost
+from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import Schedule
 from fusion.dag.placement.segments import Segments, measure
@@ -224,7 +224,7 @@ def space(
     training: bool = True,
     stages: int | None = None,
     pins: Mapping[int, str] | None = None,
-    wire: WireCost | None = None,
+    wire: CodecCost | None = None,
 ) -> Space:
     """`pins` says whom stage 0 or stage -1 must run on; `wire` what every floating value costs to send, dense where it
     is None. PlacementError if that cannot be."""
@@ -269,7 +269,7 @@ def _crossing_some(table: Crossing, bounds: tuple[int, ...]) -> Crossing:
     )
 
 
-def _costs(table: Crossing, training: bool, wire: WireCost | None) -> Floats:
+def _costs(table: Crossing, training: bool, wire: CodecCost | None) -> Floats:
     rows = np.zeros((6, len(table.names)))
     for v, (dtype, elements) in enumerate(zip(table.dtypes, table.elements.tolist(), strict=True)):
         cost = wire if wire is not None and "float" in dtype else DENSE[dtype]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.pipeline import Pipeline
 from fusion.dag.placement.schedule import Action
 
@@ -301,7 +301,7 @@ class _Simulation:
             )
         return stages
 
-    def _join(self, writer: int, reader: int, elements: int, wire: WireCost, *, forward: bool) -> None:
+    def _join(self, writer: int, reader: int, elements: int, wire: CodecCost, *, forward: bool) -> None:
         """One direction of a flow, from stage `writer` to stage `reader`."""
         a, b = self.pipeline.owners[writer], self.pipeline.owners[reader]
         stage = self.stages[reader]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion.swarm.claims.election import HEAD_START_SECONDS, heirs, is_idle
+from fusion.swarm.claims.election import HEAD_START_SECONDS, is_idle, successors
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId, PeerRecord
 from fusion.swarm.transport import PeerId
@@ -17,7 +17,7 @@ IDLE_FIRST_SECONDS = HEAD_START_SECONDS + 2 * HEARTBEAT_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vacancy:
+class VacantStage:
     """A stage that this peer may claim now."""
 
     job: JobId
@@ -31,11 +31,11 @@ class Vacancy:
 
 
 def stages_to_claim(
-    vacancies: Sequence[Vacancy], free_memory_bytes: int, free_seats: int
-) -> tuple[Vacancy, ...]:
+    vacancies: Sequence[VacantStage], free_memory_bytes: int, free_seats: int
+) -> tuple[VacantStage, ...]:
     """Those of `vacancies` to claim, the best score first, then the longest empty: at most `free_seats`, and together
     they fit the memory."""
-    chosen: list[Vacancy] = []
+    chosen: list[VacantStage] = []
     for vacancy in sorted(vacancies, key=lambda v: (-v.score, -v.empty_seconds, v.job, v.stage)):
         if len(chosen) < free_seats and vacancy.memory_bytes <= free_memory_bytes:
             free_memory_bytes -= vacancy.memory_bytes
@@ -44,13 +44,13 @@ def stages_to_claim(
 
 
 def beside_the_idle(
-    vacancies: Sequence[Vacancy], us: PeerId, peers: Sequence[PeerRecord]
-) -> tuple[Vacancy, ...]:
+    vacancies: Sequence[VacantStage], us: PeerId, peers: Sequence[PeerRecord]
+) -> tuple[VacantStage, ...]:
     """Those of `vacancies` that a peer with work of its own claims now: a hole that a peer without any could fill is
     left to it for a while, so that work spreads."""
     idle = [peer for peer in peers if peer.peer != us and peer.role == "peer" and _is_idle(peer)]
 
-    def has_taker(vacancy: Vacancy) -> bool:
+    def has_taker(vacancy: VacantStage) -> bool:
         return any(peer.free_memory_bytes >= vacancy.memory_bytes for peer in idle)
 
     return tuple(
@@ -63,7 +63,9 @@ def beside_the_idle(
     )
 
 
-def one_each(vacancies: Sequence[Vacancy], us: PeerId, peers: Sequence[PeerRecord]) -> tuple[Vacancy, ...]:
+def one_each(
+    vacancies: Sequence[VacantStage], us: PeerId, peers: Sequence[PeerRecord]
+) -> tuple[VacantStage, ...]:
     """Those of `vacancies` that a peer without work claims now: what was proposed to it, else one of them, each peer
     another, and more where there are not enough idle peers for all. The copies of a job that lie on one peer are lost
     together."""
@@ -71,7 +73,7 @@ def one_each(vacancies: Sequence[Vacancy], us: PeerId, peers: Sequence[PeerRecor
         return beside_the_idle(vacancies, us, peers)
     first = min(
         vacancies,
-        key=lambda v: (not v.early, not v.standby, _lot(us, v)),
+        key=lambda v: (not v.early, not v.standby, _tie_break(us, v)),
         default=None,
     )
     others = beside_the_idle([vacancy for vacancy in vacancies if vacancy is not first], us, peers)
@@ -87,24 +89,24 @@ def one_to_hand_on(
     for job, stage in sorted(ours, key=lambda place: (place[0], -place[1])):
         if jobs[job] < 2 or (job, stage) in proposed:
             continue
-        idle = [heir.peer for heir in heirs(ours[job, stage]) if heir.ready and is_idle(heir)]
+        idle = [heir.peer for heir in successors(ours[job, stage]) if heir.ready and is_idle(heir)]
         if idle:
             return job, stage, tuple(idle)
     return None
 
 
-def one_early(vacancies: Sequence[Vacancy], us: PeerId) -> tuple[Vacancy, ...]:
+def one_early(vacancies: Sequence[VacantStage], us: PeerId) -> tuple[VacantStage, ...]:
     """`vacancies` with at most one of those that are claimed before the head start, and none beside one that was
     proposed to us. After a cold start each peer has the state of several stages, of some as a standby's or a
     neighbour's copy: the first to come must not take them all."""
     early = [vacancy for vacancy in vacancies if vacancy.early]
     if any(vacancy.score >= 1.0 for vacancy in vacancies):
         early = []
-    first = min(early, key=lambda v: _lot(us, v), default=None)
+    first = min(early, key=lambda v: _tie_break(us, v), default=None)
     return tuple(vacancy for vacancy in vacancies if not vacancy.early or vacancy is first)
 
 
-def _lot(peer: PeerId, vacancy: Vacancy) -> bytes:
+def _tie_break(peer: PeerId, vacancy: VacantStage) -> bytes:
     return hashlib.sha256(f"{peer}/{vacancy.job}/{vacancy.stage}".encode()).digest()
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from fusion.runtime.hosting.claim_choice import one_to_hand_on
 from fusion.runtime.hosting.jobs.job_server import Service
-from fusion.runtime.hosting.takeover import Successor
+from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
-from fusion.swarm.claims.election import heirs, winner
+from fusion.swarm.claims.election import successors, winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId, one_line
 from fusion.swarm.errors import SwarmError
@@ -30,7 +30,7 @@ Place = tuple[JobId, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepartureConfig:
+class HandoverConfig:
     pass_seconds: float = 6.0  # for a stage to come to a boundary where it can be handed over
     settle_seconds: float = 5.0  # for whoever takes it over to run it
     look_seconds: float = 0.1  # from one look whether it does to the next
@@ -53,19 +53,19 @@ class Hosted:
     memory_bytes: int
 
 
-class Departures:
+class Handovers:
     """`spawn` runs work beside everything else; `clock` gives seconds that only rise."""
 
     def __init__(
         self,
         context: Context,
         services: Mapping[str, Service],
-        config: DepartureConfig,
+        config: HandoverConfig,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         clock: Callable[[], float],
     ) -> None:
         self._leases = context.leases
-        self._succession = context.succession if isinstance(context.succession, Successor) else None
+        self._succession = context.succession if isinstance(context.succession, Takeovers) else None
         self._services = services
         self._config = config
         self._spawn = spawn
@@ -167,8 +167,8 @@ async def pass_on(
     claim: ClaimRecord,
     service: Service,
     leases: Leases,
-    succession: Successor,
-    config: DepartureConfig,
+    succession: Takeovers,
+    config: HandoverConfig,
     order: Sequence[PeerId] | None = None,
 ) -> bool:
     """Hand a stage of ours to the first of `order` that takes it, or else the best standby, and wait until it runs
@@ -177,7 +177,7 @@ async def pass_on(
     place = (claim.job, claim.stage)
     try:
         if order is None:
-            order = [heir.peer for heir in heirs(await leases.claims(*place))]
+            order = [heir.peer for heir in successors(await leases.claims(*place))]
         if not order:
             return False
         async with asyncio.timeout(config.pass_seconds):
@@ -194,7 +194,7 @@ async def pass_on(
     return True
 
 
-async def _until_ready(heir: ClaimRecord, leases: Leases, config: DepartureConfig) -> None:
+async def _until_ready(heir: ClaimRecord, leases: Leases, config: HandoverConfig) -> None:
     """Wait until the peer that took a stage of ours over runs it, but not for ever."""
     with suppress(TimeoutError):
         async with asyncio.timeout(config.settle_seconds):

@@ -14,14 +14,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.runtime.hosting.claim_choice import Vacancy, beside_the_idle, one_each, one_early, stages_to_claim
-from fusion.runtime.hosting.handover import DepartureConfig, Departures, Hosted
+from fusion.runtime.hosting.claim_choice import (
+    VacantStage,
+    beside_the_idle,
+    one_each,
+    one_early,
+    stages_to_claim,
+)
+from fusion.runtime.hosting.handover import HandoverConfig, Handovers, Hosted
 from fusion.runtime.hosting.jobs.job_files import JobFiles
-from fusion.runtime.hosting.jobs.job_server import ENDED, PROTOCOL, JobDesk, Service, stop_request
+from fusion.runtime.hosting.jobs.job_server import ENDED, PROTOCOL, JobServer, Service, stop_request
 from fusion.runtime.hosting.jobs.tombstones import KnownJobs
 from fusion.runtime.hosting.standby_pool import Pool
-from fusion.runtime.hosting.takeover import Successor
-from fusion.runtime.hosting.vacant_stages import Vacancies, needed_bytes
+from fusion.runtime.hosting.takeover import Takeovers
+from fusion.runtime.hosting.vacant_stages import VacantStages, needed_bytes
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import JobFailed
@@ -54,7 +60,7 @@ class HostingConfig:
     seats: int = 64  # stages at once
     places: int = 512  # vacant stages looked at in one heartbeat
     shelf: ShelfConfig = ShelfConfig()  # noqa: RUF009 - frozen
-    departure: DepartureConfig = DepartureConfig()  # noqa: RUF009 - frozen
+    departure: HandoverConfig = HandoverConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if self.heartbeat_seconds <= 0 or self.nudge_seconds < 0 or min(self.seats, self.places) < 1:
@@ -84,18 +90,18 @@ class Hosting:
         self._fitness = fitness
         self._config = config or HostingConfig()
         self._clock = clock
-        self._succession = context.succession if isinstance(context.succession, Successor) else None
+        self._succession = context.succession if isinstance(context.succession, Takeovers) else None
         self._pool = Pool(context, services, self._spawn, fitness, clock=clock)
-        self._desk = JobDesk(
+        self._desk = JobServer(
             context, services, self.nudge, self._stopped, now, snapshotted=self._pool.follow, files=files
         )
         self._shelf = ManifestShelf(context.blobs, self._spawn, self.nudge, self._config.shelf, clock)
-        self._vacancies = Vacancies(context.peer_id, fitness, clock)
+        self._vacancies = VacantStages(context.peer_id, fitness, clock)
         self._cooling: CoolDown[Place] = CoolDown(
             self._config.cool_down_seconds, self._config.longest_cool_down_seconds, clock
         )
         self._overtaken: CoolDown[Place] = CoolDown(OVERTAKEN_SECONDS, OVERTAKEN_SECONDS, clock)
-        self._departures = Departures(context, services, self._config.departure, self._spawn, clock)
+        self._departures = Handovers(context, services, self._config.departure, self._spawn, clock)
         self._hosts: dict[Place, Hosted] = {}
         self._claiming: list[Place] = []
         self._jobs = KnownJobs(lambda job: context.leases.known_term(job, 0))
@@ -223,7 +229,7 @@ class Hosting:
         self,
         jobs: Mapping[JobId, tuple[JobRecord, Manifest]],
         claims: Mapping[Place, tuple[ClaimRecord, ...]],
-    ) -> list[Vacancy]:
+    ) -> list[VacantStage]:
         """The stages that we may claim now."""
         found = []
         for place, held in claims.items():
@@ -239,7 +245,7 @@ class Hosting:
                 found.append(vacancy)
         return list(one_early(found, self._context.peer_id))
 
-    async def _take(self, vacancy: Vacancy, record: JobRecord, manifest: Manifest) -> None:
+    async def _take(self, vacancy: VacantStage, record: JobRecord, manifest: Manifest) -> None:
         place = (vacancy.job, vacancy.stage)
         if await self._lives(place) or self._jobs.get(vacancy.job) is None:
             return
@@ -319,7 +325,7 @@ class Hosting:
         return self._context.leases.holds(job, stage)
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
-        """As in `fusion.runtime.job.context.Succession`."""
+        """As in `fusion.runtime.job.context.TakeoverReports`."""
         hosted = self._hosts.get((job, stage))
         if hosted is not None and self._tasks is not None and not self._leaving:
             self._departures.give_away((job, stage), hosted, peer)

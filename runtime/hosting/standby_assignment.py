@@ -42,7 +42,7 @@ class Standby:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
+class UncoveredStage:
     """A stage with an owner, which standbys may cover."""
 
     job: JobId
@@ -70,7 +70,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class StandbyCapacity:
     """What this peer has for standing by, for all stages together."""
 
     disk_bytes: int
@@ -78,7 +78,11 @@ class Room:
 
 
 def places_to_cover(
-    openings: Iterable[Opening], us: Candidate, others: Iterable[Candidate], score: float, room: Room
+    openings: Iterable[UncoveredStage],
+    us: Candidate,
+    others: Iterable[Candidate],
+    score: float,
+    room: StandbyCapacity,
 ) -> tuple[Place, ...]:
     """The stages that `us` stands by for from now on, those that need it most first. `score` is that of our own
     standby claims, `others` everybody else who could stand by."""
@@ -102,19 +106,22 @@ def is_short(standbys: int) -> bool:
     return standbys < WANTED
 
 
-def _surplus(opening: Opening, us: Candidate, score: float) -> bool:
+def _surplus(opening: UncoveredStage, us: Candidate, score: float) -> bool:
     """Whether enough others that are ready go before us."""
     spare = SPARE if us.idle else 0
     if len(opening.standbys) + 1 <= WANTED + spare:
         return False
-    ours = (score, _lot(us.peer, opening.place))
-    before = [s for s in opening.standbys if s.ready and (s.score, _lot(s.peer, opening.place)) > ours]
+    ours = (score, _tie_break(us.peer, opening.place))
+    before = [s for s in opening.standbys if s.ready and (s.score, _tie_break(s.peer, opening.place)) > ours]
     return len(before) >= WANTED
 
 
 def _fallen_to(
-    us: Candidate, openings: Sequence[Opening], kept: Sequence[Opening], others: Iterable[Candidate]
-) -> list[Opening]:
+    us: Candidate,
+    openings: Sequence[UncoveredStage],
+    kept: Sequence[UncoveredStage],
+    others: Iterable[Candidate],
+) -> list[UncoveredStage]:
     """Of `openings`, those that fall to us when all candidates share them: at each turn the stage with the fewest
     standbys goes to the candidate with the least to stand by for, an idle one if there is one."""
     candidates = {us.peer: us, **{other.peer: other for other in others if other.peer != us.peer}}
@@ -135,10 +142,10 @@ def _fallen_to(
 
 
 def _players(candidates: Iterable[Candidate], job: JobId) -> list[Candidate]:
-    return sorted(candidates, key=lambda c: (not c.idle, _lot(c.peer, (job, 0))))[:CANDIDATES]
+    return sorted(candidates, key=lambda c: (not c.idle, _tie_break(c.peer, (job, 0))))[:CANDIDATES]
 
 
-def _may_take(candidate: Candidate, opening: Opening, turn: int) -> bool:
+def _may_take(candidate: Candidate, opening: UncoveredStage, turn: int) -> bool:
     there = {opening.owner, *(standby.peer for standby in opening.standbys)}
     return (
         candidate.peer not in there
@@ -147,15 +154,15 @@ def _may_take(candidate: Candidate, opening: Opening, turn: int) -> bool:
     )
 
 
-def _turn(candidate: Candidate, opening: Opening, load: int) -> tuple[bool, bool, int, bytes]:
+def _turn(candidate: Candidate, opening: UncoveredStage, load: int) -> tuple[bool, bool, int, bytes]:
     heir = not candidate.idle and candidate.peer == opening.heir
-    return not candidate.idle, not heir, load, _lot(candidate.peer, opening.place)
+    return not candidate.idle, not heir, load, _tie_break(candidate.peer, opening.place)
 
 
-def _need(opening: Opening) -> tuple[int, bytes]:
+def _need(opening: UncoveredStage) -> tuple[int, bytes]:
     """Orders stages by how much they need a standby; equal ones in an order that differs from job to job."""
-    return len(opening.standbys), _lot(PeerId(""), opening.place)
+    return len(opening.standbys), _tie_break(PeerId(""), opening.place)
 
 
-def _lot(peer: PeerId, place: Place) -> bytes:
+def _tie_break(peer: PeerId, place: Place) -> bytes:
     return hashlib.blake2b(f"{peer}/{place[0]}/{place[1]}".encode(), digest_size=8).digest()

@@ -19,10 +19,10 @@ from fusion.runtime.hosting.standby_assignment import (
     BUSY_WANTED,
     WANTED,
     Candidate,
-    Opening,
     Place,
-    Room,
     Standby,
+    StandbyCapacity,
+    UncoveredStage,
     is_short,
     places_to_cover,
 )
@@ -195,7 +195,7 @@ class Pool:
         jobs: Mapping[JobId, tuple[JobRecord, Manifest]],
         claims: Mapping[Place, tuple[ClaimRecord, ...]],
         hosted: Collection[Place],
-    ) -> list[Opening]:
+    ) -> list[UncoveredStage]:
         now = self._clock()
         owners = {place: winner(held) for place, held in claims.items()}
         found = [
@@ -217,7 +217,7 @@ class Pool:
         claims: tuple[ClaimRecord, ...],
         owners: Mapping[Place, ClaimRecord | None],
         now: float,
-    ) -> Opening:
+    ) -> UncoveredStage:
         job, stage = place
         us, owner, heir = (
             self._context.peer_id,
@@ -237,7 +237,7 @@ class Pool:
             since = now
             self._short_since.pop(place, None)
         memory_bytes = manifest.memory_bytes[stage] if manifest.memory_bytes else 0
-        return Opening(
+        return UncoveredStage(
             job=job,
             stage=stage,
             # Until the owner has loaded the stage it needs the launcher's uplink more than we do.
@@ -271,9 +271,9 @@ class Pool:
         ]
         return self._peers
 
-    def _room(self) -> Room:
+    def _room(self) -> StandbyCapacity:
         quota = self._context.blobs.store.quota_bytes
-        return Room(disk_bytes=int(quota * self._config.disk_share), seats=self._config.seats)
+        return StandbyCapacity(disk_bytes=int(quota * self._config.disk_share), seats=self._config.seats)
 
     # --- standing by
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgpack
 
-from fusion.swarm.claims.election import heirs, is_idle, winner
+from fusion.swarm.claims.election import is_idle, successors, winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId, one_line
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed, SwarmError
@@ -42,7 +42,7 @@ Place = tuple[JobId, int]
 R = TypeVar("R")
 
 
-class Seat(Protocol):
+class StageHolder(Protocol):
     """What hosts stages on this peer: `fusion.runtime.hosting.hosting.Hosting`."""
 
     def holds(self, job: JobId, stage: int) -> int:
@@ -58,11 +58,11 @@ class Seat(Protocol):
         """Claim the stage above the term `over` and begin to host it; our claim, or None where we did not get it."""
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
-        """As in `fusion.runtime.job.context.Succession`."""
+        """As in `fusion.runtime.job.context.TakeoverReports`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuccessionConfig:
+class TakeoverConfig:
     check_seconds: float = 1.0  # for an owner that is there to say so
     patience_seconds: float = 0.3  # for the directory, where what it said a heartbeat ago may do
     answer_seconds: float = 4.0  # for a standby to look, claim and answer
@@ -91,7 +91,7 @@ SILENT = Sign("silent")
 
 
 @dataclass(frozen=True)
-class Answer:
+class SuspectReply:
     """What came of a report. `claim` and `sealed` where there is a new owner."""
 
     kind: Literal["owner", "alive", "frozen", "no"]
@@ -123,18 +123,18 @@ def judge(
     return "take"
 
 
-class Successor:
-    """Implements `fusion.runtime.job.context.Succession`. `attach` gives it the hosting that takes stages over; without
+class Takeovers:
+    """Implements `fusion.runtime.job.context.TakeoverReports`. `attach` gives it the hosting that takes stages over; without
     one it only asks others."""
 
-    def __init__(self, transport: Transport, leases: Leases, config: SuccessionConfig | None = None) -> None:
+    def __init__(self, transport: Transport, leases: Leases, config: TakeoverConfig | None = None) -> None:
         self._transport = transport
         self._leases = leases
-        self._config = config or SuccessionConfig()
-        self._seat: Seat | None = None
+        self._config = config or TakeoverConfig()
+        self._seat: StageHolder | None = None
         self._running: dict[tuple[str, Place, int], asyncio.Future[Any]] = {}
 
-    def attach(self, seat: Seat) -> None:
+    def attach(self, seat: StageHolder) -> None:
         self._seat = seat
 
     async def start(self) -> None:
@@ -144,20 +144,20 @@ class Successor:
     # --- whoever sees an owner vanish
 
     async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
-        """As in `Succession`. Asked several times at once, it happens once."""
+        """As in `TakeoverReports`. Asked several times at once, it happens once."""
         place = (job, stage)
-        return await self._once("suspect", place, term, lambda: self._find_heir(place, peer, term))
+        return await self._once("suspect", place, term, lambda: self._find_successor(place, peer, term))
 
-    async def _find_heir(self, place: Place, peer: PeerId, term: int) -> ClaimRecord | None:
+    async def _find_successor(self, place: Place, peer: PeerId, term: int) -> ClaimRecord | None:
         known = winner(self._leases.recent(*place))
         if known is not None and known.term > term:
             return known
         fresh = asyncio.ensure_future(self._claims(place))
         try:
             asked: set[PeerId] = {peer}
-            answer = await self._ask_heirs(place, peer, term, self._leases.recent(*place), asked)
+            answer = await self._ask_successors(place, peer, term, self._leases.recent(*place), asked)
             if answer is None:  # what we knew of the stage is old
-                answer = await self._ask_heirs(place, peer, term, await fresh, asked)
+                answer = await self._ask_successors(place, peer, term, await fresh, asked)
             if answer is not None and answer.claim is not None:
                 log.info("stage %d of job %.8s goes on at %s", place[1], place[0], answer.claim.peer)
                 return answer.claim
@@ -168,12 +168,12 @@ class Successor:
             fresh.cancel()
             await asyncio.gather(fresh, return_exceptions=True)
 
-    async def _ask_heirs(
+    async def _ask_successors(
         self, place: Place, peer: PeerId, term: int, claims: Sequence[ClaimRecord], asked: set[PeerId]
-    ) -> Answer | None:
+    ) -> SuspectReply | None:
         """What the first standby says that settles it, the next one asked when one has no answer for a while."""
-        order = deque(heir.peer for heir in heirs(claims) if heir.peer not in asked)
-        pending: set[asyncio.Future[Answer]] = set()
+        order = deque(heir.peer for heir in successors(claims) if heir.peer not in asked)
+        pending: set[asyncio.Future[SuspectReply]] = set()
         try:
             while order or pending:
                 if order:
@@ -195,7 +195,7 @@ class Successor:
 
     async def _ask(
         self, heir: PeerId, place: Place, peer: PeerId, term: int, *, yours: bool = False
-    ) -> Answer:
+    ) -> SuspectReply:
         if heir == self._leases.peer_id:
             return await self._succeed(place, peer, term)
         header = {"job": place[0], "stage": place[1], "peer": peer, "term": term, "yours": yours}
@@ -204,18 +204,18 @@ class Successor:
                 reply = await call(self._transport, heir, PROTOCOL, "suspect", header)
             return self._answer(reply)
         except (SwarmError, ValueError, TimeoutError) as error:
-            return Answer("no", message=one_line(str(error)) or "no answer")
+            return SuspectReply("no", message=one_line(str(error)) or "no answer")
 
-    def _answer(self, reply: Frame) -> Answer:
+    def _answer(self, reply: Frame) -> SuspectReply:
         if reply.kind == "owner":
             sealed = _bytes(reply.header.get("claim"))
             claim = self._leases.credit(sealed)
-            return Answer("owner", claim.term, claim, sealed)
+            return SuspectReply("owner", claim.term, claim, sealed)
         if reply.kind == "alive":
-            return Answer("alive", _whole(reply.header.get("term")))
+            return SuspectReply("alive", _whole(reply.header.get("term")))
         if reply.kind == "frozen":
-            return Answer("frozen")
-        return Answer("no", message=one_line(str(reply.header.get("message", ""))))
+            return SuspectReply("frozen")
+        return SuspectReply("no", message=one_line(str(reply.header.get("message", ""))))
 
     # --- looking for oneself
 
@@ -248,21 +248,21 @@ class Successor:
 
     # --- a standby
 
-    async def _succeed(self, place: Place, peer: PeerId, term: int, *, yours: bool = False) -> Answer:
+    async def _succeed(self, place: Place, peer: PeerId, term: int, *, yours: bool = False) -> SuspectReply:
         # Apart, or two that ask each other would both wait.
         what = "take" if yours else "succeed"
         return await self._once(
             what, place, term, lambda: self._look_and_take(place, peer, term, yours=yours)
         )
 
-    async def _look_and_take(self, place: Place, peer: PeerId, term: int, *, yours: bool) -> Answer:
+    async def _look_and_take(self, place: Place, peer: PeerId, term: int, *, yours: bool) -> SuspectReply:
         seat, leases = self._seat, self._leases
         if (own := self._own(place)) is not None and own.term > term:
             return own
         if seat is None or not any((claim.job, claim.stage) == place for claim in leases.standbys.standing()):
-            return Answer("no", message="not a standby of that stage")
+            return SuspectReply("no", message="not a standby of that stage")
         if term > leases.known_term(*place) + TERM_LEAP:
-            return Answer("no", message="no such term")
+            return SuspectReply("no", message="no such term")
         suspected = {peer, *(owner.peer for owner in [winner(leases.recent(*place))] if owner is not None)}
         signs, claims = await asyncio.gather(self._look_at(suspected, place), self._soon(place))
         owner = winner(claims)
@@ -279,11 +279,11 @@ class Successor:
             await seat.take_over(*place, over, None)
             if (own := self._own(place)) is not None:
                 return own
-            return Answer("no", message="the stage could not be taken over here")
+            return SuspectReply("no", message="the stage could not be taken over here")
         if verdict == "alive":
             terms = [sign.term for sign in signs.values()]
-            return Answer("alive", max([*terms, owner.term if owner is not None else 0]))
-        return Answer("frozen")
+            return SuspectReply("alive", max([*terms, owner.term if owner is not None else 0]))
+        return SuspectReply("frozen")
 
     async def _ask_the_idle(
         self,
@@ -292,21 +292,25 @@ class Successor:
         term: int,
         claims: Sequence[ClaimRecord],
         gone: Collection[PeerId],
-    ) -> Answer | None:
+    ) -> SuspectReply | None:
         """The claim of a standby without stages of its own that takes this one; None where none does soon."""
         us = self._leases.peer_id
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.hedge_seconds):
-                for heir in heirs(claims):
+                for heir in successors(claims):
                     if is_idle(heir) and heir.peer != us and heir.peer not in gone:
                         answer = await self._ask(heir.peer, place, peer, term, yours=True)
                         if answer.claim is not None:
                             return answer
         return None
 
-    def _own(self, place: Place) -> Answer | None:
+    def _own(self, place: Place) -> SuspectReply | None:
         held, sealed = self._leases.holds(*place), self._leases.sealed(*place)
-        return Answer("owner", held.term, held, sealed) if held is not None and sealed is not None else None
+        return (
+            SuspectReply("owner", held.term, held, sealed)
+            if held is not None and sealed is not None
+            else None
+        )
 
     async def _look_at(self, peers: set[PeerId], place: Place) -> dict[PeerId, Sign]:
         others = sorted(peers - {self._leases.peer_id})
@@ -329,7 +333,7 @@ class Successor:
     # --- an owner that leaves, or gives a stage away, and its successor
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
-        """As in `Succession`."""
+        """As in `TakeoverReports`."""
         if self._seat is not None:
             self._seat.give_away(job, stage, peer)
 
@@ -353,19 +357,19 @@ class Successor:
             log.info("stage %d of job %.8s not handed to %s: %s", stage, job, peer, one_line(reason))
         return None
 
-    async def _take(self, remote: PeerId, place: Place, term: int, baton: object) -> Answer:
+    async def _take(self, remote: PeerId, place: Place, term: int, baton: object) -> SuspectReply:
         if self._seat is None or not isinstance(baton, dict):
-            return Answer("no", message="nothing is taken over here")
+            return SuspectReply("no", message="nothing is taken over here")
         if len(msgpack.packb(baton)) > MAX_BATON_BYTES:
-            return Answer("no", message=f"a baton is at most {MAX_BATON_BYTES} bytes")
+            return SuspectReply("no", message=f"a baton is at most {MAX_BATON_BYTES} bytes")
         for claims in (self._leases.recent(*place), await self._claims(place)):
             owner = winner(claims)
             if owner is not None and (owner.peer, owner.term) == (remote, term):
                 break
         else:
-            return Answer("no", message=f"{remote} does not own the stage under term {term}")
+            return SuspectReply("no", message=f"{remote} does not own the stage under term {term}")
         await self._seat.take_over(*place, term, baton)
-        return self._own(place) or Answer("no", message="the stage could not be taken over here")
+        return self._own(place) or SuspectReply("no", message="the stage could not be taken over here")
 
     # --- what others ask
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fusion.runtime.hosting.claim_choice import Vacancy
+from fusion.runtime.hosting.claim_choice import VacantStage
 from fusion.runtime.job.manifest import Manifest
-from fusion.swarm.claims.election import HEAD_START_SECONDS, heirs, is_idle, should_claim, winner
+from fusion.swarm.claims.election import HEAD_START_SECONDS, is_idle, should_claim, successors, winner
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.transport import PeerId
 
@@ -17,7 +17,7 @@ Place = tuple[JobId, int]
 V = TypeVar("V")
 
 
-class Vacancies:
+class VacantStages:
     """`us` and `fitness`: the peer that may claim them and the score of its claims that nobody proposed; `clock` gives
     seconds that only rise."""
 
@@ -30,7 +30,7 @@ class Vacancies:
 
     def look(
         self, place: Place, manifest: Manifest, claims: Sequence[ClaimRecord], *, early: bool
-    ) -> Vacancy | None:
+    ) -> VacantStage | None:
         """The stage, where it has no owner and it is our turn to claim it. `claims` are those that the directory has
         now; `early`: we have its newest state and nothing else to do, so that we need not wait where nobody stands by."""
         us, (job, stage) = self._us, place
@@ -43,12 +43,12 @@ class Vacancies:
         since = self._empty_since.get(place, now)
         _keep(self._empty_since, place, since)
         score = 1.0 if manifest.proposed[stage] == us else self._fitness
-        standbys = heirs(claims)
+        standbys = successors(claims)
         order = [heir.peer for heir in standbys]
         early = early and not order and score < 1.0 and now - since < HEAD_START_SECONDS
         if not early and not should_claim(claims, us, score=score, vacant_seconds=now - since):
             return None
-        return Vacancy(
+        return VacantStage(
             job=job,
             stage=stage,
             score=(1.0 + score) / 2 if early else score,

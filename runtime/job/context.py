@@ -11,11 +11,11 @@ from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import ClaimRecord, JobId
-from fusion.swarm.links.monitor import Links
+from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.transport import PeerId, Transport
 
 
-class Succession(Protocol):
+class TakeoverReports(Protocol):
     """How whoever sees the owner of a stage vanish finds the next one. `fusion.runtime.hosting.takeover` implements it."""
 
     async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
@@ -41,8 +41,8 @@ class Context:
     device: str = "cpu"
     memory_bytes: int = 4 << 30  # what the volunteer lends, in all
     home: Path = Path(".")
-    succession: Succession | None = None  # None in a client: it holds nothing
-    links: Links | None = None  # None in a client: it measures nothing
+    succession: TakeoverReports | None = None  # None in a client: it holds nothing
+    links: LinkMonitor | None = None  # None in a client: it measures nothing
 
     @property
     def compute(self) -> Worker:

@@ -12,7 +12,7 @@ MANIFEST_VERSION = 2  # 1 had no compression
 
 # (edge, codec of its values, codec of the gradients that come back), see `fusion.compression.spec`; or a tied variable
 # and the codec of its gradient. What is not named goes as it is.
-Wires = tuple[tuple[str, str, str], ...]
+EdgeCodecs = tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class TrainConfig:
     evaluate_every: int = 0  # 0: only at the end
     evaluate_batches: int = 8
     compression: CompressionConfig = CompressionConfig()
-    wires: Wires = ()  # what the job begins with
+    wires: EdgeCodecs = ()  # what the job begins with
 
 
 @dataclass(frozen=True, kw_only=True)

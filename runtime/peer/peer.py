@@ -24,7 +24,7 @@ import psutil
 from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.hosting.hosting import Hosting, Service
 from fusion.runtime.hosting.jobs.job_files import JobFiles
-from fusion.runtime.hosting.takeover import Successor
+from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.capability import Capability, measure
@@ -38,7 +38,7 @@ from fusion.swarm.directory.membership import Membership, MembershipConfig
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.errors import PeerUnreachable, SwarmError
 from fusion.swarm.identity import Identity, friendly_name
-from fusion.swarm.links.monitor import Links
+from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import PeerId, Stream
 
@@ -151,7 +151,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
         await HivemindDirectory.start(transport.p2p, identity) as directory,
         Blobs(store, transport, directory, _blob_config(config)) as blobs,
         Leases(identity.peer_id, directory) as leases,
-        Links(transport, directory, transport.arrivals) as links,
+        LinkMonitor(transport, directory, transport.receive_log) as links,
     ):
         capability = await worker.run(measure, config.device, threads, config.memory_bytes)
         context = Context(
@@ -165,7 +165,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             device=config.device,
             memory_bytes=capability.memory_bytes,
             home=config.home,
-            succession=Successor(transport, leases),
+            succession=Takeovers(transport, leases),
             links=links,
         )
 

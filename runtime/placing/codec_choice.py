@@ -31,9 +31,9 @@ from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.dims import bind, size
 from fusion.dag.ir.graph import DTYPE_BYTES, TensorType
 from fusion.dag.placement import pipeline
-from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.network import Network
-from fusion.runtime.job.manifest import CompressionConfig, Wires
+from fusion.runtime.job.manifest import CompressionConfig, EdgeCodecs
 
 WITH_TOPK = "int8"  # what ties may have where topk is allowed: they keep every element
 
@@ -71,7 +71,7 @@ def ties_of(stages: Sequence[Stage], sizes: Mapping[str, int]) -> tuple[Tie, ...
     )
 
 
-def choose_wires(
+def choose_codecs(
     edges: Sequence[Edge],
     ties: Sequence[Tie],
     sizes: Mapping[str, int],
@@ -80,7 +80,7 @@ def choose_wires(
     compression: CompressionConfig,
     speeds: Mapping[str, CodecSpeed],
     compute_seconds: float,
-) -> Wires:
+) -> EdgeCodecs:
     """The job's table: edges in the order given, then ties; what goes dense is not in it.
 
     `sizes` are those of one microbatch, `owners` the peers by stage. `speeds` of the codecs, by family: one that it does
@@ -107,7 +107,7 @@ def choose_wires(
     return tuple(way for way in ways if way[1:] != ("none", "none"))
 
 
-def fastest_wires(
+def fastest_codecs(
     edges: Sequence[Edge],
     ties: Sequence[Tie],
     sizes: Mapping[str, int],
@@ -116,20 +116,20 @@ def fastest_wires(
     compression: CompressionConfig,
     speeds: Mapping[str, CodecSpeed],
     compute_seconds: float,
-    step_seconds: Callable[[Wires], float],
-) -> Wires:
+    step_seconds: Callable[[EdgeCodecs], float],
+) -> EdgeCodecs:
     """The gentlest table with which a step is nearly as short as with any, `step_seconds` being what a step takes with a
-    table; the others as for `choose_wires`. What computing hides in the long run still takes its time in the first
+    table; the others as for `choose_codecs`. What computing hides in the long run still takes its time in the first
     microbatch and the last, so that it can pay to bring a link below what the busiest stage computes."""
 
-    def chosen(floor: float) -> Wires:
-        return choose_wires(edges, ties, sizes, owners, network, compression, speeds, floor)
+    def chosen(floor: float) -> EdgeCodecs:
+        return choose_codecs(edges, ties, sizes, owners, network, compression, speeds, floor)
 
     gentle = chosen(compute_seconds)
     if compression.kind != "adaptive":
         return gentle
     tied = {tie.variable for tie in ties}
-    best: Wires = tuple(way for way in gentle if way[0] in tied)
+    best: EdgeCodecs = tuple(way for way in gentle if way[0] in tied)
     seconds = step_seconds(best)
     for found in dict.fromkeys((gentle, chosen(compute_seconds * _HIDDEN), chosen(0.0))):
         took = step_seconds(found)
@@ -138,17 +138,17 @@ def fastest_wires(
     return best
 
 
-def wire_costs(
-    wires: Wires,
+def codec_costs(
+    wires: EdgeCodecs,
     edges: Sequence[Edge],
     sizes: Mapping[str, int],
     speeds: Mapping[str, CodecSpeed],
     reuse_mask: bool,
-) -> pipeline.Wires:
+) -> pipeline.EdgeCosts:
     """What `wires` makes of the edges, for the step model: bytes exactly as they are sent. A family that `speeds` does not
     have takes no time."""
     table = {name: (specs.parse(forward), specs.parse(backward)) for name, forward, backward in wires}
-    found: dict[tuple[str, str], WireCost] = {}
+    found: dict[tuple[str, str], CodecCost] = {}
     for edge in edges:
         elements, itemsize = elements_of(edge.type, sizes), DTYPE_BYTES[edge.type.dtype]
         if edge.name not in table or not _floating(edge.type) or not elements:
@@ -164,12 +164,12 @@ def wire_costs(
 
 def _cost(
     spec: Spec, elements: int, itemsize: int, speeds: Mapping[str, CodecSpeed], *, masked: bool
-) -> WireCost:
+) -> CodecCost:
     if spec.is_dense(elements, itemsize):
-        return WireCost(name=str(DENSE), bytes_per_element=itemsize)
+        return CodecCost(name=str(DENSE), bytes_per_element=itemsize)
     bytes_ = spec.payload_bytes_at(elements, itemsize) if masked else spec.payload_bytes(elements, itemsize)
     speed = speeds.get(spec.family, CodecSpeed(encode_bytes_per_second=inf, decode_bytes_per_second=inf))
-    return WireCost(
+    return CodecCost(
         name=str(spec),
         bytes_per_element=bytes_ / elements,
         encode_seconds_per_element=itemsize / speed.encode_bytes_per_second,
@@ -177,7 +177,7 @@ def _cost(
     )
 
 
-def _uniform(edges: Sequence[Edge], ties: Sequence[Tie], codec: str) -> Wires:
+def _uniform(edges: Sequence[Edge], ties: Sequence[Tie], codec: str) -> EdgeCodecs:
     if codec == str(DENSE):
         return ()
     return (

@@ -16,13 +16,13 @@ from fusion.compression.adaptive import GENTLE, CodecSpeed
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement import pipeline as pipelines
-from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import Pipeline, Schedule, pipeline
 from fusion.dag.placement.place import Placement, Scheduler, place
 from fusion.dag.placement.simulate import simulate
-from fusion.runtime.job.manifest import CompressionConfig, TrainConfig, Wires
-from fusion.runtime.placing.codec_choice import WITH_TOPK, edges_of, fastest_wires, ties_of, wire_costs
+from fusion.runtime.job.manifest import CompressionConfig, EdgeCodecs, TrainConfig
+from fusion.runtime.placing.codec_choice import WITH_TOPK, codec_costs, edges_of, fastest_codecs, ties_of
 
 _ELEMENTS = 1 << 18  # of the tensor that stands for all: bytes per element hardly depend on it
 _ITEMSIZE = 4
@@ -31,13 +31,13 @@ _DEEPER = 0.01  # for a smaller share of the step no more memory is taken
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wired:
+class CodecPlacement:
     placement: Placement  # with the schedule that a job takes
-    wires: Wires
-    costs: pipelines.Wires  # of `wires`
+    wires: EdgeCodecs
+    costs: pipelines.EdgeCosts  # of `wires`
 
 
-def place_wired(
+def place_with_codecs(
     graph: Graph,
     network: Network,
     sizes: Mapping[str, int],
@@ -48,10 +48,10 @@ def place_wired(
     asked: Schedule,
     stages: int | None = None,
     scheduler: Scheduler = "op-fence",
-) -> Wired:
+) -> CodecPlacement:
     """`sizes` are those of one microbatch, `speeds` those of codecs, `asked` the schedule of the job's file. Raises
     PlacementError."""
-    found: dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[float, Wired]] = {}
+    found: dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[float, CodecPlacement]] = {}
     for wire in _assumed(compression, speeds):
         placed = place(
             graph, network, sizes, microbatches, stages=stages, scheduler=scheduler, wire=wire
@@ -89,19 +89,19 @@ def _wired(
     runs: Placement,
     compression: CompressionConfig,
     speeds: Mapping[str, CodecSpeed],
-) -> tuple[float, Wired]:
+) -> tuple[float, CodecPlacement]:
     """The seconds of its simulated step, and the placement with its codecs."""
     parts = split(graph, runs.cuts)
     edges, ties = edges_of(parts), ties_of(parts, sizes)
     dense = pipeline(graph, runs, network, sizes)
     busiest = max(stage.forward_seconds + stage.backward_seconds for stage in dense.stages)
 
-    def simulated(wires: Wires, depth: int = runs.depth) -> float:
-        costs = wire_costs(wires, edges, sizes, speeds, compression.reuse_mask)
+    def simulated(wires: EdgeCodecs, depth: int = runs.depth) -> float:
+        costs = codec_costs(wires, edges, sizes, speeds, compression.reuse_mask)
         deep = replace(runs, depth=depth)
         return simulate(pipeline(graph, deep, network, sizes, costs)).step_seconds
 
-    wires = fastest_wires(
+    wires = fastest_codecs(
         edges, ties, sizes, runs.owners, network, compression, speeds, busiest, simulated
     )  # fmt: skip
     seconds = simulated(wires)
@@ -113,8 +113,8 @@ def _wired(
         took = simulated(wires, depth)
         if took < seconds * (1 - _DEEPER):
             runs, seconds = deep, took
-    costs = wire_costs(wires, edges, sizes, speeds, compression.reuse_mask)
-    return seconds, Wired(placement=runs, wires=wires, costs=costs)
+    costs = codec_costs(wires, edges, sizes, speeds, compression.reuse_mask)
+    return seconds, CodecPlacement(placement=runs, wires=wires, costs=costs)
 
 
 def fits(pipe: Pipeline) -> bool:
@@ -125,7 +125,7 @@ def fits(pipe: Pipeline) -> bool:
     )
 
 
-def _assumed(compression: CompressionConfig, speeds: Mapping[str, CodecSpeed]) -> list[WireCost | None]:
+def _assumed(compression: CompressionConfig, speeds: Mapping[str, CodecSpeed]) -> list[CodecCost | None]:
     """What every floating value is taken to cost, one placement for each; None is dense."""
     match compression.kind:
         case "none":
@@ -137,7 +137,7 @@ def _assumed(compression: CompressionConfig, speeds: Mapping[str, CodecSpeed]) -
             bytes_per_element = spec.payload_bytes(_ELEMENTS, _ITEMSIZE) / _ELEMENTS
             return [_cost(spec.family, bytes_per_element, speeds)]
     gentle = [family for family in GENTLE if family in compression.families]
-    wires: list[WireCost | None] = [None]
+    wires: list[CodecCost | None] = [None]
     for family in dict.fromkeys((*gentle[:1], *gentle[-1:])):
         bytes_per_element = specs.Spec(family=family).payload_bytes(_ELEMENTS, _ITEMSIZE) / _ELEMENTS
         wires.append(_cost(family, max(bytes_per_element, _ITEMSIZE / compression.ratio), speeds))
@@ -146,8 +146,8 @@ def _assumed(compression: CompressionConfig, speeds: Mapping[str, CodecSpeed]) -
     return wires
 
 
-def _cost(family: str, bytes_per_element: float, speeds: Mapping[str, CodecSpeed]) -> WireCost:
-    return WireCost(
+def _cost(family: str, bytes_per_element: float, speeds: Mapping[str, CodecSpeed]) -> CodecCost:
+    return CodecCost(
         name=family,
         bytes_per_element=bytes_per_element,
         encode_seconds_per_element=_ITEMSIZE / speeds[family].encode_bytes_per_second,

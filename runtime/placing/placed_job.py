@@ -16,7 +16,7 @@ from fusion.dag.placement.schedule import in_flight
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
 from fusion.runtime.job.manifest_wire import MAX_REPLICAS
 from fusion.runtime.placing.codec_choice import elements_of, ties_of
-from fusion.runtime.placing.codec_placement import codec_families, place_wired
+from fusion.runtime.placing.codec_placement import codec_families, place_with_codecs
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
 from fusion.runtime.placing.plan import Plan, planned
 from fusion.runtime.serving.ring_frames import hop_bytes
@@ -91,7 +91,7 @@ def _training(
     stages: int | None,
 ) -> Placed:
     sizes = sizes_of(config)
-    found = place_wired(
+    found = place_with_codecs(
         graph,
         swarm.network,
         sizes,

@@ -17,7 +17,7 @@ from fusion.compression.reference_speeds import REFERENCE
 from fusion.dag.cutting.costs import node_costs
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
-from fusion.dag.placement.pipeline import Wires, pipeline
+from fusion.dag.placement.pipeline import EdgeCosts, pipeline
 from fusion.dag.placement.place import Placement, Scheduler
 from fusion.dag.placement.simulate import simulate
 from fusion.dag.placement.step_model import step_seconds
@@ -28,7 +28,7 @@ from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
-from fusion.runtime.placing.codec_placement import fits, place_wired
+from fusion.runtime.placing.codec_placement import fits, place_with_codecs
 from fusion.runtime.placing.swarm_file import BYTES_PER_MBIT, SwarmFile
 
 
@@ -102,7 +102,7 @@ def plan_training(spec: JobSpec, swarm: SwarmFile, scheduler: Scheduler = "op-fe
         network = Network(devices=tuple(d for d in network.devices if d.peer in chosen), links=network.links)
     graph, train = training_graph(spec), spec.train
     sizes = {"batch": train.microbatch_size, "sequence": train.sequence}
-    found = place_wired(
+    found = place_with_codecs(
         graph,
         network,
         sizes,
@@ -148,7 +148,7 @@ def planned(
     network: Network,
     sizes: Mapping[str, int],
     *,
-    wires: Wires | None = None,
+    wires: EdgeCosts | None = None,
     compression: CompressionConfig | None = None,
     known: Callable[[str, str], bool] = lambda a, b: True,
 ) -> Plan:

@@ -105,7 +105,7 @@ class PeerEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class LinkFigures:
     """The figures of a link, of a site's inside, or of the default; without `mbps` it sets no limit of its own."""
 
     mbps: float | None = None
@@ -128,9 +128,9 @@ class Way:
 @dataclass(frozen=True, kw_only=True)
 class SwarmFile:
     peers: tuple[PeerEntry, ...]
-    sites: Mapping[str, Way]
-    links: Mapping[tuple[str, str], Way]  # by (from, to), each a peer or a site
-    default: Way | None = None
+    sites: Mapping[str, LinkFigures]
+    links: Mapping[tuple[str, str], LinkFigures]  # by (from, to), each a peer or a site
+    default: LinkFigures | None = None
 
     @cached_property
     def by_name(self) -> dict[str, PeerEntry]:
@@ -213,28 +213,28 @@ def _swarm(table: dict[str, Any]) -> SwarmFile:
     peers = tuple(build(PeerEntry, entry, where) for where, entry in _entries(table, "peers"))
     if not peers:
         raise JobError("there is no peer: add a [[peers]] table with name, gflops and memory")
-    sites: dict[str, Way] = {}
+    sites: dict[str, LinkFigures] = {}
     names: set[str] = set()
     for where, entry in _entries(table, "sites"):
         name = entry.get("name")
         if not isinstance(name, str):
             raise JobError(f"{where}.name must be text")
         _check_name(name, f"{where}.")
-        sites[name] = build(Way, {k: v for k, v in entry.items() if k != "name"}, where)
+        sites[name] = build(LinkFigures, {k: v for k, v in entry.items() if k != "name"}, where)
         _check_new(name, names, where)
     for i, peer in enumerate(peers):
         _check_new(peer.name, names, f"peers[{i}]")
         if peer.site is not None and peer.site not in sites:
             known = ", ".join(list(sites)[:10]) or "there are none"
             raise JobError(f"peers[{i}].site: no [[sites]] is called {peer.site!r:.60} (sites: {known})")
-    links: dict[tuple[str, str], Way] = {}
+    links: dict[tuple[str, str], LinkFigures] = {}
     for where, entry in _entries(table, "links"):
-        way = build(Way, {k: v for k, v in entry.items() if k not in _ENDS}, where)
+        way = build(LinkFigures, {k: v for k, v in entry.items() if k not in _ENDS}, where)
         for ends in _ends(entry, names, where):
             if ends in links:
                 raise JobError(f"{where}: the link from {ends[0]} to {ends[1]} is given twice")
             links[ends] = way
-    default = build(Way, table["default"], "default") if "default" in table else None
+    default = build(LinkFigures, table["default"], "default") if "default" in table else None
     return SwarmFile(peers=peers, sites=sites, links=links, default=default)
 
 
@@ -248,8 +248,8 @@ def _entries(table: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]
         raise JobError(f"{key} must be tables, each under [[{key}]]")
     known = {
         "peers": {f.name for f in fields(PeerEntry)},
-        "sites": {"name", *(f.name for f in fields(Way))},
-        "links": {*_ENDS, *(f.name for f in fields(Way))},
+        "sites": {"name", *(f.name for f in fields(LinkFigures))},
+        "links": {*_ENDS, *(f.name for f in fields(LinkFigures))},
     }[key]
     entries = [(f"{key}[{i}]", entry) for i, entry in enumerate(found)]
     for where, entry in entries:

@@ -17,7 +17,7 @@ from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.job.shortage import needs
 from fusion.runtime.job.text import ByteText, NoText, Text, TokenizerText
-from fusion.runtime.serving.route_choice import Costs, Errand, Layers, Ways, costs_of, holders
+from fusion.runtime.serving.route_choice import Costs, Layers, RemainingWork, RouteOptions, costs_of, holders
 from fusion.runtime.serving.session import Hop
 from fusion.swarm.claims.election import stands_by
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
@@ -98,14 +98,14 @@ class Catalog:
             self._models[record.job] = known
         return known
 
-    async def route(self, model: ServedModel, errand: Errand) -> tuple[Hop, ...]:
+    async def route(self, model: ServedModel, errand: RemainingWork) -> tuple[Hop, ...]:
         """The best of the routes that there are, as far as is known. A stage may still be on its way into its owner's
         memory: the owner then lets us wait. NoOwner names the first stage that nobody holds, JobFailed says that the
         model is served no longer."""
         return (await self._ways(model)).choose(errand)
 
     async def better(
-        self, model: ServedModel, errand: Errand, current: Sequence[Hop]
+        self, model: ServedModel, errand: RemainingWork, current: Sequence[Hop]
     ) -> tuple[Hop, ...] | None:
         """Where a session that runs on `current` should move to, if anywhere. Raises as `route` does."""
         if not self.has_choice(model.job):
@@ -133,11 +133,11 @@ class Catalog:
         found = self._looks[model.job] = _Look(self._clock(), stages)
         return found
 
-    async def _ways(self, model: ServedModel) -> Ways:
+    async def _ways(self, model: ServedModel) -> RouteOptions:
         job = model.job
         look = await self._look(model)
         stages = [self._left(job, stage, layer) or layer for stage, layer in enumerate(look.stages)]
-        return Ways(
+        return RouteOptions(
             stages=stages,
             links=await self._links(stages),
             gateway=self._context.peer_id,

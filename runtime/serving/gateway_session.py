@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from fusion.runtime.serving.catalog import ServedModel
 from fusion.runtime.serving.failover import Fault, Faulted
 from fusion.runtime.serving.request import pack_tokens, whole
-from fusion.runtime.serving.ring_link import GATEWAY, Ends, Link, Links
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLink, RingLinks
 from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
@@ -32,7 +32,7 @@ class GatewaySession:
     opening: Opening
     model: ServedModel
     events: asyncio.Queue[Event]
-    links: dict[int, Link] = field(default_factory=dict)
+    links: dict[int, RingLink] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)  # stages that have not opened it yet
     heard: dict[int, float] = field(
         default_factory=dict
@@ -80,7 +80,7 @@ class GatewaySessions:
     """The sessions of one gateway. What happens to each goes to the queue that it was opened with."""
 
     def __init__(self, transport: Transport, *, reach_seconds: float) -> None:
-        self._links = Links(transport, on_frame=self._heard, on_end=self._lost)
+        self._links = RingLinks(transport, on_frame=self._heard, on_end=self._lost)
         self._reach_seconds = reach_seconds
         self._sessions: dict[SessionId, GatewaySession] = {}
 
@@ -117,7 +117,7 @@ class GatewaySessions:
                 link.post("close", {"session": session.id})
 
     async def _reach(self, session: GatewaySession, stage: int) -> None:
-        ends = Ends(session.model.job, GATEWAY, stage, session.route[stage].peer)
+        ends = LinkEnds(session.model.job, GATEWAY, stage, session.route[stage].peer)
         try:
             async with asyncio.timeout(self._reach_seconds):
                 session.links[stage] = await self._links.to(ends)
@@ -126,7 +126,7 @@ class GatewaySessions:
             message = f"{session.where(stage)} cannot be reached: {reason}"
             raise Faulted(Fault("vanished", message, (stage,))) from None
 
-    def _heard(self, ends: Ends, frame: Frame) -> None:
+    def _heard(self, ends: LinkEnds, frame: Frame) -> None:
         if frame.kind in ("leaving", "loading"):  # said once for all sessions of the stage
             for session in self._through(ends):
                 session.heard[ends.stage] = time.monotonic()
@@ -156,13 +156,13 @@ class GatewaySessions:
             case _:
                 raise FrameError(f"stages send opened, token, failed and pong, not {frame.kind!r:.40}")
 
-    def _lost(self, ends: Ends, reason: str) -> None:
+    def _lost(self, ends: LinkEnds, reason: str) -> None:
         log.info("ring: stage %d on %s: %s", ends.stage, friendly_name(ends.peer), reason)
         for session in self._through(ends):
             fault = Fault("vanished", f"{session.where(ends.stage)} vanished", (ends.stage,))
             session.events.put_nowait(Event(session, ends.stage, fault))
 
-    def _through(self, ends: Ends) -> list[GatewaySession]:
+    def _through(self, ends: LinkEnds) -> list[GatewaySession]:
         """The sessions that have reached the stage over the link with these ends."""
         return [
             s

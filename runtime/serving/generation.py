@@ -29,7 +29,7 @@ from fusion.runtime.serving.failover import FailoverConfig, Fault, Faulted, Puls
 from fusion.runtime.serving.gateway_session import Event, GatewaySession, GatewaySessions, token_of
 from fusion.runtime.serving.pace import Pace
 from fusion.runtime.serving.request import Finish, Sampling
-from fusion.runtime.serving.route_choice import Errand
+from fusion.runtime.serving.route_choice import RemainingWork
 from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import friendly_name
@@ -222,10 +222,10 @@ class Generation:
         self._pace.begin()
 
     @property
-    def _errand(self) -> Errand:
+    def _errand(self) -> RemainingWork:
         """What a session that begins now would have to do."""
         task = self._task
-        return Errand(len(self._known), len(task.prompt) + task.max_tokens - len(self._known))
+        return RemainingWork(len(self._known), len(task.prompt) + task.max_tokens - len(self._known))
 
     async def _open(self, route: tuple[Hop, ...]) -> GatewaySession:
         task = self._task

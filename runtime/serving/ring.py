@@ -23,7 +23,7 @@ from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.failover import FaultKind
 from fusion.runtime.serving.request import MAX_PROMPT_BYTES, pack_tokens, unpack_tokens, whole
 from fusion.runtime.serving.ring_frames import RingPlan
-from fusion.runtime.serving.ring_link import GATEWAY, Ends, Link, Links
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLink, RingLinks
 from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
 from fusion.runtime.serving.stage_session import StageRunner, StageSession, Work
 from fusion.swarm.directory.records import JobId
@@ -42,7 +42,7 @@ PLANE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, Memor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class RingPosition:
     """Which stage of which job we hold, and under which term: the owner's, or a replica's own."""
 
     job: JobId
@@ -61,7 +61,7 @@ class RingStage:
         worker: Worker,
         plane: DecodingStage,
         plan: RingPlan,
-        seat: Seat,
+        seat: RingPosition,
         check_memory: Callable[[], None] = lambda: None,
         doubt: Callable[[PeerId], None] = lambda peer: None,
     ) -> None:
@@ -74,7 +74,7 @@ class RingStage:
         self._terms = {seat.term}
         self._doubt = doubt
         self._incoming = {parcel.producer: parcel for parcel in plan.incoming}
-        self._links = Links(transport, on_frame=_unasked, on_end=self._neighbour_lost)
+        self._links = RingLinks(transport, on_frame=_unasked, on_end=self._neighbour_lost)
         self._sessions: dict[SessionId, StageSession] = {}
         # The first stage's queue holds at most one chunk of each session, so it needs no bound and never blocks
         # the token's way back; that is why the ring cannot lock up.
@@ -83,7 +83,7 @@ class RingStage:
         self._leaving = False
         self._seen_off = False  # our time is up: the sessions may end, and no new ones begin
         self._emptied = asyncio.Event()  # no session is left
-        self._gateways: set[Link] = set()
+        self._gateways: set[RingLink] = set()
         self._streams: set[Stream] = set()
         self._commands = {
             "open": self._open,
@@ -182,7 +182,7 @@ class RingStage:
     # --- what gateways say
 
     async def _attend_gateway(self, stream: Stream) -> None:
-        link = Link(stream, on_frame=lambda frame: self._command(link, frame), on_end=lambda reason: None)
+        link = RingLink(stream, on_frame=lambda frame: self._command(link, frame), on_end=lambda reason: None)
         self._gateways.add(link)
         try:
             await link.ended.wait()
@@ -192,7 +192,7 @@ class RingStage:
                 self._drop(session)  # nobody is left to read the answer
             await link.aclose()
 
-    def _command(self, link: Link, frame: Frame) -> None:
+    def _command(self, link: RingLink, frame: Frame) -> None:
         command = self._commands.get(frame.kind)
         if command is None:
             known = ", ".join(self._commands)
@@ -206,7 +206,7 @@ class RingStage:
             reason: FaultKind = "refused" if isinstance(error, JobError) else "moved"
             self._tell(link, frame.header.get("session"), str(error), reason, self._plan.index)
 
-    def _open(self, link: Link, frame: Frame) -> None:
+    def _open(self, link: RingLink, frame: Frame) -> None:
         opening = Opening.from_header(
             frame.header, stages=self._plan.stages, max_sequence=self._seat.serve.max_sequence
         )
@@ -230,7 +230,7 @@ class RingStage:
         opening = session.opening
         wanted = [parcel.consumer for parcel in self._plan.outgoing]
         wanted += [0] if self._plan.last and not self._plan.first else []
-        links: dict[int, Link] = {}
+        links: dict[int, RingLink] = {}
         for stage in wanted:
             try:
                 links[stage] = await self._link(opening, stage)
@@ -254,11 +254,11 @@ class RingStage:
         session.ready = True
         session.gateway.post("opened", {"session": session.id})
 
-    async def _link(self, opening: Opening, stage: int) -> Link:
+    async def _link(self, opening: Opening, stage: int) -> RingLink:
         peer = opening.route[stage].peer
-        return await self._links.to(Ends(self._seat.job, self._plan.index, stage, peer))
+        return await self._links.to(LinkEnds(self._seat.job, self._plan.index, stage, peer))
 
-    def _prompt(self, link: Link, frame: Frame) -> None:
+    def _prompt(self, link: RingLink, frame: Frame) -> None:
         session = self._named(frame.header)
         if session is None:
             return  # closed while the frame was under way
@@ -285,19 +285,19 @@ class RingStage:
         )
         self._advance(session)
 
-    def _close(self, link: Link, frame: Frame) -> None:
+    def _close(self, link: RingLink, frame: Frame) -> None:
         session = self._named(frame.header)
         if session is not None and session.gateway is link:
             self._drop(session)
 
-    def _ping(self, link: Link, frame: Frame) -> None:
+    def _ping(self, link: RingLink, frame: Frame) -> None:
         """Whoever asks wants to know whether we are there, and whether the session goes on here."""
         session = self._named(frame.header)
         if session is None:
             raise StaleTerm(f"{self._here} does not know this session")
         link.post("pong", {"session": session.id, "ran": session.ran})
 
-    def _slow(self, link: Link, frame: Frame) -> None:
+    def _slow(self, link: RingLink, frame: Frame) -> None:
         """Tokens come slower than they did: is it the way from us to the stages that we feed?"""
         session = self._named(frame.header)
         if session is not None:
@@ -407,7 +407,7 @@ class RingStage:
     def _where(self, stage: int, peer: PeerId) -> str:
         return f"stage {stage} of {self._seat.name} on {friendly_name(peer)}"
 
-    def _neighbour_lost(self, ends: Ends, reason: str) -> None:
+    def _neighbour_lost(self, ends: LinkEnds, reason: str) -> None:
         log.info("%s: %s", self._where(ends.stage, ends.peer), reason)
         for session in list(self._sessions.values()):
             hop = session.opening.route[ends.stage]
@@ -422,7 +422,7 @@ class RingStage:
             self._drop(session)
 
     @staticmethod
-    def _tell(gateway: Link, session: object, message: str, reason: FaultKind, stage: int) -> None:
+    def _tell(gateway: RingLink, session: object, message: str, reason: FaultKind, stage: int) -> None:
         gateway.post("failed", {"session": session, "message": message, "reason": reason, "stage": stage})
 
     def _drop(self, session: StageSession) -> None:
@@ -440,5 +440,5 @@ class RingStage:
             self._tasks.create_task(self._worker.run(self._runner.free, session.id))
 
 
-def _unasked(ends: Ends, frame: Frame) -> None:
+def _unasked(ends: LinkEnds, frame: Frame) -> None:
     raise FrameError(f"stage {ends.stage} sent {frame.kind!r:.40} the wrong way")

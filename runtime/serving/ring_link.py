@@ -33,7 +33,7 @@ _Message = tuple[str, Mapping[str, Any], Sequence[Buffer]]
 
 
 @dataclass(frozen=True)
-class Ends:
+class LinkEnds:
     """What a link joins, as its dialler sees it."""
 
     job: JobId
@@ -45,7 +45,7 @@ class Ends:
         return {"job": self.job, "from": self.sender, "to": self.stage}
 
     @classmethod
-    def from_hello(cls, frame: Frame, us: PeerId) -> Ends:
+    def from_hello(cls, frame: Frame, us: PeerId) -> LinkEnds:
         """The ends of an incoming stream, from its first frame. JobError where that is something else."""
         job = frame.header.get("job")
         if frame.kind != "hello" or not isinstance(job, str):
@@ -53,7 +53,7 @@ class Ends:
         return cls(JobId(job), whole(frame.header, "from", -2), whole(frame.header, "to", -2), us)
 
 
-class Link:
+class RingLink:
     """Sends in order what is put in, and hands what arrives to `on_frame`, until the stream ends or `aclose`.
 
     Whoever computes must not wait for the wire: sending has a task of its own, so the next chunk is computed while
@@ -140,23 +140,23 @@ class Link:
         self._on_end(reason)
 
 
-class Links:
+class RingLinks:
     """The links that we dialled: one for each neighbour, shared by all sessions, made when first needed."""
 
     def __init__(
         self,
         transport: Transport,
         *,
-        on_frame: Callable[[Ends, Frame], None],
-        on_end: Callable[[Ends, str], None],
+        on_frame: Callable[[LinkEnds, Frame], None],
+        on_end: Callable[[LinkEnds, str], None],
     ) -> None:
         self._transport = transport
         self._on_frame = on_frame
         self._on_end = on_end
-        self._links: dict[Ends, Link] = {}
-        self._dialling: dict[Ends, asyncio.Lock] = {}
+        self._links: dict[LinkEnds, RingLink] = {}
+        self._dialling: dict[LinkEnds, asyncio.Lock] = {}
 
-    async def to(self, ends: Ends) -> Link:
+    async def to(self, ends: LinkEnds) -> RingLink:
         """The link to that stage. Raises PeerUnreachable or another TransportError."""
         lock = self._dialling.setdefault(ends, asyncio.Lock())
         async with lock:
@@ -164,7 +164,7 @@ class Links:
             if known is not None and not known.ended.is_set():
                 return known
             stream = await self._transport.open(ends.peer, RING)
-            link = Link(
+            link = RingLink(
                 stream,
                 on_frame=lambda frame: self._on_frame(ends, frame),
                 on_end=lambda reason: self._ended(ends, link, reason),
@@ -173,7 +173,7 @@ class Links:
             self._links[ends] = link
             return link
 
-    def _ended(self, ends: Ends, link: Link, reason: str) -> None:
+    def _ended(self, ends: LinkEnds, link: RingLink, reason: str) -> None:
         if self._links.get(ends) is link:
             del self._links[ends]
             self._dialling.pop(ends, None)

@@ -41,7 +41,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Errand:
+class RemainingWork:
     """What a session has to do: read `known` positions, then make `tokens`."""
 
     known: int
@@ -71,7 +71,7 @@ def holders(claims: Sequence[ClaimRecord]) -> tuple[ClaimRecord, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ways:
+class RouteOptions:
     """The routes that there are: holders of each stage (none may be without), links, and `ours`: how many sessions of
     this `gateway` run at a stage's holder, which its claim may not know of yet."""
 
@@ -81,12 +81,12 @@ class Ways:
     costs: Costs
     ours: Mapping[tuple[int, PeerId], int]
 
-    def choose(self, errand: Errand) -> tuple[Hop, ...]:
+    def choose(self, errand: RemainingWork) -> tuple[Hop, ...]:
         """For a new session."""
         found = routes.cheapest(self._layers(errand, ()), self._demand(errand), self._link)
         return self._hops(found.peers)
 
-    def better(self, errand: Errand, current: Sequence[Hop]) -> tuple[Hop, ...] | None:
+    def better(self, errand: RemainingWork, current: Sequence[Hop]) -> tuple[Hop, ...] | None:
         """Where a session that runs on `current` should go on: None unless that saves clearly more than it costs to
         read all that is known anew."""
         peers = tuple(hop.peer for hop in current)
@@ -96,7 +96,7 @@ class Ways:
         found = routes.cheapest(self._layers(errand, peers), self._demand(errand), self._link)
         if found.peers == peers:
             return None
-        goes_on = Errand(0, errand.tokens) if self.costs.cached else errand
+        goes_on = RemainingWork(0, errand.tokens) if self.costs.cached else errand
         layers = self._layers(goes_on, peers)
         stays = routes.seconds(
             [next(r for r in layer if r.peer == peer) for layer, peer in zip(layers, peers, strict=True)],
@@ -112,7 +112,7 @@ class Ways:
         terms = [{claim.peer: claim.term for claim in layer} for layer in self.stages]
         return tuple(Hop(peer, held[peer]) for peer, held in zip(peers, terms, strict=True))
 
-    def _demand(self, errand: Errand) -> Demand:
+    def _demand(self, errand: RemainingWork) -> Demand:
         """For each token, with its share of what goes before the first."""
         positions = 1.0 + errand.known / max(errand.tokens, 1) if self.costs.cached else float(errand.known)
         return Demand(
@@ -129,7 +129,7 @@ class Ways:
         alpha = UNKNOWN_LINK.alpha_seconds if known.rtt_seconds is None else known.rtt_seconds / 2
         return Hopping(alpha, 1.0 / (known.bytes_per_second or UNKNOWN_LINK.bytes_per_second))
 
-    def _layers(self, errand: Errand, current: Sequence[PeerId]) -> list[list[Replica]]:
+    def _layers(self, errand: RemainingWork, current: Sequence[PeerId]) -> list[list[Replica]]:
         read = PREFILL_SHARE * errand.known
         share = 1.0 + read / max(errand.tokens, 1) if self.costs.cached else max(1.0, read)
         return [

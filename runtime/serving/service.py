@@ -26,9 +26,9 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.planes.torch_plane import TorchDecodingStage
 from fusion.runtime.serving.gateway import Gateway, GatewayConfig
 from fusion.runtime.serving.request import GENERATE
-from fusion.runtime.serving.ring import RingStage, Seat
+from fusion.runtime.serving.ring import RingPosition, RingStage
 from fusion.runtime.serving.ring_frames import RingPlan, plan_ring
-from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends
+from fusion.runtime.serving.ring_link import GATEWAY, RING, LinkEnds
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError
@@ -175,11 +175,11 @@ class ServingService:
         )
 
     async def _ring(self, stream: Stream) -> None:
-        ends = Ends.from_hello(await stream.receive(), self._context.peer_id)
+        ends = LinkEnds.from_hello(await stream.receive(), self._context.peer_id)
         hosted = await self._running(stream, ends)
         await hosted.stage.attend(stream, ends.sender)
 
-    async def _running(self, stream: Stream, ends: Ends) -> _Hosted:
+    async def _running(self, stream: Stream, ends: LinkEnds) -> _Hosted:
         """The stage that the stream is for. One that is ours and not in memory yet is worth waiting for: whoever asks
         has learned of our claim and has nowhere else to go."""
         place = (ends.job, ends.stage)
@@ -199,7 +199,9 @@ class ServingService:
     def _run(self, place: Place, manifest: Manifest, loaded: _Loaded, term: int, *, owned: bool) -> _Hosted:
         context, links = self._context, self._context.links
         assert manifest.serve is not None, "callers have looked"
-        seat = Seat(job=place[0], name=manifest.name, serve=manifest.serve, peer=context.peer_id, term=term)
+        seat = RingPosition(
+            job=place[0], name=manifest.name, serve=manifest.serve, peer=context.peer_id, term=term
+        )
         ring = RingStage(
             *(context.transport, context.compute, loaded.plane, loaded.plan, seat),
             self._check_memory,

@@ -12,7 +12,7 @@ import torch
 
 from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.ring_frames import Parcel, RingPlan
-from fusion.runtime.serving.ring_link import Link
+from fusion.runtime.serving.ring_link import RingLink
 from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
 from fusion.swarm.transport import Frame
@@ -21,12 +21,12 @@ from fusion.swarm.transport import Frame
 @dataclass(eq=False)
 class StageSession:
     opening: Opening
-    gateway: Link
+    gateway: RingLink
     ready: bool = False
     closed: bool = False
     task: asyncio.Task[None] | None = None  # makes it ready
-    hops: list[tuple[Parcel, Link]] = field(default_factory=list)
-    back: Link | None = None  # from the last stage to the first
+    hops: list[tuple[Parcel, RingLink]] = field(default_factory=list)
+    back: RingLink | None = None  # from the last stage to the first
     feed: Feed | None = None  # at the first stage
     parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # end of chunk -> sender -> its share
     ran: int = 0  # chunks

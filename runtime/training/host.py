@@ -21,8 +21,8 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.placing.codec_choice import edges_of
-from fusion.runtime.training.compute.edge_codecs import WireCodecs
 from fusion.runtime.training.compute.rad import Rad
+from fusion.runtime.training.compute.stage_codecs import StageCodecs
 from fusion.runtime.training.data.ledger import UNTRAINED
 from fusion.runtime.training.lead.lead import Lead
 from fusion.runtime.training.lead.tuner import Tuner
@@ -31,9 +31,9 @@ from fusion.runtime.training.snapshots.loaded_stage import Loaded
 from fusion.runtime.training.snapshots.stage_snapshots import StageSnapshots
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step import protocol as steps
-from fusion.runtime.training.step.checkpoint import START, Point
-from fusion.runtime.training.step.handover_state import Baton
-from fusion.runtime.training.streams.partners import Neighbours
+from fusion.runtime.training.step.checkpoint import START, Checkpoint
+from fusion.runtime.training.step.handover_state import HandoverState
+from fusion.runtime.training.streams.partners import Partners
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.transport import Frame, PeerId, Stream
@@ -73,12 +73,12 @@ class TrainingHost:
         if loaded.baton is not None:
             self._state = replace(self._state, tally=loaded.baton.tally)
         self._events: asyncio.Queue[tuple[int, m.Message | steps.StageEvent]] = asyncio.Queue()
-        self._codecs = WireCodecs(config, context.codec_worker)
+        self._codecs = StageCodecs(config, context.codec_worker)
         self._codecs.load(loaded.residuals)
         self._rad = Rad(
             plan, config, loaded.plane, context.compute, loaded.batches, self._send_tensor, self._codecs
         )
-        self._neighbours = Neighbours(
+        self._neighbours = Partners(
             context, job, self.stage, term, plan.partners, self._deliver, self._link_changed,
             largest_bytes=self._rad.inbox.largest_bytes, memory_bytes=plan.memory_bytes, host=host,
         )  # fmt: skip
@@ -89,12 +89,12 @@ class TrainingHost:
         self._apply: asyncio.Task[None] | None = None
         self._lacked = ""  # why the last restore failed
         self._restoring: asyncio.Task[None] | None = None
-        self._passing: asyncio.Future[Baton] | None = None  # while we leave
+        self._passing: asyncio.Future[HandoverState] | None = None  # while we leave
         self._group: asyncio.TaskGroup | None = None
         self._samples = loaded.batches.samples
         self.lead: Lead | None = self._new_lead(loaded.start) if self.stage == 0 else None
 
-    def _new_lead(self, start: Point) -> Lead:
+    def _new_lead(self, start: Checkpoint) -> Lead:
         return Lead(
             self.job, self._config, self._plan.stages, self.term, start, self._baton,
             samples=self._samples, edges=[edge.name for edge in edges_of(self._plan.whole)], send=self._send, spawn=self._spawn, put=self._files.put,
@@ -116,7 +116,7 @@ class TrainingHost:
         if self.lead is not None:
             self.lead.stop()
 
-    async def pass_on(self) -> Baton:
+    async def pass_on(self) -> HandoverState:
         """Hand the stage over: stop at the next step boundary, store the state, say what the next owner needs. From
         then on this host does nothing but send what it has stored. JobError where that cannot be; how long it may
         take is for the caller to say."""
@@ -301,7 +301,9 @@ class TrainingHost:
         await self._neighbours.flush(FLUSH_SECONDS)
         return True
 
-    async def _restore(self, attempt: steps.Attempt, point: Point, before: asyncio.Task[None] | None) -> None:
+    async def _restore(
+        self, attempt: steps.Attempt, point: Checkpoint, before: asyncio.Task[None] | None
+    ) -> None:
         if before is not None:  # its point is not the one to go back to any more
             before.cancel()
             await asyncio.wait([before])
@@ -330,7 +332,9 @@ class TrainingHost:
             self._events.put_nowait((self.stage, steps.Stay()))
         elif not self._passing.done():
             wires = None if self.lead is None else self.lead.chosen
-            baton = Baton(step=step, shard=shard, point=self.newest, ledger=ledger, tally=tally, wires=wires)
+            baton = HandoverState(
+                step=step, shard=shard, point=self.newest, ledger=ledger, tally=tally, wires=wires
+            )
             self._passing.set_result(baton)
 
     def _pass_failed(self, text: str) -> None:

@@ -17,14 +17,14 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest, TrainConfig
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
-from fusion.runtime.training.compute.inbox import Plan
+from fusion.runtime.training.compute.inbox import StagePlan
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.lead.tuning import state_bytes
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.loaded_stage import Loaded
 from fusion.runtime.training.snapshots.stage_files import StageFiles
-from fusion.runtime.training.step.handover_state import Baton
-from fusion.runtime.training.step.messages import Point
+from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import SwarmError
@@ -46,7 +46,7 @@ class _Ahead:
 
     files: StageFiles
     memory_bytes: int
-    point: Point | None = None  # what is on disk
+    point: Checkpoint | None = None  # what is on disk
     loaded: Loaded | None = None
     taken: bool = False  # hosted or forgotten: nobody else touches it any more
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the worker writes into the plane
@@ -94,7 +94,7 @@ class StageLoader:
         return point.step
 
     async def _warm(
-        self, ahead: _Ahead, plan: Plan, config: TrainConfig, batches: Batches, point: Point, near: Mapping[int, PeerId]
+        self, ahead: _Ahead, plan: StagePlan, config: TrainConfig, batches: Batches, point: Checkpoint, near: Mapping[int, PeerId]
     ) -> None:  # fmt: skip
         before, ahead.loaded = ahead.loaded, None  # nobody may have it half written
         if before is None and ahead.memory_bytes > self.free_memory_bytes:
@@ -121,7 +121,7 @@ class StageLoader:
         job: JobId,
         manifest: Manifest,
         index: int,
-        baton: Baton | None = None,
+        baton: HandoverState | None = None,
         peer: PeerId | None = None,
     ) -> Loaded:
         """The stage in memory: in the state of `baton`, whose blob `peer` has, or else of the newest snapshot that we
@@ -149,7 +149,7 @@ class StageLoader:
         """The stage runs here no more."""
         self._in_use.pop((job, index), None)
 
-    async def _taken_over(self, loaded: Loaded, baton: Baton, peer: PeerId | None) -> Loaded:
+    async def _taken_over(self, loaded: Loaded, baton: HandoverState, peer: PeerId | None) -> Loaded:
         try:
             size = state_bytes(loaded.plan.stage)
             async with asyncio.timeout(BATON_SECONDS + size / BATON_BYTES_PER_SECOND):
@@ -166,7 +166,7 @@ class StageLoader:
 
     # --- the parts of it
 
-    async def _plan(self, job: JobId, manifest: Manifest, config: TrainConfig, index: int) -> Plan:
+    async def _plan(self, job: JobId, manifest: Manifest, config: TrainConfig, index: int) -> StagePlan:
         known = self._graphs.pop(job, None)
         if known is None:
             try:
@@ -177,7 +177,7 @@ class StageLoader:
         while len(self._graphs) > REMEMBERED_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         stages, ties = known
-        return Plan(
+        return StagePlan(
             stage=stages[index],
             stages=len(stages),
             ties=tuple(group for group in ties if index in group.stages),
@@ -187,7 +187,7 @@ class StageLoader:
         )
 
     async def _resume(
-        self, plan: Plan, config: TrainConfig, batches: Batches, files: StageFiles, point: Point,
+        self, plan: StagePlan, config: TrainConfig, batches: Batches, files: StageFiles, point: Checkpoint,
         near: Mapping[int, PeerId],
     ) -> Loaded:  # fmt: skip
         try:
@@ -197,10 +197,10 @@ class StageLoader:
                 raise
             # The lead takes everybody back to one that can be had, this one again or the one before.
             log.warning("stage %d begins anew, without step %d: %s", plan.stage.index, point.step, error)
-            return await self._build(plan, config, batches, files, Point(), near)
+            return await self._build(plan, config, batches, files, Checkpoint(), near)
 
     async def _build(
-        self, plan: Plan, config: TrainConfig, batches: Batches, files: StageFiles, point: Point,
+        self, plan: StagePlan, config: TrainConfig, batches: Batches, files: StageFiles, point: Checkpoint,
         near: Mapping[int, PeerId],
     ) -> Loaded:  # fmt: skip
         state = await files.load(point, near)
@@ -265,15 +265,15 @@ def _needed(manifest: Manifest, index: int) -> int:
     return manifest.memory_bytes[index] if manifest.memory_bytes else 0
 
 
-def _point(record: JobRecord | None) -> Point:
+def _point(record: JobRecord | None) -> Checkpoint:
     if record is None or record.snapshot is None:
-        return Point()
-    return Point(step=record.snapshot_step, digest=record.snapshot)
+        return Checkpoint()
+    return Checkpoint(step=record.snapshot_step, digest=record.snapshot)
 
 
-def _newest(point: Point, other: Point | None) -> Point:
+def _newest(point: Checkpoint, other: Checkpoint | None) -> Checkpoint:
     return point if other is None or point.step >= other.step else other
 
 
-def _same(point: Point, other: Point) -> bool:
+def _same(point: Checkpoint, other: Checkpoint) -> bool:
     return (point.step, point.digest) == (other.step, other.digest)

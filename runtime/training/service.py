@@ -18,7 +18,7 @@ from fusion.runtime.training.host import TrainingHost
 from fusion.runtime.training.loader import Place, StageLoader, load_stages
 from fusion.runtime.training.snapshots.stage_files import sweep
 from fusion.runtime.training.step import messages as m
-from fusion.runtime.training.step.handover_state import Baton
+from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import FrameError
 from fusion.swarm.identity import is_peer_id
@@ -206,14 +206,14 @@ class TrainingService:
             del self._ended[next(iter(self._ended))]
 
 
-def _read(baton: Mapping[str, Any] | None) -> tuple[Baton | None, PeerId | None]:
+def _read(baton: Mapping[str, Any] | None) -> tuple[HandoverState | None, PeerId | None]:
     """What a leaving owner said, and who it is; nothing where it makes no sense: a snapshot will do."""
     if baton is None:
         return None, None
     words = dict(baton)
     peer = words.pop(BATON_PEER, None)
     try:
-        return Baton.read(words), PeerId(peer) if is_peer_id(peer) else None
+        return HandoverState.read(words), PeerId(peer) if is_peer_id(peer) else None
     except JobError as error:
         log.warning("the last owner's words are ignored: %s", error)
         return None, None

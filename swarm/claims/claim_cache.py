@@ -16,7 +16,7 @@ Slot = tuple[JobId, int]
 V = TypeVar("V")
 
 
-class ClaimMemory:
+class ClaimCache:
     """`unsealed` checks a record that somebody showed us (`Directory.unsealed`); `limit`: stages remembered."""
 
     def __init__(self, unsealed: Callable[[bytes], Record], limit: int) -> None:

@@ -18,7 +18,7 @@ from fusion.swarm.errors import SwarmError
 logger = logging.getLogger(__name__)
 
 
-class OwnClaims:
+class ClaimPublisher:
     """At most one claim of each stage. `ttl_seconds`: how long the directory keeps what is said."""
 
     def __init__(self, directory: Directory, ttl_seconds: float) -> None:

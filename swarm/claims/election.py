@@ -25,7 +25,7 @@ def winner(claims: Iterable[ClaimRecord]) -> ClaimRecord | None:
 
 def rank(claim: ClaimRecord) -> tuple[int, float, bytes]:
     """What elections compare. The hash spreads stages over peers of equal score and never ties between peers."""
-    return claim.term, claim.score, _lot(claim.peer, claim.stage)
+    return claim.term, claim.score, _tie_break(claim.peer, claim.stage)
 
 
 def next_term(claims: Iterable[ClaimRecord], floor: int = 0) -> int:
@@ -49,7 +49,7 @@ def rivals(claims: Iterable[ClaimRecord], peer: PeerId, over: int) -> list[Claim
     ]
 
 
-def heirs(claims: Iterable[ClaimRecord]) -> tuple[ClaimRecord, ...]:
+def successors(claims: Iterable[ClaimRecord]) -> tuple[ClaimRecord, ...]:
     """Who takes the stage over when its owner is gone, best first: the standbys that own no stage, so that work and the
     copies of it spread; then those that are ready, replicas before others, then by the step that they have, then by
     score."""
@@ -74,7 +74,7 @@ def should_claim(claims: Iterable[ClaimRecord], peer: PeerId, *, score: float, v
         return False
     if score >= 1.0 or vacant_seconds >= HEAD_START_SECONDS:
         return True
-    order = [claim.peer for claim in heirs(claims)]
+    order = [claim.peer for claim in successors(claims)]
     return peer in order and vacant_seconds >= order.index(peer) * HEARTBEAT_SECONDS
 
 
@@ -85,8 +85,8 @@ def is_idle(standby: ClaimRecord) -> bool:
 
 def _fitness(claim: ClaimRecord) -> tuple[bool, bool, bool, int, float, bytes]:
     replica = claim.role == "replica"
-    return is_idle(claim), claim.ready, replica, claim.step, claim.score, _lot(claim.peer, claim.stage)
+    return is_idle(claim), claim.ready, replica, claim.step, claim.score, _tie_break(claim.peer, claim.stage)
 
 
-def _lot(peer: str, stage: int) -> bytes:
+def _tie_break(peer: str, stage: int) -> bytes:
     return hashlib.sha256(f"{peer}/{stage}".encode()).digest()

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from fusion.swarm.claims.claim_cache import ClaimMemory, Slot
-from fusion.swarm.claims.claim_publisher import OwnClaims
+from fusion.swarm.claims.claim_cache import ClaimCache, Slot
+from fusion.swarm.claims.claim_publisher import ClaimPublisher
 from fusion.swarm.claims.election import next_term, rank, rivals, stands_by, winner
 from fusion.swarm.claims.standbys import Standbys
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS, Directory
@@ -69,8 +69,8 @@ class Leases:
         self.on_lost = on_lost
         self._directory = directory
         self._config = config or LeaseConfig()
-        self._ours = OwnClaims(directory, self._config.ttl_seconds)
-        self._memory = ClaimMemory(directory.unsealed, self._config.remembered_slots)
+        self._ours = ClaimPublisher(directory, self._config.ttl_seconds)
+        self._memory = ClaimCache(directory.unsealed, self._config.remembered_slots)
         self.standbys = Standbys(peer_id, self._ours, self._memory)
         self._locks: dict[Slot, asyncio.Lock] = {}
         self._loop: asyncio.Task[None] | None = None

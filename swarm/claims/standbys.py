@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion.swarm.claims.claim_cache import ClaimMemory, Slot
-from fusion.swarm.claims.claim_publisher import OwnClaims
+from fusion.swarm.claims.claim_cache import ClaimCache, Slot
+from fusion.swarm.claims.claim_publisher import ClaimPublisher
 from fusion.swarm.claims.election import is_idle
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.transport import PeerId
@@ -17,7 +17,7 @@ from fusion.swarm.transport import PeerId
 class Standbys:
     """The stages that this peer stands by for. A stage that it owns is never one of them, nor one that it claims."""
 
-    def __init__(self, peer_id: PeerId, ours: OwnClaims, memory: ClaimMemory) -> None:
+    def __init__(self, peer_id: PeerId, ours: ClaimPublisher, memory: ClaimCache) -> None:
         self._peer_id = peer_id
         self._ours = ours
         self._memory = memory

@@ -30,7 +30,7 @@ from hivemind.proto import dht_pb2
 from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS, newest_jobs
 from fusion.swarm.directory.dht_guard import StoreGuard
 from fusion.swarm.directory.dht_values import MAX_SUBKEYS, key_id, parse_values
-from fusion.swarm.directory.lookup import Answer, Found, LookupConfig, Node, lookup
+from fusion.swarm.directory.lookup import Found, LookupConfig, Node, NodeReply, lookup
 from fusion.swarm.directory.records import (
     CLOCK_TOLERANCE_SECONDS,
     MAX_TTL_SECONDS,
@@ -320,7 +320,7 @@ class HivemindDirectory:
         nodes = [Node(int(node_id), PeerId(peer.to_base58())) for node_id, peer in nearest]
         return [node for node in nodes if not self._is_suspended(node.peer)]
 
-    async def _ask(self, node: Node, keys: tuple[int, ...]) -> Answer | None:
+    async def _ask(self, node: Node, keys: tuple[int, ...]) -> NodeReply | None:
         values: dict[int, dict[str, bytes]] = {}
         nearest: dict[int, list[Node]] = {}
         try:
@@ -345,7 +345,7 @@ class HivemindDirectory:
             await self._lost(node)
             return None
         self._suspended.pop(node.peer, None)
-        return Answer(values, nearest)
+        return NodeReply(values, nearest)
 
     def _nodes_of(self, result: Any) -> Iterator[Node]:
         for node_id, peer in list(zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False))[:64]:

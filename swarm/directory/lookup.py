@@ -23,7 +23,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Answer:
+class NodeReply:
     """What one node said: the values it holds (by subkey), and the nodes it knows near each key. Untrusted."""
 
     values: Mapping[Key, Mapping[str, bytes]]
@@ -52,7 +52,7 @@ class LookupConfig:
 
 
 # Answers None where the node failed. Must not raise; may be cancelled.
-Ask = Callable[[Node, tuple[Key, ...]], Awaitable[Answer | None]]
+Ask = Callable[[Node, tuple[Key, ...]], Awaitable[NodeReply | None]]
 
 
 @dataclass
@@ -98,7 +98,7 @@ def _nearest(key: Key, search: _Search, among: set[int]) -> list[Node]:
     return [search.known[node] for node in sorted(among, key=lambda node: node ^ key)]
 
 
-def _take(search: _Search, key: Key, node: Node, answer: Answer, known_per_key: int) -> None:
+def _take(search: _Search, key: Key, node: Node, answer: NodeReply, known_per_key: int) -> None:
     search.answered.add(node.id)
     for subkey, value in answer.values.get(key, {}).items():
         search.values.setdefault(subkey, set()).add(value)
@@ -110,10 +110,10 @@ def _take(search: _Search, key: Key, node: Node, answer: Answer, known_per_key: 
 
 async def _ask_all(
     questions: Mapping[Node, Sequence[Key]], ask: Ask, patience_seconds: float
-) -> dict[Node, Answer]:
+) -> dict[Node, NodeReply]:
     tasks = {asyncio.ensure_future(ask(node, tuple(keys))): node for node, keys in questions.items()}
     waiting = set(tasks)
-    answers: dict[Node, Answer] = {}
+    answers: dict[Node, NodeReply] = {}
     loop = asyncio.get_running_loop()
     deadline: float | None = None  # of the round; none before the first answer
     try:

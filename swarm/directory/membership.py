@@ -19,7 +19,7 @@ from typing import Protocol, Self
 
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS, Directory
 from fusion.swarm.directory.bootstrap import MAX_CACHED, load_cached, save_cached
-from fusion.swarm.directory.missing_peers import Roll, RollConfig
+from fusion.swarm.directory.missing_peers import MissingPeers, MissingPeersConfig
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.errors import SwarmError, TransportError
 from fusion.swarm.transport import PeerId, Transport
@@ -41,7 +41,7 @@ class MembershipConfig:
     search_seconds: float = 1.0  # between looks at which missing peer is to be tried
     remember_seconds: float = 60.0
     seeds_at_once: int = 16
-    roll: RollConfig = RollConfig()  # noqa: RUF009 - frozen
+    roll: MissingPeersConfig = MissingPeersConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         for name in (
@@ -97,7 +97,7 @@ class Membership:
         self._describe = describe
         self._config = config
         self._learn = learn
-        self._roll = Roll(transport.peer_id, config.roll)
+        self._roll = MissingPeers(transport.peer_id, config.roll)
         self._remembered_at = float("-inf")
         self._cached: tuple[str, ...] = ()
         self._complained = False

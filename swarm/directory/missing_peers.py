@@ -14,7 +14,7 @@ from fusion.swarm.transport import PeerId
 
 
 @dataclass(frozen=True, kw_only=True)
-class RollConfig:
+class MissingPeersConfig:
     first_seconds: float = 2.0  # between two tries, while the peer is not missing for long
     share: float = 0.1  # and later, of the time for which it is missing
     forget_seconds: float = 3600.0
@@ -33,12 +33,12 @@ class Missing:
     tried_at: float
 
 
-class Roll:
+class MissingPeers:
     """`call` it with every new list of the peers; `due` gives those to look for now."""
 
-    def __init__(self, us: PeerId, config: RollConfig | None = None) -> None:
+    def __init__(self, us: PeerId, config: MissingPeersConfig | None = None) -> None:
         self._us = us
-        self._config = config or RollConfig()
+        self._config = config or MissingPeersConfig()
         self._listed: dict[PeerId, tuple[str, ...]] = {}
         self._missing: dict[PeerId, Missing] = {}
 

@@ -22,7 +22,7 @@ from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.links.packet_trains import FAST
 from fusion.swarm.links.prober import QUIET_BYTES, ProbeConfig, Prober
-from fusion.swarm.links.probes import PROBE, ProbeHost, ProbeLine, Report
+from fusion.swarm.links.probes import PROBE, ProbeHost, ProbeLine, ProbeReport
 from fusion.swarm.links.table import (
     TOGETHER_SECONDS,
     WITNESSES,
@@ -30,12 +30,12 @@ from fusion.swarm.links.table import (
     Neighbour,
     after,
     counted,
-    lot,
+    tie_break,
 )
 from fusion.swarm.links.view import LinkView, link_view
 from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.streams.link_estimate import RateEstimate, Sample
-from fusion.swarm.streams.receive_log import ArrivalLog
+from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class LinkConfig:
                 raise ValueError(f"{name} must be positive, not {value}")
 
 
-class Links:
+class LinkMonitor:
     """`async with Links(...)`: measures for the length of the block. `meet` names the candidates.
 
     `on_change(peer, before, now)` is called when the rate from us to a peer (bytes per second) changed clearly; `before`
@@ -76,7 +76,7 @@ class Links:
         self,
         transport: Transport,
         directory: Directory,
-        arrivals: ArrivalLog,
+        receive_log: ReceiveLog,
         config: LinkConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,11 +84,11 @@ class Links:
         self.coordinate = Coordinate()
         self._transport = transport
         self._directory = directory
-        self._arrivals = arrivals
+        self._receive_log = receive_log
         self._config = config = config or LinkConfig()
         self._clock = clock
         self._host = ProbeHost(
-            arrivals, lambda: self.coordinate, self._reported, self._train_came, clock=clock
+            receive_log, lambda: self.coordinate, self._reported, self._train_came, clock=clock
         )
         self._table = LinkTable(transport.peer_id, config.neighbours)
         self._sent: dict[PeerId, int] = {}  # probes left out, as of the last tick
@@ -190,11 +190,11 @@ class Links:
 
     def _time_arrivals(self, now: float, since: float) -> None:
         samples = {}
-        for peer in self._arrivals.peers(since):
+        for peer in self._receive_log.peers(since):
             if self._host.testing(peer):
                 continue
             neighbour = self._neighbour(peer)
-            found = self._arrivals.sample(peer, since, neighbour.rtt.seconds)
+            found = self._receive_log.sample(peer, since, neighbour.rtt.seconds)
             if found is not None:
                 samples[peer] = found
         if not samples:
@@ -205,7 +205,7 @@ class Links:
         for peer, found in samples.items():
             neighbour, report = (
                 self._neighbour(peer),
-                Report.of(found, sharers, max(together, found.bytes_per_second)),
+                ProbeReport.of(found, sharers, max(together, found.bytes_per_second)),
             )
             neighbour.active_at = now
             firm = report.sure and sharers == 1
@@ -216,7 +216,7 @@ class Links:
                 self._start(self._report(neighbour, report))
         self._table.down.add(now, sum(s.size for s in samples.values()) / max(*busy, now - since))
 
-    async def _report(self, neighbour: Neighbour, report: Report) -> None:
+    async def _report(self, neighbour: Neighbour, report: ProbeReport) -> None:
         try:
             await neighbour.line.report(report, self._patience(neighbour))
         except (SwarmError, TimeoutError) as error:
@@ -224,7 +224,7 @@ class Links:
         finally:
             neighbour.reporting = False
 
-    def _reported(self, peer: PeerId, report: Report) -> None:
+    def _reported(self, peer: PeerId, report: ProbeReport) -> None:
         """How our payloads come in at `peer`, who says so about once a second."""
         neighbour, now = self._table.find(peer), self._clock()
         if neighbour is None or report.bytes_per_second <= 0:
@@ -315,7 +315,7 @@ class Links:
         neighbour.rtt = neighbour.rtt.updated(now, took, quiet=quiet)
         rtt = neighbour.rtt.seconds
         assert rtt is not None
-        direction = lot(self._transport.peer_id, neighbour.peer)
+        direction = tie_break(self._transport.peer_id, neighbour.peer)
         self.coordinate = moved(self.coordinate, there, 1e3 * rtt, direction)
 
     def _patience(self, neighbour: Neighbour) -> float:

@@ -26,7 +26,7 @@ from fusion.swarm.coordinates import Coordinate
 from fusion.swarm.errors import FrameError
 from fusion.swarm.links.packet_trains import MOST_BYTES, Train, train
 from fusion.swarm.streams.link_estimate import Sample
-from fusion.swarm.streams.receive_log import ArrivalLog
+from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.transport import PeerId, Stream, Transport, checked
 
 PROBE = "/fusion/probe/1"
@@ -68,7 +68,7 @@ class Allowance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ProbeReport:
     """How our payloads come in at a peer."""
 
     size: int
@@ -79,7 +79,7 @@ class Report:
     together: float  # bytes per second of all of them
 
     @classmethod
-    def of(cls, sample: Sample, sharers: int, together: float) -> Report:
+    def of(cls, sample: Sample, sharers: int, together: float) -> ProbeReport:
         return cls(
             size=sample.size,
             seconds=sample.busy_seconds,
@@ -90,7 +90,7 @@ class Report:
         )
 
     @classmethod
-    def from_header(cls, header: Mapping[str, Any]) -> Report:
+    def from_header(cls, header: Mapping[str, Any]) -> ProbeReport:
         """FrameError for anything that is not a report."""
         size, sharers = header.get("bytes"), header.get("sharers")
         if type(size) is not int or type(sharers) is not int or not (size >= 0 and 1 <= sharers <= MAX_PEERS):
@@ -131,14 +131,14 @@ class ProbeHost:
 
     def __init__(
         self,
-        arrivals: ArrivalLog,
+        receive_log: ReceiveLog,
         here: Callable[[], Coordinate],
-        on_report: Callable[[PeerId, Report], None],
+        on_report: Callable[[PeerId, ProbeReport], None],
         on_train: Callable[[PeerId, Sample], None],
         limits: ProbeLimits = ProbeLimits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._arrivals = arrivals
+        self._receive_log = receive_log
         self._here = here
         self._on_report = on_report
         self._on_train = on_train
@@ -179,15 +179,15 @@ class ProbeHost:
                     case "train" if granted:
                         granted = 0
                         self._testing = None
-                        sample = self._arrivals.sample(stream.remote, began, None)
-                        self._arrivals.forget(stream.remote)
+                        sample = self._receive_log.sample(stream.remote, began, None)
+                        self._receive_log.forget(stream.remote)
                         if sample is not None:
                             self._on_train(stream.remote, sample)
                         await stream.send(
                             "rate", {"bytes_per_second": sample.bytes_per_second if sample else 0.0}
                         )
                     case "report":
-                        self._on_report(stream.remote, Report.from_header(frame.header))
+                        self._on_report(stream.remote, ProbeReport.from_header(frame.header))
                     case _:
                         raise FrameError(f"probes are ping, want, train and report, not {frame.kind!r:.40}")
         finally:
@@ -205,7 +205,7 @@ class ProbeHost:
         now = self._clock()
         if self._testing is not None and self._testing[0] is not stream and now < self._testing[1]:
             return 0
-        others = [peer for peer in self._arrivals.peers(now - BUSY_SECONDS) if peer != stream.remote]
+        others = [peer for peer in self._receive_log.peers(now - BUSY_SECONDS) if peer != stream.remote]
         if others and header.get("pressed") is not True:
             return 0
         self._charge(stream.remote, wanted)
@@ -278,7 +278,7 @@ class ProbeLine:
             spacing = _number(await self._answer(stream, "rate"), "bytes_per_second")
             return train(size, self._clock() - began, rtt_seconds, began - asked, spacing)
 
-    async def report(self, report: Report, timeout_seconds: float) -> None:
+    async def report(self, report: ProbeReport, timeout_seconds: float) -> None:
         """Tell the peer how its payloads come in here. SwarmError, TimeoutError."""
         async with asyncio.timeout(timeout_seconds):
             if self._stream is None:

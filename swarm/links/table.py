@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from fusion.swarm.directory.records import MAX_MBPS, MAX_PAIRS, MAX_RTT_MS, LinkRecord, Pair
-from fusion.swarm.links.probes import ProbeLine, Report
+from fusion.swarm.links.probes import ProbeLine, ProbeReport
 from fusion.swarm.links.view import BYTES_PER_MBIT
 from fusion.swarm.streams.link_estimate import FALL, RateEstimate, RttEstimate, bounds
 from fusion.swarm.transport import PeerId
@@ -58,7 +58,7 @@ class Neighbour:
     trained_at: float = -math.inf
     pressed: bool = False  # it is to be measured although there is traffic
     checked_at: float = -math.inf
-    report: tuple[float, Report] | None = None  # its last, and when
+    report: tuple[float, ProbeReport] | None = None  # its last, and when
     reporting: bool = False  # a report to it is on its way
     published: tuple[float, float] = (0.0, 0.0)  # rate and round trip in our last record
 
@@ -142,7 +142,7 @@ class LinkTable:
         """Who our neighbours should be: with whom there is traffic, then those that fill up."""
         active = [n.peer for n in self._neighbours.values() if now - n.active_at <= LISTED_SECONDS]
         active = [peer for peer in active if peer in self._listed]
-        fill = heapq.nsmallest(self._candidates, self._listed, key=lambda peer: lot(self._us, peer))
+        fill = heapq.nsmallest(self._candidates, self._listed, key=lambda peer: tie_break(self._us, peer))
         return list(dict.fromkeys([*active, *fill]))[: max(len(active), self._candidates)][:MAX_PAIRS]
 
     def forget(self, now: float) -> list[Neighbour]:
@@ -163,7 +163,7 @@ class LinkTable:
         pairs = [pair for pair in (n.pair(now) for n in ordered) if pair is not None]
         return LinkRecord(peer=self._us, pairs=tuple(pairs[:MAX_PAIRS]))
 
-    def sharers(self, now: float) -> list[Report]:
+    def sharers(self, now: float) -> list[ProbeReport]:
         """The reports on our payloads that are of the same time as now."""
         return [
             n.report[1]
@@ -254,7 +254,7 @@ def counted(seconds: Iterable[float]) -> int:
 
 
 def after(
-    known: RateEstimate | None, report: Report, line: float, now: float, others_seconds: float = math.inf
+    known: RateEstimate | None, report: ProbeReport, line: float, now: float, others_seconds: float = math.inf
 ) -> RateEstimate:
     """The estimate with what a report adds to it. `line`: bytes a second of all transfers that were under way then, for
     how long in all the others among them."""
@@ -278,7 +278,7 @@ def differ(one: float, two: float) -> bool:
 
 
 @lru_cache(maxsize=1 << 16)
-def lot(one: PeerId, two: PeerId) -> float:
+def tie_break(one: PeerId, two: PeerId) -> float:
     """A number in [0, 1) that both draw for each other."""
     drawn = hashlib.sha256("/".join(sorted((one, two))).encode()).digest()
     return int.from_bytes(drawn[:6], "big") / 2**48

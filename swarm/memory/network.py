@@ -165,7 +165,7 @@ class MemoryTransport:
             raise PeerUnreachable(f"cannot reach {address}")
         return PeerId(peer)
 
-    async def open(self, peer: PeerId, protocol: str, *, lanes: int = 1) -> MemoryStream:
+    async def open(self, peer: PeerId, protocol: str, *, stripes: int = 1) -> MemoryStream:
         return self._network.link(self, peer, protocol)
 
     async def serve(self, protocol: str, handler: Handler) -> None:

@@ -24,7 +24,7 @@ Dial = Callable[[PeerId, Sequence[str]], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContactsConfig:
+class DialerConfig:
     knock_seconds: float = 3.0  # for an address to answer; busy machines take their time
     remember_seconds: float = 60.0  # after which p2pd may try what it knows by itself
     shaken_seconds: float = 1.0  # after a stream broke, for p2pd to learn that the connection did too
@@ -37,7 +37,7 @@ class ContactsConfig:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
 
 
-class Contacts:
+class Dialer:
     """`connected()` asks p2pd whom it is connected to, `dial(peer, addresses)` makes it dial. Both raise
     TransportError."""
 
@@ -45,12 +45,12 @@ class Contacts:
         self,
         connected: Connected,
         dial: Dial,
-        config: ContactsConfig | None = None,
+        config: DialerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ask_connected = connected
         self._dial = dial
-        self._config = config or ContactsConfig()
+        self._config = config or DialerConfig()
         self._clock = clock
         self._book: dict[PeerId, tuple[float, tuple[str, ...]]] = {}
         self._connected: frozenset[PeerId] = frozenset()
@@ -122,7 +122,7 @@ class Contacts:
             task.exception()  # whoever waited has it; perhaps nobody does any longer
 
     async def _knock_and_dial(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        knocks = [asyncio.create_task(knock(address, self._config.knock_seconds)) for address in addresses]
+        knocks = [asyncio.create_task(accepts(address, self._config.knock_seconds)) for address in addresses]
         waiting = set(knocks)
         try:
             while waiting:
@@ -140,7 +140,7 @@ class Contacts:
         await self._dial(peer, answered)
 
 
-async def knock(address: str, seconds: float) -> None:
+async def accepts(address: str, seconds: float) -> None:
     """Raises PeerUnreachable unless a libp2p host answers at a TCP multiaddr; says nothing about others' kinds."""
     target = tcp_target(address)
     if target is None:

@@ -234,12 +234,12 @@ class FrameStream(asyncio.BufferedProtocol):
         before, now = self._filling, self._parser.filling and self._failure is None
         if before or now:
             self._filling = now
-            self._traffic.arrivals.read(self.remote, nbytes, began=not before, ended=not now)
+            self._traffic.receive_log.read(self.remote, nbytes, began=not before, ended=not now)
 
     def _stop_timing(self) -> None:
         if self._filling:
             self._filling = False
-            self._traffic.arrivals.broken_off(self.remote)
+            self._traffic.receive_log.broken_off(self.remote)
 
     def _read_on(self) -> None:
         if self._reading_paused and not self._full() and self._socket is not None:

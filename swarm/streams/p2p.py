@@ -26,14 +26,14 @@ from hivemind.utils.multiaddr import Multiaddr
 from fusion.swarm.errors import DaemonDied, PeerUnreachable, StreamBroken, StreamClosed, TransportError
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.dial_workaround import detour
-from fusion.swarm.streams.dialer import Contacts, knock, tcp_target
+from fusion.swarm.streams.dialer import Dialer, accepts, tcp_target
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.frames import FrameLimits
 from fusion.swarm.streams.handlers import Handlers, one_line
 from fusion.swarm.streams.memory_stream import stream_pair
 from fusion.swarm.streams.p2pd import Daemon
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
-from fusion.swarm.streams.receive_log import ArrivalLog
+from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.streams.striping import SUFFIX, Gathering, join
 from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traffic
@@ -74,7 +74,7 @@ class P2PTransport:
         self.p2p = p2p  # for the DHT, which runs in this loop
         self._config = config
         self._daemon = daemon
-        self._contacts = Contacts(self._list_connected, self._dial)
+        self._contacts = Dialer(self._list_connected, self._dial)
         p2p.before_call = self._before_call
         daemon.ended.add_done_callback(lambda _: p2p.bury())
         self._handlers = Handlers(per_peer=config.streams_per_peer)
@@ -155,7 +155,7 @@ class P2PTransport:
         try:
             async with asyncio.timeout(self._config.dial_seconds):
                 if peer not in await self._contacts.connected():
-                    await knock(address, min(_KNOCK_SECONDS, self._config.dial_seconds))
+                    await accepts(address, min(_KNOCK_SECONDS, self._config.dial_seconds))
                     await self._dial(peer, [address])
                     self._contacts.doubt()
         except TimeoutError:
@@ -164,12 +164,12 @@ class P2PTransport:
             ) from None
         return peer
 
-    async def open(self, peer: PeerId, protocol: str, *, lanes: int = 1) -> Stream:
+    async def open(self, peer: PeerId, protocol: str, *, stripes: int = 1) -> Stream:
         if peer == self.peer_id:
             return self._open_here(protocol)
-        if lanes == 1:
+        if stripes == 1:
             return await self._open(peer, protocol)
-        opening = [asyncio.create_task(self._open(peer, protocol + SUFFIX)) for _ in range(lanes)]
+        opening = [asyncio.create_task(self._open(peer, protocol + SUFFIX)) for _ in range(stripes)]
         try:
             return await join(await asyncio.gather(*opening))
         except BaseException as error:
@@ -236,8 +236,8 @@ class P2PTransport:
         return self._counter.snapshot()
 
     @property
-    def arrivals(self) -> ArrivalLog:
-        return self._counter.arrivals
+    def receive_log(self) -> ReceiveLog:
+        return self._counter.receive_log
 
     async def aclose(self) -> None:
         for task in self._tasks:

@@ -15,7 +15,7 @@ KEPT_PEERS = 256
 TOGETHER_SECONDS = 0.0005  # reads closer than that count as one: a fast link would fill the log otherwise
 
 
-class ArrivalLog:
+class ReceiveLog:
     """Streams tell it of every read that belongs to a payload larger than the read; see `fusion.swarm.streams.link_estimate`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -33,18 +33,18 @@ SIZE = ""  # in the first one's header: bytes of the whole payload
 GATHER_SECONDS = 10.0  # from a stream's first lane to its last
 
 
-class Lanes:
+class StripedStream:
     """Implements `fusion.swarm.transport.Stream`. It breaks as soon as one of its lanes does."""
 
-    def __init__(self, lanes: Sequence[FrameStream]) -> None:
-        self.remote = lanes[0].remote
-        self.protocol = lanes[0].protocol.removesuffix(SUFFIX)
-        self._lanes = tuple(lanes)
+    def __init__(self, stripes: Sequence[FrameStream]) -> None:
+        self.remote = stripes[0].remote
+        self.protocol = stripes[0].protocol.removesuffix(SUFFIX)
+        self._stripes = tuple(stripes)
         self._sent = 0
         self._taken = 0
         self._pieces = _Pieces()
         self._turn = asyncio.Lock()
-        for lane in lanes:
+        for lane in stripes:
             lane.lost.add_done_callback(partial(self._lost, lane))
 
     async def send(
@@ -72,29 +72,29 @@ class Lanes:
 
     def _messages(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> list[Message]:
         """One, or the pieces of a large frame: of these the first has its kind and header, and its size."""
-        lane = self._lanes[0]
+        lane = self._stripes[0]
         whole = lane.encode(kind, header, payload)
         _, views, size = whole
         if size <= LEAST_PIECE_BYTES:
             return [whole]
-        piece = min(max(-(-size // len(self._lanes)), LEAST_PIECE_BYTES), MOST_PIECE_BYTES)
+        piece = min(max(-(-size // len(self._stripes)), LEAST_PIECE_BYTES), MOST_PIECE_BYTES)
         pieces = _cut(views, piece)
         first = lane.encode(kind, {**header, SIZE: size}, next(pieces))
         return [first, *(lane.encode(PIECE, None, each) for each in pieces)]
 
     async def _next(self) -> FrameStream:
         """The lane whose turn it is, once the frame before has left it; ours alone."""
-        lane = self._lanes[self._sent % len(self._lanes)]
+        lane = self._stripes[self._sent % len(self._stripes)]
         await lane.turn.acquire()
         self._sent += 1
         return lane
 
     async def receive(self) -> Frame:
         while True:
-            frame = await self._lanes[self._taken % len(self._lanes)].receive()
+            frame = await self._stripes[self._taken % len(self._stripes)].receive()
             self._taken += 1
             try:
-                whole = self._pieces.add(frame, self._lanes[0].allowed)
+                whole = self._pieces.add(frame, self._stripes[0].allowed)
             except FrameError as error:
                 self.abort()
                 raise FrameError(f"{self.remote} on {self.protocol}: {error}") from error
@@ -102,19 +102,19 @@ class Lanes:
                 return whole
 
     def allow(self, payload_bytes: int) -> None:
-        for lane in self._lanes:
+        for lane in self._stripes:
             lane.allow(payload_bytes)
 
     async def aclose(self) -> None:
-        await asyncio.gather(*(lane.aclose() for lane in self._lanes))
+        await asyncio.gather(*(lane.aclose() for lane in self._stripes))
 
     def abort(self) -> None:
-        for lane in self._lanes:
+        for lane in self._stripes:
             lane.abort()
 
     def _lost(self, lane: FrameStream, _: asyncio.Future[None]) -> None:
         if lane.broke:
-            for other in self._lanes:
+            for other in self._stripes:
                 other.drop()
 
 
@@ -176,17 +176,17 @@ def _cut(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
         yield piece
 
 
-async def join(lanes: Sequence[FrameStream]) -> Stream:
+async def join(stripes: Sequence[FrameStream]) -> Stream:
     """The opening end of one stream over these, which were opened for it. Raises StreamBroken or StreamClosed."""
     key = secrets.token_hex(8)
-    for number, lane in enumerate(lanes):
-        await lane.send("lane", {"key": key, "lane": number, "of": len(lanes)})
-    return Lanes(lanes)
+    for number, lane in enumerate(stripes):
+        await lane.send("lane", {"key": key, "lane": number, "of": len(stripes)})
+    return StripedStream(stripes)
 
 
 @dataclass
 class _Group:
-    lanes: list[FrameStream | None]
+    stripes: list[FrameStream | None]
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -209,12 +209,12 @@ class Gathering:
         except TimeoutError:
             raise ValueError(f"its other lanes did not come within {GATHER_SECONDS:g} s") from None
         finally:
-            self._groups = {key: each for key, each in self._groups.items() if lane not in each.lanes}
-        if group.lanes[0] is not lane:
+            self._groups = {key: each for key, each in self._groups.items() if lane not in each.stripes}
+        if group.stripes[0] is not lane:
             await group.over.wait()
             return
         try:
-            await run(self._handler, Lanes([each for each in group.lanes if each is not None]))
+            await run(self._handler, StripedStream([each for each in group.stripes if each is not None]))
         finally:
             group.over.set()
 
@@ -224,10 +224,10 @@ class Gathering:
                 0 <= number < count <= MOST_LANES
             ):
                 group = self._groups.setdefault((lane.remote, key), _Group([None] * count))
-                if len(group.lanes) != count or group.lanes[number] is not None:
+                if len(group.stripes) != count or group.stripes[number] is not None:
                     raise ValueError(f"lane {number} of {count} does not fit the others")
-                group.lanes[number] = lane
-                if None not in group.lanes:
+                group.stripes[number] = lane
+                if None not in group.stripes:
                     group.complete.set()
                 return group
         raise ValueError(f"the first frame is {frame.kind!r}; a lane says which it is of how many")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fusion.swarm.streams.receive_log import ArrivalLog
+from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.transport import PeerId, Traffic
 
 
@@ -12,7 +12,7 @@ class TrafficCounter:
     """Bytes of frames per peer since the start."""
 
     def __init__(self) -> None:
-        self.arrivals = ArrivalLog()
+        self.receive_log = ReceiveLog()
         self._bytes: dict[PeerId, list[int]] = {}
 
     def sent(self, peer: PeerId, size: int) -> None:

@@ -41,9 +41,15 @@ from fusion.dag.placement.place import Placement, place
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.sources import LanguageModel
-from fusion.runtime.job.manifest import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig, Wires
+from fusion.runtime.job.manifest import (
+    CompressionConfig,
+    DataConfig,
+    EdgeCodecs,
+    OptimizerConfig,
+    TrainConfig,
+)
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.placing.codec_choice import choose_wires, edges_of, ties_of
+from fusion.runtime.placing.codec_choice import choose_codecs, edges_of, ties_of
 from fusion.runtime.placing.swarm_file import load
 from fusion.runtime.training.data.batches import pack_text
 from fusion.swarm.directory.records import Digest
@@ -146,11 +152,11 @@ def placed(plan: Study, graph: Graph) -> Placement:
     )
 
 
-def wires(plan: Study, graph: Graph, compression: CompressionConfig) -> Wires:
+def wires(plan: Study, graph: Graph, compression: CompressionConfig) -> EdgeCodecs:
     found = placed(plan, graph)
     parts = split(graph, found.cuts)
     # Nothing is spared for being hidden behind computing: the ratio is what is looked at.
-    return choose_wires(
+    return choose_codecs(
         edges_of(parts), ties_of(parts, plan.sizes), plan.sizes, found.owners, homes(), compression, REFERENCE, 0.0
     )  # fmt: skip
 

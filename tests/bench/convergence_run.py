@@ -19,9 +19,9 @@ from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.optimizer import clip_factor, learning_rate
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
-from fusion.runtime.training.compute.edge_codecs import WireCodecs
-from fusion.runtime.training.compute.inbox import Plan
+from fusion.runtime.training.compute.inbox import StagePlan
 from fusion.runtime.training.compute.rad import Rad
+from fusion.runtime.training.compute.stage_codecs import StageCodecs
 from fusion.runtime.training.data.batches import Batches
 from fusion.swarm.transport import Buffer, Frame
 
@@ -45,10 +45,10 @@ class Line:
         self._planes = [
             TorchTrainingStage(part, read(part.graph.variables), config.optimizer) for part in parts
         ]
-        self._codecs = [WireCodecs(config) for _ in parts]
+        self._codecs = [StageCodecs(config) for _ in parts]
         self._rads = [
             Rad(
-                Plan(
+                StagePlan(
                     stage=part,
                     stages=len(parts),
                     ties=tuple(tie for tie in ties if part.index in tie.stages),

@@ -64,7 +64,7 @@ async def main(role: str, address: str, *other: str) -> None:
                 print(next(a for a in transport.addresses if f"/{address}/" in a), flush=True)
                 await lines.read()
                 return
-            stream = await transport.open(await transport.connect(other[0]), PROTOCOL, lanes=LANES)
+            stream = await transport.open(await transport.connect(other[0]), PROTOCOL, stripes=LANES)
             print("ready", flush=True)
             while line := await lines.readline():
                 size, count = map(int, line.split())

@@ -28,7 +28,7 @@ from fusion.compression.reference_speeds import REFERENCE
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
-from fusion.dag.placement.pipeline import Flow, Pipeline, Wires, pipeline
+from fusion.dag.placement.pipeline import EdgeCosts, Flow, Pipeline, pipeline
 from fusion.dag.placement.place import Scheduler
 from fusion.dag.placement.simulate import ALONE, packet_bytes, simulate
 from fusion.dag.placement.step_model import step_seconds
@@ -37,8 +37,8 @@ from fusion.runtime.capture import sources
 from fusion.runtime.capture.sources import LanguageModel
 from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.placing.codec_choice import edges_of, wire_costs
-from fusion.runtime.placing.codec_placement import Wired, place_wired
+from fusion.runtime.placing.codec_choice import codec_costs, edges_of
+from fusion.runtime.placing.codec_placement import CodecPlacement, place_with_codecs
 from fusion.runtime.placing.swarm_file import load
 
 # Chosen for what the codecs do, not for these networks: dense, the two uniform ones, the default, and the paper's.
@@ -100,7 +100,7 @@ class Bench:
     schedulers: Mapping[str, tuple[Scheduler, int | None]] = field(default_factory=lambda: SCHEDULERS)
     codecs: Sequence[str] = tuple(CODECS)
     seed: int = 0
-    placements: dict[Case, Wired] = field(default_factory=dict, compare=False, repr=False)
+    placements: dict[Case, CodecPlacement] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -164,12 +164,12 @@ def measurable(name: str) -> Bench:
     return bench
 
 
-def placed(bench: Bench, case: Case) -> Wired:
+def placed(bench: Bench, case: Case) -> CodecPlacement:
     """As the launcher would, by the network's file and the reference's codecs; kept, since it is asked for often."""
     found = bench.placements.get(case)
     if found is None:
         scheduler, stages = bench.schedulers[case.scheduler]
-        found = bench.placements[case] = place_wired(
+        found = bench.placements[case] = place_with_codecs(
             bench.graph, bench.network, bench.sizes, bench.microbatches, CODECS[case.codec],
             REFERENCE, asked="1f1b", stages=stages, scheduler=scheduler,
         )  # fmt: skip
@@ -202,9 +202,9 @@ def predicted(
     bound is that of the network's whole rates; `machine` None: every peer has one of its own."""
     found, network = placed(bench, case), bench.network
     edges = edges_of(split(bench.graph, found.placement.cuts))
-    costs = wire_costs(found.wires, edges, bench.sizes, speeds, CODECS[case.codec].reuse_mask)
+    costs = codec_costs(found.wires, edges, bench.sizes, speeds, CODECS[case.codec].reuse_mask)
 
-    def line(of: Network, wires: Wires | None) -> Pipeline:
+    def line(of: Network, wires: EdgeCosts | None) -> Pipeline:
         return _calibrated(pipeline(bench.graph, found.placement, of, bench.sizes, wires), stage_seconds)
 
     goodput, shared = (machine.goodput, machine.shared) if machine else (1.0, ALONE)

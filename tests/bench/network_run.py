@@ -187,7 +187,7 @@ class Testbed:
         return cpu_seconds(self._pids())
 
     def _words(self) -> str:
-        said = {name: self._fleet.last_words(name) for name in self.peers}
+        said = {name: self._fleet.last_lines(name) for name in self.peers}
         return "; ".join(f"{name}: {words}" for name, words in said.items() if words)
 
     def idle_cores(self) -> float:

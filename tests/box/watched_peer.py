@@ -9,10 +9,10 @@ import time
 
 from fusion.cli.main import main
 from fusion.runtime.peer import peer
-from fusion.swarm.links.monitor import Links
+from fusion.swarm.links.monitor import LinkMonitor
 
 
-class WatchedLinks(Links):
+class WatchedLinks(LinkMonitor):
     async def tick(self) -> None:
         await super().tick()
         traffic = self._transport.traffic()
@@ -33,5 +33,5 @@ class WatchedLinks(Links):
 
 
 if __name__ == "__main__":
-    peer.Links = WatchedLinks  # type: ignore[misc]
+    peer.LinkMonitor = WatchedLinks  # type: ignore[misc]
     sys.exit(main())

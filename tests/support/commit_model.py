@@ -15,7 +15,7 @@ from typing import Any
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step import protocol as s
-from fusion.runtime.training.step.checkpoint import START, Point
+from fusion.runtime.training.step.checkpoint import START, Checkpoint
 from fusion.runtime.training.step.lead import expected
 from fusion.swarm.directory.records import Digest
 
@@ -34,8 +34,8 @@ def ledger_of(config: TrainConfig, step: int) -> Ledger:
 @dataclass
 class Owner:
     state: s.StageState
-    newest: Point
-    before: Point = START
+    newest: Checkpoint
+    before: Checkpoint = START
     alive: bool = True
     applied: list[int] = field(default_factory=list)  # the steps that its parameters are made of
     work: s.Run | None = None
@@ -57,11 +57,13 @@ class Model:
     ready: set[tuple[int, s.Attempt, int]] = field(default_factory=set)
     commits: dict[tuple[s.Attempt, int], s.Commit] = field(default_factory=dict)
     saving: tuple[int, set[int]] = (-1, set())
-    record: Point = START  # what a new owner starts from
-    announced: Point = START  # by the lead of now
+    record: Checkpoint = START  # what a new owner starts from
+    announced: Checkpoint = START  # by the lead of now
     discards: int = 0
     restores: int = 0
-    batons: dict[int, tuple[int, list[int], Point, s.LeadState | None, s.Tally]] = field(default_factory=dict)
+    batons: dict[int, tuple[int, list[int], Checkpoint, s.LeadState | None, s.RunStatistics]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.owners = [Owner(s.StageState(step=0, stage=i), START) for i in range(self.stages)]
@@ -145,7 +147,7 @@ class Model:
                 config=self.config, stages=self.stages, term=term, samples=SAMPLES,
                 newest=self.owners[0].newest,
                 ledger=self.record.ledger if old is None else old.ledger,
-                tally=s.Tally() if old is None else old.tally,
+                tally=s.RunStatistics() if old is None else old.tally,
                 heir=old is not None,
             )  # fmt: skip
         self.link(i)
@@ -172,7 +174,7 @@ class Model:
             if step == self.saving[0]:
                 self.saving[1].add(i)
                 if len(self.saving[1]) == self.stages:
-                    point = Point(
+                    point = Checkpoint(
                         step=step, digest=Digest(f"{step:064}"), ledger=ledger_of(self.config, step)
                     )
                     self.saving = (-1, set())
@@ -224,7 +226,7 @@ class Model:
 
     def stage_hears(self, i: int, message: Any) -> None:
         owner = self.owners[i]
-        if isinstance(message, Point):
+        if isinstance(message, Checkpoint):
             if message.rank > owner.newest.rank:
                 owner.newest, owner.before = message, owner.newest
             return
@@ -275,7 +277,9 @@ class Model:
         if run.after.finish:
             owner.work = replace(run, after=s.After(finish=True))
             return
-        report = s.Report(squared_norm=1.0, fed=expected(self.config, run.step, SAMPLES) if i == 0 else None)
+        report = s.StageReport(
+            squared_norm=1.0, fed=expected(self.config, run.step, SAMPLES) if i == 0 else None
+        )
         self.stage_hears(i, s.Completed(run.attempt, run.step, report))
 
     # --- chance

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fusion.runtime.hosting.handover import DepartureConfig
+from fusion.runtime.hosting.handover import HandoverConfig
 from fusion.runtime.hosting.hosting import Hosting, HostingConfig
 from fusion.runtime.hosting.jobs.job_files import JobFiles
-from fusion.runtime.hosting.takeover import SuccessionConfig, Successor
+from fusion.runtime.hosting.takeover import TakeoverConfig, Takeovers
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
@@ -133,7 +133,7 @@ class Swarm:
     trainer: Identity = field(default_factory=Identity.generate)
     peers: list[Peer] = field(default_factory=list)
     pooled: bool = False  # stages become ready, so that idle peers stand by for them
-    checks: SuccessionConfig = SuccessionConfig(check_seconds=0.05)  # noqa: RUF009 - frozen
+    checks: TakeoverConfig = TakeoverConfig(check_seconds=0.05)  # noqa: RUF009 - frozen
 
     async def join(
         self,
@@ -160,10 +160,10 @@ class Swarm:
             leases=leases,
             worker=None,
             memory_bytes=memory_bytes,
-            succession=Successor(transport, leases, self.checks),
+            succession=Takeovers(transport, leases, self.checks),
         )
         service = Pretence(leases if self.pooled else None)
-        departure = DepartureConfig(settle_seconds=0.05, look_seconds=0.01)
+        departure = HandoverConfig(settle_seconds=0.05, look_seconds=0.01)
         config = {"heartbeat_seconds": 3600.0, "nudge_seconds": 0.0, "departure": departure, **config}
         hosting = Hosting(
             context,

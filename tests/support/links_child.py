@@ -19,7 +19,7 @@ import uvloop
 
 from fusion.swarm.directory.dht import HivemindDirectory
 from fusion.swarm.identity import Identity
-from fusion.swarm.links.monitor import Links
+from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import PeerId, Stream, Transport
 
@@ -33,7 +33,7 @@ async def main(runtime_dir: Path, listen: str) -> None:
     async with (
         P2PTransport.start(config) as transport,
         await HivemindDirectory.start(transport.p2p, identity) as directory,
-        Links(transport, directory, transport.arrivals) as links,
+        LinkMonitor(transport, directory, transport.receive_log) as links,
     ):
         print(transport.addresses[0], flush=True)
         await transport.serve(SINK, take)
@@ -66,7 +66,7 @@ async def send(transport: Transport, peer: PeerId) -> None:
         await asyncio.sleep(0.3)
 
 
-async def tell(links: Links, met: Set[PeerId]) -> None:
+async def tell(links: LinkMonitor, met: Set[PeerId]) -> None:
     while True:
         for peer in met:  # as one that reads the directory does: who is listed no more is forgotten
             links.meet(peer)

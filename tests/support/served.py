@@ -90,7 +90,7 @@ def seeded_reference(name: str, prompt: Sequence[int], count: int, sampling: Sam
 
 
 class Heirs:
-    """Peers that take stages over at a word, once the owner has really gone. Implements `Succession`."""
+    """Peers that take stages over at a word, once the owner has really gone. Implements `TakeoverReports`."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
@@ -113,7 +113,12 @@ class Heirs:
 
 class Peer:
     def __init__(
-        self, network: MemoryNetwork, home: Path, memory_bytes: int, failover: FailoverConfig, heirs: Heirs
+        self,
+        network: MemoryNetwork,
+        home: Path,
+        memory_bytes: int,
+        failover: FailoverConfig,
+        successors: Heirs,
     ) -> None:
         self.identity = Identity.generate()
         self.id = self.identity.peer_id
@@ -129,7 +134,7 @@ class Peer:
             worker=Worker(),
             memory_bytes=memory_bytes,
             home=home,
-            succession=heirs,
+            succession=successors,
         )
         self.service = ServingService(self.context, GatewayConfig(failover=failover))
         self.hosting: list[asyncio.Task[None]] = []
@@ -155,7 +160,7 @@ class Swarm:
         self.network = network
         self.peers: list[Peer] = []
         self.owners: list[Peer] = []  # at first, by stage
-        self.heirs = Heirs(self)
+        self.successors = Heirs(self)
         self.manifests: dict[JobId, Manifest] = {}
 
     async def serve(
@@ -226,7 +231,7 @@ class Swarm:
         assert record is not None
         for stage in stages:
             await peer.service.prepare(job, self.manifests[job], stage, record)
-            self.heirs.standing.setdefault(stage, []).append(peer)
+            self.successors.standing.setdefault(stage, []).append(peer)
 
     async def ask(self, peer: int = -1, **fields: Any) -> Answer:
         """From a client that runs nothing, through that peer."""
@@ -249,7 +254,7 @@ async def swarm_of(
     count: int, home: Path, *, memory_bytes: int = 1 << 30, failover: FailoverConfig = IMPATIENT
 ) -> AsyncIterator[Swarm]:
     swarm = Swarm(MemoryNetwork())
-    swarm.peers = [Peer(swarm.network, home, memory_bytes, failover, swarm.heirs) for _ in range(count)]
+    swarm.peers = [Peer(swarm.network, home, memory_bytes, failover, swarm.successors) for _ in range(count)]
     for peer in swarm.peers:
         await peer.context.blobs.__aenter__()
         await peer.service.start()

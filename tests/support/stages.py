@@ -11,7 +11,7 @@ from typing import Any, cast
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.fields import build, plain
 from fusion.runtime.training.step.messages import PROTOCOL, Hello
-from fusion.runtime.training.streams.partners import Neighbours
+from fusion.runtime.training.streams.partners import Partners
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import FrameError
@@ -55,8 +55,8 @@ class Node:
 
     context: Context
     directory: Counted
-    heirs: Heirs
-    neighbours: Neighbours | None = None
+    successors: Heirs
+    neighbours: Partners | None = None
     task: asyncio.Task[None] | None = None
     linked: list[tuple[float, bool]] = field(default_factory=list)
     got: list[tuple[int, Frame]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Node:
     ) -> int:
         claim = await self.context.leases.claim(JOB, stage, 0.5, over=over, confirm=not over)
         assert claim is not None
-        self.neighbours = Neighbours(
+        self.neighbours = Partners(
             self.context, JOB, stage, claim.term, partners, self._deliver, self._changed,
             largest_bytes=1 << 20, memory_bytes=memory,
         )  # fmt: skip
@@ -136,12 +136,12 @@ async def swarm(count: int) -> AsyncIterator[Swarm]:
         transport = MemoryTransport(made.network, identity.peer_id)
         directory = Counted(made.network, identity, made.clock)
         leases = Leases(identity.peer_id, directory, LeaseConfig(confirm_seconds=0.0))
-        heirs = Heirs()
+        successors = Heirs()
         context = Context(
             peer_id=identity.peer_id, transport=transport, directory=directory, leases=leases, worker=None,
-            blobs=cast("Any", None), succession=heirs,
+            blobs=cast("Any", None), succession=successors,
         )  # fmt: skip
-        node = Node(context, directory, heirs)
+        node = Node(context, directory, successors)
         node.frozen.set()
         await transport.serve(PROTOCOL, node.serve)
         made.nodes.append(node)

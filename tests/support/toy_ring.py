@@ -20,9 +20,9 @@ from fusion.dag.ir.graph import Graph, Input, Ref, TensorType
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.request import Sampling, pack_tokens
-from fusion.runtime.serving.ring import RingStage, Seat
+from fusion.runtime.serving.ring import RingPosition, RingStage
 from fusion.runtime.serving.ring_frames import plan_ring
-from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends
+from fusion.runtime.serving.ring_link import GATEWAY, RING, LinkEnds
 from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
@@ -146,7 +146,7 @@ class Ring:
         streams: list[Stream] = []
         for i, hop in enumerate(self.route):
             stream = await (transport or self.gateway).open(hop.peer, RING)
-            await stream.send("hello", Ends(JOB, GATEWAY, i, hop.peer).to_header())
+            await stream.send("hello", LinkEnds(JOB, GATEWAY, i, hop.peer).to_header())
             streams.append(stream)
         return streams
 
@@ -220,12 +220,12 @@ async def ring_of(
     for i, hop in enumerate(ring.route):
         transport = MemoryTransport(ring.network, hop.peer)
         plane = ToyPlane(stages[i], lambda *run, i=i: on_run(i, *run))
-        seat = Seat(job=JOB, name="toy", serve=ring.serve, peer=hop.peer, term=hop.term)
+        seat = RingPosition(job=JOB, name="toy", serve=ring.serve, peer=hop.peer, term=hop.term)
         workers.append(Worker())
         stage = RingStage(transport, workers[-1], plane, plan_ring(stages, i), seat)
 
         async def handler(stream: Stream, stage: RingStage = stage) -> None:
-            ends = Ends.from_hello(await stream.receive(), PeerId("us"))
+            ends = LinkEnds.from_hello(await stream.receive(), PeerId("us"))
             await stage.attend(stream, ends.sender)
 
         await transport.serve(RING, handler)

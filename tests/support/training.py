@@ -20,7 +20,7 @@ from fusion.dag.cutting.cuts import legal_cuts, split, tie_groups
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
-from fusion.runtime.hosting.takeover import Successor
+from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import CompressionConfig, DataConfig, Manifest, OptimizerConfig, TrainConfig
 from fusion.runtime.job.progress import Progress
@@ -114,7 +114,7 @@ class Swarm:
             Leases(identity.peer_id, directory, LeaseConfig(heartbeat_seconds=0.2, confirm_seconds=0.0))
         )
         worker = await self.stack.enter_async_context(Worker(1))
-        successor = Successor(transport, leases)
+        successor = Takeovers(transport, leases)
         context = Context(
             peer_id=identity.peer_id,
             transport=transport,

@@ -44,10 +44,10 @@ def test_peers_that_measured_few_of_the_others_know_the_way_to_all() -> None:
     st.floats(0, 0.999),
 )
 def test_nothing_that_others_say_leads_out_of_bounds(
-    vector: tuple[float, ...], height: float, error: float, rtt_ms: float, lot: float
+    vector: tuple[float, ...], height: float, error: float, rtt_ms: float, tie_break: float
 ) -> None:
-    ours = moved(Coordinate(), Coordinate(vector, height, error), rtt_ms, lot)
-    again = moved(ours, Coordinate(vector, height, error), rtt_ms, lot)  # `Coordinate` checks itself
+    ours = moved(Coordinate(), Coordinate(vector, height, error), rtt_ms, tie_break)
+    again = moved(ours, Coordinate(vector, height, error), rtt_ms, tie_break)  # `Coordinate` checks itself
     assert again.height > 0
 
 

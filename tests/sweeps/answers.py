@@ -28,8 +28,8 @@ from reports import tell
 from safetensors.torch import save_file
 from support.endings import end_as_if_interrupted
 
-from fusion.cli.chaos import last_words
-from fusion.cli.local.chaos_job import STORE_BYTES, Plan, invented, launched
+from fusion.cli.chaos import last_lines
+from fusion.cli.local.chaos_job import STORE_BYTES, ChaosJob, invented, launched
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.chaos_timeline import percentile
 from fusion.cli.local.fleet import FleetError, LocalPeer, open_fleet
@@ -145,7 +145,7 @@ def write_model(directory: Path) -> None:
     (directory / sources.ABOUT_FILE).write_bytes(model.about.to_json())
 
 
-def prepare(root: Path, stages: int, owners: list[str]) -> Plan:
+def prepare(root: Path, stages: int, owners: list[str]) -> ChaosJob:
     """The model in so many even stages, for these peers."""
     write_model(root / "model")
     store = BlobStore(root / "plan", STORE_BYTES)
@@ -155,7 +155,7 @@ def prepare(root: Path, stages: int, owners: list[str]) -> Plan:
     manifest = replace(prepared.manifest, proposed=tuple(PeerId(owner) for owner in owners))
     job = JobId(store.put(manifests.encode(manifest)))
     blobs = (Digest(job), *prepared.blobs[1:])
-    return Plan(root / "plan", replace(prepared, job=job, manifest=manifest, blobs=blobs))
+    return ChaosJob(root / "plan", replace(prepared, job=job, manifest=manifest, blobs=blobs))
 
 
 async def sweep(options: argparse.Namespace) -> dict[str, Any]:
@@ -191,7 +191,7 @@ async def sweep(options: argparse.Namespace) -> dict[str, Any]:
         except (FleetError, SwarmError, TimeoutError) as error:
             problems.append(str(error) or "timed out")
         if problems or not all(row["identical"] for row in rows):
-            for peer, words in last_words(swarm).items():
+            for peer, words in last_lines(swarm).items():
                 for line in words.splitlines():
                     say(f"    {peer}: {line}")
     return _report(options, rows, problems, time.monotonic() - began)

@@ -123,14 +123,14 @@ def install() -> None:
     from fusion.runtime.training.service import TrainingService
     from fusion.runtime.training.snapshots.stage_files import StageFiles
     from fusion.runtime.training.step import messages as m
-    from fusion.swarm.streams.striping import Lanes
+    from fusion.swarm.streams.striping import StripedStream
 
     wrap(TorchTrainingStage, "forward", "fp")
     wrap(TorchTrainingStage, "backward", "bp")
     wrap(TorchTrainingStage, "apply", "commit")
     wrap(TorchTrainingStage, "discard", "recovery")
-    wrap(Lanes, "send", "ready", lambda _, kind, *__, **___: kind == "ready")
-    wrap(Lanes, "send", "commit-sent", lambda _, kind, *__, **___: kind == "commit")
+    wrap(StripedStream, "send", "ready", lambda _, kind, *__, **___: kind == "ready")
+    wrap(StripedStream, "send", "commit-sent", lambda _, kind, *__, **___: kind == "commit")
     wrap(Lead, "receive", "ready", lambda _, __, message: isinstance(message, m.ReadyMessage))
     wrap(StageFiles, "save", "snapshot")
     wrap(StageFiles, "replicate", "snapshot")

@@ -144,7 +144,7 @@ COMMITS: dict[str, list[tuple[str, Commit]]] = {}
 
 
 async def _train(
-    swarm: Swarm, plan: chaos_job.Plan, name: str, steps: int, peers: list[LocalPeer], meanwhile=None
+    swarm: Swarm, plan: chaos_job.ChaosJob, name: str, steps: int, peers: list[LocalPeer], meanwhile=None
 ) -> Run:  # type: ignore[no-untyped-def]
     job = chaos_job.another(plan, name, steps, [peer.peer_id for peer in peers[:STAGES]])
     timeline = swarm.follow(job.prepared.job)
@@ -184,7 +184,7 @@ async def _pool(swarm: Swarm, job: str, peers: list[LocalPeer]) -> dict[str, obj
 
 
 def _words(swarm: Swarm) -> dict[str, str]:
-    return {log.stem: swarm.fleet.last_words(log.stem, 12) for log in swarm.fleet.root.glob("peer-*.log")}
+    return {log.stem: swarm.fleet.last_lines(log.stem, 12) for log in swarm.fleet.root.glob("peer-*.log")}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from support.endings import end_as_if_interrupted
 from theatre import ARMED, Theatre, end_launcher, launch
 from training import BEGIN_SECONDS, RECOVER_SECONDS, Sweep, compare, quiet_truth, say
 
-from fusion.cli.chaos import last_words
+from fusion.cli.chaos import last_lines
 from fusion.cli.local.chaos_job import another, prepare
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.fleet import FleetError, open_fleet
@@ -102,7 +102,7 @@ async def running(
                 f"the end, which stands at step {timeline.step}",
             )  # fmt: skip
         except FleetError:
-            for peer, words in last_words(swarm).items():
+            for peer, words in last_lines(swarm).items():
                 say(f"    {peer}: {words}")
             raise
         finally:

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fusion.cli.local.chaos_job import Plan, shards
+from fusion.cli.local.chaos_job import ChaosJob, shards
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.chaos_timeline import Timeline
 from fusion.cli.local.fleet import LocalPeer, Record
@@ -32,7 +32,7 @@ class Theatre:
 
     swarm: Swarm
     timeline: Timeline
-    job: Plan
+    job: ChaosJob
     launcher: asyncio.subprocess.Process | None = None
     launcher_held: bool = False
     listening: asyncio.Task[None] | None = None  # to the launcher

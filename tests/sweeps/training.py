@@ -27,9 +27,9 @@ from reports import tell
 from support.endings import end_as_if_interrupted
 from theatre import ARMED, CALM_STEPS, Theatre, arm, calm, end_launcher, launch, ready_standbys
 
-from fusion.cli.chaos import last_words
+from fusion.cli.chaos import last_lines
 from fusion.cli.local import chaos_job
-from fusion.cli.local.chaos_job import Plan, another, prepare
+from fusion.cli.local.chaos_job import ChaosJob, another, prepare
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.chaos_timeline import percentile
 from fusion.cli.local.fleet import FleetError, LocalPeer, open_fleet
@@ -54,7 +54,7 @@ def say(text: str) -> None:
 class Sweep:
     """What a sweep has found so far."""
 
-    plan: Plan
+    plan: ChaosJob
     steps: int = 0
     truth: dict[int, tuple[str, ...]] = field(default_factory=dict)  # step -> shards of the quiet run
     ledger: dict[str, Any] = field(default_factory=dict)
@@ -170,7 +170,7 @@ async def _run(found: Sweep, options: argparse.Namespace, left: list[Kill], name
                     f"{timeline.last.get('error')}; last said: {timeline.waits(0.0, time.time())[-3:]}"
                 )
         except FleetError:
-            for peer, words in last_words(swarm).items():
+            for peer, words in last_lines(swarm).items():
                 for line in words.splitlines():
                     say(f"    {peer}: {line}")
             for line in timeline.waits(0, time.time())[-20:]:

@@ -278,7 +278,7 @@ class WorldTransport:
             raise PeerUnreachable(f"cannot reach {address}")
         return peer
 
-    async def open(self, peer: PeerId, protocol: str, *, lanes: int = 1) -> WorldStream:
+    async def open(self, peer: PeerId, protocol: str, *, stripes: int = 1) -> WorldStream:
         return await self._network.open(self, peer, protocol)
 
     async def serve(self, protocol: str, handler: Handler) -> None:

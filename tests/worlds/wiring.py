@@ -47,11 +47,11 @@ def context(**parts: Any) -> Context:
     """A context as a running peer has it."""
     made = {**parts}
     try:
-        from fusion.runtime.hosting.takeover import Successor
+        from fusion.runtime.hosting.takeover import Takeovers
     except ImportError:
         pass
     else:
-        made["succession"] = Successor(parts["transport"], parts["leases"])
+        made["succession"] = Takeovers(parts["transport"], parts["leases"])
     return Context(**made)
 
 

@@ -31,7 +31,7 @@ def standing(record: JobRecord) -> tuple[int, bool, int, int]:
     return record.term, record.state in ENDED, record.snapshot_step, record.step
 
 
-class LastWords:
+class JobGossip:
     """`us` repeats them; `files` None: nothing is kept on disk."""
 
     def __init__(

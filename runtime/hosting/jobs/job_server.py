@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from fusion.runtime.hosting.jobs.job_files import JobFiles
 from fusion.runtime.hosting.jobs.job_gossip import ENDED as ENDED
-from fusion.runtime.hosting.jobs.job_gossip import REMEMBERED_JOBS, LastWords, standing
+from fusion.runtime.hosting.jobs.job_gossip import REMEMBERED_JOBS, JobGossip, standing
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
@@ -91,7 +91,7 @@ class _Led:
         return self.record.state in ENDED
 
 
-class JobDesk:
+class JobServer:
     """`nudged` is called when somebody asks us to look at the jobs now, `stopped` when a job that we lead was stopped
     by whoever launched it, `snapshotted` with the record of a job that has come to a new snapshot. `now` gives unix
     seconds. `files` None: nothing is kept on disk."""
@@ -114,7 +114,7 @@ class JobDesk:
         self._now = now
         self._led: dict[JobId, _Led] = {}
         self._snapshotted = snapshotted
-        self._words = LastWords(context.peer_id, files)
+        self._words = JobGossip(context.peer_id, files)
 
     async def start(self) -> None:
         """Answer from now on, and say what our disk knows of: after a cold start nobody else may."""

@@ -20,7 +20,7 @@ from fusion.dag.ir.dims import bind
 from fusion.dag.ir.graph import DTYPE_BYTES, TensorType
 from fusion.runtime.job.fields import build
 from fusion.runtime.job.manifest import TrainConfig
-from fusion.runtime.training.compute.edge_codecs import DENSE, Sent, WireCodecs
+from fusion.runtime.training.compute.stage_codecs import DENSE, Sent, StageCodecs
 from fusion.runtime.training.step.messages import TENSOR_KINDS, TensorHeader
 from fusion.runtime.training.step.protocol import NO_ATTEMPT, Attempt
 from fusion.swarm.errors import FrameError
@@ -28,7 +28,7 @@ from fusion.swarm.transport import Frame
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StagePlan:
     """What one stage needs to know of the whole to run its part of a step."""
 
     stage: Stage
@@ -69,9 +69,9 @@ class Key:
 
 
 class Inbox:
-    def __init__(self, plan: Plan, config: TrainConfig, codecs: WireCodecs | None = None) -> None:
+    def __init__(self, plan: StagePlan, config: TrainConfig, codecs: StageCodecs | None = None) -> None:
         self._config = config
-        self._codecs = codecs or WireCodecs(config)
+        self._codecs = codecs or StageCodecs(config)
         self._expected = _expected(plan)
         self._attempt: Attempt = NO_ATTEMPT
         self._step = 0
@@ -197,7 +197,7 @@ def _header(frame: Frame) -> TensorHeader:
         raise FrameError(str(error)) from None
 
 
-def _expected(plan: Plan) -> dict[tuple[str, str, int], tuple[tuple[int, ...], str]]:
+def _expected(plan: StagePlan) -> dict[tuple[str, str, int], tuple[tuple[int, ...], str]]:
     """(kind, edge, source) -> shape and dtype of every tensor that may arrive."""
     stage = plan.stage
     found = {

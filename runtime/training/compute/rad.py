@@ -24,11 +24,11 @@ from fusion.dag.placement.schedule import Action, gpipe, one_f_one_b
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import RngKey, TrainingStage
-from fusion.runtime.training.compute.edge_codecs import Sent, WireCodecs
-from fusion.runtime.training.compute.inbox import Inbox, Key, Plan
+from fusion.runtime.training.compute.inbox import Inbox, Key, StagePlan
+from fusion.runtime.training.compute.stage_codecs import Sent, StageCodecs
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.data.ledger import fed_digest
-from fusion.runtime.training.step.events import Report
+from fusion.runtime.training.step.events import StageReport
 from fusion.runtime.training.step.run_statistics import Attempt
 from fusion.swarm.transport import Buffer
 
@@ -44,15 +44,15 @@ class Rad:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: StagePlan,
         config: TrainConfig,
         plane: TrainingStage,
         worker: Worker,
         batches: Batches,
         send: Send,
-        codecs: WireCodecs | None = None,
+        codecs: StageCodecs | None = None,
     ) -> None:
-        self._codecs = codecs or WireCodecs(config)
+        self._codecs = codecs or StageCodecs(config)
         self.inbox = Inbox(plan, config, self._codecs)
         self._plan = plan
         self._config = config
@@ -67,7 +67,7 @@ class Rad:
         # A tied variable is held several times; its gradient counts once in the norm, at the lowest stage.
         self._uncounted = frozenset(t.variable for t in plan.ties if t.stages[0] != plan.stage.index)
 
-    async def step(self, attempt: Attempt, step: int) -> Report:
+    async def step(self, attempt: Attempt, step: int) -> StageReport:
         """Forward and backward of every microbatch of `step`, gradients summed over tie-groups. Cancelling it leaves
         gradients and stashes behind, for `TrainingStage.discard`."""
         self.inbox.advance(attempt, step)
@@ -84,7 +84,7 @@ class Rad:
         await self._sum_ties(attempt, step)
         squared_norm = await self._compute(self._plane.squared_norm, self._uncounted)
         losses = [self._losses[m] for m in sorted(self._losses)]
-        return Report(
+        return StageReport(
             squared_norm=squared_norm,
             loss=sum(losses) / len(losses) if losses else None,
             fed=None
@@ -241,7 +241,7 @@ class Rad:
         return await self._worker.run(timed)
 
 
-def _schedule(plan: Plan, config: TrainConfig) -> tuple[Action, ...]:
+def _schedule(plan: StagePlan, config: TrainConfig) -> tuple[Action, ...]:
     stage, stages, microbatches = plan.stage.index, plan.stages, config.microbatches
     if config.schedule == "gpipe":
         return gpipe(stage, stages, microbatches)

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from fusion.runtime.job.manifest import TrainConfig, Wires
+from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
 from fusion.runtime.job.progress import RECENT, Progress
 from fusion.runtime.training.lead.tuning import in_words
 from fusion.runtime.training.snapshots.snapshot import Collector, encode_index
 from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step import protocol as steps
-from fusion.runtime.training.step.checkpoint import Point
-from fusion.runtime.training.step.handover_state import Baton
+from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.runtime.training.step.run_statistics import CLEAN
 from fusion.swarm.directory.records import Digest, JobId, one_line
 from fusion.swarm.transport import PeerId
@@ -55,8 +55,8 @@ class Lead:
         config: TrainConfig,
         stages: int,
         term: int,
-        newest: Point,
-        baton: Baton | None = None,
+        newest: Checkpoint,
+        baton: HandoverState | None = None,
         *,
         samples: int | None,
         edges: Sequence[str] = (),
@@ -110,7 +110,7 @@ class Lead:
         return "waiting for all stages to find each other" if self._state.phase == "gathering" else ""
 
     @property
-    def books(self) -> tuple[steps.Ledger, steps.Tally]:
+    def books(self) -> tuple[steps.Ledger, steps.RunStatistics]:
         """What the next lead needs, if we hand over."""
         return self._state.ledger, self._state.tally
 
@@ -127,19 +127,19 @@ class Lead:
         )
 
     @property
-    def wires(self) -> Wires:
+    def wires(self) -> EdgeCodecs:
         """What tensors are sent as, from the next step on at the latest."""
         return self._config.wires if self._state.wires is None else self._state.wires
 
     @property
-    def chosen(self) -> Wires | None:
+    def chosen(self) -> EdgeCodecs | None:
         """The table that the next lead would not know of, if it is no longer than a baton can carry."""
         wires = self._state.wires or ()
         return self._state.wires if sum(len(word) for way in wires for word in way) <= BATON_WIRES else None
 
-    def rewire(self, wires: Wires) -> None:
+    def rewire(self, wires: EdgeCodecs) -> None:
         """Send tensors by that table from the next step on."""
-        self._event(steps.Rewire(wires))
+        self._event(steps.ChangeCodecs(wires))
         self.tell(codecs=self._codecs())
         log.info("step %d: codecs are %s", self._state.step, self._codecs())
 

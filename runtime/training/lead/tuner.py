@@ -16,14 +16,14 @@ from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.codec_speed import measure_families
 from fusion.compression.spec import parse
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.manifest import CompressionConfig, Wires
+from fusion.runtime.job.manifest import CompressionConfig, EdgeCodecs
 from fusion.runtime.placing.codec_choice import WITH_TOPK
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
 from fusion.runtime.training.lead.lead import Lead, Pace
 from fusion.runtime.training.lead.moves import Move, best_move
-from fusion.runtime.training.lead.tuning import Job, Sight, rewired, running
+from fusion.runtime.training.lead.tuning import Job, Sight, better_codecs, running
 from fusion.swarm.directory.records import PeerRecord
-from fusion.swarm.links.monitor import Links
+from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.transport import PeerId
@@ -42,7 +42,7 @@ CANDIDATES = 16  # idle peers that are looked at, those of which most is known
 
 @dataclass(frozen=True)
 class _Advice:
-    wires: Wires | None = None
+    wires: EdgeCodecs | None = None
     move: Move | None = None
 
 
@@ -102,7 +102,7 @@ class Tuner:
             self._step_seconds = (min(self._step_seconds, pace.step_seconds) + pace.step_seconds) / 2
         return True
 
-    async def _look(self, links: Links) -> None:
+    async def _look(self, links: LinkMonitor) -> None:
         pace, owners = self._lead.pace, self._owners()
         if pace is None or any(stage not in owners for stage in range(len(self._job.memory_bytes))):
             return
@@ -140,7 +140,7 @@ class Tuner:
             owners=owners, network=known.network, compute_seconds=pace.compute_seconds, speeds=speeds
         )
         if self.follows:
-            wires = rewired(self._job, self._lead.wires, sight, self._known)
+            wires = better_codecs(self._job, self._lead.wires, sight, self._known)
             if wires is not None:
                 self._known = sight
                 return _Advice(wires=wires)

@@ -18,12 +18,19 @@ from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.spec import parse
 from fusion.dag.cutting.costs import type_bytes
 from fusion.dag.cutting.stage import Edge, Stage
-from fusion.dag.placement.codec_cost import DENSE, WireCost
+from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import Flow, Pipeline, StageLoad
 from fusion.dag.placement.step_model import step_seconds
-from fusion.runtime.job.manifest import TrainConfig, Wires
-from fusion.runtime.placing.codec_choice import Tie, edges_of, elements_of, fastest_wires, ties_of, wire_costs
+from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
+from fusion.runtime.placing.codec_choice import (
+    Tie,
+    codec_costs,
+    edges_of,
+    elements_of,
+    fastest_codecs,
+    ties_of,
+)
 
 CHANGED = 1.4
 GAIN = 1.25
@@ -73,10 +80,10 @@ def state_bytes(stage: Stage) -> int:
     return sum(type_bytes(v.type) * (3 if v.trainable else 1) for v in stage.graph.variables)
 
 
-def running(job: Job, sight: Sight, wires: Wires) -> Pipeline:
+def running(job: Job, sight: Sight, wires: EdgeCodecs) -> Pipeline:
     """The job as it runs now, with that table; ties are a part of each microbatch's traffic."""
     config = job.config
-    costs = wire_costs(wires, job.edges, job.sizes, sight.speeds, config.compression.reuse_mask)
+    costs = codec_costs(wires, job.edges, job.sizes, sight.speeds, config.compression.reuse_mask)
     flows = []
     for edge in job.edges:
         dense, elements = DENSE[edge.type.dtype], elements_of(edge.type, job.sizes)
@@ -94,7 +101,7 @@ def running(job: Job, sight: Sight, wires: Wires) -> Pipeline:
     table = {name: forward for name, forward, _ in wires}
     for tie in job.ties:
         bytes_ = parse(table.get(tie.variable, "none")).payload_bytes(tie.elements, tie.itemsize)
-        share = WireCost(
+        share = CodecCost(
             name="tie", bytes_per_element=bytes_ / max(1, tie.elements) / max(1, config.microbatches)
         )
         for one, other in permutations(tie.stages, 2):
@@ -125,12 +132,12 @@ def running(job: Job, sight: Sight, wires: Wires) -> Pipeline:
     )
 
 
-def rewired(job: Job, wires: Wires, now: Sight, known: Sight | None = None) -> Wires | None:
+def better_codecs(job: Job, wires: EdgeCodecs, now: Sight, known: Sight | None = None) -> EdgeCodecs | None:
     """The table to go on with instead of `wires`, or None where that one does. `known`: what it was chosen with; None
     where that is not known."""
     if known is not None and not changed(job, known, now):
         return None
-    found = fastest_wires(
+    found = fastest_codecs(
         job.edges, job.ties, job.sizes, now.owners, now.network, job.config.compression, now.speeds,
         max(now.compute_seconds, default=0.0), lambda wires: step_seconds(running(job, now, wires)).seconds,
     )  # fmt: skip
@@ -175,7 +182,7 @@ def _kinder(new: Iterable[Flow], old: Iterable[Flow]) -> bool:
     return all(a >= b for a, b in sizes) and any(a > SAME * b for a, b in sizes)
 
 
-def in_words(wires: Wires, edges: Sequence[str]) -> str:
+def in_words(wires: EdgeCodecs, edges: Sequence[str]) -> str:
     """One line for people: `int8 on 3, topk:0.05 on 1 of 5 edges`; nothing where there are no edges."""
     if not edges:
         return ""

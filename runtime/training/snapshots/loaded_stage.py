@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 import torch
 
 from fusion.runtime.planes.plane import TrainingStage
-from fusion.runtime.training.compute.inbox import Plan
+from fusion.runtime.training.compute.inbox import StagePlan
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.snapshots.stage_files import StageFiles
-from fusion.runtime.training.step.checkpoint import Point
-from fusion.runtime.training.step.handover_state import Baton
+from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.handover_state import HandoverState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
     """Its part of the plan, its arithmetic, its data, its blobs, and what state it is in."""
 
-    plan: Plan
+    plan: StagePlan
     plane: TrainingStage
     batches: Batches
     files: StageFiles
-    start: Point  # the newest snapshot; the ledger may be left out
+    start: Checkpoint  # the newest snapshot; the ledger may be left out
     residuals: Mapping[str, torch.Tensor] = field(
         default_factory=dict
     )  # see `fusion.compression.error_feedback`
-    baton: Baton | None = None  # the owner before handed over: the state is that of the baton's step
+    baton: HandoverState | None = None  # the owner before handed over: the state is that of the baton's step
 
     @property
     def step(self) -> int:

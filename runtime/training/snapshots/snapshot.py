@@ -23,7 +23,7 @@ from fusion.dag.ir.graph import TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
 from fusion.runtime.training.data.ledger import Ledger
-from fusion.runtime.training.step.checkpoint import Point
+from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.swarm.directory.records import Digest, JobId, is_digest
 
 INDEX_VERSION = 2  # 1 had no ledger
@@ -42,9 +42,9 @@ class Index:
     ledger: Ledger  # of `step`
     version: int = INDEX_VERSION
 
-    def point(self, digest: Digest) -> Point:
+    def point(self, digest: Digest) -> Checkpoint:
         """What the index, whose blob has this digest, says that everybody can go back to."""
-        return Point(step=self.step, digest=digest, ledger=self.ledger)
+        return Checkpoint(step=self.step, digest=digest, ledger=self.ledger)
 
 
 def encode_index(index: Index) -> bytes:

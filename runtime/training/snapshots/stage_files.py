@@ -14,9 +14,9 @@ import torch
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.training.compute.edge_codecs import residual_shapes
+from fusion.runtime.training.compute.stage_codecs import residual_shapes
 from fusion.runtime.training.snapshots import snapshot
-from fusion.runtime.training.step.messages import Point
+from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
@@ -40,11 +40,11 @@ class StageFiles:
     async def put(self, data: bytes) -> Digest:
         return await self._context.blobs.put(data)
 
-    async def point(self, index_digest: Digest) -> Point:
+    async def point(self, index_digest: Digest) -> Checkpoint:
         """The snapshot with this index, its ledger included. Raises BlobError, JobError."""
         return (await self._index(index_digest, {})).point(index_digest)
 
-    async def load(self, point: Point, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
+    async def load(self, point: Checkpoint, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
         """The state of our stage at a snapshot, or its initial weights where `point` names none, as
         `TrainingStage.load_state` takes it. Raises BlobError, JobError."""
         blobs, stage = self._context.blobs, self._stage
@@ -63,7 +63,7 @@ class StageFiles:
         self._keep(step, digest)
         return await asyncio.to_thread(snapshot.load_state, path, self._stage, self._residuals)
 
-    async def fetch(self, point: Point, owners: Mapping[int, PeerId]) -> None:
+    async def fetch(self, point: Checkpoint, owners: Mapping[int, PeerId]) -> None:
         """Bring here what `load` would read. Raises BlobError, JobError."""
         if point.digest is None:
             proposed = [peer for peer in self._manifest.proposed if peer]
@@ -104,7 +104,7 @@ class StageFiles:
             await self._context.blobs.fetch(index.shards[stage], self._near(stage, owners))
             self._keep(index.step, index_digest, index.shards[stage])
 
-    async def forget_before(self, point: Point) -> None:
+    async def forget_before(self, point: Checkpoint) -> None:
         """Delete what belongs to snapshots older than the newest few."""
         steps = sorted((step for step in self._by_step if step <= point.step), reverse=True)
         kept = set().union(*(self._by_step[step] for step in steps[:KEPT]))

@@ -14,11 +14,11 @@ import torch
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.training.compute.edge_codecs import WireCodecs
+from fusion.runtime.training.compute.stage_codecs import StageCodecs
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.loaded_stage import Loaded
 from fusion.runtime.training.step import messages as m
-from fusion.runtime.training.step.checkpoint import Point
+from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
@@ -34,7 +34,7 @@ class StageSnapshots:
     def __init__(
         self,
         loaded: Loaded,
-        codecs: WireCodecs,
+        codecs: StageCodecs,
         compute: Worker,
         owners: Callable[[], dict[int, PeerId]],
         tell: Callable[[m.Message], None],
@@ -85,7 +85,7 @@ class StageSnapshots:
             self._tell(m.HeldMessage(step=step, index=index))
             return
 
-    async def restore(self, point: Point) -> None:
+    async def restore(self, point: Checkpoint) -> None:
         """Go back to `point`. Raises BlobError, JobError, OSError."""
         state = await self._files.load(point, self._owners())
         await self._compute.run(self._plane.load_state, state)

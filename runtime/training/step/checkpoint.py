@@ -9,7 +9,7 @@ from fusion.swarm.directory.records import Digest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class Checkpoint:
     """A snapshot that all stages hold: the blob of its index; step 0 without one is the initial weights."""
 
     step: int = 0
@@ -27,4 +27,4 @@ class Point:
         return (self.step, self.digest or "")
 
 
-START = Point()  # the initial weights
+START = Checkpoint()  # the initial weights

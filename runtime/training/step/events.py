@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusion.runtime.job.manifest import TrainConfig, Wires
-from fusion.runtime.training.step.checkpoint import START, Point
-from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, Tally
+from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
+from fusion.runtime.training.step.checkpoint import START, Checkpoint
+from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 
 # (term of the stage's owner, the number that its host drew when it was loaded, how often it has joined since). A peer
 # that starts anew may find its claim still its own: then another host follows under the same term.
@@ -24,7 +24,7 @@ class After:
     snapshot: bool = False
     finish: bool = False  # no further step begins
     hold: tuple[int, ...] = ()  # stages that are handed over now: nothing begins until they have joined anew
-    wires: Wires | None = None  # what tensors are sent as from now on; None: as before
+    wires: EdgeCodecs | None = None  # what tensors are sent as from now on; None: as before
 
 
 def supersedes(entry: Entry, known: Entry) -> bool:
@@ -51,7 +51,7 @@ def _every(period: int, step: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class StageReport:
     """What a stage tells the lead when its gradients of a step are complete."""
 
     squared_norm: float = 0.0
@@ -77,9 +77,9 @@ class Joined:
     links: Links = ()
     attempt: Attempt = NO_ATTEMPT  # the newest that it has heard of
     abandoned: bool = False  # it dropped a step of that attempt before the lead said so
-    newest: Point = START  # the newest snapshot that the stage knows to be held
-    before: Point = START  # the one before it
-    tally: Tally = CLEAN
+    newest: Checkpoint = START  # the newest snapshot that the stage knows to be held
+    before: Checkpoint = START  # the one before it
+    tally: RunStatistics = CLEAN
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Ready:
     stage: int
     attempt: Attempt
     step: int
-    report: Report
+    report: StageReport
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Lacking:
 class Saved:
     """Every shard of a snapshot lies on two peers, where there are two."""
 
-    point: Point
+    point: Checkpoint
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,10 @@ class SnapshotLost:
 
 
 @dataclass(frozen=True)
-class Rewire:
+class ChangeCodecs:
     """Tensors are to be sent otherwise from the next step on."""
 
-    wires: Wires
+    wires: EdgeCodecs
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Begin:
     attempt: Attempt
     step: int
     after: After
-    tally: Tally = CLEAN
+    tally: RunStatistics = CLEAN
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Restore:
     """Everybody back to `point`."""
 
     attempt: Attempt
-    point: Point
+    point: Checkpoint
 
 
 # --- for the lead's own books
@@ -202,14 +202,14 @@ class Restore:
 @dataclass(frozen=True)
 class Committed:
     step: int
-    reports: Mapping[int, Report]
+    reports: Mapping[int, StageReport]
 
 
 @dataclass(frozen=True)
 class FellBack:
     """Nobody holds the shards of `lost` any more."""
 
-    lost: Point
+    lost: Checkpoint
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Completed:
 
     attempt: Attempt
     step: int
-    report: Report
+    report: StageReport
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class Join:
     links: Links
     attempt: Attempt
     abandoned: bool
-    tally: Tally
+    tally: RunStatistics
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class Run:
 class SendReady:
     attempt: Attempt
     step: int
-    report: Report
+    report: StageReport
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ class Load:
     """Load the state of `point`, then report Restored or LoadFailed."""
 
     attempt: Attempt
-    point: Point
+    point: Checkpoint
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,17 @@ class HandOver:
 
 
 LeadEvent = (
-    Joined | Lost | Ready | Failed | Leaving | Lacking | Saved | SnapshotDue | SnapshotLost | Rewire | Stop
+    Joined
+    | Lost
+    | Ready
+    | Failed
+    | Leaving
+    | Lacking
+    | Saved
+    | SnapshotDue
+    | SnapshotLost
+    | ChangeCodecs
+    | Stop
 )
 LeadAction = Begin | Commit | Discard | Hold | Restore | Committed | FellBack | Fail
 StageEvent = (

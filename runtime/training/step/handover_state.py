@@ -12,27 +12,27 @@ from typing import Any
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
-from fusion.runtime.job.manifest import Wires
+from fusion.runtime.job.manifest import EdgeCodecs
 from fusion.runtime.training.data.ledger import UNTRAINED, Ledger
-from fusion.runtime.training.step.checkpoint import Point
-from fusion.runtime.training.step.run_statistics import CLEAN, Tally
+from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.run_statistics import CLEAN, RunStatistics
 from fusion.swarm.directory.records import Digest, is_digest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Baton:
+class HandoverState:
     step: int  # that the state is of
     shard: Digest  # blob: the stage's state at `step`, as in a snapshot; the leaving peer holds it
-    point: Point  # the newest snapshot that all stages hold
+    point: Checkpoint  # the newest snapshot that all stages hold
     ledger: Ledger = UNTRAINED  # of `step`; from the lead only
-    tally: Tally = CLEAN
-    wires: Wires | None = None  # that the lead has chosen since the job began; from the lead only
+    tally: RunStatistics = CLEAN
+    wires: EdgeCodecs | None = None  # that the lead has chosen since the job began; from the lead only
 
     def to_header(self) -> dict[str, Any]:
         return plain(self)
 
     @classmethod
-    def read(cls, header: Mapping[str, Any]) -> Baton:
+    def read(cls, header: Mapping[str, Any]) -> HandoverState:
         """JobError for anything that is not a baton."""
         try:
             baton = build(cls, header, "baton")

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
-from fusion.runtime.job.manifest import TrainConfig, Wires
+from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
 from fusion.runtime.planes.optimizer import clip_factor, learning_rate
 from fusion.runtime.training.data.batches import sample_indices
 from fusion.runtime.training.data.ledger import UNTRAINED, Ledger, fed_digest
 from fusion.runtime.training.step import events as e
-from fusion.runtime.training.step.checkpoint import START, Point
-from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, Tally
+from fusion.runtime.training.step.checkpoint import START, Checkpoint
+from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -31,16 +31,16 @@ class LeadState:
     count: int = 0  # attempts made by this lead
     phase: Literal["gathering", "running", "ended"] = "gathering"
     ledger: Ledger = UNTRAINED  # of the state that our own stage has: the next step is ledger.steps
-    newest: Point = START  # never an older one than any that was announced, unless nobody holds it
-    before: Point = START  # the one before it
-    gone: frozenset[Point] = frozenset()  # nobody holds them
+    newest: Checkpoint = START  # never an older one than any that was announced, unless nobody holds it
+    before: Checkpoint = START  # the one before it
+    gone: frozenset[Checkpoint] = frozenset()  # nobody holds them
     joined: Mapping[int, int] = field(default_factory=dict)  # stage -> the step its state is of
     entries: Mapping[int, e.Entry] = field(default_factory=dict)  # stage -> its newest join
-    ready: Mapping[int, e.Report] = field(default_factory=dict)
+    ready: Mapping[int, e.StageReport] = field(default_factory=dict)
     links: Mapping[int, e.Links] = field(default_factory=dict)  # stage -> whom it was linked to then
     leaving: frozenset[int] = frozenset()  # want to be handed over
     held: frozenset[int] = frozenset()  # handed over: their next owner is no loss
-    wires: Wires | None = None  # chosen since the job began; None: those that it began with
+    wires: EdgeCodecs | None = None  # chosen since the job began; None: those that it began with
     rewired: bool = False  # nobody has been told yet
     stopping: bool = False
     due: bool = False  # a snapshot
@@ -50,7 +50,7 @@ class LeadState:
     lacks: int = 0
     broken: bool = False  # work was interrupted and has not gone on yet
     heir: bool = False  # whether the loss of the lead before us needs no counting (any more)
-    tally: Tally = CLEAN
+    tally: RunStatistics = CLEAN
 
     @property
     def step(self) -> int:
@@ -105,7 +105,7 @@ def lead(state: LeadState, event: e.LeadEvent) -> Result:
             return replace(state, saving=False), ()
         case e.SnapshotDue():
             return replace(state, due=True), ()
-        case e.Rewire(wires):
+        case e.ChangeCodecs(wires):
             return replace(state, wires=wires, rewired=True), ()
         case e.Stop():
             return replace(state, stopping=True), ()
@@ -205,7 +205,7 @@ def _lack(state: LeadState, stage: int, attempt: Attempt) -> Result:
     return state, (e.FellBack(lost), *actions)
 
 
-def _learn(state: LeadState, point: Point) -> LeadState:
+def _learn(state: LeadState, point: Checkpoint) -> LeadState:
     """The newest snapshot never gets older."""
     if not point.sound or point in state.gone:
         return state

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fusion.runtime.job.fields import build, plain
-from fusion.runtime.training.step.checkpoint import START
-from fusion.runtime.training.step.checkpoint import Point as Point
-from fusion.runtime.training.step.events import NO_ENTRY, After, Entry, Links, Report
-from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, Tally
+from fusion.runtime.training.step.checkpoint import START, Checkpoint
+from fusion.runtime.training.step.events import NO_ENTRY, After, Entry, Links, StageReport
+from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import Frame, PeerId
 
@@ -68,7 +67,7 @@ class BeginMessage:
     attempt: Attempt
     step: int
     after: After
-    tally: Tally = CLEAN
+    tally: RunStatistics = CLEAN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,7 @@ class HoldMessage:
 @dataclass(frozen=True, kw_only=True)
 class RestoreMessage:
     attempt: Attempt
-    point: Point
+    point: Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +111,7 @@ class ReplicateMessage:
 class SavedMessage:
     """Every shard of this snapshot lies on two peers (where there are two): it is the newest to go back to."""
 
-    point: Point
+    point: Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,13 +133,13 @@ class FinishMessage:
 @dataclass(frozen=True, kw_only=True)
 class JoinMessage:
     step: int
-    newest: Point  # the newest snapshot that this stage knows to be held
-    before: Point = START  # the one before it
+    newest: Checkpoint  # the newest snapshot that this stage knows to be held
+    before: Checkpoint = START  # the one before it
     entry: Entry = NO_ENTRY
     links: Links = ()  # the term under which each stage that it works with is held, as it knows
     attempt: Attempt = NO_ATTEMPT
     abandoned: bool = False
-    tally: Tally = CLEAN
+    tally: RunStatistics = CLEAN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +152,7 @@ class SuspectMessage:
 class ReadyMessage:
     attempt: Attempt
     step: int
-    report: Report
+    report: StageReport
 
 
 @dataclass(frozen=True, kw_only=True)

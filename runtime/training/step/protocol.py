@@ -33,6 +33,7 @@ from fusion.runtime.training.step.events import (
     After,
     Apply,
     Begin,
+    ChangeCodecs,
     Commit,
     Committed,
     Completed,
@@ -58,10 +59,8 @@ from fusion.runtime.training.step.events import (
     LoadFailed,
     Lost,
     Ready,
-    Report,
     Restore,
     Restored,
-    Rewire,
     Run,
     Saved,
     SendLeaving,
@@ -70,6 +69,7 @@ from fusion.runtime.training.step.events import (
     SnapshotLost,
     StageAction,
     StageEvent,
+    StageReport,
     Stay,
     Stop,
     Suspect,
@@ -77,7 +77,7 @@ from fusion.runtime.training.step.events import (
     after,
 )
 from fusion.runtime.training.step.lead import LeadState, lead
-from fusion.runtime.training.step.run_statistics import NO_ATTEMPT, Attempt, Tally
+from fusion.runtime.training.step.run_statistics import NO_ATTEMPT, Attempt, RunStatistics
 from fusion.runtime.training.step.stage import StageState, stage
 
 __all__ = [
@@ -87,6 +87,7 @@ __all__ = [
     "Apply",
     "Attempt",
     "Begin",
+    "ChangeCodecs",
     "Commit",
     "Committed",
     "Completed",
@@ -114,11 +115,10 @@ __all__ = [
     "LoadFailed",
     "Lost",
     "Ready",
-    "Report",
     "Restore",
     "Restored",
-    "Rewire",
     "Run",
+    "RunStatistics",
     "Saved",
     "SendLeaving",
     "SendReady",
@@ -126,11 +126,11 @@ __all__ = [
     "SnapshotLost",
     "StageAction",
     "StageEvent",
+    "StageReport",
     "StageState",
     "Stay",
     "Stop",
     "Suspect",
-    "Tally",
     "Unlinked",
     "after",
     "lead",

@@ -13,7 +13,7 @@ NO_ATTEMPT: Attempt = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
+class RunStatistics:
     """Every field only grows."""
 
     high: int = 0  # the most steps that were ever committed
@@ -25,29 +25,29 @@ class Tally:
     failed: tuple[int, int] = (-1, 0)  # the step at which some stage's arithmetic failed, and how often
     seconds: float = 0.0  # that the leads so far have watched the job
 
-    def commit(self, step: int) -> Tally:
+    def commit(self, step: int) -> RunStatistics:
         if step < self.high:
             return replace(self, replayed=self.replayed + 1)
         return replace(self, high=step + 1)
 
-    def discard(self, attempt: Attempt) -> Tally:
+    def discard(self, attempt: Attempt) -> RunStatistics:
         """An attempt has at most one step that is begun and not committed; telling it twice counts once."""
         if attempt <= self.last_discard:
             return self
         return replace(self, discarded=self.discarded + 1, last_discard=attempt)
 
-    def lose(self) -> Tally:
+    def lose(self) -> RunStatistics:
         return replace(self, losses=self.losses + 1)
 
-    def recover(self) -> Tally:
+    def recover(self) -> RunStatistics:
         return replace(self, recoveries=self.recoveries + 1)
 
-    def fail(self, step: int) -> Tally:
+    def fail(self, step: int) -> RunStatistics:
         return replace(self, failed=(step, self.failed[1] + 1 if self.failed[0] == step else 1))
 
-    def merge(self, other: Tally) -> Tally:
+    def merge(self, other: RunStatistics) -> RunStatistics:
         """The highest of both, field by field."""
-        return Tally(
+        return RunStatistics(
             high=max(self.high, other.high),
             discarded=max(self.discarded, other.discarded),
             replayed=max(self.replayed, other.replayed),
@@ -59,4 +59,4 @@ class Tally:
         )
 
 
-CLEAN = Tally()
+CLEAN = RunStatistics()

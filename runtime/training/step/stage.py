@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fusion.runtime.training.step import events as e
-from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, Tally
+from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class StageState:
     phase: Literal["idle", "running", "ready", "restoring", "handing over"] = "idle"
     leaving: bool = False
     abandoned: bool = False  # we dropped a step of `attempt` before the lead said so
-    tally: Tally = CLEAN
+    tally: RunStatistics = CLEAN
 
     @property
     def entry(self) -> e.Entry:

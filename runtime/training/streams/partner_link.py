@@ -21,7 +21,7 @@ class Ended:
     vanished: bool = False  # the other end is gone without a word
 
 
-class Link:
+class PartnerLink:
     """Frames for the owner of `claim`, sent by `run` in the order of `post`."""
 
     def __init__(self, stream: Stream, claim: ClaimRecord) -> None:

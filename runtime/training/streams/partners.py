@@ -4,7 +4,7 @@ Every stage dials all its partners and is dialled by them, for as long as it is 
 of them are up.
 
 A stream that breaks is dialled again at once, first at the same peer. Where that does not answer, whoever may replace
-the owner is asked to look at it (`Succession.suspect`), while the dialling goes on; what works first wins. A new owner
+the owner is asked to look at it (`TakeoverReports.suspect`), while the dialling goes on; what works first wins. A new owner
 says hello with its sealed claim, and one that we are told of is dialled at once, so nobody waits for the directory. A
 stream that is merely silent is left alone, and so is a peer that answers, whatever went wrong on our side: it takes
 the owner's own silence towards a standby to replace it.
@@ -25,7 +25,7 @@ from fusion.runtime.job.fields import plain
 from fusion.runtime.job.shortage import needs
 from fusion.runtime.training.step.messages import PROTOCOL, Hello
 from fusion.runtime.training.streams.fence import Fence, Later, Overtaken
-from fusion.runtime.training.streams.partner_link import Ended, Link
+from fusion.runtime.training.streams.partner_link import Ended, PartnerLink
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError, TransportError
@@ -44,7 +44,7 @@ SUSPECT_AGAIN_SECONDS = 2.0
 Deliver = Callable[[int, Frame], Awaitable[None] | None]
 
 
-class Neighbours:
+class Partners:
     """`deliver(stage, frame)` gets every frame whose term is right; what it returns, if anything, is awaited before the
     next frame of that stream is read; a ValueError or SwarmError from it ends that stream. `changed(linked)` is called, in the loop, whenever the stage becomes linked or unlinked. `largest_bytes`: of
     the payloads that a partner may send. `memory_bytes`: what each stage of the job needs, for people; or nothing.
@@ -74,7 +74,7 @@ class Neighbours:
         self._changed = changed
         self._largest_bytes = largest_bytes
         self._memory_bytes = tuple(memory_bytes)
-        self._outgoing: dict[int, Link] = {}
+        self._outgoing: dict[int, PartnerLink] = {}
         self._incoming: dict[int, Stream] = {}
         self._shown: dict[int, ClaimRecord] = {}  # the owner to dial next, as it or another peer told us
         self._last: dict[int, ClaimRecord] = {}  # the owner that we dialled last
@@ -180,14 +180,14 @@ class Neighbours:
                 await self._news[target].wait()
         return self._news[target].is_set()
 
-    async def _dial(self, target: int, broke: bool) -> Link | None:
+    async def _dial(self, target: int, broke: bool) -> PartnerLink | None:
         """A link to the owner of the stage; None where we hear of another owner meanwhile. `broke`: whether a stream
         to it was lost, not closed."""
         claim = await self._owner(target)
         last = self._last.get(target)
         suspect = broke and last is not None and (last.peer, last.term) == (claim.peer, claim.term)
         self._last[target] = claim
-        link: Link | None = None
+        link: PartnerLink | None = None
         dialling = asyncio.ensure_future(self._greet(target, claim))
         news = asyncio.ensure_future(self._overtaken(target, claim))
         try:
@@ -200,7 +200,7 @@ class Neighbours:
                 self._suspect(target, claim)
                 done, _ = await asyncio.wait((dialling, news), return_when=asyncio.FIRST_COMPLETED)
             if not news.done():
-                link = Link(await dialling, claim)
+                link = PartnerLink(await dialling, claim)
             return link
         except (TransportError, TimeoutError) as error:
             if not isinstance(error, FrameError):
@@ -244,7 +244,7 @@ class Neighbours:
     async def _greet(self, target: int, claim: ClaimRecord) -> Stream:
         leases = self._context.leases
         async with asyncio.timeout(HELLO_SECONDS):
-            stream = await self._context.transport.open(claim.peer, PROTOCOL, lanes=LANES)
+            stream = await self._context.transport.open(claim.peer, PROTOCOL, stripes=LANES)
             try:
                 hello = Hello(
                     job=self.job, source=self.stage, target=target, term=self.term, target_term=claim.term,
@@ -263,7 +263,7 @@ class Neighbours:
                 raise
         return stream
 
-    async def _use(self, target: int, link: Link) -> bool:
+    async def _use(self, target: int, link: PartnerLink) -> bool:
         """Until the link ends: whether the other end vanished, rather than closed or refused it."""
         self._trust(target)
         self._outgoing[target] = link

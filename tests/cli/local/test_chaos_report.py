@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from fusion.cli.local.chaos_plan import ChaosConfig, fault_plan
-from fusion.cli.local.chaos_report import Report, Run, show
+from fusion.cli.local.chaos_report import ChaosReport, Run, show
 from fusion.cli.local.chaos_swarm import Injected
 from fusion.cli.local.chaos_timeline import Timeline
 from fusion.cli.terminal.output import Output
@@ -42,11 +42,11 @@ def run(seconds_a_step: float, pause: float = 0.0, **last: object) -> Run:
     return Run(timeline=timeline, shards=SHARDS, shard_step=10)
 
 
-def report(faulted: Run, quiet: Run | None = None) -> Report:
+def report(faulted: Run, quiet: Run | None = None) -> ChaosReport:
     config = ChaosConfig(peers=3, standbys=1, seed=5)
     plan = fault_plan(config, 60.0)
     done = Injected(plan[0], 100.0 + 5.2, ("peer-1",), 0, True)
-    return Report(
+    return ChaosReport(
         config=config, plan=plan, steps=10, quiet=quiet or run(1.0), faulted=faulted, injected=[done]
     )
 
@@ -96,7 +96,7 @@ def test_ledgers_are_compared_where_there_are_any() -> None:
 
 
 def test_a_run_that_came_to_no_end_is_not_exact_and_still_reports() -> None:
-    empty = Report(config=ChaosConfig(seed=1), error="peer-1 did not start: no space")
+    empty = ChaosReport(config=ChaosConfig(seed=1), error="peer-1 did not start: no space")
     record = empty.record()
     assert not record["exact"] and record["differences"] == ["peer-1 did not start: no space"]
     assert record["goodput"] is None and record["recovery_p95_seconds"] is None

@@ -73,7 +73,7 @@ def test_a_fleet_starts_asks_and_clears_up() -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_last_words_are_the_reason() -> None:
+def test_the_last_lines_are_the_reason() -> None:
     roots: list[Path] = []
 
     async def main(step: Callable[[Fleet], object]) -> None:

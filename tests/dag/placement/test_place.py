@@ -15,7 +15,7 @@ from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
-from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.network import UNKNOWN_LINK, Device, Link, Network
 from fusion.dag.placement.pipeline import Layout, pipeline
 from fusion.dag.placement.place import place
@@ -297,7 +297,7 @@ def test_a_cheaper_wire_makes_more_stages_worth_it():
     graph, devices = mlp([64] * 17), [device("a", 1e8), device("b", 1e8)]
     slow = network(devices, Link(alpha_seconds=0.0, bytes_per_second=4e4))
     dense = place(graph, slow, SIZES, 8)
-    packed = place(graph, slow, SIZES, 8, wire=WireCost(name="int4", bytes_per_element=0.5))
+    packed = place(graph, slow, SIZES, 8, wire=CodecCost(name="int4", bytes_per_element=0.5))
     assert len(dense.owners) == 1 and len(packed.owners) == 2
     assert packed.predicted_seconds < dense.predicted_seconds
 

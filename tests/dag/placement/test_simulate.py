@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.pipeline import Flow, Pipeline, StageLoad
 from fusion.dag.placement.simulate import Shared, packet_bytes, simulate
 from fusion.dag.placement.step_model import step_seconds
 
 FREE = Link(alpha_seconds=0.0, bytes_per_second=inf)
-BYTE = WireCost(name="none", bytes_per_element=1.0)
+BYTE = CodecCost(name="none", bytes_per_element=1.0)
 
 
 def load(forward=1.0, backward=2.0, update=0.0):
@@ -170,7 +170,7 @@ def test_a_long_way_lets_through_what_may_be_under_way(depth, held):
 
 
 def test_a_codec_works_beside_the_computing():
-    wire = WireCost(
+    wire = CodecCost(
         name="x", bytes_per_element=0.0, encode_seconds_per_element=0.3, decode_seconds_per_element=0.1
     )
     hidden = [flow(0, 1, 1, forward=wire, backward=None)]
@@ -221,7 +221,7 @@ def pipelines(draw):
     skips = draw(st.sets(st.sampled_from(pairs), max_size=2)) if pairs else set()
     rates = st.sampled_from([5.0, 20.0, 100.0, inf])
     wire = st.builds(
-        WireCost,
+        CodecCost,
         name=st.just("x"),
         bytes_per_element=st.sampled_from([0.5, 4.0]),
         encode_seconds_per_element=st.sampled_from([0.0, 0.01]),
@@ -266,7 +266,7 @@ def likely(random):
     names = [f"p{s}" for s in range(stages)]
 
     def wire():
-        return WireCost(
+        return CodecCost(
             name="x",
             bytes_per_element=float(random.choice([4.0, 1.0, 0.3])),
             encode_seconds_per_element=float(random.choice([0.0, 4e-9, 2e-8])),

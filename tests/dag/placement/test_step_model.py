@@ -7,13 +7,13 @@ from math import inf
 import numpy as np
 import pytest
 
-from fusion.dag.placement.codec_cost import WireCost
+from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.pipeline import Flow, Pipeline, StageLoad
 from fusion.dag.placement.simulate import simulate
 from fusion.dag.placement.step_model import step_seconds
 
-BYTE = WireCost(name="byte", bytes_per_element=1)
+BYTE = CodecCost(name="byte", bytes_per_element=1)
 
 
 def line(
@@ -101,7 +101,7 @@ def test_gpipe_runs_its_passes_one_after_the_other():
 
 
 def test_codecs_work_beside_compute_and_count_as_busy():
-    wire = WireCost(
+    wire = CodecCost(
         name="x", bytes_per_element=0.1, encode_seconds_per_element=0.2, decode_seconds_per_element=0.1
     )
     found = step_seconds(line([(1, 1, 0)] * 3, 10, Link(alpha_seconds=0, bytes_per_second=1e9), 8, wire=wire))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from fusion.runtime.hosting.claim_choice import (
     IDLE_FIRST_SECONDS,
-    Vacancy,
+    VacantStage,
     beside_the_idle,
     one_each,
     one_early,
@@ -20,8 +20,8 @@ from fusion.swarm.transport import PeerId
 
 def vacancy(
     stage: int = 0, score: float = 0.5, empty: float = 0.0, memory: int = 10, job: str = "a"
-) -> Vacancy:
-    return Vacancy(job=JobId(job), stage=stage, score=score, empty_seconds=empty, memory_bytes=memory)
+) -> VacantStage:
+    return VacantStage(job=JobId(job), stage=stage, score=score, empty_seconds=empty, memory_bytes=memory)
 
 
 def test_what_was_proposed_to_us_goes_first_then_what_is_empty_longest() -> None:
@@ -38,7 +38,7 @@ def test_a_stage_that_does_not_fit_leaves_room_for_smaller_ones() -> None:
     assert stages_to_claim([vacancy(memory=0)], 0, 8) == (vacancy(memory=0),)
 
 
-def place(vacancy: Vacancy) -> tuple[str, int]:
+def place(vacancy: VacantStage) -> tuple[str, int]:
     return vacancy.job, vacancy.stage
 
 
@@ -59,7 +59,7 @@ vacancies = st.lists(
 @settings(max_examples=100)
 @given(vacancies, st.integers(0, 200), st.integers(0, 6), st.randoms())
 def test_the_choice_fits_takes_all_it_can_and_does_not_depend_on_the_order(
-    found: list[Vacancy], memory: int, seats: int, random: object
+    found: list[VacantStage], memory: int, seats: int, random: object
 ) -> None:
     chosen = stages_to_claim(found, memory, seats)
     assert len(chosen) <= seats and sum(v.memory_bytes for v in chosen) <= memory

@@ -13,7 +13,7 @@ from support.hosting import Peer, Swarm, over, swarm, until
 
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.hosting.jobs.job_files import JobFiles
-from fusion.runtime.hosting.jobs.job_gossip import LastWords
+from fusion.runtime.hosting.jobs.job_gossip import JobGossip
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.identity import Identity
@@ -174,7 +174,7 @@ def test_what_has_ended_before_our_eyes_stays_ended_whatever_others_say() -> Non
         job=JobId("a" * 64), name="work", kind="train", state="running", term=1, step=90, lead=us, stages=2,
         snapshot=LAST, snapshot_step=90, author=us,
     )  # fmt: skip
-    words = LastWords(us)
+    words = JobGossip(us)
     words.conclude(replace(record, state="done"))
     assert words.concluded(record.job) and words.repeated == (replace(record, state="done"),)
     late = replace(record, term=4, step=95, snapshot=SNAPSHOT, snapshot_step=20)

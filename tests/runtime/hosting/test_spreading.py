@@ -9,7 +9,7 @@ from support.hosting import Peer, Swarm, over, swarm, until
 
 from fusion.runtime.hosting.takeover import PROTOCOL
 from fusion.runtime.training.snapshots.stage_files import copies_at
-from fusion.swarm.claims.election import HEAD_START_SECONDS, heirs, is_idle
+from fusion.swarm.claims.election import HEAD_START_SECONDS, is_idle, successors
 from fusion.swarm.directory.records import Digest, JobId, PeerRecord
 from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId, call
@@ -163,7 +163,7 @@ def test_an_idle_standby_goes_before_a_busy_one_whoever_was_asked(tmp_path: Path
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, lead, busy, comer = await beside_a_busy_standby(made)
-            claims = heirs(await comer.context.leases.claims(job, 0))
+            claims = successors(await comer.context.leases.claims(job, 0))
             assert [(claim.peer, is_idle(claim)) for claim in claims] == [(comer.id, True), (busy.id, False)]
             made.network.kill(lead.id)
             header = {"job": job, "stage": 0, "peer": lead.id, "term": 1}

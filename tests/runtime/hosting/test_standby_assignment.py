@@ -10,24 +10,24 @@ from fusion.runtime.hosting.standby_assignment import (
     SPARE,
     WANTED,
     Candidate,
-    Opening,
     Place,
-    Room,
     Standby,
+    StandbyCapacity,
+    UncoveredStage,
     places_to_cover,
 )
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
 
 JOB = JobId("a" * 64)
-ROOMY = Room(disk_bytes=10**12, seats=64)
+ROOMY = StandbyCapacity(disk_bytes=10**12, seats=64)
 MEMORY = 1000
 SCORE = 0.5
 BUSY_SCORE = 0.0005
 
 
-def opening(stage: int, *standbys: Standby, **changes: object) -> Opening:
-    made = Opening(
+def opening(stage: int, *standbys: Standby, **changes: object) -> UncoveredStage:
+    made = UncoveredStage(
         job=JOB, stage=stage, owner=PeerId(f"owner-{stage}"), memory_bytes=600, disk_bytes=1200, standbys=standbys
     )  # fmt: skip
     return replace(made, **changes)  # type: ignore[arg-type]
@@ -102,9 +102,9 @@ def test_more_standbys_share_the_stages() -> None:
 def test_what_does_not_fit_is_left_to_others() -> None:
     us = candidate("us", free=500)
     assert places_to_cover([opening(0), opening(1, memory_bytes=400)], us, [], SCORE, ROOMY) == ((JOB, 1),)
-    room = Room(disk_bytes=2500, seats=64)
+    room = StandbyCapacity(disk_bytes=2500, seats=64)
     assert len(places_to_cover([opening(s) for s in range(4)], candidate("us"), [], SCORE, room)) == 2
-    room = Room(disk_bytes=10**12, seats=3)
+    room = StandbyCapacity(disk_bytes=10**12, seats=3)
     assert len(places_to_cover([opening(s) for s in range(4)], candidate("us"), [], SCORE, room)) == 3
 
 
@@ -116,7 +116,7 @@ def test_a_stage_without_a_ready_owner_gets_no_new_standby_and_keeps_its_own() -
 
 
 def test_the_stage_with_the_fewest_standbys_comes_first() -> None:
-    room = Room(disk_bytes=1200, seats=64)
+    room = StandbyCapacity(disk_bytes=1200, seats=64)
     openings = [opening(0, standby("x")), opening(1), opening(2, standby("x"))]
     assert places_to_cover(openings, candidate("us"), [candidate("x")], SCORE, room) == ((JOB, 1),)
 
@@ -216,7 +216,7 @@ def test_the_choice_keeps_its_bounds_and_does_not_depend_on_the_order(
     drawn: list[tuple[bool, int]], count: int, disk: int, seats: int, random: object
 ) -> None:
     everybody = candidates(drawn)
-    us, room = everybody[0], Room(disk_bytes=disk, seats=seats)
+    us, room = everybody[0], StandbyCapacity(disk_bytes=disk, seats=seats)
     openings = [opening(stage, ours=stage % 2 == 0) for stage in range(count)]
     chosen = places_to_cover(openings, us, everybody, SCORE, room)
     assert len(chosen) <= seats and sum(1200 for _ in chosen) <= disk

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.hosting import Peer, Swarm, swarm, until
 
-from fusion.runtime.hosting.takeover import GONE, PROTOCOL, SILENT, Sign, SuccessionConfig, Successor, judge
+from fusion.runtime.hosting.takeover import GONE, PROTOCOL, SILENT, Sign, TakeoverConfig, Takeovers, judge
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId
@@ -109,9 +109,9 @@ def test_the_next_standby_takes_over_when_the_best_died_as_well(tmp_path: Path) 
 def test_heirs_may_die_one_after_the_other(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
-            job, owner, heirs = await one_job(made, 2)
+            job, owner, successors = await one_job(made, 2)
             witness = await made.join()
-            for term, heir in enumerate(heirs, 2):
+            for term, heir in enumerate(successors, 2):
                 vanish(made, owner)
                 claim = await witness.context.succession.suspect(job, 0, owner.id, term - 1)  # type: ignore[union-attr]
                 assert claim is not None and (claim.peer, claim.term) == (heir.id, term)
@@ -443,7 +443,7 @@ def test_a_standby_believes_what_it_saw() -> None:
 
 def test_a_wrong_configuration_is_named() -> None:
     with pytest.raises(ValueError, match="check_seconds"):
-        SuccessionConfig(check_seconds=0)
+        TakeoverConfig(check_seconds=0)
 
 
 def test_a_client_may_ask_and_is_never_asked_in_vain(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_a_client_may_ask_and_is_never_asked_in_vain(tmp_path: Path) -> None:
             identity = Identity.generate()
             transport = MemoryTransport(made.network, identity.peer_id)
             directory = MemoryDirectory(made.network, identity, made.clock)
-            asking = Successor(transport, Leases(identity.peer_id, directory, LeaseConfig()), made.checks)
+            asking = Takeovers(transport, Leases(identity.peer_id, directory, LeaseConfig()), made.checks)
             await asking.start()
             reply = await call(made.client(), identity.peer_id, PROTOCOL, "holds", {"job": job, "stage": 0})
             assert reply.header["term"] == 0

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from fusion.runtime.hosting.vacant_stages import Vacancies, needed_bytes
+from fusion.runtime.hosting.vacant_stages import VacantStages, needed_bytes
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId
@@ -30,7 +30,7 @@ def claim(peer: PeerId, role: str = "owner", term: int = 3) -> ClaimRecord:
 
 def test_a_stage_is_empty_from_when_it_was_first_seen_without_an_owner() -> None:
     clock = ManualClock()
-    vacancies = Vacancies(US, 0.25, clock)
+    vacancies = VacantStages(US, 0.25, clock)
     assert vacancies.look(PLACE, MANIFEST, [], early=False) is None
     clock.advance(HEAD_START_SECONDS)
     found = vacancies.look(PLACE, MANIFEST, [], early=False)
@@ -44,7 +44,7 @@ def test_a_stage_is_empty_from_when_it_was_first_seen_without_an_owner() -> None
 
 
 def test_whoever_stands_by_or_has_the_state_need_not_wait() -> None:
-    vacancies = Vacancies(US, 0.25, ManualClock())
+    vacancies = VacantStages(US, 0.25, ManualClock())
     early = vacancies.look(PLACE, MANIFEST, [], early=True)
     assert early is not None and early.early and early.score == 0.625
     standby = vacancies.look(PLACE, MANIFEST, [claim(US, "standby")], early=True)
@@ -53,7 +53,7 @@ def test_whoever_stands_by_or_has_the_state_need_not_wait() -> None:
 
 
 def test_an_owner_has_vanished_unless_it_said_that_it_leaves() -> None:
-    vacancies = Vacancies(US, 0.25, ManualClock())
+    vacancies = VacantStages(US, 0.25, ManualClock())
     assert vacancies.vanished(PLACE, []) is None  # there never was one
     vacancies.look(PLACE, MANIFEST, [claim(OWNER)], early=False)
     assert vacancies.vanished(PLACE, [claim(US, "standby")]) == OWNER

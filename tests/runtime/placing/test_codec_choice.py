@@ -20,8 +20,8 @@ from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import DTYPE_BYTES, Ref, TensorType
 from fusion.dag.placement.codec_cost import DENSE
 from fusion.dag.placement.network import Device, Link, Network
-from fusion.runtime.job.manifest import CompressionConfig, Wires
-from fusion.runtime.placing.codec_choice import Tie, choose_wires, wire_costs
+from fusion.runtime.job.manifest import CompressionConfig, EdgeCodecs
+from fusion.runtime.placing.codec_choice import Tie, choose_codecs, codec_costs
 
 MBPS = 1e6 / 8
 SIZES = {"batch": 4}
@@ -71,16 +71,16 @@ def choose(
     at: list[str] | None = None,
     speeds: dict[str, CodecSpeed] | None = None,
     compute: float = 0.0,
-) -> Wires:
+) -> EdgeCodecs:
     speeds = FREE if speeds is None else speeds
-    return choose_wires(edges, ties, SIZES, at or owners(network), network, config, speeds, compute)
+    return choose_codecs(edges, ties, SIZES, at or owners(network), network, config, speeds, compute)
 
 
 def busy(
-    edges: list[Edge], network: Network, wires: Wires, *, reuse_mask: bool = True
+    edges: list[Edge], network: Network, wires: EdgeCodecs, *, reuse_mask: bool = True
 ) -> dict[tuple[str, str], float]:
     """Seconds that each link is busy with a microbatch, by (from, to)."""
-    costs, found = wire_costs(wires, edges, SIZES, FREE, reuse_mask), {}
+    costs, found = codec_costs(wires, edges, SIZES, FREE, reuse_mask), {}
     for one in edges:
         elements = SIZES["batch"] * one.type.shape[1]
         for consumer in one.consumers:
@@ -203,25 +203,25 @@ def test_ties_are_never_sparse() -> None:
 
 def test_costs_are_what_is_sent() -> None:
     edges, elements = [edge(0, 1), edge(1, 2), edge(2, 3, elements=1)], 4 << 16
-    wires: Wires = (
+    wires: EdgeCodecs = (
         ("v0to1/0", "topk:0.01", "topk:0.01"),
         ("v1to2/0", "int8", "none"),
         ("v2to3/0", "int4", "int4"),
         ("w", "int8", "none"),
     )
-    costs = wire_costs(wires, edges, SIZES, REFERENCE, True)
+    costs = codec_costs(wires, edges, SIZES, REFERENCE, True)
     topk = parse("topk:0.01")
     there, back = costs["v0to1/0", "forward"], costs["v0to1/0", "backward"]
     assert there.bytes(elements) == pytest.approx(topk.payload_bytes(elements, 4), rel=1e-12)
     assert back.bytes(elements) == pytest.approx(topk.payload_bytes_at(elements, 4), rel=1e-12)
     assert there.name == back.name == "topk:0.01"
-    unmasked = wire_costs(wires, edges, SIZES, REFERENCE, False)["v0to1/0", "backward"]
+    unmasked = codec_costs(wires, edges, SIZES, REFERENCE, False)["v0to1/0", "backward"]
     assert unmasked == there
     assert there.encode_seconds_per_element == 4 / REFERENCE["topk"].encode_bytes_per_second
     assert costs["v1to2/0", "backward"] == DENSE["float32"]
-    assert wire_costs(wires, edges, SIZES, {}, True)["v1to2/0", "forward"].encode_seconds_per_element == 0.0
+    assert codec_costs(wires, edges, SIZES, {}, True)["v1to2/0", "forward"].encode_seconds_per_element == 0.0
     assert ("w", "forward") not in costs
-    half = wire_costs((("v0to1/0", "fp16", "fp16"),), [edge(0, 1, dtype="float16")], SIZES, REFERENCE, True)
+    half = codec_costs((("v0to1/0", "fp16", "fp16"),), [edge(0, 1, dtype="float16")], SIZES, REFERENCE, True)
     assert half["v0to1/0", "forward"] == DENSE["float16"]  # it would not be smaller
 
 
@@ -254,7 +254,7 @@ def test_never_more_bytes_than_dense_and_always_the_same_table(
     assert table == choose(edges, network, config, compute=compute, speeds=dict(REFERENCE))
     place = {one.name: i for i, one in enumerate(edges)}
     assert [place[name] for name, _, _ in table] == sorted({place[name] for name, _, _ in table})
-    costs = wire_costs(table, edges, SIZES, REFERENCE, reuse_mask)
+    costs = codec_costs(table, edges, SIZES, REFERENCE, reuse_mask)
     for one in edges:
         for way in ("forward", "backward"):
             cost = costs.get((one.name, way), DENSE["float32"])

@@ -11,7 +11,7 @@ from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.pipeline import pipeline
 from fusion.dag.placement.simulate import simulate
 from fusion.runtime.job.manifest import CompressionConfig
-from fusion.runtime.placing.codec_placement import Wired, codec_families, place_wired
+from fusion.runtime.placing.codec_placement import CodecPlacement, codec_families, place_with_codecs
 
 GRAPH = chain([512] * 9)
 ADAPTIVE = CompressionConfig(kind="adaptive", ratio=16.0, families=("bf16", "int8", "topk"))
@@ -30,13 +30,13 @@ def placed(
     config: CompressionConfig = ADAPTIVE,
     speeds: dict[str, CodecSpeed] | None = None,
     stages: int | None = 2,
-) -> Wired:
-    return place_wired(
+) -> CodecPlacement:
+    return place_with_codecs(
         GRAPH, network, SIZES, 8, config, speeds or dict(REFERENCE), asked="1f1b", stages=stages
     )
 
 
-def seconds(found: Wired, network: Network) -> float:
+def seconds(found: CodecPlacement, network: Network) -> float:
     return simulate(pipeline(GRAPH, found.placement, network, SIZES, found.costs)).step_seconds
 
 

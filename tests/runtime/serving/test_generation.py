@@ -65,7 +65,7 @@ def test_any_stage_may_die_at_any_token(victim: int, sampling: Sampling, tmp_pat
             assert [hop for i, hop in enumerate(answer.route) if i != victim] == [
                 peer.id for i, peer in enumerate(swarm.owners) if i != victim
             ]
-            assert {(stage, peer) for stage, peer, _ in swarm.heirs.reports} == {(victim, old)}
+            assert {(stage, peer) for stage, peer, _ in swarm.successors.reports} == {(victim, old)}
             await swarm.freed()
 
     asyncio.run(main())
@@ -75,18 +75,18 @@ def test_one_after_another_and_two_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm_of(9, tmp_path, failover=PATIENT) as swarm:
             job = await swarm.serve("gpt2", 3)
-            heirs = swarm.peers[3:7]
-            for stage, heir in zip((0, 2, 1, 0), heirs, strict=True):
+            successors = swarm.peers[3:7]
+            for stage, heir in zip((0, 2, 1, 0), successors, strict=True):
                 await swarm.stand_by(heir, job, stage)
             kill = swarm.network.kill
             faults: dict[int, Callable[[], Any]] = {
                 3: lambda: kill(swarm.owners[1].id),
                 20: lambda: [kill(swarm.owners[i].id) for i in (0, 2)],
-                30: lambda: kill(heirs[0].id),
+                30: lambda: kill(successors[0].id),
             }
             answer = await answer_while(swarm, swarm.peers[8], 50, faults)
             assert list(answer.tokens) == reference("gpt2", PROMPT, 50)
-            assert answer.route == (heirs[3].id, heirs[2].id, heirs[1].id)
+            assert answer.route == (successors[3].id, successors[2].id, successors[1].id)
 
     asyncio.run(main())
 
@@ -106,7 +106,7 @@ def test_four_sessions_at_once_report_the_dead_owner_once(tmp_path: Path) -> Non
             answers = await asyncio.gather(*asked)
             assert [list(a.tokens) for a in answers] == [reference("llama", p, 60) for p in prompts]
             assert all(a.route[1] == swarm.peers[3].id for a in answers)
-            assert len(swarm.heirs.reports) == 1
+            assert len(swarm.successors.reports) == 1
             await swarm.freed()
 
     asyncio.run(main())
@@ -172,7 +172,7 @@ def test_a_stage_that_fails_by_itself_is_tried_again_and_not_reported(tmp_path: 
 
             answer = await answer_while(swarm, swarm.peers[2], 30, {5: break_it})
             assert list(answer.tokens) == reference("gpt2", PROMPT, 30) and not failures[0]
-            assert not swarm.heirs.reports
+            assert not swarm.successors.reports
             failures[0] = 99
             with pytest.raises(RemoteError, match=r"stage 1 of gpt2 on .* the device is on fire"):
                 await swarm.ask(2, prompt_ids=PROMPT, max_tokens=5)
@@ -210,14 +210,14 @@ def test_a_frozen_stage_is_reported_and_goes_on_when_it_wakes_up(tmp_path: Path)
             asked = asyncio.create_task(
                 answer_while(swarm, swarm.peers[3], 40, {10: lambda: freeze(stage, wake)})
             )
-            while len(swarm.heirs.reports) < 2:  # twice, and it still has its session
+            while len(swarm.successors.reports) < 2:  # twice, and it still has its session
                 await asyncio.sleep(0.01)
             assert stage.sessions == 1 and not asked.done()
             wake.set()
             answer = await asked
             assert list(answer.tokens) == reference("llama", PROMPT, 40)
             assert answer.route[1] == swarm.owners[1].id
-            assert {report[0] for report in swarm.heirs.reports} == {1}
+            assert {report[0] for report in swarm.successors.reports} == {1}
 
     asyncio.run(main())
 
@@ -236,7 +236,7 @@ def test_a_frozen_stage_is_replaced_once_somebody_has_taken_it_over(tmp_path: Pa
                     {10: lambda: freeze(frozen.service._hosted[job, 1].stage, asyncio.Event())},
                 )
             )
-            while not swarm.heirs.reports:
+            while not swarm.successors.reports:
                 await asyncio.sleep(0.01)
             claim = frozen.context.leases.holds(job, 1)
             assert claim is not None
@@ -264,7 +264,7 @@ def test_a_slow_stage_is_left_alone(tmp_path: Path) -> None:
 
             answer = await answer_while(swarm, swarm.peers[3], 8, {3: slow_down})
             assert list(answer.tokens) == reference("gpt2", PROMPT, 8)
-            assert not swarm.heirs.reports
+            assert not swarm.successors.reports
 
     asyncio.run(main())
 
@@ -285,7 +285,7 @@ def test_a_token_that_was_lost_on_the_way_is_made_again(tmp_path: Path) -> None:
 
             answer = await answer_while(swarm, swarm.peers[3], 12, {5: lose_one})
             assert list(answer.tokens) == reference("gpt2", PROMPT, 12)
-            assert not swarm.heirs.reports
+            assert not swarm.successors.reports
 
     asyncio.run(main())
 
@@ -328,7 +328,7 @@ def test_a_peer_that_leaves_is_followed_without_a_fault(
             answer = await answer_while(swarm, gateway, 80, {20: lambda: hand_over(swarm, job, 1, old, new)})
             assert list(answer.tokens) == reference("llama", PROMPT, 80)
             assert answer.route[1] == new.id
-            assert not swarm.heirs.reports
+            assert not swarm.successors.reports
             assert not [r for r in caplog.records if "looking for another way" in r.message]
             await asyncio.wait(old.hosting, timeout=10)
             assert not old.open_sessions and not old.service._hosted

@@ -189,7 +189,7 @@ def test_a_replica_may_die_at_any_token(tmp_path: Path) -> None:
             answer = await answer_while(swarm, {20: lambda: swarm.network.kill(replica.id)})
             assert list(answer.tokens) == reference("llama", PROMPT, TOKENS)
             assert answer.route == tuple(peer.id for peer in swarm.owners)
-            assert not swarm.heirs.reports, "its owner has not gone"
+            assert not swarm.successors.reports, "its owner has not gone"
 
     asyncio.run(main())
 
@@ -202,7 +202,7 @@ def test_an_owner_may_die_and_the_answer_goes_on_over_the_replica(tmp_path: Path
             answer = await answer_while(swarm, {20: lambda: swarm.network.kill(old)})
             assert list(answer.tokens) == reference("llama", PROMPT, TOKENS)
             assert answer.route == (swarm.owners[0].id, replica.id)
-            assert {(stage, peer) for stage, peer, _ in swarm.heirs.reports} == {(1, old)}
+            assert {(stage, peer) for stage, peer, _ in swarm.successors.reports} == {(1, old)}
             while not replica.service._hosted[job, 1].owned:
                 await asyncio.sleep(0.002)
             await swarm.freed()

@@ -28,9 +28,9 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.request import Sampling, pack_tokens
-from fusion.runtime.serving.ring import RingStage, Seat
+from fusion.runtime.serving.ring import RingPosition, RingStage
 from fusion.runtime.serving.ring_frames import plan_ring
-from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends
+from fusion.runtime.serving.ring_link import GATEWAY, RING, LinkEnds
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.memory.network import MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import PeerId, Stream
@@ -290,7 +290,7 @@ def test_frames_that_the_plan_does_not_foresee_end_the_stream(
         async with ring_of(SHAPES["two"]) as ring:
             await ring.open(await ring.connect(), ring.opening([1, 2], 5, session="s"))
             forger = await ring.network.transports[PeerId("p0")].open(PeerId("p1"), RING)
-            await forger.send("hello", Ends(JOB, sender, 1, PeerId("p1")).to_header())
+            await forger.send("hello", LinkEnds(JOB, sender, 1, PeerId("p1")).to_header())
             await forger.send(kind, {"session": "s", **header}, [bytes(size)])
             assert (await forger.receive()).kind == "error"
             with pytest.raises(SwarmError):
@@ -309,7 +309,7 @@ def test_only_the_peers_of_the_route_may_speak_for_its_stages() -> None:
                 (0, "token", {"id": 1, "position": 1}, 0, "only the last stage"),
             ):
                 stream = await stranger.open(ring.route[stage].peer, RING)
-                await stream.send("hello", Ends(JOB, 1 - stage, stage, PeerId("x")).to_header())
+                await stream.send("hello", LinkEnds(JOB, 1 - stage, stage, PeerId("x")).to_header())
                 await stream.send(kind, {"session": "s", **header}, [bytes(size)])
                 frame = await stream.receive()
                 assert frame.kind == "error" and reason in frame.header["message"]
@@ -327,7 +327,7 @@ def test_a_stage_that_is_not_running_refuses_streams() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         transport = MemoryTransport(network, PeerId("p0"))
-        seat = Seat(
+        seat = RingPosition(
             job=JOB,
             name="toy",
             serve=ServeConfig(cache="kv", max_sequence=8, vocabulary=VOCABULARY),

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.ring_link import GATEWAY, RING, Ends, Link, Links
+from fusion.runtime.serving.ring_link import GATEWAY, RING, LinkEnds, RingLink, RingLinks
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable, StreamClosed
 from fusion.swarm.memory.network import MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import Frame, PeerId, Stream
 
 HERE, THERE = PeerId("here"), PeerId("there")
-ENDS = Ends(JobId("job"), GATEWAY, 3, THERE)
+ENDS = LinkEnds(JobId("job"), GATEWAY, 3, THERE)
 
 
 class Pair:
@@ -28,8 +28,8 @@ class Pair:
         self.frames: list[Frame] = []
         self.reasons: list[str] = []
 
-    def links(self) -> Links:
-        return Links(
+    def links(self) -> RingLinks:
+        return RingLinks(
             self.here,
             on_frame=lambda ends, frame: self.frames.append(frame),
             on_end=lambda ends, reason: self.reasons.append(f"{ends.stage}: {reason}"),
@@ -58,7 +58,7 @@ def test_one_link_for_each_neighbour_however_many_ask_at_once() -> None:
             found = await asyncio.gather(*(links.to(ENDS) for _ in range(5)))
             assert len(set(found)) == 1
             hello = await (await pair.arrived.get()).receive()
-            assert Ends.from_hello(hello, THERE) == ENDS
+            assert LinkEnds.from_hello(hello, THERE) == ENDS
             assert pair.arrived.empty()
             await links.aclose()
             assert not pair.reasons
@@ -105,7 +105,7 @@ def test_sending_waits_for_the_wire_and_posting_does_not() -> None:
     asyncio.run(main())
 
 
-async def _send_many(link: Link, payload: list[bytes], count: int) -> None:
+async def _send_many(link: RingLink, payload: list[bytes], count: int) -> None:
     for _ in range(count):
         await link.send("large", {}, payload)
 
@@ -143,10 +143,12 @@ def test_a_frame_that_the_owner_refuses_ends_the_link() -> None:
     async def main() -> None:
         async with two_peers() as pair:
 
-            def refuse(ends: Ends, frame: Frame) -> None:
+            def refuse(ends: LinkEnds, frame: Frame) -> None:
                 raise JobError(f"no {frame.kind} here")
 
-            links = Links(pair.here, on_frame=refuse, on_end=lambda ends, reason: pair.reasons.append(reason))
+            links = RingLinks(
+                pair.here, on_frame=refuse, on_end=lambda ends, reason: pair.reasons.append(reason)
+            )
             link = await links.to(ENDS)
             await (await pair.arrived.get()).send("surprise")
             await link.ended.wait()
@@ -165,4 +167,4 @@ def test_a_frame_that_the_owner_refuses_ends_the_link() -> None:
 )
 def test_a_first_frame_that_is_no_hello_is_refused(frame: Frame) -> None:
     with pytest.raises(JobError):
-        Ends.from_hello(frame, HERE)
+        LinkEnds.from_hello(frame, HERE)

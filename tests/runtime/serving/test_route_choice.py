@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fusion.runtime.serving.route_choice import Costs, Errand, Ways, holders
+from fusion.runtime.serving.route_choice import Costs, RemainingWork, RouteOptions, holders
 from fusion.runtime.serving.session import Hop
 from fusion.swarm.directory.records import ClaimRecord, JobId, Pair
 from fusion.swarm.links.view import LinkView
@@ -13,7 +13,7 @@ from fusion.swarm.transport import PeerId
 JOB = JobId("5" * 64)
 GATEWAY, A, B, C = (PeerId(name) for name in "gabc")
 COSTS = Costs(stage_seconds=(0.01, 0.01), hop_bytes=(16384.0,))
-NEW = Errand(20, 200)
+NEW = RemainingWork(20, 200)
 
 
 def claim(peer: PeerId, **fields: Any) -> ClaimRecord:
@@ -42,8 +42,8 @@ BY_B, BY_C = (Hop(A, 7), Hop(B, 2)), (Hop(A, 7), Hop(C, 2))
 
 def ways(
     links: LinkView, stages: Any = STAGES, costs: Costs = COSTS, ours: Mapping[Any, int] | None = None
-) -> Ways:
-    return Ways(stages=stages, links=links, gateway=GATEWAY, costs=costs, ours=ours or {})
+) -> RouteOptions:
+    return RouteOptions(stages=stages, links=links, gateway=GATEWAY, costs=costs, ours=ours or {})
 
 
 def loaded(b: float, c: float) -> Any:
@@ -68,8 +68,8 @@ def test_sessions_leave_a_link_that_became_slow() -> None:
 def test_a_session_stays_where_moving_would_not_pay() -> None:
     assert ways(view(), loaded(0, 0)).better(NEW, BY_C) is None, "no worse than the other"
     assert ways(view(ac=60.0)).better(NEW, BY_C) is None, "hardly worse"
-    assert ways(view(ab=8.0)).better(Errand(20, 5), BY_B) is None, "over soon"
-    assert ways(view(ab=8.0, ac=10.0)).better(Errand(4000, 200), BY_B) is None, (
+    assert ways(view(ab=8.0)).better(RemainingWork(20, 5), BY_B) is None, "over soon"
+    assert ways(view(ab=8.0, ac=10.0)).better(RemainingWork(4000, 200), BY_B) is None, (
         "all would have to be read anew"
     )
 
@@ -78,13 +78,13 @@ def test_activations_decide_only_where_they_are_large() -> None:
     small = replace(COSTS, hop_bytes=(64.0,))
     assert ways(view(ab=8.0), costs=small).better(NEW, BY_B) is None
     assert ways(view(ab=8.0, ac=6.0)).choose(NEW) == BY_B
-    assert ways(view(ab=0.5), costs=small).choose(Errand(20_000, 10)) == BY_C, "a long prompt"
+    assert ways(view(ab=0.5), costs=small).choose(RemainingWork(20_000, 10)) == BY_C, "a long prompt"
 
 
 def test_without_a_cache_the_whole_sequence_crosses_for_each_token() -> None:
     small = replace(COSTS, hop_bytes=(1024.0,), cached=False)
-    assert ways(view(ab=2.0), costs=small).better(Errand(500, 200), BY_B) == BY_C
-    assert ways(view(ab=2.0), costs=small).better(Errand(1, 200), BY_B) is None
+    assert ways(view(ab=2.0), costs=small).better(RemainingWork(500, 200), BY_B) == BY_C
+    assert ways(view(ab=2.0), costs=small).better(RemainingWork(1, 200), BY_B) is None
 
 
 def test_a_new_session_goes_where_fewer_are() -> None:

@@ -161,7 +161,7 @@ def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before
             host = other.service._hosts[work.prepared.job, 1]
             load, lost, loaded, shown = host._files.load, [], [], []
 
-            async def broken(point: leads.Point, owners: object) -> object:
+            async def broken(point: leads.Checkpoint, owners: object) -> object:
                 if not lost:
                     lost.append(point)
                 if point == lost[0]:

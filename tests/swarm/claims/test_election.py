@@ -6,11 +6,11 @@ from support.directory_records import claim_record
 
 from fusion.swarm.claims.election import (
     HEAD_START_SECONDS,
-    heirs,
     latest,
     next_term,
     rivals,
     should_claim,
+    successors,
     winner,
 )
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
@@ -41,7 +41,7 @@ def test_everyone_who_sees_the_same_claims_elects_the_same(
     claims: list[ClaimRecord], order: list[int]
 ) -> None:
     shuffled = [claims[at] for at in order if at < len(claims)]
-    assert heirs(shuffled) == heirs(claims)
+    assert successors(shuffled) == successors(claims)
     best = winner(claims)
     assert best == winner(shuffled)
     owners = [claim for claim in claims if claim.role == "owner"]
@@ -109,13 +109,13 @@ def test_standbys_follow_each_other_a_heartbeat_apart_the_ready_ones_first() -> 
     old = claim_record(PEERS[1], role="standby", step=10, score=0.9, ready=True)
     best = claim_record(PEERS[2], role="standby", step=20, score=0.1, ready=True)
     claims = [cold, old, best, claim_record(PEERS[3], role="released")]
-    assert heirs(claims) == (best, old, cold)
-    for place, claim in enumerate(heirs(claims)):
+    assert successors(claims) == (best, old, cold)
+    for place, claim in enumerate(successors(claims)):
         turn = place * HEARTBEAT_SECONDS
         assert should_claim(claims, claim.peer, score=0.5, vacant_seconds=turn)
         assert place == 0 or not should_claim(claims, claim.peer, score=0.5, vacant_seconds=turn - 0.1)
     busy = claim_record(PEERS[3], role="standby", step=90, score=0.9, ready=True, load=1.0)
-    assert heirs([busy, *claims]) == (best, old, cold, busy)  # it owns stages already
+    assert successors([busy, *claims]) == (best, old, cold, busy)  # it owns stages already
     stranger = PEERS[4].peer_id
     assert not should_claim(claims, stranger, score=0.5, vacant_seconds=2 * HEARTBEAT_SECONDS)
 
@@ -138,5 +138,5 @@ def test_a_replica_is_the_best_heir() -> None:
     replica = claim_record(PEERS[1], role="replica", ready=True, score=0.1, step=5, load=3.0)
     busy = claim_record(PEERS[2], role="standby", ready=True, score=0.9, step=5, load=1.0)
     loading = claim_record(PEERS[3], role="standby", score=0.9, step=5)
-    assert heirs([loading, busy, standby, replica]) == (replica, standby, loading, busy)
+    assert successors([loading, busy, standby, replica]) == (replica, standby, loading, busy)
     assert winner([replica, standby]) is None

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.swarm.directory.lookup import Answer, Found, LookupConfig, Node, lookup
+from fusion.swarm.directory.lookup import Found, LookupConfig, Node, NodeReply, lookup
 from fusion.swarm.transport import PeerId
 
 BITS = 160
@@ -32,13 +32,13 @@ class World:
         living = [node for node in self.nodes if node not in self.dead]
         return sorted(living, key=lambda node: node.id ^ key)[:count]
 
-    async def ask(self, node: Node, keys: tuple[int, ...]) -> Answer | None:
+    async def ask(self, node: Node, keys: tuple[int, ...]) -> NodeReply | None:
         self.asked.append(node)
         await asyncio.sleep(0)
         if node in self.dead:
             return None
         nearest = {key: sorted(self.knows[node], key=lambda n: n.id ^ key)[:20] for key in keys}
-        return Answer({key: self.values[node].get(key, {}) for key in keys}, nearest)
+        return NodeReply({key: self.values[node].get(key, {}) for key in keys}, nearest)
 
     async def find(self, keys: list[int], start: Node) -> Found:
         return await lookup(keys, lambda key: [start, *self.knows[start]], self.ask, CONFIG)
@@ -92,9 +92,9 @@ def test_a_silent_node_is_waited_for_only_as_long_as_the_others_make_likely() ->
         silent, quick = Node(1, PeerId("silent")), Node(2, PeerId("quick"))
         cancelled = []
 
-        async def ask(node: Node, keys: tuple[int, ...]) -> Answer | None:
+        async def ask(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
             if node == quick:
-                return Answer({0: {"a": b"x"}}, {})
+                return NodeReply({0: {"a": b"x"}}, {})
             try:
                 await asyncio.sleep(3600)
             except asyncio.CancelledError:
@@ -114,11 +114,11 @@ def test_nodes_that_invent_neighbours_are_bounded() -> None:
     async def scenario() -> None:
         asked = 0
 
-        async def liar(node: Node, keys: tuple[int, ...]) -> Answer | None:
+        async def liar(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
             nonlocal asked
             asked += 1
             closer = [Node(max(0, node.id - step), PeerId(f"{asked}/{step}")) for step in range(1, 65)]
-            return Answer({}, dict.fromkeys(keys, closer))
+            return NodeReply({}, dict.fromkeys(keys, closer))
 
         await lookup([0], lambda _: [Node(2**100, PeerId("liar"))], liar, CONFIG)
         assert asked <= CONFIG.rounds * CONFIG.breadth

@@ -9,12 +9,12 @@ from support.directory_records import peer_record
 
 from fusion.swarm.directory.bootstrap import load_cached, save_cached
 from fusion.swarm.directory.membership import Membership, MembershipConfig
-from fusion.swarm.directory.missing_peers import RollConfig
+from fusion.swarm.directory.missing_peers import MissingPeersConfig
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
 from fusion.swarm.transport import PeerId
 
-QUICK = RollConfig(first_seconds=0.005, share=0.001)
+QUICK = MissingPeersConfig(first_seconds=0.005, share=0.001)
 
 
 class Neighbours:

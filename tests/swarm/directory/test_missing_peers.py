@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.directory_records import peer_record
 
-from fusion.swarm.directory.missing_peers import Roll, RollConfig
+from fusion.swarm.directory.missing_peers import MissingPeers, MissingPeersConfig
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.identity import Identity
 
@@ -17,7 +17,7 @@ RECORDS = tuple(peer_record(o, addresses=(f"/ip4/192.0.2.1/tcp/4001/p2p/{o.peer_
 
 
 def test_who_is_listed_no_longer_is_looked_for_until_it_is_back() -> None:
-    roll = Roll(US.peer_id)
+    roll = MissingPeers(US.peer_id)
     roll.call(RECORDS, 0.0)
     assert roll.due(0.0) == {}
     roll.call(RECORDS[1:], 5.0)
@@ -34,7 +34,7 @@ def test_who_is_listed_no_longer_is_looked_for_until_it_is_back() -> None:
 
 
 def test_the_longer_it_is_missing_the_rarer_it_is_tried() -> None:
-    roll = Roll(US.peer_id, RollConfig(first_seconds=2.0, share=0.1, forget_seconds=600.0))
+    roll = MissingPeers(US.peer_id, MissingPeersConfig(first_seconds=2.0, share=0.1, forget_seconds=600.0))
     roll.call(RECORDS[:1], 0.0)
     roll.call((), 0.0)
     tries = [second for second in range(2000) if roll.due(float(second))]
@@ -45,14 +45,14 @@ def test_the_longer_it_is_missing_the_rarer_it_is_tried() -> None:
 
 
 def test_clients_and_ourselves_are_nobody_to_look_for() -> None:
-    roll = Roll(US.peer_id)
+    roll = MissingPeers(US.peer_id)
     roll.call([replace(RECORDS[0], role="client"), replace(RECORDS[1], peer=US.peer_id)], 0.0)
     roll.call((), 1.0)
     assert roll.due(1.0) == {}
 
 
 def test_in_a_large_swarm_the_last_to_go_are_looked_for() -> None:
-    roll = Roll(US.peer_id, RollConfig(peers=2))
+    roll = MissingPeers(US.peer_id, MissingPeersConfig(peers=2))
     for count in (4, 3, 2, 1, 0):
         roll.call(RECORDS[:count], float(4 - count))
     assert set(roll.due(10.0)) == {RECORDS[0].peer, RECORDS[1].peer}
@@ -65,7 +65,7 @@ def _seen(listed: frozenset[int]) -> tuple[PeerRecord, ...]:
 @settings(max_examples=60)
 @given(st.lists(st.frozensets(st.sampled_from(range(len(RECORDS)))), max_size=8))
 def test_the_missing_are_those_met_and_not_listed(lists: list[frozenset[int]]) -> None:
-    roll = Roll(US.peer_id)
+    roll = MissingPeers(US.peer_id)
     met: set[int] = set()
     for at, listed in enumerate(lists):
         roll.call(_seen(listed), 100.0 * at)
@@ -75,4 +75,4 @@ def test_the_missing_are_those_met_and_not_listed(lists: list[frozenset[int]]) -
 
 def test_a_bad_setting_is_named() -> None:
     with pytest.raises(ValueError, match="share"):
-        RollConfig(share=0)
+        MissingPeersConfig(share=0)

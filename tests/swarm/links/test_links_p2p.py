@@ -12,7 +12,7 @@ import uvloop
 from fusion.swarm.coordinates import Coordinate
 from fusion.swarm.directory.dht import HivemindDirectory
 from fusion.swarm.identity import Identity
-from fusion.swarm.links.monitor import Links
+from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import PeerId
 
@@ -27,7 +27,7 @@ def test_two_processes_measure_their_link_and_tell_each_other() -> None:
         async with (
             P2PTransport.start(config) as transport,
             await HivemindDirectory.start(transport.p2p, identity) as directory,
-            Links(transport, directory, transport.arrivals) as links,
+            LinkMonitor(transport, directory, transport.receive_log) as links,
         ):
             child = await asyncio.create_subprocess_exec(
                 sys.executable, str(CHILD), str(place), "/ip4/127.0.0.1/tcp/0",

@@ -10,7 +10,7 @@ import pytest
 
 from fusion.swarm.errors import FrameError, RemoteError
 from fusion.swarm.identity import Identity
-from fusion.swarm.links.monitor import LinkConfig, Links
+from fusion.swarm.links.monitor import LinkConfig, LinkMonitor
 from fusion.swarm.links.packet_trains import MOST_BYTES
 from fusion.swarm.links.prober import ProbeConfig
 from fusion.swarm.links.probes import (
@@ -18,7 +18,7 @@ from fusion.swarm.links.probes import (
     STREAMS_PER_PEER,
     Allowance,
     ProbeLine,
-    Report,
+    ProbeReport,
 )
 from fusion.swarm.links.table import LISTED_SECONDS
 from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
@@ -38,9 +38,9 @@ class Swarm:
         self.transports = [MemoryTransport(self.network, peer) for peer in self.ids]
         self.directories = [MemoryDirectory(self.network, one, self.clock) for one in self.identities]
         for transport in self.transports:
-            transport.counter.arrivals._clock = self.clock
+            transport.counter.receive_log._clock = self.clock
         self.links = [
-            Links(transport, directory, transport.counter.arrivals, config, self.clock)
+            LinkMonitor(transport, directory, transport.counter.receive_log, config, self.clock)
             for transport, directory in zip(self.transports, self.directories, strict=True)
         ]
 
@@ -73,7 +73,7 @@ class Swarm:
     def _arrived(
         self, sender: int, receiver: int, size: int, began: bool = False, ended: bool = False
     ) -> None:
-        self.transports[receiver].counter.arrivals.read(self.ids[sender], size, began=began, ended=ended)
+        self.transports[receiver].counter.receive_log.read(self.ids[sender], size, began=began, ended=ended)
 
     def rate(self, pair: str) -> float | None:
         """In Mbps, as the sender knows it."""
@@ -253,7 +253,7 @@ def test_hostile_probes_are_refused_in_one_line() -> None:
         assert "not granted" in await ask("train", {}, bytes(1000))
         assert "not granted" in await ask("ping", {}, b"x")
         assert "probes are" in await ask("dance", {})
-        good = Report(
+        good = ProbeReport(
             size=1, seconds=1.0, bytes_per_second=1.0, sure=True, sharers=1, together=1.0
         ).to_header()
         for name, value in (("bytes", -1), ("seconds", float("nan")), ("bytes_per_second", -1.0), ("sharers", 0),
@@ -330,7 +330,7 @@ def test_an_allowance_fills_again() -> None:
     assert allowance.take(6) and not allowance.take(1)
 
 
-def peer(peer_id: PeerId, links: Links) -> Any:
+def peer(peer_id: PeerId, links: LinkMonitor) -> Any:
     from fusion.swarm.directory.records import PeerRecord
 
     return PeerRecord(

@@ -13,7 +13,7 @@ from fusion.swarm.coordinates import Coordinate
 from fusion.swarm.links import packet_trains
 from fusion.swarm.links.packet_trains import Train
 from fusion.swarm.links.prober import ProbeConfig, Prober
-from fusion.swarm.links.probes import ProbeLine, Report
+from fusion.swarm.links.probes import ProbeLine, ProbeReport
 from fusion.swarm.links.table import DOUBT_SECONDS, PRESS_SECONDS, LinkTable, Neighbour
 from fusion.swarm.memory.network import ManualClock
 from fusion.swarm.streams.link_estimate import RateEstimate
@@ -21,7 +21,7 @@ from fusion.swarm.transport import PeerId, Traffic, Transport
 
 MBPS = 1e6 / 8
 RTT = 0.02
-REPORT = Report(size=1, seconds=1.0, bytes_per_second=1.0, sure=True, sharers=1, together=1.0)
+REPORT = ProbeReport(size=1, seconds=1.0, bytes_per_second=1.0, sure=True, sharers=1, together=1.0)
 
 
 @dataclass

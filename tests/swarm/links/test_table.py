@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.swarm.links.probes import Report
+from fusion.swarm.links.probes import ProbeReport
 from fusion.swarm.links.table import SUM_SECONDS, OwnLine, after, held
 from fusion.swarm.streams.link_estimate import FALL, RateEstimate
 
@@ -13,13 +13,15 @@ MBPS = 1e6 / 8
 
 def test_a_cut_is_believed_after_a_few_reports_of_little_traffic() -> None:
     known = RateEstimate(bytes_per_second=80 * MBPS, at=0.0)
-    report = Report(
+    report = ProbeReport(
         size=256 * 1024, seconds=0.3, bytes_per_second=8 * MBPS, sure=True, sharers=1, together=8 * MBPS
     )
     for second in range(1, 5):
         known = after(known, report, report.together, float(second))
     assert known.bytes_per_second < 16 * MBPS
-    tiny = Report(size=2048, seconds=0.01, bytes_per_second=8 * MBPS, sure=True, sharers=1, together=8 * MBPS)
+    tiny = ProbeReport(
+        size=2048, seconds=0.01, bytes_per_second=8 * MBPS, sure=True, sharers=1, together=8 * MBPS
+    )
     assert after(known, tiny, tiny.together, 5.0).bytes_per_second > 0.95 * known.bytes_per_second
 
 

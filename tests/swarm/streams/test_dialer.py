@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from fusion.swarm.errors import PeerUnreachable
-from fusion.swarm.streams.dialer import BANNER, Contacts, ContactsConfig, knock
+from fusion.swarm.streams.dialer import BANNER, Dialer, DialerConfig, accepts
 from fusion.swarm.transport import PeerId
 
 PEER = PeerId("peer")
@@ -41,8 +41,8 @@ class Daemon:
         self.dialled: list[tuple[PeerId, tuple[str, ...]]] = []
         self.asked = 0
         self.now = 100.0
-        self.contacts = Contacts(
-            self._list, self._dial, ContactsConfig(knock_seconds=SECONDS), clock=lambda: self.now
+        self.contacts = Dialer(
+            self._list, self._dial, DialerConfig(knock_seconds=SECONDS), clock=lambda: self.now
         )
 
     async def _list(self) -> frozenset[PeerId]:
@@ -163,7 +163,7 @@ def test_what_is_no_peer_is_said(greeting: bytes | None, said: str) -> None:
     async def scenario() -> None:
         async with host(greeting) as address:
             with pytest.raises(PeerUnreachable, match=said):
-                await knock(f"{address}/p2p/peer", 0.05 if greeting is None else SECONDS)
+                await accepts(f"{address}/p2p/peer", 0.05 if greeting is None else SECONDS)
 
     asyncio.run(scenario())
 
@@ -171,7 +171,7 @@ def test_what_is_no_peer_is_said(greeting: bytes | None, said: str) -> None:
 def test_the_book_is_bounded() -> None:
     async def scenario() -> None:
         daemon = Daemon()
-        contacts = Contacts(daemon._list, daemon._dial, ContactsConfig(peers=3), clock=lambda: daemon.now)
+        contacts = Dialer(daemon._list, daemon._dial, DialerConfig(peers=3), clock=lambda: daemon.now)
         dead = await free_address()
         for number in range(10):
             contacts.learn(PeerId(str(number)), [dead] * 100)
@@ -184,7 +184,7 @@ def test_the_book_is_bounded() -> None:
 
 def test_a_bad_setting_is_named() -> None:
     with pytest.raises(ValueError, match="knock_seconds"):
-        ContactsConfig(knock_seconds=0)
+        DialerConfig(knock_seconds=0)
 
 
 def test_a_connection_is_not_trusted_just_after_a_stream_broke() -> None:

@@ -43,7 +43,7 @@ def over(handler: Handler, work: Callable[[Stream], Awaitable[None]], count: int
 
     async def main() -> None:
         async with asyncio.timeout(60), two(handler) as (one, other):
-            await work(await one.open(other.peer_id, PROTOCOL, lanes=count))
+            await work(await one.open(other.peer_id, PROTOCOL, stripes=count))
 
     uvloop.run(main())
 
@@ -131,8 +131,8 @@ def test_a_stream_breaks_with_one_of_its_lanes() -> None:
     waits = asyncio.Event()
 
     async def hold(stream: Stream) -> None:
-        assert isinstance(stream, striping.Lanes)
-        stream._lanes[2].drop()
+        assert isinstance(stream, striping.StripedStream)
+        stream._stripes[2].drop()
         with pytest.raises(StreamBroken):
             await stream.receive()
         waits.set()
@@ -185,7 +185,7 @@ def test_a_large_frame_goes_in_pieces_over_all_lanes(size: int) -> None:
     payload = random.Random(size).randbytes(size)
 
     async def work(stream: Stream) -> None:
-        assert isinstance(stream, striping.Lanes)
+        assert isinstance(stream, striping.StripedStream)
         # In parts that are no pieces, and without a copy.
         await stream.send(
             "x", {"n": 1}, (payload[:7], memoryview(payload)[7 : size // 2], payload[size // 2 :])
@@ -258,8 +258,8 @@ def test_pieces_that_make_no_frame_are_refused(sent: Hostile, error: str) -> Non
         seen.set()
 
     async def work(stream: Stream) -> None:
-        assert isinstance(stream, striping.Lanes)
-        for lane, (kind, header, size) in zip(stream._lanes, sent, strict=False):
+        assert isinstance(stream, striping.StripedStream)
+        for lane, (kind, header, size) in zip(stream._stripes, sent, strict=False):
             await lane.send(kind, header, (bytes(size),))
         await seen.wait()
 
@@ -276,8 +276,8 @@ def test_pieces_make_no_frame_beyond_the_limits_whatever_is_allowed() -> None:
         seen.set()
 
     async def work(stream: Stream) -> None:
-        assert isinstance(stream, striping.Lanes)
-        await stream._lanes[0].send("x", {"": DEFAULT_LIMITS.payload_bytes + 1}, (bytes(10),))
+        assert isinstance(stream, striping.StripedStream)
+        await stream._stripes[0].send("x", {"": DEFAULT_LIMITS.payload_bytes + 1}, (bytes(10),))
         await seen.wait()
 
     over(generous, work)
@@ -334,7 +334,7 @@ def test_lanes_that_make_no_stream_are_refused(
             await lane.send(*first)
             frame = await lane.receive()
             assert frame.kind == "error" and "lane" in frame.header["message"]
-            good = await one.open(other.peer_id, PROTOCOL, lanes=2)
+            good = await one.open(other.peer_id, PROTOCOL, stripes=2)
             await good.send("x", {"n": 1}, (os.urandom(10),))
             assert (await good.receive()).header == {"n": 1}
 
@@ -355,7 +355,7 @@ def test_one_lane_twice_and_other_counts_do_not_mix() -> None:
                 assert "does not fit" in (await again.receive()).header["message"]
             second = await one._open(other.peer_id, PROTOCOL + striping.SUFFIX)
             await second.send("lane", {"key": "k", "lane": 1, "of": 2})
-            stream = striping.Lanes([first, second])
+            stream = striping.StripedStream([first, second])
             await stream.send("x", {"n": 1})
             assert (await stream.receive()).header == {"n": 1}
 
@@ -366,13 +366,13 @@ def test_a_peer_that_does_not_speak_it_or_is_gone() -> None:
     async def main() -> None:
         async with asyncio.timeout(60), two(echo) as (one, other):
             with pytest.raises(PeerUnreachable):
-                await one.open(other.peer_id, "/fusion/no-such/1", lanes=3)
-            here = await other.open(other.peer_id, PROTOCOL, lanes=3)
+                await one.open(other.peer_id, "/fusion/no-such/1", stripes=3)
+            here = await other.open(other.peer_id, PROTOCOL, stripes=3)
             await here.send("x", {"n": 1})
             assert (await here.receive()).header == {"n": 1}
             await other.aclose()
             with pytest.raises(PeerUnreachable):
-                await one.open(other.peer_id, PROTOCOL, lanes=3)
+                await one.open(other.peer_id, PROTOCOL, stripes=3)
             assert not [stream for stream in one._streams if not stream.lost.done()]
 
     uvloop.run(main())

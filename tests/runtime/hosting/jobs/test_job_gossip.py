@@ -12,8 +12,8 @@ from support.hosting import Peer, Swarm, over, swarm, until
 
 from fusion.runtime.hosting.hosting import PROTOCOL
 from fusion.runtime.hosting.jobs.job_files import JobFiles
-from fusion.runtime.hosting.jobs.job_gossip import REFRESH_SECONDS, LastWords
-from fusion.runtime.hosting.jobs.job_server import JobDesk
+from fusion.runtime.hosting.jobs.job_gossip import REFRESH_SECONDS, JobGossip
+from fusion.runtime.hosting.jobs.job_server import JobServer
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.blobs.index import digest_of
@@ -32,7 +32,7 @@ def lead_figures(job: JobId, **changes: Any) -> Progress:
     )
 
 
-def desk(peer: Peer) -> JobDesk:
+def desk(peer: Peer) -> JobServer:
     return peer.hosting._desk
 
 
@@ -247,7 +247,7 @@ def test_a_file_is_written_when_the_snapshot_changes_and_now_and_then(tmp_path: 
     async def main() -> None:
         clock, us = ManualClock(), Identity.generate().peer_id
         files = JobFiles(tmp_path)
-        words = LastWords(us, files, clock)
+        words = JobGossip(us, files, clock)
         record = JobRecord(
             job=JobId("a" * 64), name="work", kind="train", state="running", term=1, step=0, lead=us, stages=1,
             snapshot=None, snapshot_step=0, author=us,
@@ -282,7 +282,7 @@ def test_an_older_word_never_displaces_a_newer_one() -> None:
         replace(old, state="done", step=9),
     ):
         for told in ((old, newer), (newer, old)):
-            words = LastWords(us)
+            words = JobGossip(us)
             for record in told:
                 words.hear([record], {old.job}, (), ())
             assert words.get(old.job) == newer
@@ -295,7 +295,7 @@ def test_an_end_that_was_heard_is_said_again_to_whoever_says_that_the_job_goes_o
         snapshot=SNAPSHOT, snapshot_step=10, author=other,
     )  # fmt: skip
     unaware = replace(done, state="running", term=1, step=4)
-    words = LastWords(us)
+    words = JobGossip(us)
     words.hear([unaware], (), (), ())
     assert words.repeated == ()
     words.hear([done], (), (), ())

@@ -15,7 +15,7 @@ from fusion.dag.ir.graph import Graph, Input, Ref, TensorType, Variable
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import RngKey
-from fusion.runtime.training.compute.inbox import Inbox, Key, Plan
+from fusion.runtime.training.compute.inbox import Inbox, Key, StagePlan
 from fusion.runtime.training.compute.rad import Rad
 from fusion.runtime.training.data.batches import Batches
 from fusion.swarm.directory.records import Digest
@@ -30,7 +30,7 @@ MASK = Edge("c/0", Ref("c"), replace(VALUE, dtype="bool"), producer=1, consumers
 STAGE = Stage(
     1, Graph((Input("a/0", VALUE),), (Variable("w", WEIGHT),), (), (Ref("b"), Ref("c"))), (IN,), (OUT, MASK), ()
 )  # fmt: skip
-PLAN = Plan(stage=STAGE, stages=4, ties=(TieGroup("w", (0, 1, 3)),), sizes={"batch": 2, "sequence": 4})
+PLAN = StagePlan(stage=STAGE, stages=4, ties=(TieGroup("w", (0, 1, 3)),), sizes={"batch": 2, "sequence": 4})
 CONFIG = TrainConfig(
     steps=3, microbatches=3, microbatch_size=2, sequence=4, seed=9, optimizer=OptimizerConfig(),
     data=DataConfig(kind="tokens", train=Digest("0" * 64)), evaluate_batches=2,

@@ -15,8 +15,8 @@ from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.lead.lead import BATON_WIRES, Lead
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import START
-from fusion.runtime.training.step.events import Report
-from fusion.runtime.training.step.handover_state import Baton
+from fusion.runtime.training.step.events import StageReport
+from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
@@ -28,7 +28,7 @@ ADAPTIVE = CompressionConfig(kind="adaptive")
 class Table:
     """Stages that do as they are told, and a clock."""
 
-    def __init__(self, train: TrainConfig, baton: Baton | None = None) -> None:
+    def __init__(self, train: TrainConfig, baton: HandoverState | None = None) -> None:
         self.now = 100.0
         self.said: list[tuple[int, m.Message]] = []
         self.lead = Lead(
@@ -46,7 +46,7 @@ class Table:
         self.now += seconds
         step = self.lead.progress.step
         for stage in range(STAGES):
-            report = Report(busy=busy[stage], fed="")
+            report = StageReport(busy=busy[stage], fed="")
             self.lead.receive(stage, m.ReadyMessage(attempt=begin.attempt, step=step, report=report))
 
     def last(self, kind: type[Any]) -> Any:
@@ -101,7 +101,7 @@ def test_who_takes_the_lead_over_at_a_boundary_knows_the_table() -> None:
     table = Table(trained())
     table.lead.rewire(WIRES)
     assert table.lead.chosen == WIRES
-    baton = Baton(
+    baton = HandoverState(
         step=3, shard=Digest("e" * 64), point=START, ledger=Ledger(steps=3, head="b" * 64), wires=table.lead.chosen
     )  # fmt: skip
     heir = Table(trained(), baton)

@@ -12,7 +12,13 @@ import pytest
 from fusion.dag.cutting.stage import Edge
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Ref, TensorType
-from fusion.runtime.job.manifest import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig, Wires
+from fusion.runtime.job.manifest import (
+    CompressionConfig,
+    DataConfig,
+    EdgeCodecs,
+    OptimizerConfig,
+    TrainConfig,
+)
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.training.lead import tuner
 from fusion.runtime.training.lead.lead import Pace
@@ -54,12 +60,12 @@ class FakeLinks:
 class FakeLead:
     def __init__(self, pace: Pace | None = PACE) -> None:
         self.pace = pace
-        self.wires: Wires = ()
+        self.wires: EdgeCodecs = ()
         self.moves: list[tuple[int, str]] = []
         self.rewirings = 0
         self.progress = SimpleNamespace(job="job")
 
-    def rewire(self, wires: Wires) -> None:
+    def rewire(self, wires: EdgeCodecs) -> None:
         self.wires, self.rewirings = wires, self.rewirings + 1
 
     def move(self, stage: int, peer: PeerId) -> None:

@@ -15,16 +15,16 @@ from fusion.dag.ir.graph import Ref, TensorType
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.step_model import step_seconds
 from fusion.runtime.job.manifest import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig
-from fusion.runtime.placing.codec_choice import Tie, choose_wires
+from fusion.runtime.placing.codec_choice import Tie, choose_codecs
 from fusion.runtime.training.lead.tuning import (
     CHANGED,
     GAIN,
     Job,
     Sight,
+    better_codecs,
     changed,
     in_words,
     pays,
-    rewired,
     running,
 )
 from fusion.swarm.directory.records import Digest
@@ -96,7 +96,7 @@ def noisy(true: Sight, draw: random.Random) -> Sight:
 
 
 def chosen(work: Job, now: Sight) -> tuple[tuple[str, str, str], ...]:
-    return choose_wires(
+    return choose_codecs(
         work.edges, work.ties, work.sizes, now.owners, now.network, work.config.compression, now.speeds,
         max(now.compute_seconds),
     )  # fmt: skip
@@ -106,19 +106,19 @@ def test_a_link_cut_to_a_tenth_is_compressed_and_one_that_is_well_again_is_not()
     work, well = job(), sight({})
     slow = sight({(0, 1): 10.0, (1, 0): 10.0})
     before = chosen(work, well)
-    after = rewired(work, before, slow, well)
+    after = better_codecs(work, before, slow, well)
     assert after is not None and {edge: there for edge, there, _ in after}["x0/0"] != "none"
     busy = [step_seconds(running(work, slow, wires)).bound_seconds for wires in (before, after)]
     assert GAIN * busy[1] < busy[0]
     fast = sight({(a, b): 1e4 for a in range(3) for b in range(3)}, compute=0.02)
-    assert rewired(work, after, fast, slow) == ()  # nothing takes longer, and nothing is taken away
+    assert better_codecs(work, after, fast, slow) == ()  # nothing takes longer, and nothing is taken away
 
 
 def test_what_does_not_pay_is_left_alone() -> None:
     work = job()
     slow = sight({(0, 1): 10.0, (1, 0): 10.0}, compute=10.0)
-    assert rewired(work, (), slow) is None  # computing takes longer than any link
-    assert rewired(work, (), sight({}), sight({})) is None
+    assert better_codecs(work, (), slow) is None  # computing takes longer than any link
+    assert better_codecs(work, (), sight({}), sight({})) is None
 
 
 def test_a_table_is_as_good_as_itself() -> None:
@@ -137,7 +137,7 @@ def test_noise_alone_never_changes_a_table_twice(families: tuple[str, ...]) -> N
         wires, known, changes = chosen(work, sight({})), None, 0
         for _ in range(25):
             now = noisy(true, draw)
-            found = rewired(work, wires, now, known)
+            found = better_codecs(work, wires, now, known)
             if found is not None:
                 wires, known, changes = found, now, changes + 1
         assert changes <= 1, f"seed {seed}"

@@ -11,17 +11,17 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.training.compute.inbox import Plan
+from fusion.runtime.training.compute.inbox import StagePlan
 from fusion.runtime.training.snapshots import stage_snapshots
 from fusion.runtime.training.snapshots.loaded_stage import Loaded
 from fusion.runtime.training.snapshots.stage_snapshots import StageSnapshots
 from fusion.runtime.training.step import messages as m
-from fusion.runtime.training.step.checkpoint import START, Point
+from fusion.runtime.training.step.checkpoint import START, Checkpoint
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import BlobError
 from fusion.swarm.transport import PeerId
 
-PLAN = Plan(stage=Stage(2, Graph((), (), (), ()), (), (), ()), stages=3, ties=(), sizes={})
+PLAN = StagePlan(stage=Stage(2, Graph((), (), (), ()), (), (), ()), stages=3, ties=(), sizes={})
 D = [Digest(c * 64) for c in "0123456789"]
 
 
@@ -63,7 +63,7 @@ class Files:
     async def replicate(self, index: Digest, owners: Mapping[int, PeerId]) -> None:
         self._try(index)
 
-    async def load(self, point: Point, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
+    async def load(self, point: Checkpoint, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
         return {"variable/w": torch.tensor(7.0), "codec/edge": torch.tensor(0.25)}
 
     def _try(self, what: int | Digest) -> None:

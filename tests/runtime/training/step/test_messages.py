@@ -6,14 +6,14 @@ import pytest
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step import protocol as s
-from fusion.runtime.training.step.checkpoint import Point
-from fusion.runtime.training.step.handover_state import Baton
+from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.transport import Frame, PeerId
 
-POINT = Point(step=3, digest=Digest("a" * 64), ledger=s.Ledger(steps=3, samples=12, head="b" * 64))
-TALLY = s.Tally(high=4, discarded=1, last_discard=(2, 3), failed=(4, 1), seconds=7.5)
-REPORT = s.Report(squared_norm=2.0, loss=1.5, fed="c" * 64, busy=0.5, sent_bytes=1, received_bytes=2)
+POINT = Checkpoint(step=3, digest=Digest("a" * 64), ledger=s.Ledger(steps=3, samples=12, head="b" * 64))
+TALLY = s.RunStatistics(high=4, discarded=1, last_discard=(2, 3), failed=(4, 1), seconds=7.5)
+REPORT = s.StageReport(squared_norm=2.0, loss=1.5, fed="c" * 64, busy=0.5, sent_bytes=1, received_bytes=2)
 MESSAGES: tuple[m.Message, ...] = (
     m.BeginMessage(attempt=(2, 4), step=3, after=s.After(snapshot=True), tally=TALLY),
     m.CommitMessage(attempt=(2, 4), step=3, learning_rate=0.1, clip_factor=0.5, after=s.After(hold=(1, 2))),
@@ -57,7 +57,7 @@ def test_what_is_no_message_is_refused_by_name() -> None:
 
 
 def test_a_baton_arrives_as_it_was_given_and_anything_else_is_refused() -> None:
-    baton = Baton(
+    baton = HandoverState(
         step=4,
         shard=Digest("e" * 64),
         point=POINT,
@@ -65,8 +65,8 @@ def test_a_baton_arrives_as_it_was_given_and_anything_else_is_refused() -> None:
         tally=TALLY,
         wires=(("x/0", "int8", "none"),),
     )
-    assert Baton.read(over_the_wire(baton.to_header())) == baton
+    assert HandoverState.read(over_the_wire(baton.to_header())) == baton
     assert len(msgpack.packb(baton.to_header())) < 16 << 10
     for changes in ({"step": -1}, {"shard": "x"}, {"stray": 1}, {"point": None}):
         with pytest.raises(JobError):
-            Baton.read({**baton.to_header(), **changes})
+            HandoverState.read({**baton.to_header(), **changes})

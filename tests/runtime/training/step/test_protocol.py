@@ -11,7 +11,7 @@ from support.commit_model import SAMPLES, Model, ledger_of
 
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.training.step import protocol as s
-from fusion.runtime.training.step.checkpoint import Point
+from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.lead import LACKS, MAX_FAILURES, expected
 from fusion.swarm.directory.records import Digest
 
@@ -30,8 +30,8 @@ CONFIG = TrainConfig(
 AUTOMATIC = replace(CONFIG, snapshot_every=0, steps=20)
 
 
-def point(step: int, name: str = "a") -> Point:
-    return Point(step=step, digest=Digest(name * 64), ledger=s.Ledger(steps=step))
+def point(step: int, name: str = "a") -> Checkpoint:
+    return Checkpoint(step=step, digest=Digest(name * 64), ledger=s.Ledger(steps=step))
 
 
 def join(stage: int, step: int, entry: s.Entry = (1, 0, 1), **more: object) -> s.Joined:
@@ -48,7 +48,7 @@ def gathered(stages: int = 2, step: int = 0, **changes: object) -> s.LeadState:
 
 
 def ready(state: s.LeadState, stage: int, squared_norm: float = 1.0, fed: str | None = None) -> s.Ready:
-    report = s.Report(squared_norm=squared_norm, loss=2.0, fed=fed)
+    report = s.StageReport(squared_norm=squared_norm, loss=2.0, fed=fed)
     return s.Ready(stage, state.attempt, state.step, report)
 
 
@@ -106,7 +106,7 @@ def test_a_snapshot_that_is_due_goes_with_the_next_commit_once() -> None:
 
 def test_new_codecs_go_with_the_next_commit_once_and_with_every_begin() -> None:
     chosen = (("a/0", "int8", "int8"),)
-    state, actions = s.lead(gathered(), s.Rewire(chosen))
+    state, actions = s.lead(gathered(), s.ChangeCodecs(chosen))
     assert actions == ()
     state, commit = committed(state)
     assert commit.after.wires == chosen
@@ -120,7 +120,7 @@ def test_new_codecs_go_with_the_next_commit_once_and_with_every_begin() -> None:
 def test_codecs_that_come_while_a_stage_is_handed_over_are_told_when_it_is_back() -> None:
     chosen = (("a/0", "int8", "int8"),)
     state, _ = s.lead(gathered(), s.Leaving(1, (1, 0, 1)))
-    state, _ = s.lead(state, s.Rewire(chosen))
+    state, _ = s.lead(state, s.ChangeCodecs(chosen))
     state, commit = committed(state)
     assert commit.after == s.After(hold=(1,))
     state, (begin,) = s.lead(state, join(1, 1, (2, 0, 1)))
@@ -146,7 +146,7 @@ def test_a_snapshot_that_was_interrupted_is_asked_for_again_and_one_that_is_held
     state, _ = s.lead(state, s.Lost(0, (1, 0, 1)))
     state, (begin,) = s.lead(state, join(0, 1, (1, 0, 2)))
     assert isinstance(begin, s.Begin) and begin.after.snapshot
-    state, _ = s.lead(state, s.Saved(Point(step=1, digest=DIGEST, ledger=state.ledger)))
+    state, _ = s.lead(state, s.Saved(Checkpoint(step=1, digest=DIGEST, ledger=state.ledger)))
     state, _ = s.lead(state, s.Lost(0, (1, 0, 2)))
     state, (begin,) = s.lead(state, join(0, 1, (1, 0, 3)))
     assert isinstance(begin, s.Begin) and not begin.after.snapshot
@@ -158,7 +158,7 @@ def test_a_lost_stage_discards_the_step_and_the_rest_wait_joined() -> None:
     state, actions = s.lead(state, s.Lost(2, (1, 0, 1)))
     assert actions == (s.Discard((7, 1)),) and state.missing == (2,)
     assert s.lead(state, s.Lost(2, (1, 0, 1)))[1] == ()  # once is enough
-    late, actions = s.lead(state, s.Ready(1, (7, 1), 0, s.Report()))
+    late, actions = s.lead(state, s.Ready(1, (7, 1), 0, s.StageReport()))
     assert actions == () and late == state
     state, (begin,) = s.lead(state, join(2, 0, (1, 0, 2)))
     assert begin == s.Begin((7, 2), 0, s.After(wires=()), state.tally)
@@ -344,7 +344,7 @@ def test_a_leaving_stage_is_held_at_the_next_commit_and_nobody_begins_until_all_
         state, actions = s.lead(state, join(i, 1, (1, 0, 2), links=chain(i, 5, {2: 2})))
         assert len(actions) == (i == 1)
     assert isinstance(actions[0], s.Begin) and state.step == 1
-    assert state.tally == s.Tally(high=1, seconds=0.0)  # nothing was lost, nothing discarded
+    assert state.tally == s.RunStatistics(high=1, seconds=0.0)  # nothing was lost, nothing discarded
 
 
 def test_while_nothing_runs_a_leaving_stage_may_go_at_once() -> None:
@@ -393,8 +393,8 @@ def test_a_stage_applies_only_the_commit_of_the_step_it_is_ready_for() -> None:
     assert actions == (s.Run((1, 1), 3, s.After()),)
     commit = s.Commit((1, 1), 3, 0.1, 1.0, s.After(snapshot=True))
     assert s.stage(state, commit) == (state, ())  # not ready: nothing to apply
-    state, actions = s.stage(state, s.Completed((1, 1), 3, s.Report()))
-    assert actions == (s.SendReady((1, 1), 3, s.Report()),)
+    state, actions = s.stage(state, s.Completed((1, 1), 3, s.StageReport()))
+    assert actions == (s.SendReady((1, 1), 3, s.StageReport()),)
     assert s.stage(state, replace(commit, attempt=(1, 0)))[1] == ()
     assert s.stage(state, replace(commit, step=2))[1] == ()
     state, actions = s.stage(state, commit)
@@ -459,7 +459,7 @@ def test_a_lead_that_did_not_ask_for_what_could_not_be_loaded_is_told_so_by_a_jo
 def test_a_leaving_stage_hands_over_what_it_has_just_applied_and_the_others_wait() -> None:
     state, actions = s.stage(begun(stage=2), s.Leave())
     assert actions == (s.SendLeaving((1, 0, 1)),)
-    state, _ = s.stage(state, s.Completed((2, 4), 3, s.Report()))
+    state, _ = s.stage(state, s.Completed((2, 4), 3, s.StageReport()))
     commit = s.Commit((2, 4), 3, 0.1, 1.0, s.After(hold=(2,)))
     state, actions = s.stage(state, commit)
     assert actions == (s.Apply(0.1, 1.0), s.HandOver(4))
@@ -467,7 +467,7 @@ def test_a_leaving_stage_hands_over_what_it_has_just_applied_and_the_others_wait
     assert s.stage(state, s.Restore((2, 5), point(0))) == (state, ())
     back, (joined,) = s.stage(state, s.Stay())
     assert back.phase == "idle" and isinstance(joined, s.Join)
-    other, _ = s.stage(begun(stage=1), s.Completed((2, 4), 3, s.Report()))
+    other, _ = s.stage(begun(stage=1), s.Completed((2, 4), 3, s.StageReport()))
     other, actions = s.stage(other, commit)
     assert actions == (s.Apply(0.1, 1.0),) and other.phase == "idle" and other.step == 4
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.runtime.training.step.run_statistics import CLEAN, Tally
+from fusion.runtime.training.step.run_statistics import CLEAN, RunStatistics
 
 small = st.integers(0, 5)
 attempts = st.tuples(small, small)
 tallies = st.builds(
-    Tally,
+    RunStatistics,
     high=small,
     discarded=small,
     replayed=small,
@@ -21,7 +21,9 @@ tallies = st.builds(
 
 
 @given(tallies, tallies, tallies)
-def test_merging_knows_no_order_and_takes_nothing_twice(a: Tally, b: Tally, c: Tally) -> None:
+def test_merging_knows_no_order_and_takes_nothing_twice(
+    a: RunStatistics, b: RunStatistics, c: RunStatistics
+) -> None:
     assert a.merge(b) == b.merge(a) and a.merge(a) == a
     assert a.merge(b).merge(c) == a.merge(b.merge(c)) and a.merge(CLEAN).merge(a) == a
 

@@ -80,7 +80,7 @@ def test_a_killed_owner_is_followed_without_a_look_at_the_directory() -> None:
                 assert sealed is not None
                 return one.context.leases.credit(sealed)
 
-            one.heirs.heir = three.heirs.heir = follow
+            one.successors.heir = three.successors.heir = follow
             victim = two.peer
             reads = [node.directory.reads for node in (one, three)]
             await made.kill(two)
@@ -88,7 +88,7 @@ def test_a_killed_owner_is_followed_without_a_look_at_the_directory() -> None:
             await linked(one, three, spare)
             assert now() - killed < 0.1
             assert [node.directory.reads for node in (one, three)] == reads
-            assert set(one.heirs.asked + three.heirs.asked) == {(1, victim, died)}
+            assert set(one.successors.asked + three.successors.asked) == {(1, victim, died)}
             assert spare.neighbours is not None and spare.neighbours.term == died + 1
             assert [state for _, state in one.linked] == [True, False, True]
 
@@ -105,7 +105,7 @@ def test_whoever_was_not_told_of_the_heir_is_dialled_by_it() -> None:
             await made.kill(two)
             await asyncio.sleep(3.0)  # one.heirs knows of nobody
             assert not one.now_linked
-            asked = len(one.heirs.asked)
+            asked = len(one.successors.asked)
             assert 1 <= asked <= 3  # not with every try
             await spare.host(1, [0], over=1)
             began = now()
@@ -119,7 +119,7 @@ def test_a_silent_neighbour_is_left_alone() -> None:
     async def main() -> None:
         async with linked_pair() as (_made, one, _two):
             await asyncio.sleep(3.0)
-            assert one.now_linked and len(one.linked) == 1 and not one.heirs.asked
+            assert one.now_linked and len(one.linked) == 1 and not one.successors.asked
 
     run(main())
 
@@ -132,7 +132,7 @@ def test_a_stream_that_breaks_between_healthy_peers_is_dialled_again_and_nobody_
             await until(lambda: len(one.linked) >= 3 and len(two.linked) >= 3)
             await linked(one, two)
             assert now() - began < 0.05
-            assert not one.heirs.asked and not two.heirs.asked
+            assert not one.successors.asked and not two.successors.asked
 
     run(main())
 
@@ -149,7 +149,7 @@ def test_a_mistake_of_our_own_costs_the_stream_and_suspects_nobody() -> None:
             two.refuse = ""
             await asyncio.sleep(1.0)
             await linked(one, two)
-            assert not one.heirs.asked and not two.heirs.asked
+            assert not one.successors.asked and not two.successors.asked
 
     run(main())
 
@@ -163,16 +163,16 @@ def test_a_peer_that_does_not_answer_the_redial_is_suspected_and_trusted_again_w
             async def nobody(stage: int, term: int) -> None:
                 await asyncio.Event().wait()
 
-            one.heirs.heir = nobody
+            one.successors.heir = nobody
             two.frozen.clear()
             made.cut(one, two)
             await asyncio.sleep(PATIENCE_SECONDS / 2)
-            assert not one.heirs.asked
+            assert not one.successors.asked
             await asyncio.sleep(PATIENCE_SECONDS)
-            assert one.heirs.asked == [(1, two.peer, 1)]
+            assert one.successors.asked == [(1, two.peer, 1)]
             two.frozen.set()
             await linked(one, two)
-            assert one.heirs.cancelled == 1 and len(one.heirs.asked) == 1
+            assert one.successors.cancelled == 1 and len(one.successors.asked) == 1
 
     run(main())
 
@@ -185,11 +185,11 @@ def test_an_owner_that_was_never_linked_and_cannot_be_dialled_is_suspected() -> 
             one, two, spare = made.nodes
             await two.host(1, [0])
             await made.kill(two)
-            one.heirs.heir = lambda stage, term: _takes_over(spare, one, stage, term)
+            one.successors.heir = lambda stage, term: _takes_over(spare, one, stage, term)
             await one.host(0, [1])
             began = now()
             await linked(one, spare)
-            assert now() - began < 0.1 and one.heirs.asked == [(1, two.peer, 1)]
+            assert now() - began < 0.1 and one.successors.asked == [(1, two.peer, 1)]
 
     run(main())
 
@@ -209,11 +209,11 @@ def test_an_owner_that_left_without_an_heir_is_reported_when_the_directory_names
             await one.host(0, [1])
             await two.host(1, [0])
             await linked(one, two)
-            one.heirs.heir = lambda stage, term: _takes_over(spare, one, stage, term)
+            one.successors.heir = lambda stage, term: _takes_over(spare, one, stage, term)
             await two.end()
             await two.context.leases.release(JOB, 1)
             await linked(one, spare)
-            assert (1, two.peer, 1) in one.heirs.asked
+            assert (1, two.peer, 1) in one.successors.asked
 
     run(main())
 
@@ -268,11 +268,11 @@ def test_an_answer_to_a_suspicion_that_is_over_changes_nothing() -> None:
             assert neighbours is not None
             claim = await other.context.leases.claim(JOB, 1, 0.5, over=1, confirm=False)
             assert claim is not None
-            one.heirs.heir = lambda stage, term: _late(claim)
+            one.successors.heir = lambda stage, term: _late(claim)
             made.cut(one, two)
             with suppress(StaleTerm):
                 await asyncio.sleep(2.0)
-            assert not one.heirs.asked and neighbours.owners == {1: two.peer}
+            assert not one.successors.asked and neighbours.owners == {1: two.peer}
 
     run(main())
 

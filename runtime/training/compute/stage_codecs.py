@@ -26,7 +26,7 @@ from fusion.compression.error_feedback import ErrorFeedback
 from fusion.compression.spec import parse
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import bind
-from fusion.runtime.job.manifest import TrainConfig, Wires
+from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.training.step.run_statistics import Attempt
 
@@ -48,7 +48,7 @@ class Sent:
     buffers: Sequence[memoryview]
 
 
-class WireCodecs:
+class StageCodecs:
     """`worker`: the thread that encodes and decodes; None computes where it is called, for what has no thread."""
 
     def __init__(self, config: TrainConfig, worker: Worker | None = None) -> None:
@@ -60,7 +60,7 @@ class WireCodecs:
         self._masks: dict[_Place, tuple[str, torch.Tensor]] = {}
         self.use(config.wires)
 
-    def use(self, wires: Wires) -> None:
+    def use(self, wires: EdgeCodecs) -> None:
         """From now on tensors are sent by this table."""
         self._table = {edge: (forward, backward) for edge, forward, backward in wires}
 

@@ -15,8 +15,8 @@ from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Graph, Input, Ref, TensorType, Variable
 from fusion.runtime.job.manifest import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.training.compute.edge_codecs import DENSE, EVALUATED, Sent, WireCodecs, residual_shapes
-from fusion.runtime.training.compute.inbox import Inbox, Key, Plan
+from fusion.runtime.training.compute.inbox import Inbox, Key, StagePlan
+from fusion.runtime.training.compute.stage_codecs import DENSE, EVALUATED, Sent, StageCodecs, residual_shapes
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import FrameError
 from fusion.swarm.transport import Frame
@@ -44,7 +44,7 @@ def payload(sent: Sent) -> Sent:
     return replace(sent, buffers=(memoryview(bytearray().join(sent.buffers)),))
 
 
-async def there_and_back(one: WireCodecs, two: WireCodecs) -> tuple[torch.Tensor, torch.Tensor, Sent, Sent]:
+async def there_and_back(one: StageCodecs, two: StageCodecs) -> tuple[torch.Tensor, torch.Tensor, Sent, Sent]:
     """X to the consumer, G back to the producer: what each reads, and what went over the wire."""
     place = (FIRST, 0, 0, "e/0")
     out = await one.activation(FIRST, 0, 0, "e/0", X, evaluate=False)
@@ -59,7 +59,7 @@ def test_both_ways_read_what_the_codec_says_and_weigh_what_it_costs(spec: str) -
     async def main() -> None:
         async with Worker() as worker:
             job = config(spec, spec)
-            seen, felt, out, back = await there_and_back(WireCodecs(job, worker), WireCodecs(job))
+            seen, felt, out, back = await there_and_back(StageCodecs(job, worker), StageCodecs(job))
         assert torch.equal(seen, decoded(spec, X))
         assert out.spec == back.spec == spec and not out.masked
         elements, sparse = X.numel(), parse(spec).family == "topk"
@@ -79,7 +79,7 @@ def test_both_ways_read_what_the_codec_says_and_weigh_what_it_costs(spec: str) -
 def test_without_reuse_the_gradient_chooses_its_own_elements() -> None:
     async def main() -> None:
         job = config("topk:0.1", "topk:0.05", reuse_mask=False)
-        _, felt, _, back = await there_and_back(WireCodecs(job), WireCodecs(job))
+        _, felt, _, back = await there_and_back(StageCodecs(job), StageCodecs(job))
         assert (back.spec, back.masked) == ("topk:0.05", False)
         assert torch.equal(felt, decoded("topk:0.05", G))
 
@@ -88,7 +88,7 @@ def test_without_reuse_the_gradient_chooses_its_own_elements() -> None:
 
 def test_edges_that_the_table_does_not_name_and_whole_numbers_go_as_they_are() -> None:
     async def main() -> None:
-        codecs = WireCodecs(config("int8", "int8"))
+        codecs = StageCodecs(config("int8", "int8"))
         assert (await codecs.activation(FIRST, 0, 0, "f/0", X, evaluate=False)).spec == DENSE
         whole = torch.arange(9)
         assert (await codecs.activation(FIRST, 0, 0, "e/0", whole, evaluate=False)).spec == DENSE
@@ -99,10 +99,10 @@ def test_edges_that_the_table_does_not_name_and_whole_numbers_go_as_they_are() -
 def test_evaluation_leaves_nothing_out() -> None:
     async def main() -> None:
         assert (
-            await WireCodecs(config("topk:0.01", "none")).activation(FIRST, 0, 0, "e/0", X, evaluate=True)
+            await StageCodecs(config("topk:0.01", "none")).activation(FIRST, 0, 0, "e/0", X, evaluate=True)
         ).spec == EVALUATED
         assert (
-            await WireCodecs(config("bf16", "none")).activation(FIRST, 0, 0, "e/0", X, evaluate=True)
+            await StageCodecs(config("bf16", "none")).activation(FIRST, 0, 0, "e/0", X, evaluate=True)
         ).spec == "bf16"
 
     asyncio.run(main())
@@ -110,9 +110,9 @@ def test_evaluation_leaves_nothing_out() -> None:
 
 def test_every_member_of_a_tie_group_adds_up_the_same() -> None:
     async def main() -> None:
-        one = WireCodecs(config("int8", "none"))
+        one = StageCodecs(config("int8", "none"))
         sent, read = await one.tie("e/0", G)
-        theirs = await WireCodecs(config()).decode(
+        theirs = await StageCodecs(config()).decode(
             (FIRST, 0, 0, "e/0"), "tie", payload(sent), SHAPE, "float32"
         )
         assert sent.spec == "int8" and torch.equal(read, theirs)
@@ -123,7 +123,7 @@ def test_every_member_of_a_tie_group_adds_up_the_same() -> None:
 def test_what_is_left_out_is_state_once_it_is_committed() -> None:
     async def main() -> None:
         job = config("none", "topk:0.05", error_feedback=True)
-        codecs = WireCodecs(job)
+        codecs = StageCodecs(job)
         first = await codecs.gradient(FIRST, 0, 0, "e/0", G)
         await codecs.discard()
         assert codecs.state() == {}
@@ -132,10 +132,12 @@ def test_what_is_left_out_is_state_once_it_is_committed() -> None:
         codecs.commit()
         (left,) = codecs.state().values()
         assert torch.allclose(left + decoded("topk:0.05", G), G, atol=1e-6)
-        other = WireCodecs(job)
+        other = StageCodecs(job)
         other.load(codecs.state())
         one, two = [await c.gradient((1, 3), 1, 0, "e/0", X) for c in (codecs, other)]
-        assert payload(one) == payload(two) != payload(await WireCodecs(job).gradient((1, 3), 1, 0, "e/0", X))
+        assert (
+            payload(one) == payload(two) != payload(await StageCodecs(job).gradient((1, 3), 1, 0, "e/0", X))
+        )
 
     asyncio.run(main())
 
@@ -143,7 +145,7 @@ def test_what_is_left_out_is_state_once_it_is_committed() -> None:
 def test_values_for_elements_that_were_never_sent_are_refused() -> None:
     async def main() -> None:
         job = config("topk:0.1", "topk:0.1")
-        producer, consumer = WireCodecs(job), WireCodecs(job)
+        producer, consumer = StageCodecs(job), StageCodecs(job)
         _, _, out, back = await there_and_back(producer, consumer)
         forged = payload(back)
         for place, kind, sent in (
@@ -169,9 +171,9 @@ def test_values_for_elements_that_were_never_sent_are_refused() -> None:
 def test_a_job_takes_only_the_codecs_that_it_allows(spec: str, says: str) -> None:
     made = replace(CONFIG, compression=CompressionConfig(kind="adaptive", families=("bf16", "int8")))
     with pytest.raises(ValueError, match=says):
-        WireCodecs(made).check(spec)
+        StageCodecs(made).check(spec)
     with pytest.raises(ValueError, match="this job sends none"):
-        WireCodecs(CONFIG).check("int8")
+        StageCodecs(CONFIG).check("int8")
 
 
 # --- through the inbox
@@ -181,7 +183,7 @@ EDGE = Edge("e/0", Ref("e"), VALUE, producer=0, consumers=(1,), needs_gradient=T
 STAGE = Stage(
     1, Graph((Input("e/0", VALUE),), (Variable("w", TensorType((2, 3), "float32")),), (), ()), (EDGE,), (), ()
 )
-PLAN = Plan(stage=STAGE, stages=2, ties=(), sizes={"batch": 4, "sequence": 8})
+PLAN = StagePlan(stage=STAGE, stages=2, ties=(), sizes={"batch": 4, "sequence": 8})
 
 
 def frame(sent: Sent, **changes: object) -> Frame:
@@ -196,9 +198,9 @@ def test_the_inbox_decodes_and_refuses() -> None:
     async def main() -> None:
         job = config("topk:0.1", "none")
         async with Worker() as worker:
-            inbox = Inbox(PLAN, job, WireCodecs(job, worker))
+            inbox = Inbox(PLAN, job, StageCodecs(job, worker))
             inbox.advance(FIRST, 0)
-            sent = await WireCodecs(job).activation(FIRST, 0, 0, "e/0", X, evaluate=False)
+            sent = await StageCodecs(job).activation(FIRST, 0, 0, "e/0", X, evaluate=False)
             work = inbox.offer(0, frame(sent))
             assert work is not None
             await work
