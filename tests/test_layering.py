@@ -1,4 +1,5 @@
-"""Imports point one way: cli -> runtime -> { swarm | dag | compression }; heavy libraries stay in their rooms."""
+"""Imports point one way: cli -> runtime -> { swarm | dag | compression }, and in each of them from room to room; heavy
+libraries stay in their rooms."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from imports import LAYERS, ROOT, imports, modules, relative
+from imports import LAYERS, ROOT, circles, file_counts, folder_edges, imports, modules, relative
 
 MAY_IMPORT = {
     "cli": {"cli", "runtime", "swarm", "dag", "compression"},
@@ -16,14 +17,17 @@ MAY_IMPORT = {
     "dag": {"dag"},
     "compression": {"compression"},
 }
-# The rooms of the runtime, and which of the others each may know. What lies in none is for all, but for the peer, which
-# puts them together.
+# The rooms of each layer, from the ground up: a room knows those before it and no other.
 ROOMS = {
-    "planes": set[str](),
-    "serving": {"planes"},
-    "launch": {"planes", "serving"},
-    "training": {"planes", "launch"},
-    "hosting": {"training"},
+    "dag": ("ir", "cutting", "rewrites", "placement"),
+    "swarm": ("", "streams", "directory", "claims", "blobs", "links", "memory"),
+    "compression": ("",),
+    "runtime": (
+        *("job", "planes", "capture", "serving", "placing"),
+        *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),
+        *("training", "launch", "hosting/jobs", "hosting", "peer"),
+    ),
+    "cli": ("terminal", "local", ""),
 }
 # Which layers may import a library at all, and where it is narrower, which files.
 LIBRARY_LAYERS = {
@@ -89,16 +93,27 @@ def test_imports_point_one_way(path: Path) -> None:
             assert parts[0] not in EFFECTS, f"{where}: dag has no effects"
 
 
-@pytest.mark.parametrize("path", (ROOT / "runtime").rglob("*.py"), ids=relative)
-def test_the_rooms_of_the_runtime_are_entered_one_way(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[1]
-    for line, name in imports(path):
-        parts = name.split(".")
-        if parts[:2] != ["fusion", "runtime"] or room == "peer.py" or len(parts) < 3 or parts[2] == room:
-            continue
-        assert parts[2] not in ROOMS or parts[2] in ROOMS.get(room, set()), (
-            f"{relative(path)}:{line} imports {name}"
-        )
+def test_every_folder_is_a_room() -> None:
+    rooms = {f"{layer}/{room}".rstrip("/") for layer, known in ROOMS.items() for room in known}
+    assert {name for name in file_counts() if has_code(name)} == rooms
+
+
+def has_code(folder_name: str) -> bool:
+    return any(path.name != "__init__.py" for path in (ROOT / folder_name).glob("*.py"))
+
+
+@pytest.mark.parametrize("edge", sorted(folder_edges()), ids=" -> ".join)
+def test_rooms_are_entered_one_way(edge: tuple[str, str]) -> None:
+    before, after = edge
+    layer, _, room = before.partition("/")
+    other_layer, _, other = after.partition("/")
+    if layer == other_layer:
+        order = ROOMS[layer]
+        assert order.index(other) < order.index(room), f"{before} does not know {after}"
+
+
+def test_folders_form_no_circle() -> None:
+    assert circles() == []
 
 
 def test_no_folder_is_left_out_of_the_package() -> None:
