@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from fusion.swarm.directory.keys import SHARDS, jobs_key, links_key, peers_key
 from fusion.swarm.directory.records import (
-    SHARDS,
     ClaimRecord,
     Digest,
     JobId,
@@ -19,9 +19,6 @@ from fusion.swarm.directory.records import (
     PeerRecord,
     ProviderRecord,
     Record,
-    jobs_key,
-    links_key,
-    peers_key,
 )
 
 HEARTBEAT_SECONDS = 2.0

@@ -30,10 +30,9 @@ from hivemind.proto import dht_pb2
 from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS, newest_jobs
 from fusion.swarm.directory.dht_guard import StoreGuard
 from fusion.swarm.directory.dht_values import MAX_SUBKEYS, key_id, parse_values
+from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, providers_key, shard, subkey_of
 from fusion.swarm.directory.lookup import Found, LookupConfig, Node, NodeReply, lookup
 from fusion.swarm.directory.records import (
-    CLOCK_TOLERANCE_SECONDS,
-    MAX_TTL_SECONDS,
     ClaimRecord,
     Digest,
     JobId,
@@ -42,14 +41,12 @@ from fusion.swarm.directory.records import (
     PeerRecord,
     ProviderRecord,
     Record,
+)
+from fusion.swarm.directory.sealing import (
+    CLOCK_TOLERANCE_SECONDS,
+    MAX_TTL_SECONDS,
     Signer,
-    claims_key,
-    jobs_key,
-    key_of,
-    providers_key,
     seal,
-    shard,
-    subkey_of,
     unseal,
     unseal_anywhere,
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from fusion.swarm.directory.records import MAX_RECORD_BYTES
+from fusion.swarm.directory.sealing import MAX_RECORD_BYTES
 from fusion.swarm.errors import RecordError
 
 MAX_SUBKEYS = 1024  # under one key; more would not fit into one answer

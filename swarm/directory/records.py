@@ -1,28 +1,16 @@
-"""What peers publish about themselves in the directory: frozen values, signed by their author.
-
-A sealed record is `msgpack([body, author, expires_at, signature])` where `body = msgpack([version, kind, fields])`
-and the Ed25519 signature covers the version, the author, the expiry and the body. The place of a record in the
-directory (key and subkey) follows from its content, so a signature also fixes where the record may be stored.
-
-The expiry is the record's version too: publishers keep it rising, stores keep the record that expires last, so a
-replayed older record never displaces a newer one, and is itself gone before the newer one is.
-"""
+"""What peers publish about themselves in the directory: frozen values, and what each of their fields may be."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple, NewType, Protocol
-
-import msgpack
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, NewType
 
 from fusion.swarm.coordinates import DIMENSIONS, LARGEST_ERROR, LARGEST_MS
 from fusion.swarm.errors import RecordError
-from fusion.swarm.identity import is_peer_id, verify
+from fusion.swarm.identity import is_peer_id
 from fusion.swarm.transport import PeerId
 
 Digest = NewType("Digest", str)  # lower-case hex SHA-256
@@ -30,11 +18,6 @@ JobId = NewType(
     "JobId", str
 )  # the digest of the job's manifest blob: the manifest cannot change under its id
 
-RECORD_VERSION = 2
-SHARDS = 16  # keys over which the peers, and the jobs, of the whole swarm are spread
-MAX_RECORD_BYTES = 4096
-MAX_TTL_SECONDS = 120.0
-CLOCK_TOLERANCE_SECONDS = 5.0  # how far apart two honest peers' clocks may be
 MAX_TERM = 2**31  # a hostile claim must not be able to use the terms up
 MAX_STAGES = 65_536
 MAX_PAIRS = 32  # of one peer's measured links
@@ -125,91 +108,8 @@ class LinkRecord:
 Record = PeerRecord | JobRecord | ClaimRecord | ProviderRecord | LinkRecord
 
 
-class Signer(Protocol):
-    """The part of `fusion.swarm.identity.Identity` that sealing needs."""
-
-    peer_id: PeerId
-
-    def sign(self, data: bytes) -> bytes: ...
-
-
-@dataclass(frozen=True)
-class Sealed:
-    """An opened record and the unix time at which it ends."""
-
-    record: Record
-    expires_at: float
-
-
-def seal(record: Record, identity: Signer, expires_at: float) -> bytes:
-    """The signed bytes of our own record, good until `expires_at` (unix seconds).
-
-    Raises RecordError if the record is somebody else's, a field is not what its type allows, or it is too long.
-    """
-    if author_of(record) != identity.peer_id:
-        raise RecordError(
-            f"a {_KIND[type(record)]} record of {author_of(record)} cannot be signed by {identity.peer_id}"
-        )
-    check_fields(record)
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    body = msgpack.packb([RECORD_VERSION, _KIND[type(record)], values])
-    expires_at = float(expires_at)
-    signature = identity.sign(_signed(body, identity.peer_id, expires_at))
-    data: bytes = msgpack.packb([body, identity.peer_id, expires_at, signature])
-    if len(data) > MAX_RECORD_BYTES:
-        raise RecordError(f"a {_KIND[type(record)]} record of {len(data)} bytes; at most {MAX_RECORD_BYTES}")
-    return data
-
-
-def open_record(data: bytes, key: str, subkey: str, now: float) -> Record:
-    """The record in `data`, found at (`key`, `subkey`) at unix time `now`. Raises RecordError unless every check
-    passes: size, form, version, field values, place, author, expiry, signature."""
-    return unseal(data, key, subkey, now).record
-
-
-def unseal(data: bytes, key: str, subkey: str, now: float) -> Sealed:
-    """`open_record`, with the expiry that the author signed."""
-    sealed = unseal_anywhere(data, now)
-    if key != key_of(sealed.record) or subkey != subkey_of(sealed.record):
-        raise RecordError("the record is stored in a place that is not its own")
-    return sealed
-
-
-def unseal_anywhere(data: bytes, now: float) -> Sealed:
-    """`unseal` for a storing node, which checks the place itself: it knows only the hash of the key."""
-    body, author, expires_at, signature = _envelope(data)
-    record = _decode_body(body)
-    if author != author_of(record):
-        raise RecordError("the record speaks for another peer than its author")
-    if not now < expires_at <= now + MAX_TTL_SECONDS + CLOCK_TOLERANCE_SECONDS:
-        raise RecordError("the record has expired or ends too far in the future")
-    if not _verified(author, signature, _signed(body, author, expires_at)):
-        raise RecordError("the record's signature is not its author's")
-    return Sealed(record, expires_at)
-
-
 def author_of(record: Record) -> PeerId:
     return record.author if isinstance(record, JobRecord) else record.peer
-
-
-def key_of(record: Record) -> str:
-    """Where the directory keeps the record. Jobs and peers are spread over SHARDS keys by hash."""
-    match record:
-        case PeerRecord():
-            return peers_key(shard(record.peer))
-        case JobRecord():
-            return jobs_key(shard(record.job))
-        case ClaimRecord():
-            return claims_key(record.job, record.stage)
-        case ProviderRecord():
-            return providers_key(record.digest)
-        case LinkRecord():
-            return links_key(shard(record.peer))
-
-
-def subkey_of(record: Record) -> str:
-    """One slot per author under a key; a job's records share their key with other jobs', hence the longer form."""
-    return f"{record.author}/{record.job}" if isinstance(record, JobRecord) else record.peer
 
 
 def one_line(text: str, limit: int = 300) -> str:
@@ -218,93 +118,11 @@ def one_line(text: str, limit: int = 300) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def shard(name: str) -> int:
-    return hashlib.sha256(name.encode()).digest()[0] % SHARDS
-
-
-def peers_key(shard: int) -> str:
-    return f"peers/{shard}"
-
-
-def jobs_key(shard: int) -> str:
-    return f"jobs/{shard}"
-
-
-def claims_key(job: JobId, stage: int) -> str:
-    return f"claims/{job}/{stage}"
-
-
-def links_key(shard: int) -> str:
-    return f"links/{shard}"
-
-
-def providers_key(digest: Digest) -> str:
-    return f"providers/{digest}"
-
-
-def _signed(body: bytes, author: str, expires_at: float) -> bytes:
-    signed: bytes = msgpack.packb(["fusion-record", RECORD_VERSION, author, expires_at, body])
-    return signed
-
-
-# Readers poll: the same bytes come back every heartbeat, and a signature check costs about 0.1 ms.
-@lru_cache(maxsize=4096)
-def _verified(author: str, signature: bytes, signed: bytes) -> bool:
-    return verify(author, signature, signed)
-
-
-def _unpack(data: bytes, what: str) -> Any:
-    try:
-        return msgpack.unpackb(
-            data,
-            strict_map_key=True,
-            max_str_len=1024,
-            max_bin_len=MAX_RECORD_BYTES,
-            max_array_len=32,
-            max_map_len=32,
-            max_ext_len=0,
-        )
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise RecordError(f"{what} is not msgpack: {type(error).__name__}") from None
-
-
-def _envelope(data: bytes) -> tuple[bytes, str, float, bytes]:
-    if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
-        raise RecordError(f"a record is at most {MAX_RECORD_BYTES} bytes")
-    match _unpack(data, "the record"):
-        case [bytes() as body, str() as author, float() as expires_at, bytes() as signature]:
-            return body, author, expires_at, signature
-        case _:
-            raise RecordError("the record has not the form of one")
-
-
-def _decode_body(body: bytes) -> Record:
-    match _unpack(body, "the record's body"):
-        case [int() as version, *_] if version != RECORD_VERSION:
-            raise RecordError(f"record version {version}; this software knows {RECORD_VERSION}")
-        case [_, str() as kind, dict() as values] if kind in _CLASS:
-            pass
-        case _:
-            raise RecordError("the record's body has not the form of one")
-    made = _CLASS[kind]
-    if set(values) != {field.name for field in fields(made)}:
-        raise RecordError(f"a {kind} record with fields missing or unknown")
-    for name, item in _ITEMS.get(made, {}).items():
-        if isinstance(values[name], list):
-            try:
-                values[name] = tuple(map(item, values[name]))
-            except TypeError:
-                raise RecordError(f"a {kind} record with a bad {name}") from None
-    record: Record = made(**values)
-    check_fields(record)
-    return record
-
-
 def check_fields(record: Record) -> None:
     """Raises RecordError naming the first field whose value no record may carry."""
     for name, check in _CHECKS[type(record)].items():
         if not check(getattr(record, name)):
-            raise RecordError(f"a {_KIND[type(record)]} record with a bad {name}")
+            raise RecordError(f"a {KIND_OF[type(record)]} record with a bad {name}")
 
 
 Check = Callable[[object], bool]
@@ -366,19 +184,13 @@ def _pairs(value: object) -> bool:
     )
 
 
-# Fields that are lists on the wire, and what their items become.
-_ITEMS: dict[type, dict[str, Callable[[Any], Any]]] = {
-    PeerRecord: {"addresses": lambda item: item, "coordinate": lambda item: item},
-    LinkRecord: {"pairs": lambda item: Pair(*item)},
-}
-_KIND: dict[type, str] = {
+KIND_OF: dict[type, str] = {
     PeerRecord: "peer",
     JobRecord: "job",
     ClaimRecord: "claim",
     ProviderRecord: "provider",
     LinkRecord: "links",
 }
-_CLASS: dict[str, Any] = {kind: made for made, kind in _KIND.items()}
 _CHECKS: dict[type, dict[str, Check]] = {
     PeerRecord: {
         "peer": is_peer_id,

@@ -1,4 +1,4 @@
-"""A swarm inside one process: the transport and the directory that unit tests run on.
+"""What joins the peers of a swarm inside one process: streams between their transports, replicas of their directory.
 
 Everything goes through the same frame encoding, caps and signed records as between real peers. A `MemoryNetwork`
 can lose what real networks lose: `partition` and `heal` cut and mend links, `kill` takes a peer away without a
@@ -8,63 +8,38 @@ goodbye.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
+from typing import Protocol
 
-from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS, newest_jobs
-from fusion.swarm.directory.records import (
-    ClaimRecord,
-    Digest,
-    JobId,
-    JobRecord,
-    LinkRecord,
-    PeerRecord,
-    ProviderRecord,
-    Record,
-    claims_key,
-    jobs_key,
-    key_of,
-    open_record,
-    providers_key,
-    seal,
-    shard,
-    subkey_of,
-    unseal,
-    unseal_anywhere,
-)
+from fusion.swarm.directory.sealing import unseal
 from fusion.swarm.errors import PeerUnreachable, RecordError
-from fusion.swarm.identity import Identity
-from fusion.swarm.streams.frames import DEFAULT_LIMITS, FrameLimits
+from fusion.swarm.streams.frames import FrameLimits
 from fusion.swarm.streams.handlers import Handlers
 from fusion.swarm.streams.memory_stream import MemoryStream, stream_pair
 from fusion.swarm.streams.traffic import TrafficCounter
-from fusion.swarm.transport import Handler, PeerId, Traffic
+from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
-
-
-class ManualClock:
-    """Seconds that pass only when a test says so."""
-
-    def __init__(self, now: float = 1_000_000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
 
 
 # What one peer holds of the directory: key -> subkey -> (the expiry its author signed, the sealed record).
 Replica = dict[str, dict[str, tuple[float, bytes]]]
 
 
+class Endpoint(Protocol):
+    """What the network needs of a transport: `fusion.swarm.memory.transport.MemoryTransport`."""
+
+    peer_id: PeerId
+    limits: FrameLimits
+    handlers: Handlers
+    counter: TrafficCounter
+
+
 class MemoryNetwork:
     """What joins the memory transports and directories of one test."""
 
     def __init__(self) -> None:
-        self.transports: dict[PeerId, MemoryTransport] = {}
+        self.transports: dict[PeerId, Endpoint] = {}
         self.replicas: dict[PeerId, Replica] = {}  # of the directory, one per peer
         self._cut: set[frozenset[PeerId]] = set()
         self._dead: set[PeerId] = set()
@@ -92,7 +67,7 @@ class MemoryNetwork:
         if transport is not None:
             transport.handlers.cancel()
 
-    def link(self, opener: MemoryTransport, peer: PeerId, protocol: str) -> MemoryStream:
+    def link(self, opener: Endpoint, peer: PeerId, protocol: str) -> MemoryStream:
         """A stream from `opener` to `peer`, whose handler starts. Raises PeerUnreachable."""
         target = self.transports.get(peer)
         if target is None or not self.reachable(opener.peer_id, peer):
@@ -136,117 +111,3 @@ class MemoryNetwork:
         for stream, one, two in self._streams:
             if not self.reachable(one, two):
                 stream.lose()
-
-
-class MemoryTransport:
-    """Implements `fusion.swarm.transport.Transport` between the peers of one `MemoryNetwork`."""
-
-    def __init__(
-        self, network: MemoryNetwork, peer_id: PeerId, *, limits: FrameLimits = DEFAULT_LIMITS
-    ) -> None:
-        if peer_id in network.transports:
-            raise ValueError(f"{peer_id} is on this network already")
-        self.peer_id = peer_id
-        self.limits = limits
-        self.handlers = Handlers()
-        self.counter = TrafficCounter()
-        self._network = network
-        network.transports[peer_id] = self
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return (f"/memory/{self.peer_id}/p2p/{self.peer_id}",)
-
-    async def connect(self, address: str) -> PeerId:
-        before, separator, peer = address.rpartition("/p2p/")
-        if not (separator and before.startswith("/") and peer) or "/" in peer:
-            raise ValueError(f"{address!r} is not a multiaddr that ends in /p2p/<peer id>")
-        if peer not in self._network.transports or not self._network.reachable(self.peer_id, PeerId(peer)):
-            raise PeerUnreachable(f"cannot reach {address}")
-        return PeerId(peer)
-
-    async def open(self, peer: PeerId, protocol: str, *, stripes: int = 1) -> MemoryStream:
-        return self._network.link(self, peer, protocol)
-
-    async def serve(self, protocol: str, handler: Handler) -> None:
-        self.handlers.add(protocol, handler)
-
-    def traffic(self) -> Mapping[PeerId, Traffic]:
-        return self.counter.snapshot()
-
-    async def aclose(self) -> None:
-        self._network.transports.pop(self.peer_id, None)
-        await self.handlers.aclose()
-
-    async def __aenter__(self) -> MemoryTransport:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-
-class MemoryDirectory:
-    """Implements `fusion.swarm.directory.api.Directory` for one peer of a `MemoryNetwork`. Records are really signed
-    and really checked; `clock` gives unix seconds."""
-
-    def __init__(
-        self, network: MemoryNetwork, identity: Identity, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._network = network
-        self._identity = identity
-        self._clock = clock
-        self._replica = network.replica(identity.peer_id)
-
-    async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
-        now = self._clock()
-        data = seal(record, self._identity, now + ttl_seconds)
-        self._network.store(self._identity.peer_id, key_of(record), subkey_of(record), data, now)
-
-    def sealed(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> bytes:
-        return seal(record, self._identity, self._clock() + ttl_seconds)
-
-    def unsealed(self, data: bytes) -> Record:
-        return unseal_anywhere(data, self._clock()).record
-
-    async def peers(self) -> tuple[PeerRecord, ...]:
-        return tuple(
-            record for key in PEER_KEYS for record in self._read(key) if isinstance(record, PeerRecord)
-        )
-
-    async def links(self) -> tuple[LinkRecord, ...]:
-        return tuple(
-            record for key in LINK_KEYS for record in self._read(key) if isinstance(record, LinkRecord)
-        )
-
-    async def jobs(self) -> tuple[JobRecord, ...]:
-        return newest_jobs(
-            record for key in JOB_KEYS for record in self._read(key) if isinstance(record, JobRecord)
-        )
-
-    async def job(self, job: JobId) -> JobRecord | None:
-        records = [record for record in self._read(jobs_key(shard(job))) if isinstance(record, JobRecord)]
-        newest = newest_jobs(record for record in records if record.job == job)
-        return newest[0] if newest else None
-
-    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
-        return tuple(
-            record for record in self._read(claims_key(job, stage)) if isinstance(record, ClaimRecord)
-        )
-
-    async def providers(self, digest: Digest) -> tuple[ProviderRecord, ...]:
-        return tuple(
-            record for record in self._read(providers_key(digest)) if isinstance(record, ProviderRecord)
-        )
-
-    async def aclose(self) -> None:
-        self._network.replicas.pop(self._identity.peer_id, None)
-
-    def _read(self, key: str) -> list[Record]:
-        """The records at `key` that pass every check now, in the order of their authors."""
-        found: list[Record] = []
-        for subkey, (_, data) in sorted(self._replica.get(key, {}).items()):
-            try:
-                found.append(open_record(data, key, subkey, self._clock()))
-            except RecordError as error:
-                logger.debug("ignored a record at %s: %s", key, error)
-        return found

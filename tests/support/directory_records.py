@@ -8,9 +8,8 @@ from typing import Any
 
 import msgpack
 
-from fusion.swarm.directory import records
+from fusion.swarm.directory import records, sealing
 from fusion.swarm.directory.records import (
-    RECORD_VERSION,
     ClaimRecord,
     Digest,
     JobId,
@@ -22,6 +21,7 @@ from fusion.swarm.directory.records import (
     Record,
     author_of,
 )
+from fusion.swarm.directory.sealing import RECORD_VERSION
 from fusion.swarm.identity import Identity, friendly_name
 
 
@@ -90,11 +90,11 @@ def raw_seal(record: Record, identity: Identity, expires_at: float, **changes: A
     """A sealed record with none of the publisher's own checks: what a hostile peer can make with its key."""
     values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     values |= changes.pop("values", {})
-    kind = changes.pop("kind", records._KIND[type(record)])
+    kind = changes.pop("kind", records.KIND_OF[type(record)])
     version = changes.pop("version", RECORD_VERSION)
     author = changes.pop("author", author_of(record))
     body = changes.pop("body", msgpack.packb([version, kind, values]))
     assert not changes
-    signature = identity.sign(records._signed(body, author, expires_at))
+    signature = identity.sign(sealing._signed(body, author, expires_at))
     data: bytes = msgpack.packb([body, author, expires_at, signature])
     return data

@@ -33,7 +33,9 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory.network import MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId
 
 VOCABULARY = 128

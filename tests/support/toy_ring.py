@@ -26,7 +26,8 @@ from fusion.runtime.serving.ring_link import GATEWAY, RING, LinkEnds
 from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
-from fusion.swarm.memory.network import MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import Frame, PeerId, Stream
 
 VOCABULARY = 31

@@ -36,7 +36,9 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory.network import MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
 
 TINY = GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=8, tied=True)
 LANGUAGE = ("input_ids", "position_ids", "targets")

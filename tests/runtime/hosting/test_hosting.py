@@ -17,7 +17,8 @@ from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import BlobError, StaleTerm
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory.network import MemoryDirectory, MemoryTransport
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import Stream, call
 
 SNAPSHOT = Digest("5" * 64)

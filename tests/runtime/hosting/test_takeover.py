@@ -12,7 +12,8 @@ from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory.network import MemoryDirectory, MemoryTransport
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId, Stream, call
 
 

@@ -4,7 +4,7 @@ from fusion.runtime.hosting.vacant_stages import VacantStages, needed_bytes
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId
-from fusion.swarm.memory.network import ManualClock
+from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.transport import PeerId
 
 US, OWNER = PeerId("us"), PeerId("owner")

@@ -4,7 +4,7 @@ import pytest
 
 from fusion.runtime.job import cool_down
 from fusion.runtime.job.cool_down import CoolDown
-from fusion.swarm.memory.network import ManualClock
+from fusion.swarm.memory.clock import ManualClock
 
 
 def lasted(failed: CoolDown[str], clock: ManualClock) -> int:

@@ -32,7 +32,8 @@ from fusion.runtime.serving.ring import RingPosition, RingStage
 from fusion.runtime.serving.ring_frames import plan_ring
 from fusion.runtime.serving.ring_link import GATEWAY, RING, LinkEnds
 from fusion.swarm.errors import StaleTerm, SwarmError
-from fusion.swarm.memory.network import MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId, Stream
 
 

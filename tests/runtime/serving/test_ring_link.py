@@ -10,7 +10,8 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.ring_link import GATEWAY, RING, LinkEnds, RingLink, RingLinks
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable, StreamClosed
-from fusion.swarm.memory.network import MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import Frame, PeerId, Stream
 
 HERE, THERE = PeerId("here"), PeerId("there")

@@ -27,7 +27,10 @@ from fusion.swarm.blobs.upload_budget import BURST_SECONDS, UploadBudget
 from fusion.swarm.directory.records import Digest, ProviderRecord
 from fusion.swarm.errors import BlobError, QuotaExceeded, RemoteError
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.clock import ManualClock
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId, Stream, call
 
 QUOTA = 64 << 20

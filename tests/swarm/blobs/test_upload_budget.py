@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from fusion.swarm.blobs.upload_budget import BURST_SECONDS, SMALL_BYTES, UploadBudget
-from fusion.swarm.memory.network import ManualClock
+from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.transport import PeerId
 
 CHUNK = 1 << 20

@@ -34,21 +34,15 @@ from fusion.swarm.directory.api import newest_jobs
 from fusion.swarm.directory.dht import DhtConfig, HivemindDirectory
 from fusion.swarm.directory.dht_guard import MAX_JOBS_PER_AUTHOR, StoreGuard
 from fusion.swarm.directory.dht_values import MAX_SUBKEYS, key_id, parse_values
+from fusion.swarm.directory.keys import jobs_key, key_of, shard, subkey_of
 from fusion.swarm.directory.lookup import LookupConfig
-from fusion.swarm.directory.records import (
-    CLOCK_TOLERANCE_SECONDS,
-    MAX_RECORD_BYTES,
-    RECORD_VERSION,
-    Record,
-    jobs_key,
-    key_of,
-    seal,
-    shard,
-    subkey_of,
-)
+from fusion.swarm.directory.records import Record
+from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS, MAX_RECORD_BYTES, RECORD_VERSION, seal
 from fusion.swarm.errors import PeerUnreachable, RecordError
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork
+from fusion.swarm.memory.clock import ManualClock
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 
 ALICE, BOB, MALLORY = Identity.generate(), Identity.generate(), Identity.generate()

@@ -11,7 +11,10 @@ from fusion.swarm.directory.bootstrap import load_cached, save_cached
 from fusion.swarm.directory.membership import Membership, MembershipConfig
 from fusion.swarm.directory.missing_peers import MissingPeersConfig
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.clock import ManualClock
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId
 
 QUICK = MissingPeersConfig(first_seconds=0.005, share=0.001)

@@ -19,22 +19,15 @@ from support.directory_records import (
     raw_seal,
 )
 
-from fusion.swarm.directory.records import (
+from fusion.swarm.directory.keys import SHARDS, key_of, shard, subkey_of
+from fusion.swarm.directory.records import MAX_PAIRS, MAX_TERM, Pair, Record, one_line
+from fusion.swarm.directory.sealing import (
     CLOCK_TOLERANCE_SECONDS,
-    MAX_PAIRS,
     MAX_RECORD_BYTES,
-    MAX_TERM,
     MAX_TTL_SECONDS,
     RECORD_VERSION,
-    SHARDS,
-    Pair,
-    Record,
-    key_of,
-    one_line,
     open_record,
     seal,
-    shard,
-    subkey_of,
     unseal,
 )
 from fusion.swarm.errors import RecordError

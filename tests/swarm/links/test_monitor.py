@@ -21,7 +21,10 @@ from fusion.swarm.links.probes import (
     ProbeReport,
 )
 from fusion.swarm.links.table import LISTED_SECONDS
-from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.clock import ManualClock
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId, checked
 
 MBPS = 1e6 / 8

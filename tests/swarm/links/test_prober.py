@@ -15,7 +15,7 @@ from fusion.swarm.links.packet_trains import Train
 from fusion.swarm.links.prober import ProbeConfig, Prober
 from fusion.swarm.links.probes import ProbeLine, ProbeReport
 from fusion.swarm.links.table import DOUBT_SECONDS, PRESS_SECONDS, LinkTable, Neighbour
-from fusion.swarm.memory.network import ManualClock
+from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.streams.link_estimate import RateEstimate
 from fusion.swarm.transport import PeerId, Traffic, Transport
 

@@ -6,19 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from fusion.swarm.directory.records import (
-    ClaimRecord,
-    JobId,
-    JobRecord,
-    PeerRecord,
-    claims_key,
-    key_of,
-    seal,
-    subkey_of,
-)
+from fusion.swarm.directory.keys import claims_key, key_of, subkey_of
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, PeerRecord
+from fusion.swarm.directory.sealing import seal
 from fusion.swarm.errors import PeerUnreachable, RecordError, RemoteError, StreamBroken, StreamClosed
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.clock import ManualClock
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.streams.handlers import Handlers
 from fusion.swarm.streams.memory_stream import BUFFERED_BYTES, stream_pair
 from fusion.swarm.transport import PeerId, Stream, Traffic, call

@@ -20,7 +20,10 @@ from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Record
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory.network import ManualClock, MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.clock import ManualClock
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import call
 
 SNAPSHOT = Digest("5" * 64)
