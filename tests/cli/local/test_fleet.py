@@ -103,7 +103,7 @@ def test_nothing_outlives_a_holder_that_is_killed(stand_in: Path, tmp_path: Path
     holder = tmp_path / "holder.py"
     holder.write_text(
         "import asyncio, json, sys\n"
-        "from fusion.cli import fleet as fleets\n"
+        "from fusion.cli.local import fleet as fleets\n"
         f"fleets.COMMAND = (sys.executable, {str(stand_in)!r})\n"
         "async def main():\n"
         "    async with fleets.open_fleet('fusion-test-') as fleet:\n"

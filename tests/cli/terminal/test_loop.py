@@ -11,7 +11,7 @@ import pytest
 
 PEER = """
 import asyncio, sys, threading, time
-from fusion.cli import loop
+from fusion.cli.terminal import loop
 async def main():
     print("up", flush=True)
     try:
