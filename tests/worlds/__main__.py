@@ -2,6 +2,7 @@
 
     python tests/worlds [--worlds 1000] [--seed 1] [--processes 2] [--json]
     python tests/worlds --replay SEED           one world, with every frame that was sent in it
+    python tests/worlds --digest FILE           SHA-256 of what happens in each world: whether two checkouts do the same
     python tests/worlds --plant term            with a bug in it, that has to be found (term, ready, promote)
 
 Exit 0: everything held in every world. 1: something did not; the seeds are printed, the first ones with their logs.
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in the same order in every run
@@ -40,6 +42,9 @@ def main() -> int:
     parser.add_argument("--until", metavar="KIND", default="", help="of failure: end at the first one of it")
     parser.add_argument("--plant", choices=sorted(plants.PLANTS), default="")
     parser.add_argument("--replay", type=int, metavar="SEED")
+    parser.add_argument(
+        "--digest", type=Path, metavar="FILE", help="write a line for each world: seed, its events, its log"
+    )
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if min(given.worlds, given.processes, given.stop_after) < 1:
@@ -48,6 +53,8 @@ def main() -> int:
         return replay(given.replay, given.plant)
     seeds = range(given.seed, given.seed + given.worlds)
     processes = min(given.processes, len(seeds))
+    if given.digest is not None:
+        return digest(seeds, processes, given)
     summary, seconds = runner.timed(seeds, processes, given.plant, given.stop_after, given.until)
     found = {
         "worlds": summary.worlds,
@@ -81,6 +88,18 @@ def show(found: dict[str, object], summary: runner.Summary, plant: str) -> None:
             f"  again, with every frame: python tests/worlds --replay {outcome.seed}"
             + f" --plant {plant}" * bool(plant)
         )
+
+
+def digest(seeds: Sequence[int], processes: int, given: argparse.Namespace) -> int:
+    found, total = runner.digests(seeds, processes, given.plant)
+    given.digest.write_text("".join(f"{each}\n" for each in found))
+    if given.json:
+        print(
+            json.dumps({"worlds": len(found), "seed": total.seed, "events": total.events, "log": total.log})
+        )
+    else:
+        print(f"{len(found)} worlds from seed {total.seed}\nevents {total.events}\nlog    {total.log}")
+    return 0
 
 
 def replay(seed: int, plant: str) -> int:

@@ -27,7 +27,7 @@ NOTICE_SECONDS = (
 )
 KEEPALIVE_SECONDS = 12.0  # about so long a stream into silence stays up
 
-Watch = Callable[["WorldStream", str, Mapping[str, Any]], None]
+Watch = Callable[["WorldStream", str, Mapping[str, Any], bytes, bytes], None]
 
 
 class WorldStream:
@@ -62,11 +62,11 @@ class WorldStream:
         if self._end:
             raise self._ended()
         head, views, _ = frames.encode(kind, header, payload)
-        network = self._network
-        network.watch(self, kind, header or {})
+        network, data = self._network, b"".join(views)
+        network.watch(self, kind, header or {}, head, data)
         if self.lane.dead:  # killed at this very point
             await network.loop.create_future()
-        self._post((kind, head, b"".join(views)))
+        self._post((kind, head, data))
 
     def _post(self, item: tuple[str, bytes, bytes] | str) -> None:
         network, twin = self._network, self.twin
@@ -162,7 +162,8 @@ class WorldStream:
 
 
 class Network:
-    """`slowest_seconds`: the longest one-way delay of a healthy link. `watch` sees every frame that is sent."""
+    """`slowest_seconds`: the longest one-way delay of a healthy link. `watch` sees every frame that is sent, and
+    its bytes: head with header, and payload."""
 
     def __init__(self, loop: VirtualLoop, rng: random.Random, slowest_seconds: float) -> None:
         self.loop = loop

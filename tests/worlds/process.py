@@ -29,6 +29,7 @@ class Outcome:
     committed: int
     struck: tuple[str, ...]  # the kinds of faults that happened
     log: tuple[str, ...]
+    frames: str  # SHA-256 of what was sent, see `World.frames`
 
 
 @dataclass(eq=False)

@@ -11,8 +11,9 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from worlds import plants, wiring
 from worlds.process import Outcome
@@ -20,11 +21,19 @@ from worlds.scenario import scenario
 from worlds.virtual_time import lane_now, wall_seconds
 from worlds.world import World
 
+from fusion.runtime.hosting.hosting import Hosting
+
+T = TypeVar("T")
+
 CHUNK = 25  # seeds that a process takes at once
 
 
 class LogCollector(logging.Handler):
-    """What the runtime logs, into the log of the world that runs."""
+    """What the runtime logs, into the log of the world that runs; with `traces`, where errors came from as well."""
+
+    def __init__(self, *, traces: bool = True) -> None:
+        super().__init__()
+        self._traces = traces
 
     def emit(self, record: logging.LogRecord) -> None:
         world = World.current
@@ -33,7 +42,7 @@ class LogCollector(logging.Handler):
         except LookupError:
             who = "?"
         world.note(who, f"[{record.levelname.lower()}] {record.getMessage()}")
-        if record.exc_info and record.exc_info[1] is not None:
+        if self._traces and record.exc_info and record.exc_info[1] is not None:
             for line in traceback.format_exception(record.exc_info[1]):
                 world.note(who, line.rstrip())
 
@@ -83,24 +92,26 @@ def run_one(seed: int, *, verbose: bool = False) -> Outcome:
     return outcome
 
 
-def run_many(seeds: Sequence[int], processes: int, plant: str) -> Iterator[Outcome]:
-    """Outcomes as they come; processes end with the iterator."""
+def run_many(
+    seeds: Sequence[int], processes: int, plant: str, run: Callable[[int], T] = run_one
+) -> Iterator[T]:
+    """What `run` makes of each seed, as it comes; processes end with the iterator."""
     if processes == 1:
         prepare(plant)
-        yield from map(run_one, seeds)
+        yield from map(run, seeds)
         return
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes, initializer=prepare, initargs=(plant,)) as pool:
-        yield from pool.imap_unordered(run_one, seeds, chunksize=CHUNK)
+        yield from pool.imap_unordered(run, seeds, chunksize=CHUNK)
 
 
-def replay(seed: int) -> Outcome:
+def replay(seed: int, *, traces: bool = True) -> Outcome:
     """One world with every frame and every line that the runtime logs, in a process that `prepare` was called in."""
-    collector = LogCollector()
+    collector = LogCollector(traces=traces)
     fusion = logging.getLogger("fusion")
     before = fusion.level, fusion.propagate
     logging.disable(logging.NOTSET)
-    hosting = logging.getLogger("fusion.runtime.hosting.hosting")
+    hosting = logging.getLogger(Hosting.__module__)
     fusion.addHandler(collector)
     hosting.addHandler(collector)
     fusion.setLevel(logging.DEBUG)
@@ -127,10 +138,49 @@ def kinds(failed: Sequence[Outcome]) -> list[list[Outcome]]:
     return sorted(found.values(), key=len, reverse=True)
 
 
+@dataclass(frozen=True, order=True)
+class Digest:
+    """SHA-256 of what happened in a world. `events`: every frame that was sent, byte by byte, when, by whom and to whom,
+    the faults, the updates and the end; no name or text of the code goes into it but what is sent. `log`: every line of
+    the world's log in the words of the code, without tracebacks."""
+
+    seed: int
+    events: str
+    log: str
+
+    def __str__(self) -> str:
+        return f"{self.seed} {self.events} {self.log}"
+
+
+def digest(seed: int) -> Digest:
+    outcome = replay(seed, traces=False)
+    broken = [text.splitlines()[0] for text in outcome.violations]
+    events = (
+        outcome.frames,
+        outcome.struck,
+        outcome.updates,
+        outcome.committed,
+        outcome.virtual_seconds,
+        broken,
+    )
+    return Digest(seed, _sha256(repr(events)), _sha256("\n".join(outcome.log)))
+
+
+def digests(seeds: Sequence[int], processes: int, plant: str) -> tuple[list[Digest], Digest]:
+    """Of every world, in the order of seeds, and one of all of them under the first seed."""
+    found = sorted(run_many(seeds, processes, plant, digest))
+    events, log = ("\n".join(part) for part in zip(*((each.events, each.log) for each in found), strict=True))
+    return found, Digest(found[0].seed, _sha256(events), _sha256(log))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def fingerprint(outcome: Outcome) -> str:
     """The same for the same course of events."""
     text = "\n".join([*outcome.log, *outcome.violations, repr(outcome.virtual_seconds)])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return _sha256(text)[:16]
 
 
 def timed(

@@ -56,3 +56,17 @@ def test_a_world_repeats() -> None:
         return "\n".join(lines[:-3])
 
     assert replayed(7) == replayed(7)
+
+
+def test_the_digest_of_a_world_is_the_same_in_whatever_process_it_runs(tmp_path: Path) -> None:
+    made = []
+    for processes in ("1", "2"):
+        path = tmp_path / processes
+        total = worlds("--worlds", "50", "--seed", "7", "--processes", processes, "--digest", str(path))
+        lines = path.read_text().splitlines()
+        assert total["worlds"] == 50 and [line.split()[0] for line in lines] == [
+            str(7 + i) for i in range(50)
+        ]
+        assert len({digest for line in lines for digest in line.split()[1:]}) == 100
+        made.append((total, lines))
+    assert made[0] == made[1]

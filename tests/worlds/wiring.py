@@ -21,6 +21,7 @@ from worlds.arithmetic import VARIABLE, WorldBatches, first_state, pack, stages_
 from worlds.disk import WorldPath
 from worlds.virtual_time import lane_now
 
+from fusion.runtime.hosting.hosting import Hosting
 from fusion.runtime.hosting.jobs import job_files
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
@@ -193,8 +194,9 @@ def install() -> None:
     for pure in (manifests.decode, snapshot.decode_index, batches.sample_indices):
         replace_everywhere(pure, _remembered(pure))  # every peer asks for the same values
     replace_everywhere(handlers.one_line, _told_apart)
-    logging.getLogger("fusion.runtime.hosting.hosting").addHandler(Mistakes(logging.ERROR))
-    logging.getLogger("fusion.runtime.hosting.hosting").propagate = False
+    hosts = logging.getLogger(Hosting.__module__)
+    hosts.addHandler(Mistakes(logging.ERROR))
+    hosts.propagate = False
     secrets.token_hex = _token_hex  # type: ignore[assignment]
     _observe(host.TrainingHost, "_deliver", _took)
     _observe(host.TrainingHost, "_act", _acts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import random
 import traceback
 from collections.abc import Mapping
@@ -51,6 +52,9 @@ class World:
         self.plan = plan
         self.log: list[tuple[float, str, str]] = []
         self.verbose = verbose
+        self.frames = (
+            hashlib.sha256()
+        )  # of every frame that was sent, when, by whom and to whom; where verbose
         self.struck: list[str] = []
         self.processes: dict[PeerId, Process] = {}
         self.disks: list[Disk] = []
@@ -117,7 +121,7 @@ class World:
         return Outcome(
             self.plan.seed, tuple(self.oracle.violations), self.loop.now, cpu_seconds() - began,
             self.oracle.updates, self.oracle.committed, tuple(self.struck),
-            tuple(f"{at:9.4f} {who:>9} {what}" for at, who, what in self.log),
+            tuple(f"{at:9.4f} {who:>9} {what}" for at, who, what in self.log), self.frames.hexdigest(),
         )  # fmt: skip
 
     def _spawn(self, lane: Lane, work: Any) -> asyncio.Task[Any]:
@@ -400,8 +404,12 @@ class World:
 
     # --- watching
 
-    def _watch(self, stream: WorldStream, kind: str, header: Mapping[str, Any]) -> None:
+    def _watch(
+        self, stream: WorldStream, kind: str, header: Mapping[str, Any], head: bytes, payload: bytes
+    ) -> None:
         if self.verbose:
+            way = f"{self.loop.now!r} {stream.local} {stream.remote} {stream.protocol} "
+            self.frames.update(way.encode() + head + payload)
             shown = {k: v for k, v in header.items() if k not in ("job", "dtype", "shape", "codec", "claim")}
             self.note(stream.local, f"-> {stream.remote} {kind} {shown}")
         if stream.protocol == PROTOCOL:
