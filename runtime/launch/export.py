@@ -15,6 +15,7 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.training.compute.stage_codecs import residual_shapes
 from fusion.runtime.training.service import load_stages
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.directory.records import Digest, JobId
@@ -64,7 +65,8 @@ async def _tensors(
         if newest is None:
             values = await asyncio.to_thread(snapshot.load_weights, path, stage)
         else:
-            values = snapshot.variables(await asyncio.to_thread(snapshot.load_state, path, stage))
+            left_out = {} if manifest.train is None else residual_shapes(stage, manifest.train)
+            values = snapshot.variables(await asyncio.to_thread(snapshot.load_state, path, stage, left_out))
         for variable in stage.graph.variables:
             for name in (variable.name, *variable.aliases):
                 if is_exported(name) and name not in found:

@@ -15,6 +15,7 @@ from support.training import (
     assert_bit_identical,
     compressed,
     config,
+    exported_weights,
     language_job,
     reached,
     record_of,
@@ -62,6 +63,9 @@ def test_it_trains_and_sends_the_bytes_that_were_planned(
                 manifest.cuts,
             )
             assert progress.sent_bytes == planned_bytes(stages, forward, backward, how, train)
+            # What codecs left out lies beside the weights, and is none of them.
+            weights = await exported_weights(made.peers[0], work, tmp_path / "out")
+            module.load_state_dict(weights, strict=True)
 
     asyncio.run(main())
 
