@@ -32,15 +32,22 @@ def with_client(home: Path, peer: str, work: Callable[[Context], Awaitable[T]]) 
     return asyncio.run(main())
 
 
-async def run_to_end(context: Context, prepared: Prepared) -> Progress:
-    """Launch a training job and wait for its end; its last progress."""
-    async with asyncio.timeout(JOB_SECONDS):
+async def run_to_end(
+    context: Context,
+    prepared: Prepared,
+    *,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    seconds: float = JOB_SECONDS,
+) -> Progress:
+    """Launch a training job and wait for its end, so long at most; its last progress."""
+    async with asyncio.timeout(seconds):
         job = await launch(context, prepared)
         held = asyncio.create_task(wait_until_held(context, prepared))
         try:
             last = None
             async for progress in watch(context, job):
                 last = progress
+                on_progress(progress)
         finally:
             held.cancel()
             with contextlib.suppress(asyncio.CancelledError):
