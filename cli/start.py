@@ -17,6 +17,7 @@ from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.cli.terminal.loop import run_until_stopped
 from fusion.cli.terminal.output import Output, bytes_text, flops_text
 from fusion.swarm.errors import DaemonDied, TransportError
+from fusion.swarm.streams.reachable import is_loopback, is_public
 
 if TYPE_CHECKING:
     from fusion.runtime.peer.peer import Peer, PeerConfig
@@ -117,7 +118,7 @@ class Lending:
             try:
                 async with open_peer(config) as peer:
                     ran, self._peer = True, peer
-                    ports = same_ports(self._config.listen, peer.context.transport.addresses)
+                    ports = same_ports(self._config.listen, peer.transport.all_addresses)
                     config = replace(self._config, listen=ports)
                     await self._attend(peer)
             except DaemonDied as error:
@@ -146,8 +147,15 @@ class Lending:
         if self._tell_steps:
             telling.append(asyncio.create_task(tell_steps(peer, output)))
         last: dict[str, Any] = {}
+        invited: tuple[str, ...] = ()
         try:
             while not failing.done():
+                # Networks come and go, and how others see us is learnt from them.
+                lines = invitation(peer.context.transport.addresses, self._config.listen)
+                if lines != invited:
+                    invited = lines
+                    for line in lines:
+                        output.say(line)
                 now = activity(peer)
                 if now != last:
                     output.emit({"event": "status", **now})
@@ -200,9 +208,29 @@ def _introduce(peer: Peer, config: PeerConfig, output: Output) -> None:
     )
     output.say(f"{record.name} is up: {record.device}, {flops_text(record.flops_per_second)}, "
                f"lends {bytes_text(record.memory_bytes)}")  # fmt: skip
-    output.say("others join with")
-    for address in record.addresses[:1]:
-        output.say(f"  fusion-peer start --bootstrap {address}")
+
+
+def invitation(addresses: Sequence[str], listen: Sequence[str]) -> tuple[str, ...]:
+    """The lines that tell how others join a peer that they reach at `addresses` (see `reachable`), which was told to
+    `listen` there: one address for those in the same network, and one for all others where there is one."""
+    if not addresses or is_loopback(addresses[0]):
+        if addresses and all(map(is_loopback, listen)):
+            return ("only peers on this machine can join, as it listens on loopback:", _join(addresses[0]))
+        return ("others cannot join yet: this machine has no address that they could reach",)
+    near = next((a for a in addresses if not is_public(a)), None)
+    public = next((a for a in addresses if is_public(a)), None)
+    if near is None or public is None:
+        return ("others join with", _join(addresses[0]))
+    return (
+        "others in the same network join with",
+        _join(near),
+        "others elsewhere join with",
+        _join(public),
+    )
+
+
+def _join(address: str) -> str:
+    return f"  fusion-peer start --bootstrap {address}"
 
 
 def activity(peer: Peer) -> dict[str, Any]:

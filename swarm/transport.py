@@ -71,7 +71,7 @@ class Transport(Protocol):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Full multiaddrs (ending in /p2p/<peer id>) at which others can dial us now."""
+        """Full multiaddrs (ending in /p2p/<peer id>) at which others can dial us now, the most useful first."""
 
     async def connect(self, address: str) -> PeerId:
         """Dial a full multiaddr; afterwards `open` reaches that peer. Raises PeerUnreachable, ValueError for an

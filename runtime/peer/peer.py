@@ -176,7 +176,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
         ways = MembershipConfig(bootstrap=config.bootstrap, cache_path=config.home / CACHED_PEERS_FILE)
         membership = Membership(transport, directory, directory, lambda: peer.record(), ways, meet)
         async with _working(context, transport, capability, membership) as peer, membership:
-            with _written_down(config.home / PEER_FILE, context):
+            with _written_down(config.home / PEER_FILE, transport):
                 yield peer
 
 
@@ -234,13 +234,13 @@ def _fitness(capability: Capability) -> float:
 
 
 @contextmanager
-def _written_down(path: Path, context: Context) -> Iterator[None]:
+def _written_down(path: Path, transport: P2PTransport) -> Iterator[None]:
     """Tell commands on this machine where the running peer is, for as long as it runs."""
     scratch = path.with_suffix(".new")
-    addresses = list(context.transport.addresses)
+    addresses = list(transport.all_addresses)
     try:
         scratch.write_text(
-            json.dumps({"peer_id": context.peer_id, "addresses": addresses, "pid": os.getpid()})
+            json.dumps({"peer_id": transport.peer_id, "addresses": addresses, "pid": os.getpid()})
         )
         scratch.replace(path)
     except OSError as error:

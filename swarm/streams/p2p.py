@@ -33,6 +33,7 @@ from fusion.swarm.streams.handlers import Handlers, one_line
 from fusion.swarm.streams.memory_stream import stream_pair
 from fusion.swarm.streams.p2pd import Daemon
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
+from fusion.swarm.streams.reachable import is_loopback, local_network, reachable
 from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.streams.striping import SUFFIX, Gathering, join
 from fusion.swarm.streams.traffic import TrafficCounter
@@ -82,6 +83,7 @@ class P2PTransport:
         self._listen_path = daemon.directory / "s.sock"
         self._server: asyncio.AbstractServer | None = None
         self._addresses: tuple[str, ...] = ()
+        self._all_addresses: tuple[str, ...] = ()
         self._tasks: list[asyncio.Task[None]] = []
         self._streams: set[FrameStream] = set()
 
@@ -132,6 +134,12 @@ class P2PTransport:
     @property
     def addresses(self) -> tuple[str, ...]:
         return self._addresses
+
+    @property
+    def all_addresses(self) -> tuple[str, ...]:
+        """Those as well at which only this machine reaches us, and these first: they last whatever becomes of its
+        networks."""
+        return self._all_addresses
 
     async def failed(self) -> DaemonDied:
         """Waits until p2pd dies by itself; the error says why. Nothing works after that."""
@@ -346,7 +354,9 @@ class P2PTransport:
         with contextlib.suppress(ValueError):  # hivemind's way to say that there are none
             async with asyncio.timeout(_CONTROL_SECONDS):
                 visible = await self.p2p.get_visible_maddrs(latest=True)
-            self._addresses = tuple(str(address) for address in visible)
+            found = sorted(map(str, visible), key=lambda address: not is_loopback(address))
+            self._all_addresses = tuple(found)
+            self._addresses = reachable(self._all_addresses, local_network())
 
     async def _keep_addresses(self) -> None:
         while True:

@@ -65,7 +65,7 @@ class Script:
             raise end
         self.end = end
         yield SimpleNamespace(
-            context=SimpleNamespace(transport=SimpleNamespace(addresses=ADDRESSES)),
+            transport=SimpleNamespace(all_addresses=ADDRESSES),
             hosting=SimpleNamespace(hosted=(("job", 0),)),
         )
 
@@ -116,3 +116,39 @@ def test_a_peer_that_never_ran_is_not_tried_again(
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(script._run(start.Lending(PeerConfig(home=tmp_path), Output(as_json=True))))
     assert script.pauses == []
+
+
+def tcp(*hosts: str) -> tuple[str, ...]:
+    return tuple(f"/ip4/{host}/tcp/4001/p2p/x" for host in hosts)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "listen", "lines"),
+    [
+        (tcp("192.168.1.5", "10.0.0.7"), LISTEN, ["others join with", "192.168.1.5"]),
+        (tcp("8.8.4.4"), LISTEN, ["others join with", "8.8.4.4"]),
+        (
+            tcp("192.168.1.5", "8.8.4.4"),
+            LISTEN,
+            ["others in the same network join with", "192.168.1.5", "others elsewhere join with", "8.8.4.4"],
+        ),
+        (
+            tcp("127.0.0.1"),
+            ("/ip4/127.0.0.1/tcp/0",),
+            ["only peers on this machine can join, as it listens on loopback:", "127.0.0.1"],
+        ),
+        (
+            tcp("127.0.0.1"),
+            LISTEN,
+            ["others cannot join yet: this machine has no address that they could reach"],
+        ),
+        ((), LISTEN, ["others cannot join yet: this machine has no address that they could reach"]),
+    ],
+)
+def test_others_are_told_an_address_that_they_can_reach(
+    addresses: tuple[str, ...], listen: tuple[str, ...], lines: list[str]
+) -> None:
+    expected = [
+        f"  fusion-peer start --bootstrap {tcp(line)[0]}" if line[0].isdigit() else line for line in lines
+    ]
+    assert list(start.invitation(addresses, listen)) == expected
