@@ -45,7 +45,7 @@ def plan(
     from fusion.runtime.placing import swarm_file
     from fusion.runtime.placing.plan import plan_training
 
-    asked, described = spec.load(job), swarm_file.load(swarm)
+    asked, described = spec.load(options.job_file(job)), swarm_file.load(options.job_file(swarm))
     output.status(f"placing {asked.name} on {len(described.peers)} peers ...")
     found = plan_training(asked, described, scheduler.value)
     output.emit({"event": "plan", **found.to_json()})

@@ -38,7 +38,7 @@ def train(
     output.status(f"reading {job} ...")
     from fusion.runtime.job import spec
 
-    run(_train(spec.load(job), detach, peer, bootstrap, home, output), debug=debug)
+    run(_train(spec.load(options.job_file(job)), detach, peer, bootstrap, home, output), debug=debug)
 
 
 async def _train(

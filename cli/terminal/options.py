@@ -13,6 +13,7 @@ from fusion.runtime.job import size_text
 
 DEFAULT_HOME = Path("~/.fusion-peer")
 BOOTSTRAP_FILE = "bootstrap_peers.txt"
+PACKAGE = Path(__file__).resolve().parents[2]  # fusion, with the files that lie beside its code
 
 Home = Annotated[
     Path, typer.Option("--home", metavar="DIR", help="Where identity, cache and state of this machine live.")
@@ -77,7 +78,13 @@ def _resolved(value: str) -> tuple[str, ...]:
 
 
 def _default_files() -> tuple[Path, ...]:
-    return Path(BOOTSTRAP_FILE), Path(__file__).resolve().parents[2] / BOOTSTRAP_FILE
+    return Path(BOOTSTRAP_FILE), PACKAGE / BOOTSTRAP_FILE
+
+
+def job_file(path: Path) -> Path:
+    """The file that a user named; for `examples/...` in a folder without it, the one beside the package."""
+    shipped = PACKAGE / path
+    return shipped if path.parts[:1] == ("examples",) and not path.exists() and shipped.is_file() else path
 
 
 def home_folder(home: Path) -> Path:

@@ -102,3 +102,15 @@ def test_home_must_be_a_folder(tmp_path: Path) -> None:
 def test_debug_after_two_dashes_is_a_prompt() -> None:
     assert options.debug_asked(["status", "--debug"])
     assert not options.debug_asked(["generate", "--", "--debug"])
+
+
+def test_an_example_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped, own = Path("examples/swarm.toml"), Path("swarm.toml")
+    assert options.job_file(shipped) == options.PACKAGE / shipped
+    assert options.job_file(own) == own and options.job_file(Path("examples/none.toml")) == Path(
+        "examples/none.toml"
+    )
+    shipped.parent.mkdir()
+    shipped.touch()
+    assert options.job_file(shipped) == shipped
