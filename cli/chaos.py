@@ -120,7 +120,7 @@ async def _both_runs(report: ChaosReport, swarm: Swarm, output: Output) -> None:
     from fusion.cli.local import chaos_job
 
     preparing = asyncio.create_task(
-        asyncio.to_thread(chaos_job.prepare, swarm.fleet.root / "plan", config.stages, seed=config.seed)
+        swarm.fleet.in_thread(chaos_job.prepare, swarm.fleet.root / "plan", config.stages, seed=config.seed)
     )
     await swarm.start(config.peers)
     plan = await preparing

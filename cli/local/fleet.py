@@ -11,17 +11,19 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from fusion.cli.local import janitor
 
 COMMAND = (sys.executable, "-m", "fusion.cli.main")
+TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 READY_SECONDS = 300.0
 STOP_SECONDS = 6.0
@@ -29,6 +31,7 @@ LINE_BYTES = 1 << 24
 
 Record = dict[str, Any]
 OnRecord = Callable[[Record], None]
+Result = TypeVar("Result")
 
 
 def _ignore(record: Record) -> None:
@@ -66,6 +69,7 @@ class Fleet:
         self._lifeline = lifeline
         self._processes: list[asyncio.subprocess.Process] = []
         self._readers: list[asyncio.Task[None]] = []
+        self._in_threads: list[asyncio.Future[Any]] = []
 
     async def start_peer(
         self,
@@ -121,6 +125,13 @@ class Fleet:
             )
         return records
 
+    async def in_thread(self, function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+        """As `asyncio.to_thread`, for what writes into the fleet's folder: that stays until the function has ended, also
+        where nobody waits for it any longer."""
+        work = asyncio.get_running_loop().run_in_executor(None, partial(function, *arguments, **options))
+        self._in_threads.append(work)
+        return await asyncio.shield(work)
+
     async def kill(self, peer: LocalPeer) -> None:
         """SIGKILL, and the peer is no longer one of the fleet's; its home stays."""
         with contextlib.suppress(ProcessLookupError):
@@ -154,7 +165,7 @@ class Fleet:
                         process.kill()
         for reader in self._readers:
             reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        await asyncio.gather(*self._readers, *self._in_threads, return_exceptions=True)
 
     async def _spawn(
         self, name: str, *arguments: str, prefix: Sequence[str] = (), command: Sequence[str] | None = None
@@ -198,6 +209,20 @@ async def _drain(
         ready.set_exception(FleetError("it ended"))
 
 
+@contextlib.contextmanager
+def _torch_cache(folder: Path) -> Iterator[None]:
+    """Torch, in this process and in those it starts, makes a folder for its caches, used or not: this one, unless the
+    user has named another."""
+    if TORCH_CACHE in os.environ:
+        yield
+        return
+    os.environ[TORCH_CACHE] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[TORCH_CACHE]
+
+
 @asynccontextmanager
 async def open_fleet(prefix: str = "fusion-demo-") -> AsyncIterator[Fleet]:
     """A fleet with no process in it yet. Afterwards, whatever happened, its processes and its folder are gone."""
@@ -214,10 +239,11 @@ async def open_fleet(prefix: str = "fusion-demo-") -> AsyncIterator[Fleet]:
         raise
     assert keeper.stdin is not None
     fleet = Fleet(root, keeper.stdin)
-    try:
-        yield fleet
-    finally:
-        await asyncio.shield(_close(fleet, keeper))
+    with _torch_cache(root / "torch"):
+        try:
+            yield fleet
+        finally:
+            await asyncio.shield(_close(fleet, keeper))
 
 
 async def _close(fleet: Fleet, keeper: asyncio.subprocess.Process) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from box import kernel
 from box.network import Box
 from box.network_file import NETWORKS, read_network
+from support.processes import marked
 from support.text_job import write_job
 
 from fusion.cli.local.fleet import open_fleet
@@ -87,13 +86,3 @@ def test_peers_in_a_box_go_with_its_owner_however_it_goes(tmp_path: Path) -> Non
     while (left := (marked(tmp_path), os.listdir(tmp_path))) != ([], []) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == ([], [])
-
-
-def marked(folder: Path) -> list[str]:
-    """The commands of the processes whose temporary folder it is."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("TMPDIR") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -31,4 +32,14 @@ def below(pid: int, where: Callable[[psutil.Process], bool] = lambda process: Tr
             with suppress(psutil.NoSuchProcess):
                 if alive(process) and where(process):
                     found.append(process)
+    return found
+
+
+def marked(folder: Path) -> list[str]:
+    """The commands of the living processes whose temporary folder it is."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(folder) and alive(process):
+                found.append(" ".join(process.cmdline()))
     return found

@@ -65,7 +65,7 @@ class Run:
 async def _partition(box: Box, arguments: argparse.Namespace) -> dict[str, object]:
     async with open_fleet("fusion-partition-") as fleet:
         swarm = Swarm(fleet)
-        plan = await asyncio.to_thread(chaos_job.prepare, fleet.root / "plan", STAGES)
+        plan = await fleet.in_thread(chaos_job.prepare, fleet.root / "plan", STAGES)
         sides: dict[str, str] = {}
         peers: list[LocalPeer] = []
         for name, side in zip(("peer-1", "peer-2", "peer-3", "peer-4"), SIDES * 2, strict=True):

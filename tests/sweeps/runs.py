@@ -51,7 +51,7 @@ async def _report(options: argparse.Namespace, acts: Sequence[tuple[str, Act]]) 
     began = time.monotonic()
     rows: list[Row] = []
     async with open_fleet("fusion-sweep-plan-") as fleet:
-        plan = await asyncio.to_thread(prepare, fleet.root / "plan", options.stages, seed=options.seed)
+        plan = await fleet.in_thread(prepare, fleet.root / "plan", options.stages, seed=options.seed)
         found = Sweep(plan)
         await quiet_truth(found, options.stages + options.standbys, int(options.run_seconds))
         for name, act in acts:

@@ -77,7 +77,7 @@ async def sweep(options: argparse.Namespace) -> dict[str, Any]:
         options.roles.split(","), options.phases.split(","),
     )  # fmt: skip
     async with open_fleet("fusion-sweep-plan-") as fleet:
-        plan = await asyncio.to_thread(prepare, fleet.root / "plan", stages, seed=options.seed)
+        plan = await fleet.in_thread(prepare, fleet.root / "plan", stages, seed=options.seed)
         found = Sweep(plan)
         await quiet_truth(found, options.stages, options.run_seconds)
         left = list(every)

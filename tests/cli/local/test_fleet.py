@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +72,38 @@ def test_a_fleet_starts_asks_and_clears_up() -> None:
     root, pids = asyncio.run(main())
     assert not root.exists()
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_torch_leaves_its_folder_with_the_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> bool:
+        async with open_fleet("fusion-test-") as fleet:
+            return os.environ[fleets.TORCH_CACHE] == str(fleet.root / "torch")
+
+    monkeypatch.delenv(fleets.TORCH_CACHE, raising=False)
+    assert asyncio.run(main()) and fleets.TORCH_CACHE not in os.environ
+    monkeypatch.setenv(fleets.TORCH_CACHE, "/named/by/the/user")
+    assert not asyncio.run(main()) and os.environ[fleets.TORCH_CACHE] == "/named/by/the/user"
+
+
+def test_a_thread_that_writes_into_the_folder_is_waited_for() -> None:
+    """It would make the folder anew behind the one who has removed it."""
+    may_end = threading.Event()
+
+    def write(folder: Path) -> None:
+        may_end.wait()
+        (folder / "plan").mkdir(parents=True)
+
+    async def main() -> Path:
+        async with open_fleet("fusion-test-") as fleet:
+            writing = asyncio.create_task(fleet.in_thread(write, fleet.root))
+            await asyncio.sleep(0)
+            writing.cancel()
+            await asyncio.wait([writing])
+            asyncio.get_running_loop().call_later(0.1, may_end.set)
+        assert may_end.is_set()
+        return fleet.root
+
+    assert not asyncio.run(main()).exists()
 
 
 @pytest.mark.usefixtures("stand_in")
