@@ -5,7 +5,8 @@
 
 A GPT with random weights is served in so many stages, one standby a stage, and asked through a peer that holds none of
 it. `--kills` times an answer loses the owner of a stage at a random token; `--together-kills` times more, `--sessions`
-answers at once do. Exit 0 where every answer was token-identical to the one given in peace, 1 otherwise.
+answers at once do. A round in which nobody could be killed is told and made up for by another, up to a limit. Exit 0
+where all those kills took place and every answer was token-identical to the one given in peace, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from reports import tell
 from safetensors.torch import save_file
 from support.endings import end_as_if_interrupted
+from sweeps.rounds import Row, summary, until_killed
 
 from fusion.cli.chaos import last_lines
 from fusion.cli.local.chaos_job import STORE_BYTES, ChaosJob, invented, launched
 from fusion.cli.local.chaos_swarm import Swarm
-from fusion.cli.local.chaos_timeline import percentile
 from fusion.cli.local.fleet import FleetError, LocalPeer, open_fleet
 from fusion.dag.ir import serialise
 from fusion.dag.rewrites.clean import clean
@@ -161,7 +163,8 @@ def prepare(root: Path, stages: int, owners: list[str]) -> ChaosJob:
 async def sweep(options: argparse.Namespace) -> dict[str, Any]:
     chance = random.Random(options.seed)
     began = time.monotonic()
-    rows: list[dict[str, Any]] = []
+    alone: list[Row] = []
+    together: list[Row] = []
     problems: list[str] = []
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(open_fleet("fusion-answers-"))
@@ -170,7 +173,7 @@ async def sweep(options: argparse.Namespace) -> dict[str, Any]:
         gateway = await swarm.start_one("--memory", "1KiB")
         await swarm.start(2 * options.stages)
         owners = [peer.peer_id for peer in swarm.peers if peer is not gateway][: options.stages]
-        plan = await asyncio.to_thread(prepare, fleet.root, options.stages, owners)
+        plan = await fleet.in_thread(prepare, fleet.root, options.stages, owners)
         async with launched(plan, fleet.root / "launcher", gateway.address) as holding:
             async with asyncio.timeout(HELD_SECONDS):
                 await holding
@@ -182,19 +185,21 @@ async def sweep(options: argparse.Namespace) -> dict[str, Any]:
             tuple(chance.randrange(MODEL.vocabulary) for _ in range(PROMPT_TOKENS)) for _ in range(PROMPTS)
         ]
         await _in_peace(served, prompts)
-        counts = [1] * options.kills + [options.sessions] * options.together_kills
         try:
-            for number, sessions in enumerate(counts):
-                row = await _round(served, prompts, sessions, chance)
-                rows.append(row)
-                say(_line(number + 1, row))
+            for rows, kills, sessions in (
+                (alone, options.kills, 1), (together, options.together_kills, options.sessions),
+            ):  # fmt: skip
+                one_round = partial(_round, served, prompts, sessions, chance)
+                async for row in until_killed(kills, one_round):
+                    rows.append(row)
+                    say(_line(len(alone) + len(together), row))
         except (FleetError, SwarmError, TimeoutError) as error:
             problems.append(str(error) or "timed out")
-        if problems or not all(row["identical"] for row in rows):
+        if problems or not all(row["identical"] for row in alone + together):
             for peer, words in last_lines(swarm).items():
                 for line in words.splitlines():
                     say(f"    {peer}: {line}")
-    return _report(options, rows, problems, time.monotonic() - began)
+    return _report(options, alone, together, problems, time.monotonic() - began)
 
 
 async def _in_peace(served: Stage, prompts: list[tuple[int, ...]]) -> None:
@@ -209,10 +214,8 @@ async def _in_peace(served: Stage, prompts: list[tuple[int, ...]]) -> None:
     say(f"{PROMPTS} answers of {NEW_TOKENS} tokens in {sum(seconds):.1f} s, {kinds} different tokens")
 
 
-async def _round(
-    served: Stage, prompts: list[tuple[int, ...]], sessions: int, chance: random.Random
-) -> dict[str, Any]:
-    """One kill, under so many answers at once."""
+async def _round(served: Stage, prompts: list[tuple[int, ...]], sessions: int, chance: random.Random) -> Row:
+    """One kill, where it comes to that, under so many answers at once."""
     ready = await _until_ready(served)
     stage, at_token = chance.randrange(served.stages), chance.randint(1, NEW_TOKENS - 8)
     chosen = [chance.choice(prompts) for _ in range(sessions)]
@@ -222,7 +225,7 @@ async def _round(
     killed: list[float] = []
 
     def heard(tokens: int) -> None:
-        if tokens == at_token and not killed and peer is not None:
+        if tokens == at_token and not killed and peer is not None and peer.process.returncode is None:
             killed.append(time.time())
             peer.process.kill()
 
@@ -242,7 +245,7 @@ async def _round(
         "sessions": sessions,
         "killed": bool(killed),
         "ready_standbys": ready,
-        "identical": bool(killed) and all(identical),
+        "identical": all(identical),
         "stall_seconds": [
             round(told.stall(at), 3) if same else ANSWER_SECONDS  # an answer that is lost is no short pause
             for told, same in zip(answers, identical, strict=True)
@@ -261,8 +264,10 @@ async def _until_ready(served: Stage) -> int:
     return ready
 
 
-def _line(number: int, row: dict[str, Any]) -> str:
-    verdict = "identical" if row["identical"] else "DIFFERENT" if row["killed"] else "NOBODY KILLED"
+def _line(number: int, row: Row) -> str:
+    verdict = ("identical" if row["identical"] else "DIFFERENT") + (
+        "" if row["killed"] else ", nobody killed"
+    )
     stall = ", ".join(f"{seconds:.2f}" for seconds in row["stall_seconds"])
     errors = "; ".join(row["errors"])[:200]
     return (
@@ -272,31 +277,23 @@ def _line(number: int, row: dict[str, Any]) -> str:
 
 
 def _report(
-    options: argparse.Namespace, rows: list[dict[str, Any]], problems: list[str], seconds: float
+    options: argparse.Namespace, alone: list[Row], together: list[Row], problems: list[str], seconds: float
 ) -> dict[str, Any]:
-    def part(found: list[dict[str, Any]]) -> dict[str, Any]:
-        stalls = [stall for row in found for stall in row["stall_seconds"]]
-        return {
-            "kills": sum(row["killed"] for row in found),
-            "identical": sum(row["identical"] for row in found),
-            "stall_p50_seconds": percentile(stalls, 0.5),
-            "stall_p95_seconds": percentile(stalls, 0.95),
-            "stall_max_seconds": max(stalls, default=None),
-        }
-
+    parts = {
+        "alone": summary(alone, options.kills),
+        "together": summary(together, options.together_kills),
+    }
     return {
-        "ok": not problems and len(rows) == options.kills + options.together_kills
-        and all(row["identical"] for row in rows),
+        "ok": not problems and all(part["ok"] for part in parts.values()),
         "problems": problems,
-        "alone": part([row for row in rows if row["sessions"] == 1]),
-        "together": part([row for row in rows if row["sessions"] > 1]),
+        **parts,
         "sessions": options.sessions,
         "stages": options.stages,
         "seed": options.seed,
         "command": "python " + " ".join(sys.argv),
-        "rows": rows,
+        "rows": alone + together,
         "seconds": round(seconds, 1),
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
