@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+
+from cachetools import FIFOCache
 
 from fusion.runtime.hosting.claim_choice import VacantStage
 from fusion.runtime.job.manifest import Manifest
@@ -14,7 +15,6 @@ from fusion.swarm.transport import PeerId
 REMEMBERED_PLACES = 65_536
 
 Place = tuple[JobId, int]
-V = TypeVar("V")
 
 
 class VacantStages:
@@ -25,8 +25,8 @@ class VacantStages:
         self._us = us
         self._fitness = fitness
         self._clock = clock
-        self._empty_since: dict[Place, float] = {}
-        self._last_owner: dict[Place, PeerId] = {}
+        self._empty_since: FIFOCache[Place, float] = FIFOCache(REMEMBERED_PLACES)
+        self._last_owner: FIFOCache[Place, PeerId] = FIFOCache(REMEMBERED_PLACES)
 
     def look(
         self, place: Place, manifest: Manifest, claims: Sequence[ClaimRecord], *, early: bool
@@ -37,11 +37,11 @@ class VacantStages:
         owner = winner(claims)
         if owner is not None:
             self._empty_since.pop(place, None)
-            _keep(self._last_owner, place, owner.peer)
+            self._last_owner[place] = owner.peer
             return None
         now = self._clock()
         since = self._empty_since.get(place, now)
-        _keep(self._empty_since, place, since)
+        self._empty_since[place] = since
         score = 1.0 if manifest.proposed[stage] == us else self._fitness
         standbys = successors(claims)
         order = [heir.peer for heir in standbys]
@@ -73,9 +73,3 @@ class VacantStages:
 def needed_bytes(manifest: Manifest, stage: int) -> int:
     """Of memory that a stage takes, as its launcher estimates it."""
     return manifest.memory_bytes[stage] if manifest.memory_bytes else 0
-
-
-def _keep(kept: dict[Place, V], place: Place, value: V) -> None:
-    kept[place] = value
-    while len(kept) > REMEMBERED_PLACES:
-        del kept[next(iter(kept))]

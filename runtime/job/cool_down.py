@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from cachetools import FIFOCache
+
 K = TypeVar("K")
 
 REMEMBERED = 65_536  # what failed, the oldest forgotten first
@@ -21,15 +23,15 @@ class CoolDown(Generic[K]):
         self._first_seconds = first_seconds
         self._longest_seconds = longest_seconds
         self._clock = clock
-        self._failed: dict[K, tuple[float, float]] = {}  # until when, and how long that was
+        self._failed: FIFOCache[K, tuple[float, float]] = FIFOCache(
+            REMEMBERED
+        )  # until when, and how long that was
 
     def start(self, key: K) -> None:
         """It failed just now."""
         _, before = self._failed.pop(key, (0.0, 0.0))
         seconds = min(self._longest_seconds, 2 * before) if before else self._first_seconds
         self._failed[key] = (self._clock() + seconds, seconds)
-        while len(self._failed) > REMEMBERED:
-            del self._failed[next(iter(self._failed))]
 
     def lasts(self, key: K) -> bool:
         """Whether it is still to be left alone."""

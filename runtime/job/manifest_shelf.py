@@ -11,6 +11,8 @@ from collections.abc import Callable, Container, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from cachetools import FIFOCache
+
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import JobError
@@ -58,7 +60,7 @@ class ManifestShelf:
             self._config.cool_down_seconds, self._config.longest_cool_down_seconds, clock
         )
         self._known: dict[JobId, tuple[Manifest, int]] = {}  # with its size in bytes, the oldest first
-        self._refused: dict[JobId, None] = {}
+        self._refused: FIFOCache[JobId, None] = FIFOCache(self._config.refused_jobs)
         self._fetching: dict[JobId, PeerId] = {}  # whose record we have it from
 
     def get(self, record: JobRecord) -> Manifest | None:
@@ -102,8 +104,6 @@ class ManifestShelf:
     async def _refuse(self, job: JobId) -> None:
         """The digest fixes the bytes: they will never be a manifest."""
         self._refused[job] = None
-        while len(self._refused) > self._config.refused_jobs:
-            del self._refused[next(iter(self._refused))]
         try:
             await self._blobs.drop(Digest(job))
         except SwarmError as error:

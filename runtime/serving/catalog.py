@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cachetools import FIFOCache
+
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
@@ -75,7 +77,7 @@ class Catalog:
         self._ours = ours
         self._fresh_seconds = fresh_seconds
         self._clock = clock
-        self._models: dict[JobId, ServedModel] = {}
+        self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODELS)
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())
         self._looks: dict[JobId, _Look] = {}
         self._avoided: dict[tuple[JobId, int, PeerId], float] = {}  # until when
@@ -93,8 +95,6 @@ class Catalog:
         known = self._models.get(record.job)
         if known is None:
             known = await self._load(record)
-            while len(self._models) >= MAX_MODELS:
-                del self._models[next(iter(self._models))]
             self._models[record.job] = known
         return known
 

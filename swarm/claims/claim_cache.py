@@ -6,14 +6,14 @@ The directory forgets a claim when it expires, and learns of a new one a little 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+
+from cachetools import FIFOCache
 
 from fusion.swarm.claims.election import latest, rank
 from fusion.swarm.directory.records import MAX_TERM, ClaimRecord, JobId, Record
 from fusion.swarm.errors import RecordError
 
 Slot = tuple[JobId, int]
-V = TypeVar("V")
 
 
 class ClaimCache:
@@ -21,15 +21,14 @@ class ClaimCache:
 
     def __init__(self, unsealed: Callable[[bytes], Record], limit: int) -> None:
         self._unsealed = unsealed
-        self._limit = limit
-        self._terms: dict[Slot, int] = {}
-        self._read: dict[Slot, tuple[ClaimRecord, ...]] = {}
-        self._credited: dict[Slot, bytes] = {}  # sealed, the highest of each stage
+        self._terms: FIFOCache[Slot, int] = FIFOCache(limit)
+        self._read: FIFOCache[Slot, tuple[ClaimRecord, ...]] = FIFOCache(limit)
+        self._credited: FIFOCache[Slot, bytes] = FIFOCache(limit)  # sealed, the highest of each stage
 
     def observe(self, slot: Slot, term: int) -> None:
         # Nothing can be claimed above the last term: who names it would keep everybody from the stage for ever.
         if self.term(slot) < term < MAX_TERM:
-            self._keep(self._terms, slot, term)
+            self._terms[slot] = term
 
     def term(self, slot: Slot) -> int:
         """The highest term of the stage that was ever seen; 0 for none."""
@@ -37,7 +36,7 @@ class ClaimCache:
 
     def read(self, slot: Slot, claims: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
         """The directory has just said `claims`: what is true of the stage, with what was shown to us."""
-        self._keep(self._read, slot, claims)
+        self._read[slot] = claims
         return self.recent(slot)
 
     def recent(self, slot: Slot) -> tuple[ClaimRecord, ...]:
@@ -59,7 +58,7 @@ class ClaimCache:
         slot = (claim.job, claim.stage)
         shown = self._shown(slot)
         if shown is None or rank(claim) >= rank(shown):
-            self._keep(self._credited, slot, data)
+            self._credited[slot] = data
         self.observe(slot, claim.term)
         return claim
 
@@ -74,9 +73,3 @@ class ClaimCache:
             return None
         assert isinstance(claim, ClaimRecord), "only claims are credited"
         return claim
-
-    def _keep(self, kept: dict[Slot, V], slot: Slot, value: V) -> None:
-        kept.pop(slot, None)
-        kept[slot] = value
-        while len(kept) > self._limit:
-            del kept[next(iter(kept))]

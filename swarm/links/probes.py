@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cachetools import FIFOCache
+
 from fusion.swarm.coordinates import Coordinate
 from fusion.swarm.errors import FrameError
 from fusion.swarm.links.packet_trains import MOST_BYTES, Train, train
@@ -145,7 +147,7 @@ class ProbeHost:
         self._limits = limits
         self._clock = clock
         self._all = Allowance(limits.all_burst, limits.all_per_second, clock)
-        self._each: dict[PeerId, Allowance] = {}
+        self._each: FIFOCache[PeerId, Allowance] = FIFOCache(MAX_PEERS)
         self._open: Counter[PeerId] = Counter()
         self._testing: tuple[Stream, float] | None = None  # whose train is granted, until when
 
@@ -217,8 +219,6 @@ class ProbeHost:
     def _charge(self, peer: PeerId, amount: int) -> None:
         allowance = self._each.get(peer)
         if allowance is None:
-            while len(self._each) >= MAX_PEERS:
-                del self._each[next(iter(self._each))]
             allowance = self._each[peer] = Allowance(
                 self._limits.peer_burst, self._limits.peer_per_second, self._clock
             )

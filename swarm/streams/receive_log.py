@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from cachetools import FIFOCache
+
 from fusion.swarm.streams.link_estimate import Read, Sample, sample
 from fusion.swarm.transport import PeerId
 
@@ -20,7 +22,7 @@ class ReceiveLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._reads: dict[PeerId, deque[Read]] = {}
+        self._reads: FIFOCache[PeerId, deque[Read]] = FIFOCache(KEPT_PEERS)
         self._open: dict[PeerId, int] = {}  # payloads under way
 
     def read(self, peer: PeerId, size: int, *, began: bool, ended: bool) -> None:
@@ -28,8 +30,6 @@ class ReceiveLog:
         now, under_way = self._clock(), self._open.get(peer, 0)
         reads = self._reads.get(peer)
         if reads is None:
-            while len(self._reads) >= KEPT_PEERS:
-                del self._reads[next(iter(self._reads))]
             reads = self._reads[peer] = deque(maxlen=KEPT_READS)
         last = reads[-1] if reads else None
         first = began and under_way == 0
