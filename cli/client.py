@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +15,15 @@ from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.cli.terminal.options import home_folder
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord, PeerRecord
-from fusion.swarm.errors import SwarmError, TransportError
+from fusion.swarm.errors import PeerUnreachable, SwarmError, TransportError
 from fusion.swarm.transport import PeerId
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
     from fusion.runtime.job.progress import Progress
+    from fusion.swarm.directory.api import Directory
     from fusion.swarm.identity import Identity
+    from fusion.swarm.transport import Transport
 
 RETRY_SECONDS = 0.5
 # A lead that vanished is replaced within a lease and an election; its job's record lives a little longer.
@@ -32,30 +33,79 @@ ENDED = frozenset({"done", "stopped", "failed"})
 
 
 @asynccontextmanager
+async def connect(
+    home: Path, bootstrap: Sequence[str] | None = None, peer: str | None = None
+) -> AsyncIterator[Context]:
+    """Use the swarm through the peer that runs with this home, unless `peer` is another; else join it for as long as
+    the block lasts. Where that peer ends meanwhile, the command joins through those whom it knew."""
+    from fusion.runtime.peer.client import CACHED_PEERS_FILE, open_attached
+    from fusion.runtime.peer.peer_file import running_peer
+
+    folder, addresses = home_folder(home), options.bootstrap_addresses(bootstrap)
+    here = running_peer(folder)
+    if here is not None and (peer is None or peer.rpartition("/p2p/")[2] == here.peer_id):
+        async with AsyncExitStack() as stack:
+
+            async def elsewhere() -> tuple[Transport, Directory]:
+                from fusion.swarm.directory.bootstrap import load_cached
+
+                met = await asyncio.to_thread(load_cached, folder / CACHED_PEERS_FILE)
+                context = await stack.enter_async_context(_join(folder, (*addresses, *met), None))
+                return context.transport, context.directory
+
+            try:
+                context = await stack.enter_async_context(open_attached(folder, elsewhere))
+            except PeerUnreachable:
+                pass  # it was killed, or is just stopping
+            else:
+                yield context
+                return
+    async with _join(folder, addresses, peer) as context:
+        yield context
+
+
+@asynccontextmanager
 async def join(
     home: Path, bootstrap: Sequence[str] | None = None, peer: str | None = None
 ) -> AsyncIterator[Context]:
-    """Join the swarm to use it: through `peer`, else the peer that runs with this home, else the bootstrap peers."""
-    addresses = options.bootstrap_addresses(bootstrap)
-    with lean_imports():
-        from fusion.runtime.peer.peer import ClientConfig, open_client
-
-    async with open_client(ClientConfig(home=home_folder(home), bootstrap=addresses, peer=peer)) as context:
+    """Join the swarm to hand something to it: through `peer`, else the peer that runs with this home, else the
+    bootstrap peers."""
+    folder, addresses = home_folder(home), options.bootstrap_addresses(bootstrap)
+    async with _join(folder, addresses, peer) as context:
         yield context
+
+
+@asynccontextmanager
+async def _join(home: Path, addresses: tuple[str, ...], peer: str | None) -> AsyncIterator[Context]:
+    with lean_imports():
+        import fusion.swarm.directory.dht
+        import fusion.swarm.streams.p2p  # noqa: F401 - both are what `open_client` needs
+        from fusion.runtime.peer.client import ClientConfig, open_client
+
+    async with open_client(ClientConfig(home=home, bootstrap=addresses, peer=peer)) as context:
+        yield context
+
+
+def is_attached(context: Context) -> bool:
+    """Whether it speaks through a peer that runs here, which has known the swarm for a while."""
+    from fusion.swarm.control.client import ControlTransport
+
+    return isinstance(context.transport, ControlTransport)
 
 
 async def working_peers(
     context: Context, wanted: Sequence[str] = (), wait_seconds: float = 2 * RECORD_TTL_SECONDS
 ) -> tuple[PeerRecord, ...]:
-    """The peers that take work, once two looks agree and those `wanted` (ids or names) are among them, or the time
-    is up: one who has just joined does not see everybody at once. SwarmError if there is none."""
+    """The peers that take work, once two looks agree (or a running peer says so) and those `wanted` (ids or names) are
+    among them, or the time is up: one who has just joined does not see everybody at once. SwarmError if there is none."""
     until = time.monotonic() + wait_seconds
     last: set[str] = set()
     while True:
         found = tuple(peer for peer in await context.directory.peers() if peer.role == "peer")
         seen = {peer.peer for peer in found}
         late = time.monotonic() > until
-        if found and (late or (seen == last and set(wanted) <= seen | {peer.name for peer in found})):
+        known = seen == last or (is_attached(context) and len(seen) > 1)
+        if found and (late or (known and set(wanted) <= seen | {peer.name for peer in found})):
             return found
         if late:
             raise SwarmError("no peer answers; start one with: fusion-peer start")
@@ -63,13 +113,14 @@ async def working_peers(
         await asyncio.sleep(RETRY_SECONDS)
 
 
-async def gateway(context: Context, home: Path, address: str | None) -> PeerId:
+async def gateway(context: Context, address: str | None) -> PeerId:
     """The peer to ask for text: the one at `address`, else the one that runs with this home, else any."""
+    from fusion.swarm.control.client import ControlTransport
+
+    if isinstance(context.transport, ControlTransport):
+        return context.transport.through
     if address is not None:
         return await context.transport.connect(address)
-    here = local_peer(home)
-    if here is not None and here in {peer.peer for peer in await context.directory.peers()}:
-        return here
     return (await working_peers(context))[0].peer
 
 
@@ -111,16 +162,6 @@ async def find_model(context: Context, name: str) -> None:
                      f"--model: say which model (models: {listed})")  # fmt: skip
 
 
-def local_peer(home: Path) -> PeerId | None:
-    """The id of the peer that runs with this home, as it wrote it down; None where none does."""
-    from fusion.runtime.peer.peer import PEER_FILE
-
-    try:
-        return PeerId(str(json.loads((home_folder(home) / PEER_FILE).read_text())["peer_id"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
     """How the job stands, each time it changes, from whichever peer leads it, until it has ended. SwarmError when
     nobody speaks for it any more."""
@@ -155,7 +196,7 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
 
 
 async def _ask_lead(context: Context, record: JobRecord) -> AsyncIterator[Progress]:
-    from fusion.runtime.hosting.hosting import PROTOCOL
+    from fusion.runtime.hosting.jobs.job_server import PROTOCOL
     from fusion.runtime.job.progress import Progress
     from fusion.swarm.transport import checked
 
@@ -174,7 +215,7 @@ async def _ask_lead(context: Context, record: JobRecord) -> AsyncIterator[Progre
 
 async def stop(context: Context, record: JobRecord, trainer: Identity) -> None:
     """Ask the lead to end the job, signed with the key that launched it. SwarmError if it refuses or is gone."""
-    from fusion.runtime.hosting.hosting import PROTOCOL, stop_request
+    from fusion.runtime.hosting.jobs.job_server import PROTOCOL, stop_request
     from fusion.swarm.transport import call
 
     if record.lead is None:

@@ -11,10 +11,11 @@ from fusion.cli import client
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
+from fusion.swarm.errors import RemoteError
+from fusion.swarm.identity import friendly_name
 
 if TYPE_CHECKING:
     from fusion.runtime.serving.request import Answer, GenerateRequest
-    from fusion.swarm.directory.records import PeerRecord
 
 
 def generate(
@@ -50,7 +51,6 @@ def generate(
     if (prompt is None) == (prompt_ids is None):
         raise ValueError("give either a PROMPT or --prompt-ids")
     ids = options.parse_ids(prompt_ids) if prompt_ids is not None else None
-    output.status("loading the runtime ...")
     from fusion.runtime.serving.request import GenerateRequest, Sampling
 
     request = GenerateRequest(
@@ -71,23 +71,27 @@ async def _generate(
     from fusion.runtime.serving.client import generate as ask_gateway
     from fusion.runtime.serving.request import Answer
 
-    async with client.join(home, bootstrap, peer) as context:
-        gateway = await client.gateway(context, home, peer)
-        await client.find_model(context, request.model)
+    async with client.connect(home, bootstrap, peer) as context:
+        gateway = await client.gateway(context, peer)
         answer: Answer | None = None
         # The prompt stands before its answer, as the model sees it; ids have no text of their own.
-        output.write(request.prompt or "")
+        text = request.prompt or ""
         others = another_peer(context.directory)  # where the gateway vanishes, one of them goes on
-        async for piece in ask_gateway(context.transport, gateway, request, others):
-            if isinstance(piece, Answer):
-                answer = piece
-            else:
-                output.write(piece.text if request.prompt is not None else f"{piece.id} ")
-        output.write("\n")
-        assert answer is not None
-        peers = await context.directory.peers() if not output.as_json else ()
+        try:
+            async for piece in ask_gateway(context.transport, gateway, request, others):
+                output.write(text)
+                text = ""
+                if isinstance(piece, Answer):
+                    answer = piece
+                else:
+                    output.write(piece.text if request.prompt is not None else f"{piece.id} ")
+        except RemoteError:
+            await client.find_model(context, request.model)  # is it the name?
+            raise
+    output.write("\n")
+    assert answer is not None
     output.emit(answer_record(answer))
-    output.note(summary(answer, peers))
+    output.note(summary(answer))
 
 
 def answer_record(answer: Answer) -> dict[str, Any]:
@@ -99,9 +103,8 @@ def answer_record(answer: Answer) -> dict[str, Any]:
     }
 
 
-def summary(answer: Answer, peers: tuple[PeerRecord, ...]) -> str:
+def summary(answer: Answer) -> str:
     """E.g. "64 tokens in 1.3 s (49 tokens/s) through quiet-otter-3f, brave-lynx-01"."""
-    names = {peer.peer: peer.name for peer in peers}
-    through = ", ".join(names.get(peer, peer[-8:]) for peer in answer.route)
+    through = ", ".join(map(friendly_name, answer.route))
     rate = len(answer.tokens) / answer.seconds if answer.seconds else 0.0
     return f"{len(answer.tokens)} tokens in {answer.seconds:.1f} s ({rate:.0f} tokens/s) through {through}"

@@ -45,7 +45,7 @@ def list_jobs(
 
 
 async def _list(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    async with client.join(home, bootstrap, peer) as context:
+    async with client.connect(home, bootstrap, peer) as context:
         await client.working_peers(context)
         found = sorted(await context.directory.jobs(), key=lambda job: (job.name, job.job))
     output.emit({"jobs": [asdict(job) for job in found]})
@@ -73,7 +73,7 @@ def watch(
 
 
 async def _watch(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    async with client.join(home, bootstrap, peer) as context:
+    async with client.connect(home, bootstrap, peer) as context:
         record = await client.find_job(context, job)
         last = await follow(context, record.job, output)
     output.emit({"event": "done", "job": record.job, "state": last.state, "step": last.step})
@@ -95,7 +95,7 @@ def stop(
 
 async def _stop(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
     trainer = client.trainer_identity(home)
-    async with client.join(home, bootstrap, peer) as context:
+    async with client.connect(home, bootstrap, peer) as context:
         record = await client.find_job(context, job)
         await client.stop(context, record, trainer)
     output.emit({"job": record.job, "name": record.name, "state": "stopped"})
@@ -124,7 +124,7 @@ async def _export(
 ) -> None:
     from fusion.runtime.launch.export import export as export_job
 
-    async with client.join(home, bootstrap, peer) as context:
+    async with client.connect(home, bootstrap, peer) as context:
         record = await client.find_job(context, job)
         step = await export_job(context, record.job, directory)
     output.emit({"job": record.job, "name": record.name, "directory": str(directory), "step": step})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -21,10 +20,10 @@ MOST_ESTIMATED = 16  # peers, up to which the table shows what nobody has measur
 async def link_status(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
     from fusion.swarm.links.view import link_view
 
-    async with client.join(home, bootstrap, peer) as context:
-        peers = await client.working_peers(context)
-        peers, records = await asyncio.gather(context.directory.peers(), context.directory.links())
-    peers = tuple(sorted((each for each in peers if each.role == "peer"), key=lambda each: each.name))
+    async with client.connect(home, bootstrap, peer) as context:
+        found = await client.working_peers(context)
+        records = await context.directory.links()
+    peers = sorted(found, key=lambda each: each.name)
     view = link_view(peers, records)
     pairs = list(rows(peers, view))
     output.emit({"links": pairs, "peers": [_own(each) for each in peers]})

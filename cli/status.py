@@ -20,8 +20,10 @@ from fusion.cli.terminal.output import Output, bytes_text, flops_text
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
     from fusion.swarm.directory.records import ClaimRecord, JobRecord, PeerRecord
+    from fusion.swarm.transport import PeerId
 
-ASK_SECONDS = 3.0
+# For all peers together to tell of their links; whoever joined for this question has to dial them first.
+ASK_SECONDS, DIAL_SECONDS = 1.0, 3.0
 
 Links = Annotated[bool, typer.Option("--links", help="Show round trips and rates between the peers instead.")]
 
@@ -40,11 +42,11 @@ def status(
 
 
 async def _status(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    async with client.join(home, bootstrap, peer) as context:
-        peers = await client.working_peers(context)
-        jobs = await context.directory.jobs()
-        stages = [stage_of(job, number, found) for job, number, found in await _claims(context, jobs)]
-        links = await _links(context, peers)
+    async with client.connect(home, bootstrap, peer) as context:
+        peers, jobs = await asyncio.gather(client.working_peers(context), context.directory.jobs())
+        claims, answers = await asyncio.gather(_claims(context, jobs), _links(context, peers))
+    stages = [stage_of(job, number, found) for job, number, found in claims]
+    links = [link for found in answers.values() for link in found or ()]
     output.emit(
         {
             "peers": [asdict(each) for each in peers],
@@ -60,6 +62,9 @@ async def _status(peer: str | None, bootstrap: list[str] | None, home: Path, out
         }
     )
     _show(output, peers, jobs, stages, links)
+    silent = sorted(each.name for each in peers if answers[each.peer] is None)
+    if silent:
+        output.note(f"no answer about links from {', '.join(silent)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,23 +107,32 @@ async def _claims(
     return [(job, stage, claims) for (job, stage), claims in zip(places, found, strict=True)]
 
 
-async def _links(context: Context, peers: Sequence[PeerRecord]) -> list[dict[str, Any]]:
-    """What each peer says it has exchanged with others since its start; peers that do not answer are left out."""
-    answers = await asyncio.gather(*(_ask_status(context, each) for each in peers))
-    return [link for links in answers for link in links]
+async def _links(context: Context, peers: Sequence[PeerRecord]) -> dict[PeerId, list[dict[str, Any]] | None]:
+    """What each peer says it has exchanged with others since its start; None for one that does not answer in time."""
+    tasks = {each.peer: asyncio.create_task(_ask_status(context, each.peer)) for each in peers}
+    seconds = ASK_SECONDS if client.is_attached(context) else DIAL_SECONDS
+    if tasks:
+        await asyncio.wait(tasks.values(), timeout=seconds)
+    for task in tasks.values():
+        task.cancel()  # nothing to those that are done
+    answers = await asyncio.gather(*tasks.values(), return_exceptions=True)
+    for error in answers:
+        if isinstance(error, Exception):
+            raise error
+    return {peer: None if isinstance(answer, BaseException) else answer
+            for peer, answer in zip(tasks, answers, strict=True)}  # fmt: skip
 
 
-async def _ask_status(context: Context, peer: PeerRecord) -> list[dict[str, Any]]:
-    from fusion.runtime.peer.peer import STATUS_PROTOCOL
+async def _ask_status(context: Context, peer: PeerId) -> list[dict[str, Any]] | None:
+    from fusion.runtime.peer.client import STATUS_PROTOCOL
     from fusion.swarm.errors import SwarmError
     from fusion.swarm.transport import call
 
     try:
-        async with asyncio.timeout(ASK_SECONDS):
-            frame = await call(context.transport, peer.peer, STATUS_PROTOCOL, "status")
-    except (SwarmError, TimeoutError):
-        return []
-    return links_of(peer.peer, frame.header)
+        frame = await call(context.transport, peer, STATUS_PROTOCOL, "status")
+    except SwarmError:
+        return None
+    return links_of(peer, frame.header)
 
 
 def links_of(peer: str, answer: Mapping[str, Any]) -> list[dict[str, Any]]:

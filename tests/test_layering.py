@@ -20,7 +20,7 @@ MAY_IMPORT = {
 # The rooms of each layer, from the ground up: a room knows those before it and no other.
 ROOMS = {
     "dag": ("ir", "cutting", "rewrites", "placement"),
-    "swarm": ("", "streams", "directory", "claims", "blobs", "links", "memory"),
+    "swarm": ("", "streams", "directory", "control", "claims", "blobs", "links", "memory"),
     "compression": ("",),
     "runtime": (
         *("job", "planes", "capture", "serving", "placing"),

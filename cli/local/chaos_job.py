@@ -18,7 +18,7 @@ from fusion.runtime.job.manifest import Manifest, OptimizerConfig
 from fusion.runtime.job.spec import DataSpec, GPTConfig, JobSpec, PlacementSpec, TrainSpec
 from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
 from fusion.runtime.launch.prepare import prepare_training
-from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId, PeerRecord

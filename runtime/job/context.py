@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from fusion.runtime.job.worker import Worker
-from fusion.swarm.blobs.blobs import Blobs
-from fusion.swarm.claims.leases import Leases
-from fusion.swarm.directory.api import Directory
-from fusion.swarm.directory.records import ClaimRecord, JobId
-from fusion.swarm.links.monitor import LinkMonitor
-from fusion.swarm.transport import PeerId, Transport
+if TYPE_CHECKING:  # a client has no worker, and should not load torch for its name
+    from fusion.runtime.job.worker import Worker
+    from fusion.swarm.blobs.blobs import Blobs
+    from fusion.swarm.claims.leases import Leases
+    from fusion.swarm.directory.api import Directory
+    from fusion.swarm.directory.records import ClaimRecord, JobId
+    from fusion.swarm.links.monitor import LinkMonitor
+    from fusion.swarm.transport import PeerId, Transport
 
 
 class TakeoverReports(Protocol):

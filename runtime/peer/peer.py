@@ -1,4 +1,4 @@
-"""One peer process put together: `open_peer` runs a volunteer's peer, `open_client` joins the swarm to use it.
+"""One peer process put together: `open_peer` runs a volunteer's peer. (`fusion.runtime.peer.client` joins to use the swarm.)
 
 What `async with` opens, it closes in the opposite order: stages are released before the directory goes, the
 directory before the transport, and p2pd last.
@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
-import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-
-import psutil
 
 from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.hosting.hosting import Hosting, Service
@@ -28,24 +24,24 @@ from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.capability import Capability, measure
+from fusion.runtime.peer.client import BLOB_QUOTA_BYTES, CACHED_PEERS_FILE, STATUS_PROTOCOL, keep_torch_cache
+from fusion.runtime.peer.peer_file import RunningPeer, written_down
 from fusion.runtime.serving.service import ServingService
 from fusion.runtime.training.service import TrainingService
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import Leases
-from fusion.swarm.directory.dht import DhtConfig, HivemindDirectory
+from fusion.swarm.control.server import ControlServer
+from fusion.swarm.directory.dht import HivemindDirectory
 from fusion.swarm.directory.membership import Membership, MembershipConfig
 from fusion.swarm.directory.records import PeerRecord
-from fusion.swarm.errors import PeerUnreachable, SwarmError
+from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import Identity, friendly_name
 from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import PeerId, Stream
 
-STATUS_PROTOCOL = "/fusion/status/1"
-PEER_FILE = "peer.json"
-CACHED_PEERS_FILE = "peers.txt"
-BLOB_QUOTA_BYTES = 50 << 30
+CONTROL_SOCKET = "control.sock"
 BLAME_SECONDS = 0.5
 LEAVE_SECONDS = 14.0  # for all stages together; see HAND_OVER_SECONDS in `fusion.cli.start`
 
@@ -70,16 +66,6 @@ class PeerConfig:
             raise ValueError(f"memory must be positive, not {self.memory_bytes}")
         if self.upload_mbps is not None and not self.upload_mbps > 0:
             raise ValueError(f"upload_mbps must be positive, not {self.upload_mbps}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientConfig:
-    home: Path
-    bootstrap: tuple[str, ...] = ()
-    peer: str | None = (
-        None  # the only peer to join through; default: the one that runs with this home, and bootstrap
-    )
-    join_seconds: float = 15.0
 
 
 @dataclass(frozen=True)
@@ -139,7 +125,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     disk), ValueError (a device that is not there).
     """
     config.home.mkdir(parents=True, exist_ok=True)
-    _keep_torch_cache(config.home)
+    keep_torch_cache(config.home)
     identity = Identity.load_or_create(config.home / "identity")
     threads = config.threads or os.cpu_count() or 1
     network = P2PConfig(identity=identity, listen=config.listen)
@@ -176,8 +162,15 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
         ways = MembershipConfig(bootstrap=config.bootstrap, cache_path=config.home / CACHED_PEERS_FILE)
         membership = Membership(transport, directory, directory, lambda: peer.record(), ways, meet)
         async with _working(context, transport, capability, membership) as peer, membership:
-            with _written_down(config.home / PEER_FILE, transport):
-                yield peer
+            running = RunningPeer(
+                peer_id=identity.peer_id,
+                addresses=tuple(transport.all_addresses),
+                pid=os.getpid(),
+                control=str(transport.runtime_dir / CONTROL_SOCKET),
+            )
+            async with ControlServer(transport, directory, Path(running.control)):
+                with written_down(config.home, running):
+                    yield peer
 
 
 @asynccontextmanager
@@ -233,27 +226,6 @@ def _fitness(capability: Capability) -> float:
     return gigaflops / (gigaflops + 1000.0)
 
 
-@contextmanager
-def _written_down(path: Path, transport: P2PTransport) -> Iterator[None]:
-    """Tell commands on this machine where the running peer is, for as long as it runs."""
-    scratch = path.with_suffix(".new")
-    addresses = list(transport.all_addresses)
-    try:
-        scratch.write_text(
-            json.dumps({"peer_id": transport.peer_id, "addresses": addresses, "pid": os.getpid()})
-        )
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise OSError(
-            f"cannot write {path}: {error.strerror}; free some space or choose another --home"
-        ) from error
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
 async def _tell_status(stream: Stream, peer: Peer) -> None:
     """What `fusion-peer status` shows of one peer beyond its record."""
     frame = await stream.receive()
@@ -265,78 +237,3 @@ async def _tell_status(stream: Stream, peer: Peer) -> None:
     }
     hosted = [[job, stage] for job, stage in peer.hosting.hosted]
     await stream.send("status", {"name": peer.record().name, "hosted": hosted, "traffic": traffic})
-
-
-@asynccontextmanager
-async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
-    """Join the swarm without lending anything: launch, ask, watch. The identity lasts as long as the block.
-
-    Raises PeerUnreachable, in one line, if no peer of the swarm answers within `join_seconds`.
-    """
-    config.home.mkdir(parents=True, exist_ok=True)
-    identity = Identity.generate()
-    ways = (config.peer,) if config.peer else (*_running_here(config.home), *config.bootstrap)
-    if not ways:
-        raise PeerUnreachable(
-            "no peer to join through; name one with --peer or --bootstrap, or run: fusion-peer start"
-        )
-    network = P2PConfig(identity=identity)
-    async with (
-        _own_store(config.home / "clients") as store,
-        P2PTransport.start(network) as transport,
-        await HivemindDirectory.start(transport.p2p, identity, DhtConfig(client=True)) as directory,
-        Blobs(store, transport, directory) as blobs,
-        Leases(identity.peer_id, directory) as leases,
-    ):
-        context = Context(
-            peer_id=identity.peer_id,
-            transport=transport,
-            directory=directory,
-            blobs=blobs,
-            leases=leases,
-            worker=None,
-            memory_bytes=0,
-            home=config.home,
-        )
-        membership = Membership(
-            transport, directory, directory, None, MembershipConfig(bootstrap=ways), transport.learn
-        )
-        async with membership:
-            try:
-                async with asyncio.timeout(config.join_seconds):
-                    await membership.joined.wait()
-            except TimeoutError:
-                tried = ", ".join(ways[:3])
-                raise PeerUnreachable(
-                    f"no peer answers at {tried} (waited {config.join_seconds:.0f} s)"
-                ) from None
-            yield context
-
-
-def _keep_torch_cache(folder: Path) -> None:
-    """Torch makes a folder for its caches, used or not, which would stay behind in the system's temporary one."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "torch"))
-
-
-@asynccontextmanager
-async def _own_store(folder: Path) -> AsyncIterator[BlobStore]:
-    """A blob store for this process alone, removed afterwards; those of clients that were killed go as well."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.iterdir():
-        if not (left.name.isdecimal() and psutil.pid_exists(int(left.name))):
-            shutil.rmtree(left, ignore_errors=True)
-    own = folder / str(os.getpid())
-    _keep_torch_cache(own)
-    try:
-        yield BlobStore(own, BLOB_QUOTA_BYTES)
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
-
-
-def _running_here(home: Path) -> tuple[str, ...]:
-    """Addresses of the peer that runs with this home, as it wrote them down."""
-    try:
-        addresses = json.loads((home / PEER_FILE).read_text())["addresses"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ()
-    return tuple(str(address) for address in addresses[:4])

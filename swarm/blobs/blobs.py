@@ -40,6 +40,7 @@ class BlobConfig:
     retry_seconds: float = 1.0  # between rounds
     chunk_seconds: float = 30.0  # a holder that sends no chunk for so long is left
     announce_seconds: float = 20.0
+    offer: bool = True  # False: the swarm is not told what we hold
     uploads: int = 8  # chunks read from disk at once for others
     upload_bytes_per_second: float | None = None  # to all others together; None: as much as the network takes
 
@@ -225,6 +226,8 @@ class Blobs:
 
     def _announce_soon(self, digest: Digest) -> None:
         """A store in the directory takes long beside all that a stage waits for."""
+        if not self._config.offer:
+            return
         task = asyncio.create_task(self._announce(digest), name=f"announce {digest[:8]}")
         self._announcing.add(task)
         task.add_done_callback(self._announcing.discard)

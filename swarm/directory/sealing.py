@@ -62,9 +62,7 @@ def seal(record: Record, identity: Signer, expires_at: float) -> bytes:
         raise RecordError(
             f"a {KIND_OF[type(record)]} record of {author_of(record)} cannot be signed by {identity.peer_id}"
         )
-    check_fields(record)
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    body = msgpack.packb([RECORD_VERSION, KIND_OF[type(record)], values])
+    body = encode(record)
     expires_at = float(expires_at)
     signature = identity.sign(_signed(body, identity.peer_id, expires_at))
     data: bytes = msgpack.packb([body, identity.peer_id, expires_at, signature])
@@ -73,6 +71,14 @@ def seal(record: Record, identity: Signer, expires_at: float) -> bytes:
             f"a {KIND_OF[type(record)]} record of {len(data)} bytes; at most {MAX_RECORD_BYTES}"
         )
     return data
+
+
+def encode(record: Record) -> bytes:
+    """The record as its author signs it, for those who need no signature. Raises RecordError as `seal`."""
+    check_fields(record)
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    body: bytes = msgpack.packb([RECORD_VERSION, KIND_OF[type(record)], values])
+    return body
 
 
 def open_record(data: bytes, key: str, subkey: str, now: float) -> Record:
@@ -92,7 +98,7 @@ def unseal(data: bytes, key: str, subkey: str, now: float) -> Sealed:
 def unseal_anywhere(data: bytes, now: float) -> Sealed:
     """`unseal` for a storing node, which checks the place itself: it knows only the hash of the key."""
     body, author, expires_at, signature = _envelope(data)
-    record = _decode_body(body)
+    record = decode(body)
     if author != author_of(record):
         raise RecordError("the record speaks for another peer than its author")
     if not now < expires_at <= now + MAX_TTL_SECONDS + CLOCK_TOLERANCE_SECONDS:
@@ -138,7 +144,8 @@ def _envelope(data: bytes) -> tuple[bytes, str, float, bytes]:
             raise RecordError("the record has not the form of one")
 
 
-def _decode_body(body: bytes) -> Record:
+def decode(body: bytes) -> Record:
+    """What `encode` made; nothing says whose it is. Raises RecordError for bytes that are no record."""
     match _unpack(body, "the record's body"):
         case [int() as version, *_] if version != RECORD_VERSION:
             raise RecordError(f"record version {version}; this software knows {RECORD_VERSION}")

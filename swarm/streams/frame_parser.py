@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 
-import numpy
-
 from fusion.swarm.errors import FrameError
 from fusion.swarm.streams.frames import DEFAULT_LIMITS, HEAD_BYTES, FrameLimits, decode_head, decode_header
 from fusion.swarm.transport import Frame, Header
@@ -20,11 +18,21 @@ SCRATCH_BYTES = 64 * 1024
 _MAX_PREAMBLE_BYTES = 64 * 1024 - 16  # p2pd's own messages are a few hundred bytes
 
 
+def delimited(message: bytes) -> bytes:
+    """A message as p2pd writes its own: its length as a varint, then its bytes."""
+    length, head = len(message), bytearray()
+    while length >= 0x80:
+        head.append(length & 0x7F | 0x80)
+        length >>= 7
+    head.append(length)
+    return bytes(head) + message
+
+
 class FrameParser:
     """`room()` is where the next bytes go, `advance(n)` says that n came; frames gather in `ready`.
 
     With `preamble` the first thing on the stream is one message of p2pd's (a varint length and that many bytes),
-    which becomes `self.preamble`.
+    which becomes `self.preamble` (see `delimited`).
     """
 
     def __init__(self, limits: FrameLimits = DEFAULT_LIMITS, *, preamble: bool = False) -> None:
@@ -124,6 +132,8 @@ class FrameParser:
             self._header = decode_header(self._scratch[self._start : self._start + header_bytes])
             self._start += header_bytes
         if self._end - self._start < payload_bytes:
+            import numpy  # slow to import, and a command that gets only small frames does without
+
             self._read_apart(numpy.empty(payload_bytes, numpy.uint8).data)
             return False
         payload = memoryview(bytearray(self._scratch[self._start : self._start + payload_bytes]))

@@ -27,6 +27,7 @@ from fusion.swarm.errors import DaemonDied, PeerUnreachable, StreamBroken, Strea
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.dial_workaround import detour
 from fusion.swarm.streams.dialer import Dialer, accepts, tcp_target
+from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.frames import FrameLimits
 from fusion.swarm.streams.handlers import Handlers, one_line
@@ -146,6 +147,11 @@ class P2PTransport:
         return DaemonDied(await asyncio.shield(self._daemon.ended))
 
     @property
+    def runtime_dir(self) -> Path:
+        """Only this user can enter it, UNIX sockets find room for their path in it, and it is gone when we are."""
+        return self._daemon.directory
+
+    @property
     def alive(self) -> bool:
         """Whether p2pd runs; see `failed`."""
         return not self._daemon.ended.done()
@@ -212,7 +218,7 @@ class P2PTransport:
                     lambda: FrameStream(self._config.limits, self._counter, opened, peer, protocol),
                     path=str(self._daemon.control_path),
                 )
-                await stream.write_message(_varint(len(message)) + message)
+                await stream.write_message(delimited(message))
                 data = await answer
             _check_answer(data, f"cannot open {protocol} to {peer}")
         except BaseException as error:
@@ -442,15 +448,6 @@ def _reason(message: str) -> str:
     """The last, most telling part of a Go error, in one short line."""
     text = " ".join(message.split())
     return text if len(text) <= 200 else f"{text[:80]} ... {text[-100:]}"
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 def _whole_seconds(seconds: float) -> int:

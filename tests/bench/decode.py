@@ -9,7 +9,7 @@ from typing import Any
 from baseline import baseline, peak_bytes, say
 
 from fusion.cli.local.fleet import open_fleet
-from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.client import complete
 from fusion.runtime.serving.request import GenerateRequest
 

@@ -45,7 +45,7 @@ from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch, prepare_serving, prepare_training, wait_until_held
-from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.client import complete
 from fusion.runtime.serving.request import GenerateRequest, Sampling
 from fusion.runtime.training.snapshots import snapshot

@@ -19,7 +19,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.launch.launch import launch, wait_until_held
 from fusion.runtime.launch.prepare import Prepared, prepare_graph
-from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.training.data.batches import pack_text
 from fusion.swarm.transport import PeerId
 

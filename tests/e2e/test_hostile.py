@@ -33,7 +33,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_graph, prepare_training, wait_until_held
-from fusion.runtime.peer.peer import STATUS_PROTOCOL
+from fusion.runtime.peer.client import STATUS_PROTOCOL
 from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
 from fusion.swarm.blobs.store import BlobStore

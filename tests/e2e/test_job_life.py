@@ -26,7 +26,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
-from fusion.runtime.peer.peer import STATUS_PROTOCOL
+from fusion.runtime.peer.client import STATUS_PROTOCOL
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId

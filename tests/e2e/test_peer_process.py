@@ -19,7 +19,7 @@ from support.processes import alive
 
 from fusion.cli.local.chaos_swarm import daemons
 from fusion.runtime.job.context import Context
-from fusion.runtime.peer.peer import STATUS_PROTOCOL
+from fusion.runtime.peer.client import STATUS_PROTOCOL
 from fusion.swarm.errors import TransportError
 from fusion.swarm.transport import PeerId, call
 

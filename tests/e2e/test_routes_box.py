@@ -30,7 +30,7 @@ from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_graph, wait_until_held
-from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest, Piece
 from fusion.swarm.blobs.store import BlobStore

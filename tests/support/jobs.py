@@ -16,7 +16,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
-from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.peer.client import ClientConfig, open_client
 
 T = TypeVar("T")
 JOB_SECONDS = 400.0

@@ -43,7 +43,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.prepare import prepare_serving
-from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
 from fusion.swarm.blobs.store import BlobStore

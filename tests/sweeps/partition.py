@@ -25,7 +25,7 @@ from fusion.cli.local import chaos_job
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.chaos_timeline import Commit, Timeline
 from fusion.cli.local.fleet import FleetError, LocalPeer, open_fleet
-from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.peer.client import ClientConfig, open_client
 
 SIDES = ("left", "right")
 STAGES = 2

@@ -24,7 +24,7 @@ from fusion.cli.chaos import last_lines
 from fusion.cli.local.chaos_job import another, prepare
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.fleet import FleetError, open_fleet
-from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.peer.client import ClientConfig, open_client
 
 Row = dict[str, Any]
 Act = Callable[[Sweep, argparse.Namespace], Awaitable[list[Row]]]

@@ -33,7 +33,7 @@ from fusion.cli.local.chaos_job import ChaosJob, another, prepare
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.chaos_timeline import percentile
 from fusion.cli.local.fleet import FleetError, LocalPeer, open_fleet
-from fusion.runtime.peer.peer import ClientConfig, open_client
+from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.swarm.errors import SwarmError
 
 TRIAL_STEPS, WARM_UP = 60, 10

@@ -1,0 +1,138 @@
+"""Using the swarm without lending anything: through the peer that runs with this home where there is one
+(`open_attached`), else by joining it for as long as the command runs (`open_client`). Neither loads torch of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from fusion.runtime.job.context import Context
+from fusion.runtime.peer.peer_file import running_peer
+from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
+from fusion.swarm.errors import PeerUnreachable
+from fusion.swarm.identity import Identity
+
+STATUS_PROTOCOL = "/fusion/status/1"
+CACHED_PEERS_FILE = "peers.txt"  # in a home: whom the peer has met
+BLOB_QUOTA_BYTES = 50 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    home: Path
+    bootstrap: tuple[str, ...] = ()
+    peer: str | None = (
+        None  # the only peer to join through; default: the one that runs with this home, and bootstrap
+    )
+    join_seconds: float = 15.0
+
+
+@asynccontextmanager
+async def open_attached(home: Path, elsewhere: Elsewhere | None = None) -> AsyncIterator[Context]:
+    """Use the swarm through the peer that runs with this home; blobs that are fetched are not offered to others. Where
+    that peer ends meanwhile, `elsewhere` opens another way. Raises PeerUnreachable at once if no such peer runs."""
+    here = running_peer(home)
+    if here is None or not here.control:
+        raise PeerUnreachable("no peer runs with this home")
+    transport = await ControlTransport.attach(Path(here.control), elsewhere)
+    directory = ControlDirectory(transport)
+    blobs: Blobs | None = None
+    try:
+        async with _own_store(home / "clients") as store:
+            blobs = Blobs(store, transport, directory, BlobConfig(offer=False))
+            yield Context(
+                peer_id=transport.peer_id,
+                transport=transport,
+                directory=directory,
+                blobs=blobs,
+                leases=Leases(transport.peer_id, directory),
+                worker=None,
+                memory_bytes=0,
+                home=home,
+            )
+    finally:
+        if blobs is not None:
+            await blobs.aclose()
+        await transport.aclose()
+
+
+@asynccontextmanager
+async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
+    """Join the swarm without lending anything: launch, ask, watch. The identity lasts as long as the block.
+
+    Raises PeerUnreachable, in one line, if no peer of the swarm answers within `join_seconds`.
+    """
+    from fusion.swarm.directory.dht import DhtConfig, HivemindDirectory
+    from fusion.swarm.directory.membership import Membership, MembershipConfig
+    from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+
+    config.home.mkdir(parents=True, exist_ok=True)
+    identity = Identity.generate()
+    here = running_peer(config.home)
+    ways = (config.peer,) if config.peer else (*(here.addresses if here else ()), *config.bootstrap)
+    if not ways:
+        raise PeerUnreachable(
+            "no peer to join through; name one with --peer or --bootstrap, or run: fusion-peer start"
+        )
+    network = P2PConfig(identity=identity)
+    async with (
+        _own_store(config.home / "clients") as store,
+        P2PTransport.start(network) as transport,
+        await HivemindDirectory.start(transport.p2p, identity, DhtConfig(client=True)) as directory,
+        Blobs(store, transport, directory) as blobs,
+        Leases(identity.peer_id, directory) as leases,
+    ):
+        context = Context(
+            peer_id=identity.peer_id,
+            transport=transport,
+            directory=directory,
+            blobs=blobs,
+            leases=leases,
+            worker=None,
+            memory_bytes=0,
+            home=config.home,
+        )
+        membership = Membership(
+            transport, directory, directory, None, MembershipConfig(bootstrap=ways), transport.learn
+        )
+        async with membership:
+            try:
+                async with asyncio.timeout(config.join_seconds):
+                    await membership.joined.wait()
+            except TimeoutError:
+                tried = ", ".join(ways[:3])
+                raise PeerUnreachable(
+                    f"no peer answers at {tried} (waited {config.join_seconds:.0f} s)"
+                ) from None
+            yield context
+
+
+def keep_torch_cache(folder: Path) -> None:
+    """Torch makes a folder for its caches, used or not, which would stay behind in the system's temporary one."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "torch"))
+
+
+@asynccontextmanager
+async def _own_store(folder: Path) -> AsyncIterator[BlobStore]:
+    """A blob store for this process alone, removed afterwards; those of clients that were killed go as well."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.iterdir():
+        if not (left.name.isdecimal() and psutil.pid_exists(int(left.name))):
+            shutil.rmtree(left, ignore_errors=True)
+    own = folder / str(os.getpid())
+    keep_torch_cache(own)
+    try:
+        yield BlobStore(own, BLOB_QUOTA_BYTES)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)

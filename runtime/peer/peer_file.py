@@ -1,0 +1,59 @@
+"""`peer.json` in a home: where the peer is that runs with it, for commands on this machine. It may be left over from a
+peer that was killed, so nothing in it is more than a hint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fusion.swarm.transport import PeerId
+
+PEER_FILE = "peer.json"
+_ADDRESSES = 4  # of one peer, tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningPeer:
+    peer_id: PeerId
+    addresses: tuple[str, ...]  # full multiaddrs
+    pid: int
+    control: (
+        str  # the path of its control socket (`fusion.swarm.control.server`); "" in files of older versions
+    )
+
+
+def running_peer(home: Path) -> RunningPeer | None:
+    """What the peer that runs with this home wrote down; None where none did."""
+    try:
+        found = json.loads((home / PEER_FILE).read_text())
+        return RunningPeer(
+            peer_id=PeerId(str(found["peer_id"])),
+            addresses=tuple(map(str, found["addresses"][:_ADDRESSES])),
+            pid=int(found["pid"]),
+            control=str(found.get("control", "")),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+@contextmanager
+def written_down(home: Path, peer: RunningPeer) -> Iterator[None]:
+    """Tell commands on this machine where the running peer is, for the length of the block. Raises OSError in one
+    line."""
+    path = home / PEER_FILE
+    scratch = path.with_suffix(".new")
+    try:
+        scratch.write_text(json.dumps(asdict(peer)))
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise OSError(
+            f"cannot write {path}: {error.strerror}; free some space or choose another --home"
+        ) from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,6 @@
+"""How commands on this machine use a running peer: what it offers at its socket, and the transport and directory that
+go through it.
+
+server       the socket, its protocol, and the streams that are passed on
+client       the transport and the directory of a command
+"""

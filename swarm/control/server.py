@@ -1,0 +1,201 @@
+"""What a running peer offers to commands of the same user on its machine: its streams, and its view of the directory.
+
+A command that joined the swarm itself would load hivemind, start a p2pd, dial and look up what the peer knows already.
+The socket lies in a private directory that goes with the peer, however it ends. Each connection begins with the name of
+the protocol, both ways, in the form of p2pd's messages; then come frames, the first from the command:
+
+/fusion/control/1
+    hello                    -> hello {peer, addresses}
+    connect {address}        -> connected {peer}
+    peers, links, jobs       -> records, the payload a msgpack list of encoded records
+    job {job}, claims {job, stage}, providers {digest}      -> records, likewise
+    open {peer, protocol}    -> opened, and from then on every frame is passed on, both ways
+
+or `error` {message}. What cannot be answered in time is the command's to give up on: it hangs up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import msgpack
+
+from fusion.swarm.directory import sealing
+from fusion.swarm.directory.api import Directory
+from fusion.swarm.directory.records import Digest, JobId, Record, is_digest
+from fusion.swarm.errors import FrameError, StreamClosed, TransportError
+from fusion.swarm.streams.frame_parser import delimited
+from fusion.swarm.streams.frame_stream import FrameStream
+from fusion.swarm.streams.frames import FrameLimits
+from fusion.swarm.streams.handlers import Handlers
+from fusion.swarm.streams.traffic import TrafficCounter
+from fusion.swarm.transport import UNASKED_BYTES, PeerId, Stream, Transport
+
+PROTOCOL = "/fusion/control/1"
+LIMITS = FrameLimits(
+    payload_bytes=16 << 20
+)  # of what is passed on; the largest are prompts, then chunks of blobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlConfig:
+    connections: int = 64  # at once; one more is hung up on
+    first_seconds: float = 5.0  # for a connection to say what it is there for
+
+    def __post_init__(self) -> None:
+        if self.connections < 1 or self.first_seconds <= 0:
+            raise ValueError("connections and first_seconds must be positive")
+
+
+class ControlServer:
+    """`async with ControlServer(transport, directory, path)`: commands may use both for the length of the block.
+    `path` must lie where only this user can go, and have room in a socket's address."""
+
+    def __init__(
+        self, transport: Transport, directory: Directory, path: Path, config: ControlConfig | None = None
+    ) -> None:
+        self.path = path
+        self._transport = transport
+        self._directory = directory
+        self._config = config or ControlConfig()
+        self._handlers = Handlers(per_peer=self._config.connections)  # they all count as one peer's
+        self._handlers.add(PROTOCOL, self._attend)
+        self._counter = TrafficCounter()  # what stays on the machine is not the swarm's traffic
+        self._server: asyncio.AbstractServer | None = None
+        self._streams: dict[FrameStream, asyncio.TimerHandle] = {}  # and when each is given up on
+        self._questions: dict[str, Callable[[Mapping[str, Any]], Awaitable[Sequence[Record]]]] = {
+            "peers": lambda header: directory.peers(),
+            "links": lambda header: directory.links(),
+            "jobs": lambda header: directory.jobs(),
+            "job": self._job,
+            "claims": lambda header: directory.claims(JobId(_digest(header, "job")), _stage(header)),
+            "providers": lambda header: directory.providers(Digest(_digest(header, "digest"))),
+        }
+
+    async def __aenter__(self) -> Self:
+        """Raises OSError where there can be no socket at `path`."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(self._incoming, path=str(self.path))
+        os.chmod(self.path, 0o600)  # its folder is private already
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Hang up on everybody. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+            self.path.unlink(missing_ok=True)
+            self._server = None
+        await self._handlers.aclose()
+        for stream in list(self._streams):
+            stream.abort()
+
+    def _incoming(self) -> FrameStream:
+        stream = FrameStream(LIMITS, self._counter, self._accept, allowed=UNASKED_BYTES)
+        if len(self._streams) >= self._config.connections:  # those that have said nothing yet count as well
+            asyncio.get_running_loop().call_soon(stream.drop)
+            return stream
+        late = asyncio.get_running_loop().call_later(self._config.first_seconds, stream.drop)
+        self._streams[stream] = late
+        stream.lost.add_done_callback(lambda _: self._streams.pop(stream).cancel())
+        return stream
+
+    def _accept(self, stream: FrameStream, hello: bytes | None) -> None:
+        if hello is None or stream not in self._streams:
+            return
+        self._streams[stream].cancel()
+        stream.protocol = hello.decode(errors="replace")
+        self._handlers.accept(stream)  # which hangs up on other protocols
+
+    async def _attend(self, stream: Stream) -> None:
+        assert isinstance(stream, FrameStream)
+        await stream.write_message(delimited(PROTOCOL.encode()))
+        async with asyncio.timeout(self._config.first_seconds):
+            frame = await stream.receive()
+        header = frame.header
+        match frame.kind:
+            case "hello":
+                here = self._transport
+                await stream.send("hello", {"peer": here.peer_id, "addresses": list(here.addresses)})
+            case "connect":
+                await stream.send(
+                    "connected", {"peer": await self._transport.connect(_text(header, "address"))}
+                )
+            case "open":
+                far = await self._transport.open(PeerId(_text(header, "peer")), _text(header, "protocol"))
+                try:
+                    far.allow(LIMITS.payload_bytes)
+                    stream.allow(LIMITS.payload_bytes)
+                    await stream.send("opened")
+                    await splice(stream, far)
+                finally:
+                    far.abort()
+            case kind if kind in self._questions:
+                found = await self._questions[kind](header)
+                await stream.send("records", {}, [msgpack.packb([sealing.encode(each) for each in found])])
+            case kind:
+                raise FrameError(f"{PROTOCOL} knows no {kind!r:.40}")
+
+    async def _job(self, header: Mapping[str, Any]) -> Sequence[Record]:
+        found = await self._directory.job(JobId(_digest(header, "job")))
+        return () if found is None else (found,)
+
+
+async def splice(one: Stream, two: Stream) -> None:
+    """Pass frames on, both ways, until one side ends; the other then ends in the same way. A side that does not read
+    holds up the other: at most a frame each way is kept here beside what the streams keep themselves."""
+    ways = [asyncio.create_task(_pass(one, two)), asyncio.create_task(_pass(two, one))]
+    try:
+        done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+    for way, left in zip(ways, (two, one), strict=True):
+        if way in done:
+            await left.aclose() if way.result() else left.abort()
+
+
+async def _pass(source: Stream, sink: Stream) -> bool:
+    """Until `source` ends; whether it said so."""
+    listens = True
+    while True:
+        try:
+            frame = await source.receive()
+        except StreamClosed:
+            return True
+        except TransportError:
+            return False
+        if listens:
+            try:
+                await sink.send(frame.kind, frame.header, [frame.payload])
+            except TransportError:
+                listens = False  # what it said before it ended is still on its way, in the other direction
+
+
+def _text(header: Mapping[str, Any], name: str) -> str:
+    value: Any = header.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= 256:
+        raise FrameError(f"{name} must be a short text")
+    return value
+
+
+def _digest(header: Mapping[str, Any], name: str) -> str:
+    value = header.get(name)
+    if not is_digest(value):
+        raise FrameError(f"{name} must be a digest")
+    return str(value)
+
+
+def _stage(header: Mapping[str, Any]) -> int:
+    value = header.get("stage")
+    if type(value) is not int or value < 0:
+        raise FrameError("stage must be a number")
+    return value
