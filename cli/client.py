@@ -42,6 +42,7 @@ async def connect(
     from fusion.runtime.peer.peer_file import running_peer
 
     folder, addresses = home_folder(home), options.bootstrap_addresses(bootstrap)
+    options.checked_peer(peer)
     here = running_peer(folder)
     if here is not None and (peer is None or peer.rpartition("/p2p/")[2] == here.peer_id):
         async with AsyncExitStack() as stack:
@@ -71,13 +72,14 @@ async def join(
     """Join the swarm to hand something to it: through `peer`, else the peer that runs with this home, else the
     bootstrap peers."""
     folder, addresses = home_folder(home), options.bootstrap_addresses(bootstrap)
+    options.checked_peer(peer)
     async with _join(folder, addresses, peer) as context:
         yield context
 
 
 @asynccontextmanager
 async def _join(home: Path, addresses: tuple[str, ...], peer: str | None) -> AsyncIterator[Context]:
-    with lean_imports():
+    with lean_imports():  # only now: bad input should cost nothing
         import fusion.swarm.directory.dht
         import fusion.swarm.streams.p2p  # noqa: F401 - both are what `open_client` needs
         from fusion.runtime.peer.client import ClientConfig, open_client

@@ -43,10 +43,11 @@ def plan(
     output = Output(as_json=json)
     from fusion.runtime.job import spec
     from fusion.runtime.placing import swarm_file
-    from fusion.runtime.placing.plan import plan_training
 
     asked, described = spec.load(options.job_file(job)), swarm_file.load(options.job_file(swarm))
     output.status(f"placing {asked.name} on {len(described.peers)} peers ...")
+    from fusion.runtime.placing.plan import plan_training
+
     found = plan_training(asked, described, scheduler.value)
     output.emit({"event": "plan", **found.to_json()})
     show(found, output)

@@ -13,6 +13,7 @@ from fusion.cli.launch_progress import offer, until_held
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
+from fusion.runtime.job.model_files import check_directory
 
 
 def serve(
@@ -34,8 +35,7 @@ def serve(
 ) -> None:
     """Serve a model across the swarm. It returns once the peers hold the model."""
     output = Output(as_json=json)
-    if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory")
+    check_directory(directory)
     if not name.strip():
         raise ValueError("--name: a name, such as my-model")
     output.status("loading the runtime ...")
@@ -51,10 +51,10 @@ async def _serve(
     home: Path,
     output: Output,
 ) -> None:
-    from fusion.runtime.launch.launch import prepare_serving
-
     trainer = client.trainer_identity(home)
     async with client.join(home, bootstrap, peer) as context:
+        from fusion.runtime.launch.launch import prepare_serving
+
         peers = await client.working_peers(context)
         prepared = await asyncio.to_thread(
             prepare_serving,

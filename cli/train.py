@@ -35,7 +35,6 @@ def train(
 ) -> None:
     """Train a model across the swarm. The job outlives this command; Ctrl-C only stops watching."""
     output = Output(as_json=json)
-    output.status(f"reading {job} ...")
     from fusion.runtime.job import spec
 
     run(_train(spec.load(options.job_file(job)), detach, peer, bootstrap, home, output), debug=debug)
@@ -44,10 +43,10 @@ def train(
 async def _train(
     spec: JobSpec, detach: bool, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
 ) -> None:
-    from fusion.runtime.launch.launch import prepare_training
-
     trainer = client.trainer_identity(home)
     async with client.join(home, bootstrap, peer) as context:
+        from fusion.runtime.launch.launch import prepare_training
+
         peers = await client.working_peers(context, spec.placement.peers)
         prepared = await asyncio.to_thread(
             prepare_training,

@@ -69,6 +69,15 @@ def bootstrap_addresses(given: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(address for value in given for address in _resolved(value)))
 
 
+def checked_peer(address: str | None) -> str | None:
+    """ValueError for what is no address of a peer; dialling it is the real test."""
+    from fusion.swarm.directory import bootstrap
+
+    if address is not None and not bootstrap.is_address(address):
+        raise ValueError(f"--peer: {address[:100]!r} is not a multiaddr ending in /p2p/<peer id>")
+    return address
+
+
 def _resolved(value: str) -> tuple[str, ...]:
     from fusion.swarm.directory import bootstrap
 

@@ -7,7 +7,6 @@ module gives them. No code that came with the model is run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import nn
 from fusion.dag.ir.graph import Graph, Variable
 from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.model_files import check_huggingface, indexed_files, json_object
 from fusion.runtime.planes.codegen import TORCH_DTYPES
 
 
@@ -68,6 +68,7 @@ def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> Huggi
 
     Without `weights` no file of weights is needed: the module is in memory, initialised at random from `seed`.
     """
+    check_huggingface(directory, weights=weights)
     config = _config(directory)
     if weights and getattr(config, "quantization_config", None) is not None:
         # Read as plain numbers, they would make a model that answers, and answers nonsense.
@@ -89,18 +90,12 @@ def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> Huggi
 
 
 def _transformers() -> Any:
-    try:
-        import transformers  # an optional dependency, and slow to import
-    except ImportError:
-        raise JobError(
-            'reading a Hugging Face model needs transformers: pip install "fusion-peer[huggingface]"'
-        ) from None
+    import transformers  # an optional dependency, and slow to import
+
     return transformers
 
 
 def _config(directory: Path) -> Any:
-    if not (directory / "config.json").is_file():
-        raise JobError(f"{directory} has no config.json: it is not a Hugging Face model directory")
     try:
         return _transformers().AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -157,21 +152,15 @@ def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
     found = getattr(config, "eos_token_id", None)
     path = directory / "generation_config.json"
     if path.is_file():
-        found = _json(path).get("eos_token_id", found)
+        found = json_object(path).get("eos_token_id", found)
     if found is None:
         return ()
     return tuple(int(token) for token in (found if isinstance(found, list) else [found]))
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = _json(index).get("weight_map", {})
-        # Only the file's name counts: an index cannot point outside the directory.
-        found = {str(tensor): directory / Path(str(name)).name for tensor, name in names.items()}
-        for path in sorted(set(found.values())):
-            if not path.is_file():
-                raise JobError(f"{index} names {path.name}, which is not there")
+    found = indexed_files(directory)
+    if found is not None:
         return found
     files: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")):
@@ -180,10 +169,6 @@ def _files(directory: Path) -> dict[str, Path]:
                 files.update(dict.fromkeys(tensors.keys(), path))
         except (SafetensorError, OSError) as error:
             raise JobError(f"{path} is not a safetensors file: {error}") from error
-    if not files:
-        raise JobError(
-            f"{directory} has no *.safetensors: other formats of weights can run code and are not read"
-        )
     return files
 
 
@@ -211,16 +196,6 @@ def _stored_names(module: Any, files: Iterable[str], directory: Path) -> dict[st
             )
         stored[new] = name
     return stored
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise JobError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise JobError(f"{path} holds no JSON object")
-    return found
 
 
 def _read(path: Path, wanted: Iterable[tuple[Variable, str]]) -> dict[str, torch.Tensor]:

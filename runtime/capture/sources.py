@@ -19,11 +19,9 @@ from fusion.runtime.capture.huggingface import open_model
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
+from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE, WEIGHTS_FILE
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
 
-GRAPH_FILE = "inference.graph"
-ABOUT_FILE = "fusion.json"
-WEIGHTS_FILE = "model.safetensors"
 CONSTANTS_FILE = "constants.safetensors"  # what the graph reads and no state_dict of the module has
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -115,10 +113,6 @@ def exported(directory: Path) -> LanguageModel:
         tokenizer=tokenizer if tokenizer.is_file() else None,
         config=tuple(directory / name for name in CONFIG_FILES if (directory / name).is_file()),
     )
-
-
-def is_exported_directory(directory: Path) -> bool:
-    return (directory / ABOUT_FILE).is_file() and (directory / GRAPH_FILE).is_file()
 
 
 def _read(directory: Path, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:

@@ -35,6 +35,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build
 from fusion.runtime.job.manifest import CompressionConfig, OptimizerConfig
 from fusion.runtime.job.manifest_wire import validate_compression, validate_optimizer
+from fusion.runtime.job.model_files import check_huggingface
 
 MAX_SPEC_BYTES = 1 << 20
 
@@ -191,8 +192,10 @@ def _model(table: Any, base: Path, sequence: int) -> GPTConfig | HuggingFaceConf
             if not isinstance(weights, bool):
                 raise JobError("model.weights must be true or false")
             directory = base / Path(path).expanduser()
-            if not (directory / "config.json").is_file():
-                raise JobError(f"model.path: {directory} has no config.json")
+            try:
+                check_huggingface(directory, weights=weights)
+            except JobError as error:
+                raise JobError(f"model.path: {error}") from None
             return HuggingFaceConfig(path=directory, weights=weights)
         case kind:
             raise JobError(f'model.kind must be "gpt" or "huggingface", not {kind!r:.40}')

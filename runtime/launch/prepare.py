@@ -26,6 +26,7 @@ from fusion.runtime.capture.sources import LanguageModel, Read
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig, Manifest, ServeConfig, TrainConfig
+from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE, check_directory, is_exported_directory
 from fusion.runtime.job.spec import DataSpec, HuggingFaceConfig, JobSpec
 from fusion.runtime.placing.placed_job import as_asked, place_job
 from fusion.runtime.placing.plan import Plan
@@ -128,10 +129,9 @@ def prepare_serving(
 ) -> Prepared:
     """A Hugging Face model directory or one written by `jobs export`, as a job that serves it under `name`. A model
     whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact."""
-    if not directory.is_dir():
-        raise JobError(f"{directory} is not a directory")
+    check_directory(directory)
     say("reading the model")
-    if sources.is_exported_directory(directory):
+    if is_exported_directory(directory):
         model = sources.exported(directory)
     else:
         model = sources.huggingface(HuggingFaceConfig(path=directory), training=False)
@@ -274,8 +274,8 @@ def _pack(
 def _export_files(model: LanguageModel) -> dict[str, bytes | Path]:
     """What makes an exported directory one that can be served: see `fusion.runtime.capture.sources`."""
     files: dict[str, bytes | Path] = {path.name: path for path in model.config}
-    files[sources.GRAPH_FILE] = serialise.encode(clean(model.inference))
-    files[sources.ABOUT_FILE] = model.about.to_json()
+    files[GRAPH_FILE] = serialise.encode(clean(model.inference))
+    files[ABOUT_FILE] = model.about.to_json()
     constants = [v for v in model.inference.variables if not is_exported(v.name)]
     if constants:
         files[sources.CONSTANTS_FILE] = save(_contiguous(model.read(constants)))

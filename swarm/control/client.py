@@ -92,13 +92,13 @@ class ControlTransport:
         except (RemoteError, KeyError) as error:
             raise PeerUnreachable(str(error)) from error
 
-    async def open(self, peer: PeerId, protocol: str, *, lanes: int = 1) -> Stream:
+    async def open(self, peer: PeerId, protocol: str, *, stripes: int = 1) -> Stream:
         if self._moved is None:
             try:
                 return await self._open(peer, protocol)
             except Gone:
                 pass
-        return await (await self.moved())[0].open(peer, protocol, lanes=lanes)
+        return await (await self.moved())[0].open(peer, protocol, stripes=stripes)
 
     async def _open(self, peer: PeerId, protocol: str) -> FrameStream:
         stream = await self._dial(peer, protocol)

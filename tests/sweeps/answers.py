@@ -39,6 +39,7 @@ from fusion.dag.ir import serialise
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job import model_files
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.spec import GPTConfig
@@ -140,11 +141,11 @@ def write_model(directory: Path) -> None:
     spread = {n: (v * SPREAD if v.is_floating_point() and v.dim() > 1 else v) for n, v in values.items()}
     exported = {n: v.clone().contiguous() for n, v in spread.items() if sources.is_exported(n)}
     constants = {n: v.clone().contiguous() for n, v in values.items() if not sources.is_exported(n)}
-    save_file(exported, directory / sources.WEIGHTS_FILE)
+    save_file(exported, directory / model_files.WEIGHTS_FILE)
     if constants:
         save_file(constants, directory / sources.CONSTANTS_FILE)
-    (directory / sources.GRAPH_FILE).write_bytes(serialise.encode(graph))
-    (directory / sources.ABOUT_FILE).write_bytes(model.about.to_json())
+    (directory / model_files.GRAPH_FILE).write_bytes(serialise.encode(graph))
+    (directory / model_files.ABOUT_FILE).write_bytes(model.about.to_json())
 
 
 def prepare(root: Path, stages: int, owners: list[str]) -> ChaosJob:
