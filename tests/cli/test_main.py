@@ -89,6 +89,70 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert captured.out == ""
 
 
+JOB = """
+name = "x"
+[model]
+kind = "gpt"
+blocs = 3
+[data]
+files = ["*.toml"]
+[train]
+steps = 1
+sequence = 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train no.toml", "no.toml"),
+        ("train job.toml", "blocs is not known"),
+        ("train hf.toml", "no config.json"),
+        ("train job.toml --bootstrap nofile", "blocs"),
+        ("plan job.toml --swarm swarm.toml", "blocs"),
+        ("plan good.toml --swarm swarm.toml", "peers[0]"),
+        ("serve empty --name x", "no config.json"),
+        ("serve config --name x", "no *.safetensors"),
+        ("serve broken --name x", "cannot be read"),
+        ("serve no --name x", "not a directory"),
+        ("generate x --top-p 3", "top_p"),
+        ("generate x --peer foo", "--peer"),
+        ("status --peer foo", "--peer"),
+        ("status --home job.toml", "not a folder"),
+        ("status --bootstrap nofile", "--bootstrap"),
+        ("jobs watch x --peer foo", "--peer"),
+        ("jobs stop x --bootstrap nofile", "--bootstrap"),
+        ("jobs export x .", "not an empty directory"),
+    ],
+)
+def test_bad_input_is_found_before_anything_slow_is_loaded(words: str, said: str, tmp_path: Path) -> None:
+    """A real process, which must not have loaded what takes seconds, nor have opened a socket of the network."""
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "good.toml").write_text(JOB.replace("blocs", "blocks"))
+    (tmp_path / "hf.toml").write_text(JOB.replace('"gpt"\nblocs = 3', '"huggingface"\npath = "empty"'))
+    (tmp_path / "swarm.toml").write_text("[[peers]]\n")
+    for name, config in (("empty", None), ("config", "{}"), ("broken", "{")):
+        (tmp_path / name).mkdir()
+        if config is not None:
+            (tmp_path / name / "config.json").write_text(config)
+    code = (
+        "import socket, sys\n"
+        "from fusion.cli import main\n"
+        "def refuse(*_): raise AssertionError('it went to the network')\n"
+        "socket.socket.connect = socket.socket.connect_ex = refuse\n"
+        "code = main.main(sys.argv[1:])\n"
+        "print(*{'torch', 'transformers', 'hivemind', 'tokenizers', 'safetensors', 'grpc'} & set(sys.modules))\n"
+        "sys.exit(code)\n"
+    )
+    home = [] if "--home" in words or words.startswith("plan") else ["--home", "home"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split(), *home],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "\n"), done
+    assert said in one_line(done.stderr)
+
+
 def test_a_job_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main.main(["train", str(tmp_path / "job.toml"), "--json"]) == 2
     assert "job.toml" in one_line(capsys.readouterr().err)
