@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from directory_records import claim_record, job_record, link_record, peer_record, provider_record
+from support.directory_records import claim_record, job_record, link_record, peer_record, provider_record
 
-from fusion.swarm import frames
-from fusion.swarm.control_client import ControlDirectory, ControlTransport, Elsewhere
-from fusion.swarm.control_server import LIMITS, PROTOCOL, ControlConfig, ControlServer, splice
-from fusion.swarm.directory import Directory
+from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
+from fusion.swarm.control.server import LIMITS, PROTOCOL, ControlConfig, ControlServer, splice
+from fusion.swarm.directory.api import Directory
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed
-from fusion.swarm.frame_parser import delimited
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
-from fusion.swarm.memory_stream import BUFFERED_BYTES, stream_pair
-from fusion.swarm.traffic import TrafficCounter
+from fusion.swarm.memory.network import MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.streams import frames
+from fusion.swarm.streams.frame_parser import delimited
+from fusion.swarm.streams.memory_stream import BUFFERED_BYTES, stream_pair
+from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.transport import PeerId, Stream, Transport, call
 
 ECHO = "/fusion/echo/1"
