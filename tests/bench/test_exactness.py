@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+SECONDS = 280
 
 
 def test_differences_are_told_by_place() -> None:
@@ -18,7 +19,7 @@ def test_differences_are_told_by_place() -> None:
         "print(*e.differences(one, two), sep='\\n')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, timeout=SECONDS
     )
     assert done.stdout.splitlines() == [
         "job / losses: 2 of 3, first number 1: 0x2 -> 0x4",
@@ -29,6 +30,6 @@ def test_differences_are_told_by_place() -> None:
 def test_answers_need_what_was_trained() -> None:
     done = subprocess.run(
         [sys.executable, str(HERE / "exactness.py"), "--only", "answers"],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=SECONDS,
     )  # fmt: skip
     assert done.returncode == 2 and "answers need demo" in done.stderr
