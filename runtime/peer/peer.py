@@ -42,6 +42,7 @@ from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import PeerId, Stream
 
 CONTROL_SOCKET = "control.sock"
+SOFTWARE = version("fusion-peer")  # read from its files once: a record names it every heartbeat
 BLAME_SECONDS = 0.5
 LEAVE_SECONDS = 14.0  # for all stages together; see HAND_OVER_SECONDS in `fusion.cli.start`
 
@@ -107,7 +108,7 @@ class Peer:
             flops_per_second=self.capability.flops_per_second,
             memory_bytes=self.capability.memory_bytes,
             free_memory_bytes=max(0, self.hosting.free_memory_bytes),
-            software=version("fusion-peer"),
+            software=SOFTWARE,
             opset=OPSET_VERSION,
             started_at=self.started_at,
             up_mbps=0.0 if links is None else links.up_mbps,
