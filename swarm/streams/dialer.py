@@ -28,13 +28,16 @@ class DialerConfig:
     knock_seconds: float = 3.0  # for an address to answer; busy machines take their time
     remember_seconds: float = 60.0  # after which p2pd may try what it knows by itself
     shaken_seconds: float = 1.0  # after a stream broke, for p2pd to learn that the connection did too
+    fresh_seconds: float = (
+        0.25  # a list of p2pd's that is no older and lacks a peer is believed: it is dialled
+    )
     addresses_per_peer: int = 8
     peers: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("knock_seconds", "remember_seconds", "shaken_seconds", "addresses_per_peer", "peers"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise ValueError(f"{name} must be positive, not {value}")
 
 
 class Dialer:
@@ -55,6 +58,8 @@ class Dialer:
         self._book: dict[PeerId, tuple[float, tuple[str, ...]]] = {}
         self._connected: frozenset[PeerId] = frozenset()
         self._asked_at = float("-inf")
+        self._asking: tuple[float, asyncio.Task[frozenset[PeerId]]] | None = None  # since when
+        self._tasks: set[asyncio.Task[frozenset[PeerId]]] = set()
         self._dialling: dict[PeerId, asyncio.Task[None]] = {}
         self._shaken: dict[PeerId, float] = {}  # when a stream to it broke
 
@@ -80,6 +85,7 @@ class Dialer:
         """A connection may be gone: ask p2pd anew before the next dial. With `peer`: a stream to it broke, and p2pd may
         not know yet that the connection has."""
         self._asked_at = float("-inf")
+        self._asking = None  # what p2pd answers now may be from before
         if peer is not None:
             now = self._clock()
             self._shaken = {p: at for p, at in self._shaken.items() if now - at < self._config.shaken_seconds}
@@ -87,16 +93,38 @@ class Dialer:
 
     async def connected(self, *, max_age_seconds: float = 0.0) -> frozenset[PeerId]:
         """The peers that p2pd was connected to at most so long ago."""
-        if self._clock() - self._asked_at >= max_age_seconds:
-            asked_at = self._clock()
-            self._connected = await self._ask_connected()
-            self._asked_at = asked_at
-        return self._connected
+        now = self._clock()
+        if now - self._asked_at < max_age_seconds:
+            return self._connected
+        # Those who want to know at the same time share one question.
+        if self._asking is None or now - self._asking[0] > max(max_age_seconds, self._config.fresh_seconds):
+            task = asyncio.create_task(self._list(now), name="who is connected")
+            self._asking = (now, task)
+            self._tasks.add(task)
+            task.add_done_callback(self._listed)
+        return await asyncio.shield(self._asking[1])
+
+    async def _list(self, asked_at: float) -> frozenset[PeerId]:
+        connected = await self._ask_connected()
+        if (
+            self._asking is not None and self._asking[1] is asyncio.current_task()
+        ):  # nobody doubted it meanwhile
+            self._connected, self._asked_at = connected, asked_at
+        return connected
+
+    def _listed(self, task: asyncio.Task[frozenset[PeerId]]) -> None:
+        self._tasks.discard(task)
+        if self._asking is not None and self._asking[1] is task:
+            self._asking = None
+        if not task.cancelled():
+            task.exception()  # whoever waited has it
 
     async def reach(self, peer: PeerId, *, max_age_seconds: float = 0.0) -> None:
         """Returns once p2pd is connected to the peer, or where we know of no address to try, so that p2pd has to find
         one. Raises PeerUnreachable if no address that we know answers."""
         connected = peer in await self.connected(max_age_seconds=max_age_seconds)
+        if not connected and max_age_seconds > self._config.fresh_seconds:  # it may have dialled us since
+            connected = peer in await self.connected(max_age_seconds=self._config.fresh_seconds)
         if connected and self._clock() - self._shaken.get(peer, float("-inf")) >= self._config.shaken_seconds:
             return
         learned_at, addresses = self._book.get(peer, (float("-inf"), ()))
@@ -110,10 +138,10 @@ class Dialer:
         await asyncio.shield(task)
 
     async def aclose(self) -> None:
-        tasks = list(self._dialling.values())
-        for task in tasks:
+        dials, lists = list(self._dialling.values()), list(self._tasks)
+        for task in (*dials, *lists):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*dials, *lists, return_exceptions=True)
 
     def _dialled(self, peer: PeerId, task: asyncio.Task[None]) -> None:
         self._dialling.pop(peer, None)

@@ -133,6 +133,39 @@ def test_where_nothing_fresh_is_known_p2pd_looks_itself() -> None:
     asyncio.run(scenario())
 
 
+def test_those_who_ask_at_the_same_time_share_one_question() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        daemon.connected.add(PEER)
+        await asyncio.gather(*(daemon.contacts.reach(PEER, max_age_seconds=age) for age in (0.0, 2.0, 2.0)))
+        assert daemon.asked == 1
+        # What is answered to a question from before a doubt is for those who asked it.
+        early = asyncio.create_task(daemon.contacts.connected())
+        await asyncio.sleep(0)
+        daemon.contacts.doubt()
+        late = asyncio.create_task(daemon.contacts.connected(max_age_seconds=2.0))
+        await asyncio.gather(early, late)
+        assert daemon.asked == 3
+        assert await daemon.contacts.connected(max_age_seconds=2.0) == {PEER}
+        assert daemon.asked == 3
+
+    asyncio.run(scenario())
+
+
+def test_an_older_list_tells_who_is_connected_but_not_who_is_not() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        await daemon.contacts.connected()
+        daemon.connected.add(PEER)  # it dialled us
+        daemon.now += 1.0
+        async with host() as address:
+            daemon.contacts.learn(PEER, [address])
+            await daemon.contacts.reach(PEER, max_age_seconds=2.0)
+        assert daemon.asked == 2 and daemon.dialled == []
+
+    asyncio.run(scenario())
+
+
 def test_p2pds_answer_is_used_again_until_in_doubt() -> None:
     async def scenario() -> None:
         daemon = Daemon()
