@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hivemind.hivemind_cli
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
+from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE, ControlClient, DaemonConnector
+from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -46,7 +48,7 @@ _CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
 _ADDRESS_SECONDS = 10.0  # libp2p learns its outside addresses little by little
 _GONE = "p2pd is gone"
 _KNOCK_SECONDS = 3.0
-_CONNECTED_SECONDS = 0.25  # how old p2pd's list may be for the many small calls of the DHT
+_CONNECTED_SECONDS = 2.0  # how old p2pd's list may be for the many small calls of the DHT, until one fails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +73,13 @@ class P2PConfig:
 class P2PTransport:
     """Implements `fusion.swarm.transport.Transport`. Made by `async with P2PTransport.start(config) as transport`."""
 
-    def __init__(self, config: P2PConfig, daemon: Daemon, p2p: P2P) -> None:
+    def __init__(self, config: P2PConfig, daemon: Daemon, p2p: _Attached) -> None:
         self.peer_id: PeerId = config.identity.peer_id
         self.p2p = p2p  # for the DHT, which runs in this loop
         self._config = config
         self._daemon = daemon
         self._contacts = Dialer(self._list_connected, self._dial)
-        p2p.before_call = self._before_call
+        p2p.before_call, p2p.call_failed = self._before_call, self._contacts.doubt
         daemon.ended.add_done_callback(lambda _: p2p.bury())
         self._handlers = Handlers(per_peer=config.streams_per_peer)
         self._counter = TrafficCounter()
@@ -202,7 +204,7 @@ class P2PTransport:
         except ValueError as error:
             raise PeerUnreachable(str(error)) from error
         request.timeout = _whole_seconds(self._config.dial_seconds)
-        message = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request).SerializeToString()
+        message = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bytes | None] = loop.create_future()
 
@@ -218,7 +220,7 @@ class P2PTransport:
                     lambda: FrameStream(self._config.limits, self._counter, opened, peer, protocol),
                     path=str(self._daemon.control_path),
                 )
-                await stream.write_message(delimited(message))
+                await stream.write_message(_framed(message))
                 data = await answer
             _check_answer(data, f"cannot open {protocol} to {peer}")
         except BaseException as error:
@@ -345,7 +347,7 @@ class P2PTransport:
         try:
             async with asyncio.timeout(_CONTROL_SECONDS):
                 reader, writer = await asyncio.open_unix_connection(str(self._daemon.control_path))
-                await write_pbmsg(writer, request)
+                writer.write(_framed(request))
                 await read_pbmsg_safe(reader, response)
         except (OSError, asyncio.IncompleteReadError, DecodeError) as error:
             raise TransportError(f"p2pd does not answer: {one_line(error)}") from error
@@ -387,17 +389,19 @@ class _Attached(P2P):  # type: ignore[misc]
     """hivemind's P2P, which asks us before it calls another peer, and fails at once when p2pd is dead: by itself it
     would wait for answers until every caller's time is up."""
 
-    async def _nothing(self, peer: PeerID) -> None:
-        return None
-
-    before_call = _nothing
+    before_call: Callable[[PeerID], Awaitable[None]]  # these two are the transport's
+    call_failed: Callable[[], None]  # p2pd did not get through
     dead = False
 
     async def call_protobuf_handler(self, peer_id: PeerID, *arguments: Any, **options: Any) -> Any:
         if self.dead:
             raise P2PDaemonError(_GONE)
         await self.before_call(peer_id)
-        return await super().call_protobuf_handler(peer_id, *arguments, **options)
+        try:
+            return await super().call_protobuf_handler(peer_id, *arguments, **options)
+        except P2PDaemonError:
+            self.call_failed()
+            raise
 
     async def remove_protobuf_handler(self, *arguments: Any, **options: Any) -> None:
         if not self.dead:
@@ -414,12 +418,35 @@ class _Attached(P2P):  # type: ignore[misc]
                 call.set_exception(P2PDaemonError(_GONE))
 
 
-async def _attach(daemon: Daemon) -> P2P:
-    class Attached(_Attached):
-        _UNIX_SOCKET_PREFIX = f"/unix{daemon.directory}/"
+class _Control(ControlClient):  # type: ignore[misc]
+    """hivemind's connection to p2pd, for the calls of the DHT and the answers to others'. By itself it writes the length
+    of each message byte by byte, then the message: here all that waits goes out in one write."""
 
+    async def _write_to_persistent_conn(self, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            while True:
+                messages = [await self._pending_messages.get()]
+                while not self._pending_messages.empty():
+                    messages.append(self._pending_messages.get_nowait())
+                writer.write(b"".join(map(_framed, messages)))
+                await writer.drain()
+
+
+async def _attach(daemon: Daemon) -> _Attached:
+    """As hivemind's `P2P.replicate`, with a control connection of our own."""
+    p2p = _Attached()
+    p2p._child, p2p._alive = None, True
+    p2p._daemon_listen_maddr = Multiaddr(f"/unix{daemon.control_path}")
+    p2p._client_listen_maddr = Multiaddr(f"/unix{daemon.directory / 'h.sock'}")
+    p2p._client = Client(_initialized_with_create=True)
     async with asyncio.timeout(_CONTROL_SECONDS):
-        return await Attached.replicate(Multiaddr(f"/unix{daemon.control_path}"))
+        p2p._client.control = await _Control.create(
+            DaemonConnector(p2p._daemon_listen_maddr),
+            p2p._client_listen_maddr,
+            persistent_conn_max_msg_size=DEFAULT_MAX_MSG_SIZE,
+        )
+        await p2p._ping_daemon()
+    return p2p
 
 
 def _p2pd_arguments(config: P2PConfig) -> list[str]:
@@ -448,6 +475,11 @@ def _reason(message: str) -> str:
     """The last, most telling part of a Go error, in one short line."""
     text = " ".join(message.split())
     return text if len(text) <= 200 else f"{text[:80]} ... {text[-100:]}"
+
+
+def _framed(message: Message) -> bytes:
+    """A message as p2pd reads it."""
+    return delimited(message.SerializeToString())
 
 
 def _whole_seconds(seconds: float) -> int:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "fusion-peer-"  # of every private directory
 _SOCKET_PATH_BYTES = 100  # sockaddr_un holds 104 on macOS, 108 on Linux
-_LONGEST_SOCKET_NAME = len("/p2pclient-0123456789a.sock")
+_LONGEST_SOCKET_NAME = len("/d.sock")
 _STALE_SECONDS = 60.0
 _STILL_STARTING_SECONDS = 10.0
 _STOP_SECONDS = 3.0
