@@ -34,7 +34,7 @@ from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.manifest_shelf import ManifestShelf, ShelfConfig
 from fusion.swarm.claims.election import winner
-from fusion.swarm.directory.api import HEARTBEAT_SECONDS, newest_jobs
+from fusion.swarm.directory.api import GLANCE_SECONDS, HEARTBEAT_SECONDS, newest_jobs
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, one_line
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.streams import handlers
@@ -119,6 +119,11 @@ class Hosting:
     def free_memory_bytes(self) -> int:
         return self._context.memory_bytes - sum(hosted.memory_bytes for hosted in self._hosts.values())
 
+    @property
+    def _engaged(self) -> bool:
+        """Whether we have a part in a job: a stage, one that we stand by for, or a last word on it."""
+        return bool(self.occupied or self._pool.jobs or self._desk.repeats)
+
     def nudge(self) -> None:
         """Look at the jobs now rather than at the next heartbeat."""
         self._nudged.set()
@@ -142,8 +147,9 @@ class Hosting:
                 )  # what was on disk: after a cold start nobody else may know of the job
                 while True:
                     again = loop.time() + self._config.nudge_seconds
+                    nudged = self._nudged.is_set()
                     self._nudged.clear()
-                    await self.beat()
+                    await self.beat(nudged=nudged)
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._config.heartbeat_seconds):
                             await self._nudged.wait()
@@ -152,20 +158,21 @@ class Hosting:
                 self._tasks = None
                 await self._release_all()
 
-    async def beat(self) -> None:
-        """Look at the directory once, claim what we should, say what we have to say; only while `run` runs."""
+    async def beat(self, *, nudged: bool = True) -> None:
+        """Look at the directory once, claim what we should, say what we have to say; only while `run` runs. Not `nudged`:
+        nobody waits for it, and a peer that has no part in any job need not know the newest."""
         async with self._beating:
             try:
                 await self._give_back()
-                await self._look()
+                await self._look(0.0 if nudged or self._engaged else GLANCE_SECONDS)
                 await self._desk.publish()
             except (SwarmError, OSError) as error:
                 log.warning("directory: %s", error)
 
     # --- deciding what to host
 
-    async def _look(self) -> None:
-        records = await self._context.directory.jobs()
+    async def _look(self, max_age_seconds: float) -> None:
+        records = await self._context.directory.jobs(max_age_seconds=max_age_seconds)
         open_jobs: dict[JobId, tuple[JobRecord, Manifest]] = {}
         for record in records:
             self._context.leases.observe(record.job, 0, record.term)

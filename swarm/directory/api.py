@@ -23,6 +23,9 @@ from fusion.swarm.directory.records import (
 
 HEARTBEAT_SECONDS = 2.0
 RECORD_TTL_SECONDS = 3 * HEARTBEAT_SECONDS
+# How old what was read may be for whoever only keeps an eye on the swarm: it has not run out by then, even where it was
+# about to be renewed when it was read.
+GLANCE_SECONDS = 1.5 * HEARTBEAT_SECONDS
 
 PEER_KEYS: tuple[str, ...] = tuple(peers_key(shard) for shard in range(SHARDS))
 JOB_KEYS: tuple[str, ...] = tuple(jobs_key(shard) for shard in range(SHARDS))
@@ -42,13 +45,16 @@ class Directory(Protocol):
     def unsealed(self, data: bytes) -> Record:
         """The record that a peer showed us, if it passes every check now. Raises RecordError."""
 
-    async def peers(self) -> tuple[PeerRecord, ...]: ...
+    async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
+        """The peers of the swarm. With an age, what was read no longer ago is told again, and the rest is asked of as few
+        nodes as will do: what is quite new may be missing, until it is as old."""
 
     async def links(self) -> tuple[LinkRecord, ...]:
         """What each peer has measured of its links."""
 
-    async def jobs(self) -> tuple[JobRecord, ...]:
-        """One per job: of several authors the highest (term, step, state finished first, the lead's own)."""
+    async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+        """One per job: of several authors the highest (term, step, state finished first, the lead's own). An age as for
+        `peers`."""
 
     async def job(self, job: JobId) -> JobRecord | None: ...
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -30,8 +31,9 @@ from hivemind.proto import dht_pb2
 from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS, newest_jobs
 from fusion.swarm.directory.dht_guard import StoreGuard
 from fusion.swarm.directory.dht_values import MAX_SUBKEYS, key_id, parse_values
+from fusion.swarm.directory.holders import Holders
 from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, providers_key, shard, subkey_of
-from fusion.swarm.directory.lookup import Found, LookupConfig, Node, NodeReply, lookup
+from fusion.swarm.directory.lookup import Found, LookupConfig, Node, NodeReply, ask_all, lookup
 from fusion.swarm.directory.records import (
     ClaimRecord,
     Digest,
@@ -45,6 +47,7 @@ from fusion.swarm.directory.records import (
 from fusion.swarm.directory.sealing import (
     CLOCK_TOLERANCE_SECONDS,
     MAX_TTL_SECONDS,
+    Sealed,
     Signer,
     seal,
     unseal,
@@ -62,6 +65,8 @@ R = TypeVar("R", PeerRecord, JobRecord, ClaimRecord, ProviderRecord, LinkRecord)
 _CALL_ERRORS = (P2PDaemonError, P2PHandlerError, DecodeError, OSError, EOFError, TimeoutError, ValueError)
 
 MAX_KEYS_STORED = 65_536
+GLANCE_ROUNDS = 2  # of asking one node a key, before the key is searched for
+GLANCED_KEYS = frozenset((*PEER_KEYS, *JOB_KEYS))  # whose records are remembered until they expire
 _BIG_ANSWER_BYTES = 512 * 1024  # hivemind's limit for one answer is 2 MiB
 _CLOCK_SAMPLES = 16
 _CLOSE_SECONDS = 2.0
@@ -72,7 +77,7 @@ class DhtConfig:
     client: bool = False  # ask and publish, but store nothing for others
     replicas: int = 5  # nodes besides ourselves that keep each of our records
     call_seconds: float = 3.0
-    holders_seconds: float = 15.0  # how long the nodes nearest to a key are taken for granted
+    holders_seconds: float = 120.0  # how long the nodes nearest to a key are taken for granted, if all answer
     suspend_seconds: float = (
         2.0  # a node that did not answer is left alone for so long, doubling up to 16 times
     )
@@ -95,13 +100,16 @@ class HivemindDirectory:
         self._identity = identity
         self._config = config
         self._expiries: dict[tuple[str, str], float] = {}  # of our own records
-        self._holders: dict[str, tuple[float, tuple[Node, ...]]] = {}
+        self._holders = Holders(config.replicas, config.holders_seconds)
+        self._seen: dict[str, dict[str, Sealed]] = {}  # of GLANCED_KEYS, by subkey
+        self._seen_at: dict[str, float] = {}
+        self._glancing = asyncio.Lock()
         self._suspended: dict[PeerId, tuple[float, int]] = {}  # until when, after how many failures in a row
         self._offsets: dict[PeerId, float] = {}  # others' clocks less ours
         self._reads: dict[str, asyncio.Future[list[Record]]] = {}  # waiting for the next lookup
         self._reader: asyncio.Task[None] | None = None
         self._readers: set[asyncio.Task[None]] = set()
-        self._keys_per_ask = 16
+        self._keys_per_ask = 32
 
     @classmethod
     async def start(cls, p2p: P2P, identity: Signer, config: DhtConfig | None = None) -> Self:
@@ -160,7 +168,7 @@ class HivemindDirectory:
         except _CALL_ERRORS as error:
             logger.debug("no DHT node at %s: %s", peer, error)
             return False
-        self._holders.clear()
+        self._holders.forget()
         await self.refresh()
         return True
 
@@ -207,7 +215,7 @@ class HivemindDirectory:
         )
         taken = await asyncio.gather(*(self._store(node, request) for node in holders))
         if not all(taken):
-            self._holders.pop(key, None)
+            self._holders.forget([key_id(key)])
         # A later version that we sent meanwhile may have come first.
         overtaken = self._expiries.get((key, subkey), 0.0) > expires_at
         if self._config.client and not any(taken) and not overtaken:
@@ -229,14 +237,14 @@ class HivemindDirectory:
         self._remember_expiry(slot, expires_at)
         return data, expires_at
 
-    async def peers(self) -> tuple[PeerRecord, ...]:
-        return await self._records(PEER_KEYS, PeerRecord)
+    async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
+        return await self._listed(PEER_KEYS, PeerRecord, max_age_seconds)
 
     async def links(self) -> tuple[LinkRecord, ...]:
         return await self._records(LINK_KEYS, LinkRecord)
 
-    async def jobs(self) -> tuple[JobRecord, ...]:
-        return newest_jobs(await self._records(JOB_KEYS, JobRecord))
+    async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+        return newest_jobs(await self._listed(JOB_KEYS, JobRecord, max_age_seconds))
 
     async def job(self, job: JobId) -> JobRecord | None:
         records = await self._records([jobs_key(shard(job))], JobRecord)
@@ -250,6 +258,45 @@ class HivemindDirectory:
         return await self._records([providers_key(digest)], ProviderRecord)
 
     # Reading.
+
+    async def _listed(self, keys: Sequence[str], kind: type[R], max_age_seconds: float) -> tuple[R, ...]:
+        """Without an age a search for all keys; with one, see `Directory.peers`."""
+        if max_age_seconds <= 0:
+            return await self._records(keys, kind)
+        async with self._glancing:  # whoever comes meanwhile finds it done
+            if self._aged(keys, max_age_seconds):
+                # Whoever is asked for these is asked for others that will be wanted soon.
+                wanted = {*self._aged(keys, max_age_seconds), *self._aged(GLANCED_KEYS, max_age_seconds / 2)}
+                for _ in range(GLANCE_ROUNDS):
+                    wanted -= await self._glance(wanted)
+                if wanted:
+                    await self._records(sorted(wanted), kind)
+        now = self.now()
+        seen = (sealed for key in keys for _, sealed in sorted(self._seen.get(key, {}).items()))
+        return tuple(s.record for s in seen if s.expires_at > now and isinstance(s.record, kind))
+
+    def _aged(self, keys: Iterable[str], seconds: float) -> list[str]:
+        now = time.monotonic()
+        return [key for key in keys if now - self._seen_at.get(key, float("-inf")) >= seconds]
+
+    async def _glance(self, keys: Iterable[str]) -> set[str]:
+        """Ask one of the nodes that keep each key; the keys of which one answered."""
+        ids, known, now = {key_id(key): key for key in keys}, self._answering(), time.monotonic()
+        kept = {key: self._holders.of(key, known, now) for key in ids}
+        living = {key: [n for n in nodes if not self._is_suspended(n.peer)] for key, nodes in kept.items()}
+        holders = {key: nodes for key, nodes in living.items() if nodes}
+        questions = self._holders.questions(holders, random.Random())
+        read: set[str] = set()
+        for node, answer in (
+            await ask_all(questions, self._ask, self._config.lookup.patience_seconds)
+        ).items():
+            for key in questions[node]:
+                values = answer.values.get(key, {})
+                self._checked(ids[key], {subkey: (data,) for subkey, data in values.items()})
+                read.add(ids[key])
+                if not self._holders.of(key, answer.nearest.get(key, ()), now):
+                    self._holders.forget([key])  # a nearer node has come: the next glance searches
+        return read
 
     async def _records(self, keys: Sequence[str], kind: type[R]) -> tuple[R, ...]:
         """What the swarm holds under the keys. Reads asked for at the same moment share one lookup."""
@@ -275,18 +322,23 @@ class HivemindDirectory:
             for future in reads.values():
                 future.cancel()
 
-    def _checked(self, key: str, values: dict[str, frozenset[bytes]] | Any) -> list[Record]:
+    def _checked(self, key: str, values: Mapping[str, Iterable[bytes]]) -> list[Record]:
+        """The records among the values, and among what we hold and remember, that pass every check."""
         now = self.now()
-        newest: dict[str, tuple[float, Record]] = {}
+        newest = {s: sealed for s, sealed in self._seen.get(key, {}).items() if sealed.expires_at > now}
         for subkey, data in [*_each(values), *self._stored(key_id(key))]:
             try:
                 sealed = unseal(data, key, subkey, now)
             except RecordError as error:
                 logger.debug("dropped a record at %s of %.80s: %s", key, subkey, error)
                 continue
-            if subkey not in newest or sealed.expires_at > newest[subkey][0]:
-                newest[subkey] = (sealed.expires_at, sealed.record)
-        return [newest[subkey][1] for subkey in sorted(newest)]
+            if subkey not in newest or sealed.expires_at > newest[subkey].expires_at:
+                newest.pop(subkey, None)  # the last ones are those that were met last
+                newest[subkey] = sealed
+        if key in GLANCED_KEYS:
+            self._seen[key] = dict(list(newest.items())[-MAX_SUBKEYS:])
+            self._seen_at[key] = time.monotonic()
+        return [newest[subkey].record for subkey in sorted(newest)]
 
     def _stored(self, key: int) -> list[tuple[str, bytes]]:
         """What we hold under the key ourselves."""
@@ -298,17 +350,27 @@ class HivemindDirectory:
     # Calls to other nodes.
 
     async def _lookup(self, ids: Iterable[int]) -> Found:
-        return await lookup(ids, self._start_nodes, self._ask, self._config.lookup)
+        found = await lookup(ids, self._start_nodes, self._ask, self._config.lookup)
+        self._holders.found(found.nearest, time.monotonic())
+        return found
 
     async def _nearest(self, key: str) -> tuple[Node, ...]:
         """The nodes that keep our records under `key`."""
-        until, nodes = self._holders.get(key, (0.0, ()))
-        if time.monotonic() >= until or not nodes:
-            wanted = key_id(key)
+        wanted = key_id(key)
+        nodes = self._holders.of(wanted, self._answering(), time.monotonic())
+        if not nodes:
             nodes = (await self._lookup([wanted])).nearest[wanted][: self._config.replicas]
-            self._holders = {k: entry for k, entry in self._holders.items() if entry[0] > time.monotonic()}
-            self._holders[key] = (time.monotonic() + self._config.holders_seconds, nodes)
         return nodes
+
+    def _answering(self) -> list[Node]:
+        """The nodes of our routing table, those left out that did not answer lately."""
+        buckets = self._protocol.routing_table.buckets
+        nodes = (
+            Node(int(node_id), from_bytes(peer.to_bytes()))
+            for bucket in buckets
+            for node_id, peer in bucket.nodes_to_peer_id.items()
+        )
+        return [node for node in nodes if not self._is_suspended(node.peer)]
 
     def _start_nodes(self, key: int) -> list[Node]:
         nearest = self._protocol.routing_table.get_nearest_neighbors(
@@ -407,7 +469,7 @@ class HivemindDirectory:
         self._expiries[slot] = expires_at
 
 
-def _each(values: Any) -> Iterator[tuple[str, bytes]]:
+def _each(values: Mapping[str, Iterable[bytes]]) -> Iterator[tuple[str, bytes]]:
     for subkey, candidates in values.items():
         for data in candidates:
             yield subkey, data

@@ -79,7 +79,7 @@ async def lookup(
                 search.asked.add(node.id)
         if not questions:
             break
-        for node, answer in (await _ask_all(questions, ask, config.patience_seconds)).items():
+        for node, answer in (await ask_all(questions, ask, config.patience_seconds)).items():
             for key in questions[node]:
                 _take(searches[key], key, node, answer, config.known_per_key)
     return Found(
@@ -108,9 +108,10 @@ def _take(search: _Search, key: Key, node: Node, answer: NodeReply, known_per_ke
         search.known.setdefault(other.id, other)
 
 
-async def _ask_all(
+async def ask_all(
     questions: Mapping[Node, Sequence[Key]], ask: Ask, patience_seconds: float
 ) -> dict[Node, NodeReply]:
+    """What the nodes answered that did, each to its own keys. Once one has, the others are given `patience_seconds`."""
     tasks = {asyncio.ensure_future(ask(node, tuple(keys))): node for node, keys in questions.items()}
     waiting = set(tasks)
     answers: dict[Node, NodeReply] = {}

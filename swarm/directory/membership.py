@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from fusion.swarm.directory.api import HEARTBEAT_SECONDS, Directory
+from fusion.swarm.directory.api import GLANCE_SECONDS, HEARTBEAT_SECONDS, Directory
 from fusion.swarm.directory.bootstrap import MAX_CACHED, load_cached, save_cached
 from fusion.swarm.directory.missing_peers import MissingPeers, MissingPeersConfig
 from fusion.swarm.directory.records import PeerRecord
@@ -166,7 +166,7 @@ class Membership:
         """Read who is listed: whoever no longer is will be looked for. Now and then they are noted for the next start,
         and for when all seeds are gone."""
         try:
-            records = await self._directory.peers()
+            records = await self._directory.peers(max_age_seconds=GLANCE_SECONDS)
         except SwarmError as error:
             logger.debug("peers not read: %s", error)
             return

@@ -49,7 +49,7 @@ class MemoryDirectory:
     def unsealed(self, data: bytes) -> Record:
         return unseal_anywhere(data, self._clock()).record
 
-    async def peers(self) -> tuple[PeerRecord, ...]:
+    async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
         return tuple(
             record for key in PEER_KEYS for record in self._read(key) if isinstance(record, PeerRecord)
         )
@@ -59,7 +59,7 @@ class MemoryDirectory:
             record for key in LINK_KEYS for record in self._read(key) if isinstance(record, LinkRecord)
         )
 
-    async def jobs(self) -> tuple[JobRecord, ...]:
+    async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
         return newest_jobs(
             record for key in JOB_KEYS for record in self._read(key) if isinstance(record, JobRecord)
         )

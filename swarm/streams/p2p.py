@@ -220,7 +220,7 @@ class P2PTransport:
                     lambda: FrameStream(self._config.limits, self._counter, opened, peer, protocol),
                     path=str(self._daemon.control_path),
                 )
-                await stream.write_message(_framed(message))
+                await stream.write_message(framed(message))
                 data = await answer
             _check_answer(data, f"cannot open {protocol} to {peer}")
         except BaseException as error:
@@ -347,7 +347,7 @@ class P2PTransport:
         try:
             async with asyncio.timeout(_CONTROL_SECONDS):
                 reader, writer = await asyncio.open_unix_connection(str(self._daemon.control_path))
-                writer.write(_framed(request))
+                writer.write(framed(request))
                 await read_pbmsg_safe(reader, response)
         except (OSError, asyncio.IncompleteReadError, DecodeError) as error:
             raise TransportError(f"p2pd does not answer: {one_line(error)}") from error
@@ -428,7 +428,7 @@ class _Control(ControlClient):  # type: ignore[misc]
                 messages = [await self._pending_messages.get()]
                 while not self._pending_messages.empty():
                     messages.append(self._pending_messages.get_nowait())
-                writer.write(b"".join(map(_framed, messages)))
+                writer.write(b"".join(map(framed, messages)))
                 await writer.drain()
 
 
@@ -477,7 +477,7 @@ def _reason(message: str) -> str:
     return text if len(text) <= 200 else f"{text[:80]} ... {text[-100:]}"
 
 
-def _framed(message: Message) -> bytes:
+def framed(message: Message) -> bytes:
     """A message as p2pd reads it."""
     return delimited(message.SerializeToString())
 

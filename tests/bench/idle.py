@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 import psutil
 from baseline import say
 
-from fusion.cli.fleet import Fleet, open_fleet
+from fusion.cli.local.fleet import Fleet, open_fleet
 
 STARTING_AT_ONCE = 2
 

@@ -113,10 +113,10 @@ class WorldDirectory:
         bulletin.store(self._peer, *_place(record), record, expires_at, spread)
         await self._wait(seconds)
 
-    async def peers(self) -> tuple[PeerRecord, ...]:
+    async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
         return await self._read(("peers",))
 
-    async def jobs(self) -> tuple[JobRecord, ...]:
+    async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
         return newest_jobs(await self._read(("jobs",)))
 
     async def job(self, job: JobId) -> JobRecord | None:

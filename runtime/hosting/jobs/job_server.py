@@ -193,6 +193,11 @@ class JobServer:
         led = self._led.get(job)
         return led is not None and led.leading
 
+    @property
+    def repeats(self) -> bool:
+        """Whether there is a job of which nobody else speaks."""
+        return bool(self._words.repeated)
+
     def fail(self, job: JobId, text: str) -> None:
         """A job that we lead cannot go on, here or elsewhere."""
         led = self._led.get(job)

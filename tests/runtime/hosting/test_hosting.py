@@ -14,6 +14,7 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest_shelf import ShelfConfig
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.claims.election import HEAD_START_SECONDS
+from fusion.swarm.directory.api import GLANCE_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import BlobError, StaleTerm
 from fusion.swarm.identity import Identity
@@ -53,6 +54,40 @@ def test_a_nudge_is_enough(tmp_path: Path) -> None:
             reply = await call(made.client(), ours.id, PROTOCOL, "launch", {"job": job})
             assert reply.kind == "ok"
             await until(lambda: (job, 0) in ours.service.running)
+
+    asyncio.run(main())
+
+
+def test_only_a_peer_without_a_part_in_any_job_reads_what_is_a_little_old(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours, standby, idle = [await made.join() for _ in range(3)]
+            ages: dict[str, float] = {}
+
+            def watched(peer: Peer) -> None:
+                jobs = peer.context.directory.jobs
+
+                async def read(*, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+                    ages[peer.id] = max_age_seconds
+                    return await jobs()
+
+                peer.context.directory.jobs = read  # type: ignore[method-assign]
+
+            job = await made.launch(made.manifest(ours, memory_bytes=(900,)))
+            for peer in (ours, standby, idle):
+                watched(peer)
+            await ours.hosting.beat(nudged=False)
+            assert ages[ours.id] == GLANCE_SECONDS
+            await until(lambda: (job, 0) in ours.service.running)
+            await ours.hosting.beat(nudged=False)
+            ours.context.leases.update(job, 0, ready=True)
+            await ours.context.leases.beat()
+            await standby.hosting.beat(nudged=False)
+            assert standby.hosting._pool.jobs == {job}
+            await standby.hosting.beat(nudged=False)
+            assert ages[ours.id] == ages[standby.id] == 0.0
+            await idle.hosting.beat(nudged=True)
+            assert ages[idle.id] == 0.0
 
     asyncio.run(main())
 
@@ -535,7 +570,7 @@ def test_a_directory_that_fails_costs_a_heartbeat(tmp_path: Path) -> None:
             job = await made.launch(made.manifest(ours))
             jobs = ours.context.directory.jobs
 
-            async def broken() -> tuple[JobRecord, ...]:
+            async def broken(*, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
                 raise BlobError("no way")
 
             ours.context.directory.jobs = broken  # type: ignore[method-assign]

@@ -30,12 +30,12 @@ from support.directory_records import (
 )
 from support.processes import below
 
-from fusion.swarm.directory.api import newest_jobs
+from fusion.swarm.directory.api import PEER_KEYS, newest_jobs
 from fusion.swarm.directory.dht import DhtConfig, HivemindDirectory
 from fusion.swarm.directory.dht_guard import MAX_JOBS_PER_AUTHOR, StoreGuard
 from fusion.swarm.directory.dht_values import MAX_SUBKEYS, key_id, parse_values
 from fusion.swarm.directory.keys import jobs_key, key_of, shard, subkey_of
-from fusion.swarm.directory.lookup import LookupConfig
+from fusion.swarm.directory.lookup import LookupConfig, Node, NodeReply
 from fusion.swarm.directory.records import Record
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS, MAX_RECORD_BYTES, RECORD_VERSION, seal
 from fusion.swarm.errors import PeerUnreachable, RecordError
@@ -333,6 +333,88 @@ def test_dht_nodes_and_readers_drop_hostile_records() -> None:
             poisoned.data = {b"\xff": (b"", float("inf"))}  # type: ignore[dict-item]
             storage.store(place, poisoned, now + 60)
             assert await reader.directory.jobs() == (record,)
+
+    uvloop.run(scenario())
+
+
+def test_a_glance_asks_few_nodes_and_tells_what_a_search_would() -> None:
+    async def scenario() -> None:
+        async with swarm(False, False, False, False) as members:
+            reader = members[0].directory
+            asked: list[int] = []
+            ask = reader._ask
+
+            async def counted(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+                asked.append(len(keys))
+                return await ask(node, keys)
+
+            reader._ask = counted  # type: ignore[method-assign]
+            for member in members[:3]:
+                await member.directory.publish(peer_record(member.identity))
+            everyone = {member.identity.peer_id for member in members[:3]}
+            assert {r.peer for r in await reader.peers(max_age_seconds=60.0)} == everyone  # a search
+            assert await reader.jobs(max_age_seconds=60.0) == ()
+            asked.clear()
+            await members[3].directory.publish(peer_record(members[3].identity))
+            job = job_record(members[3].identity)
+            await members[3].directory.publish(job)
+            assert {r.peer for r in await reader.peers(max_age_seconds=60.0)} == everyone
+            assert asked == []  # not that old yet
+            # All keep all here: one answer tells all of it, of both lists.
+            everyone.add(members[3].identity.peer_id)
+            assert {r.peer for r in await reader.peers(max_age_seconds=1e-9)} == everyone
+            assert asked == [32]
+            asked.clear()
+            assert await reader.jobs(max_age_seconds=60.0) == (job,)
+            assert asked == []
+            # What is known stays so until it expires, though nobody may keep it any longer.
+            for member in members:
+                member.directory._protocol.storage.clear()
+            assert {r.peer for r in await reader.peers(max_age_seconds=1e-9)} == everyone
+            assert await reader.jobs(max_age_seconds=1e-9) == (job,)
+            real = reader.now
+            reader.now = lambda: real() + 6.0  # type: ignore[method-assign]
+            assert await reader.peers(max_age_seconds=60.0) == await reader.jobs(max_age_seconds=60.0) == ()
+
+    uvloop.run(scenario())
+
+
+def test_a_glance_learns_of_nearer_nodes_from_those_it_asks() -> None:
+    async def scenario() -> None:
+        async with swarm(False, False, False) as members:
+            reader, key = members[0].directory, key_id(PEER_KEYS[0])
+            await reader.peers(max_age_seconds=1e-9)
+            ask, stranger, asked = reader._ask, Node(key, Identity.generate().peer_id), []
+
+            async def named(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+                asked.append(node)
+                answer = None if node == stranger else await ask(node, keys)
+                return answer and NodeReply(
+                    answer.values, {key: [*near, stranger] for key, near in answer.nearest.items()}
+                )
+
+            reader._ask = named  # type: ignore[method-assign]
+            await reader.peers(max_age_seconds=1e-9)
+            assert stranger not in asked
+            await reader.peers(max_age_seconds=1e-9)
+            assert stranger in asked
+            # It did not answer: the others keep the key.
+            assert len(reader._holders.of(key, (), time.monotonic())) == 2
+
+    uvloop.run(scenario())
+
+
+def test_a_glance_goes_past_nodes_that_are_gone() -> None:
+    async def scenario() -> None:
+        async with swarm(False, False, False, False) as members:
+            reader = members[0].directory
+            await reader.jobs(max_age_seconds=1e-9)
+            record = job_record(members[1].identity)
+            await members[1].directory.publish(record, ttl_seconds=60)
+            reader._protocol.storage.clear()
+            for member in members[2:]:
+                await member.stack.aclose()
+            assert await reader.jobs(max_age_seconds=1e-9) == (record,)
 
     uvloop.run(scenario())
 

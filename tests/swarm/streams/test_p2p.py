@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 import uvloop
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
+from hivemind.proto import p2pd_pb2
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fusion.swarm.errors import (
     FrameError,
@@ -24,7 +28,7 @@ from fusion.swarm.errors import (
 )
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.frames import FrameLimits
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport, split_address
+from fusion.swarm.streams.p2p import P2PConfig, P2PTransport, framed, split_address
 from fusion.swarm.streams.p2pd import PREFIX, check_ports, make_private_directory, sweep
 from fusion.swarm.transport import PeerId, Stream, call
 
@@ -90,6 +94,22 @@ def test_frames_between_two_peers(place: Path) -> None:
         assert os.listdir(place) == []
 
     uvloop.run(main())
+
+
+@given(size=st.sampled_from([0, 1, 120, 127, 128, 16_383, 16_384, 3_000_000]))
+def test_messages_to_p2pd_are_written_as_hivemind_reads_them(size: int) -> None:
+    async def main() -> None:
+        reader = asyncio.StreamReader()
+        sent = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.IDENTIFY, connect=p2pd_pb2.ConnectRequest(peer=bytes(size))
+        )
+        reader.feed_data(2 * framed(sent))
+        for _ in range(2):
+            received = p2pd_pb2.Request()
+            await read_pbmsg_safe(reader, received)
+            assert received == sent
+
+    asyncio.run(main())
 
 
 def test_it_runs_on_plain_asyncio_too(place: Path) -> None:
