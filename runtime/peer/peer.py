@@ -138,7 +138,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
         await HivemindDirectory.start(transport.p2p, identity) as directory,
         Blobs(store, transport, directory, _blob_config(config)) as blobs,
         Leases(identity.peer_id, directory) as leases,
-        LinkMonitor(transport, directory, transport.receive_log) as links,
+        LinkMonitor(transport, directory, transport.counter.receive_log) as links,
     ):
         capability = await worker.run(measure, config.device, threads, config.memory_bytes)
         context = Context(

@@ -173,14 +173,18 @@ class ControlDirectory:
     def unsealed(self, data: bytes) -> Record:
         raise PeerUnreachable("a command is shown nothing")
 
-    async def peers(self) -> tuple[PeerRecord, ...]:
-        return await self._read(PeerRecord, "peers", {}, lambda there: there.peers())
+    async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
+        return await self._read(
+            PeerRecord, "peers", {}, lambda there: there.peers(max_age_seconds=max_age_seconds)
+        )
 
     async def links(self) -> tuple[LinkRecord, ...]:
         return await self._read(LinkRecord, "links", {}, lambda there: there.links())
 
-    async def jobs(self) -> tuple[JobRecord, ...]:
-        return await self._read(JobRecord, "jobs", {}, lambda there: there.jobs())
+    async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+        return await self._read(
+            JobRecord, "jobs", {}, lambda there: there.jobs(max_age_seconds=max_age_seconds)
+        )
 
     async def job(self, job: JobId) -> JobRecord | None:
         async def there(directory: Directory) -> tuple[JobRecord, ...]:

@@ -37,7 +37,6 @@ from fusion.swarm.streams.memory_stream import stream_pair
 from fusion.swarm.streams.p2pd import Daemon
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
 from fusion.swarm.streams.reachable import is_loopback, local_network, reachable
-from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.streams.striping import SUFFIX, Gathering, join
 from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traffic
@@ -82,7 +81,7 @@ class P2PTransport:
         p2p.before_call, p2p.call_failed = self._before_call, self._contacts.doubt
         daemon.ended.add_done_callback(lambda _: p2p.bury())
         self._handlers = Handlers(per_peer=config.streams_per_peer)
-        self._counter = TrafficCounter()
+        self.counter = TrafficCounter()
         self._listen_path = daemon.directory / "s.sock"
         self._server: asyncio.AbstractServer | None = None
         self._addresses: tuple[str, ...] = ()
@@ -217,7 +216,7 @@ class P2PTransport:
             async with asyncio.timeout(self._config.dial_seconds):
                 await self._contacts.reach(peer)
                 _, stream = await loop.create_unix_connection(
-                    lambda: FrameStream(self._config.limits, self._counter, opened, peer, protocol),
+                    lambda: FrameStream(self._config.limits, self.counter, opened, peer, protocol),
                     path=str(self._daemon.control_path),
                 )
                 await stream.write_message(framed(message))
@@ -249,11 +248,7 @@ class P2PTransport:
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request))
 
     def traffic(self) -> Mapping[PeerId, Traffic]:
-        return self._counter.snapshot()
-
-    @property
-    def receive_log(self) -> ReceiveLog:
-        return self._counter.receive_log
+        return self.counter.snapshot()
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -273,7 +268,7 @@ class P2PTransport:
     # Streams.
 
     def _incoming(self) -> FrameStream:
-        return FrameStream(self._config.limits, self._counter, self._accept, allowed=UNASKED_BYTES)
+        return FrameStream(self._config.limits, self.counter, self._accept, allowed=UNASKED_BYTES)
 
     def _accept(self, stream: FrameStream, data: bytes | None) -> None:
         """p2pd's first message on a new incoming stream: who opens it, for which protocol."""
@@ -301,7 +296,7 @@ class P2PTransport:
     def _open_here(self, protocol: str) -> Stream:
         if protocol not in self._handlers:
             raise PeerUnreachable(f"{self.peer_id} (this peer) does not speak {protocol}")
-        both = (self._counter, TrafficCounter())  # what stays in the process counts once
+        both = (self.counter, TrafficCounter())  # what stays in the process counts once
         near, far = stream_pair(self.peer_id, self.peer_id, protocol, self._config.limits, both)
         self._handlers.accept(far)
         return near

@@ -33,7 +33,7 @@ async def main(runtime_dir: Path, listen: str) -> None:
     async with (
         P2PTransport.start(config) as transport,
         await HivemindDirectory.start(transport.p2p, identity) as directory,
-        LinkMonitor(transport, directory, transport.receive_log) as links,
+        LinkMonitor(transport, directory, transport.counter.receive_log) as links,
     ):
         print(transport.addresses[0], flush=True)
         await transport.serve(SINK, take)
