@@ -20,7 +20,9 @@ from fusion.swarm.control.server import LIMITS, PROTOCOL, ControlConfig, Control
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory.network import MemoryDirectory, MemoryNetwork, MemoryTransport
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.streams import frames
 from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.memory_stream import BUFFERED_BYTES, stream_pair
