@@ -198,12 +198,12 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
 
 
 async def _ask_lead(context: Context, record: JobRecord) -> AsyncIterator[Progress]:
-    from fusion.runtime.hosting.jobs.job_server import PROTOCOL
     from fusion.runtime.job.progress import Progress
+    from fusion.runtime.job.protocol import JOB
     from fusion.swarm.transport import checked
 
     assert record.lead is not None
-    stream = await context.transport.open(record.lead, PROTOCOL)
+    stream = await context.transport.open(record.lead, JOB.name)
     try:
         await stream.send("watch", {"job": record.job})
         while True:
@@ -217,7 +217,8 @@ async def _ask_lead(context: Context, record: JobRecord) -> AsyncIterator[Progre
 
 async def stop(context: Context, record: JobRecord, trainer: Identity) -> None:
     """Ask the lead to end the job, signed with the key that launched it. SwarmError if it refuses or is gone."""
-    from fusion.runtime.hosting.jobs.job_server import PROTOCOL, stop_request
+    from fusion.runtime.hosting.jobs.job_server import stop_request
+    from fusion.runtime.job.protocol import JOB
     from fusion.swarm.transport import call
 
     if record.lead is None:
@@ -226,7 +227,7 @@ async def stop(context: Context, record: JobRecord, trainer: Identity) -> None:
     header = {"job": record.job, "time": at, "signature": trainer.sign(stop_request(record.job, at))}
     try:
         async with asyncio.timeout(STOP_SECONDS):
-            await call(context.transport, record.lead, PROTOCOL, "stop", header)
+            await call(context.transport, record.lead, JOB.name, "stop", header)
     except TimeoutError:
         raise SwarmError(f"the lead of {record.name} did not answer within {STOP_SECONDS:.0f} s") from None
 

@@ -124,12 +124,12 @@ async def _links(context: Context, peers: Sequence[PeerRecord]) -> dict[PeerId, 
 
 
 async def _ask_status(context: Context, peer: PeerId) -> list[dict[str, Any]] | None:
-    from fusion.runtime.peer.client import STATUS_PROTOCOL
+    from fusion.runtime.job.protocol import STATUS
     from fusion.swarm.errors import SwarmError
     from fusion.swarm.transport import call
 
     try:
-        frame = await call(context.transport, peer, STATUS_PROTOCOL, "status")
+        frame = await call(context.transport, peer, STATUS.name, "status")
     except SwarmError:
         return None
     return links_of(peer, frame.header)

@@ -23,7 +23,7 @@ from fusion.runtime.hosting.claim_choice import (
 )
 from fusion.runtime.hosting.handover import HandoverConfig, Handovers, Hosted
 from fusion.runtime.hosting.jobs.job_files import JobFiles
-from fusion.runtime.hosting.jobs.job_server import ENDED, PROTOCOL, JobServer, Service, stop_request
+from fusion.runtime.hosting.jobs.job_server import ENDED, JobServer, Service, stop_request
 from fusion.runtime.hosting.jobs.tombstones import KnownJobs
 from fusion.runtime.hosting.standby_pool import Pool
 from fusion.runtime.hosting.takeover import Takeovers
@@ -40,7 +40,7 @@ from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.streams import handlers
 from fusion.swarm.transport import PeerId
 
-__all__ = ["PROTOCOL", "Hosting", "HostingConfig", "Service", "stop_request"]
+__all__ = ["Hosting", "HostingConfig", "Service", "stop_request"]
 
 log = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgpack
 
+from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.claims.election import is_idle, successors, winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId, one_line
@@ -33,7 +34,6 @@ from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = "/fusion/hold/1"
 MAX_BATON_BYTES = 16 * 1024
 LOOKS = 2  # at an owner, before it is gone
 TERM_LEAP = 1024  # how far above the terms that we know a report's may lie: nobody may use them up
@@ -139,7 +139,7 @@ class Takeovers:
 
     async def start(self) -> None:
         """Answer other peers from now on."""
-        await self._transport.serve(PROTOCOL, self._handle)
+        await self._transport.serve(HOLD.name, self._handle)
 
     # --- whoever sees an owner vanish
 
@@ -201,7 +201,7 @@ class Takeovers:
         header = {"job": place[0], "stage": place[1], "peer": peer, "term": term, "yours": yours}
         try:
             async with asyncio.timeout(self._config.answer_seconds):
-                reply = await call(self._transport, heir, PROTOCOL, "suspect", header)
+                reply = await call(self._transport, heir, HOLD.name, "suspect", header)
             return self._answer(reply)
         except (SwarmError, ValueError, TimeoutError) as error:
             return SuspectReply("no", message=one_line(str(error)) or "no answer")
@@ -243,7 +243,7 @@ class Takeovers:
 
     async def _ask_term(self, peer: PeerId, job: JobId, stage: int) -> int:
         async with asyncio.timeout(self._config.check_seconds):
-            reply = await call(self._transport, peer, PROTOCOL, "holds", {"job": job, "stage": stage})
+            reply = await call(self._transport, peer, HOLD.name, "holds", {"job": job, "stage": stage})
         return _whole(reply.header.get("term"))
 
     # --- a standby
@@ -348,7 +348,7 @@ class Takeovers:
         for peer in order:
             try:
                 async with asyncio.timeout(self._config.answer_seconds):
-                    reply = await call(self._transport, peer, PROTOCOL, "take", header)
+                    reply = await call(self._transport, peer, HOLD.name, "take", header)
                 if reply.kind == "taking":
                     return self._leases.credit(_bytes(reply.header.get("claim")))
                 reason = str(reply.header.get("message", "refused"))
@@ -389,7 +389,7 @@ class Takeovers:
             answer = await self._take(stream.remote, place, term, frame.header.get("baton"))
             kind = "taking" if answer.kind == "owner" else answer.kind
         else:
-            raise ValueError(f"{PROTOCOL} knows suspect, holds and take, not {frame.kind[:40]!r}")
+            raise ValueError(f"{HOLD.name} knows suspect, holds and take, not {frame.kind[:40]!r}")
         if answer.kind == "owner":
             await stream.send(kind, {"claim": answer.sealed})
         elif answer.kind == "alive":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.job.protocol import JOB
 from fusion.runtime.launch.prepare import Prepared, prepare_graph, prepare_serving, prepare_training
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
@@ -32,7 +33,6 @@ __all__ = [
     "wait_until_held",
 ]
 
-NUDGE_PROTOCOL = "/fusion/job/1"
 NUDGE_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 OFFER_SECONDS = 60.0
@@ -119,7 +119,7 @@ async def _nudge(context: Context, peer: PeerId, job: JobId) -> None:
     # A peer that misses the nudge sees the job at its next heartbeat.
     with suppress(SwarmError, TimeoutError):
         async with asyncio.timeout(NUDGE_SECONDS):
-            await call(context.transport, peer, NUDGE_PROTOCOL, "launch", {"job": job})
+            await call(context.transport, peer, JOB.name, "launch", {"job": job})
 
 
 async def _look(context: Context, prepared: Prepared) -> Held:

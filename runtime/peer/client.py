@@ -23,7 +23,6 @@ from fusion.swarm.control.client import ControlDirectory, ControlTransport, Else
 from fusion.swarm.errors import PeerUnreachable
 from fusion.swarm.identity import Identity
 
-STATUS_PROTOCOL = "/fusion/status/1"
 CACHED_PEERS_FILE = "peers.txt"  # in a home: whom the peer has met
 BLOB_QUOTA_BYTES = 50 << 30
 

@@ -22,9 +22,10 @@ from fusion.runtime.hosting.hosting import Hosting, Service
 from fusion.runtime.hosting.jobs.job_files import JobFiles
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
+from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.capability import Capability, measure
-from fusion.runtime.peer.client import BLOB_QUOTA_BYTES, CACHED_PEERS_FILE, STATUS_PROTOCOL, keep_torch_cache
+from fusion.runtime.peer.client import BLOB_QUOTA_BYTES, CACHED_PEERS_FILE, keep_torch_cache
 from fusion.runtime.peer.peer_file import RunningPeer, written_down
 from fusion.runtime.serving.service import ServingService
 from fusion.runtime.training.service import TrainingService
@@ -192,7 +193,7 @@ async def _working(
         hosting.on_rest = gc.collect
         work = asyncio.create_task(hosting.run(), name="hosting")
         peer = Peer(context, transport, capability, membership, hosting, work, training, serving)
-        await context.transport.serve(STATUS_PROTOCOL, lambda stream: _tell_status(stream, peer))
+        await context.transport.serve(STATUS.name, lambda stream: _tell_status(stream, peer))
         try:
             yield peer
         finally:
@@ -231,7 +232,7 @@ async def _tell_status(stream: Stream, peer: Peer) -> None:
     """What `fusion-peer status` shows of one peer beyond its record."""
     frame = await stream.receive()
     if frame.kind != "status":
-        raise ValueError(f"{STATUS_PROTOCOL} knows status, not {frame.kind[:40]!r}")
+        raise ValueError(f"{STATUS.name} knows status, not {frame.kind[:40]!r}")
     traffic = {
         other: [count.sent_bytes, count.received_bytes]
         for other, count in peer.context.transport.traffic().items()

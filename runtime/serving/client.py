@@ -12,8 +12,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.job.protocol import GENERATE
 from fusion.runtime.serving.request import (
-    GENERATE,
     MAX_ANSWERED,
     MAX_SEED,
     Answer,
@@ -87,7 +87,7 @@ async def _ask(
     transport: Transport, peer: PeerId, request: GenerateRequest, tokens: list[int]
 ) -> AsyncGenerator[Piece | Answer, None]:
     """One gateway's part of the answer, whose tokens are added to `tokens`."""
-    stream = await transport.open(peer, GENERATE)
+    stream = await transport.open(peer, GENERATE.name)
     try:
         header, prompt = request.to_frame()
         await stream.send("generate", header, [prompt])

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
+from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
 from fusion.runtime.serving.catalog import Catalog, ServedModel
 from fusion.runtime.serving.failover import FailoverConfig
 from fusion.runtime.serving.gateway_session import GatewaySessions
 from fusion.runtime.serving.generation import Generation, Task
 from fusion.runtime.serving.request import (
-    MAX_PROMPT_BYTES,
     MAX_SEED,
     Answer,
     GenerateRequest,

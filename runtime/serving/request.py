@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
 from fusion.swarm.transport import PeerId
 
-GENERATE = "/fusion/generate/1"
-
 MAX_SEED = (1 << 63) - 1
-MAX_PROMPT_BYTES = 8 << 20  # a million token ids, or that many characters and more
 DEFAULT_MAX_TOKENS = 64
 MAX_ANSWERED = 30_000  # token ids that an answer which goes on elsewhere may bring: they travel in the header
 

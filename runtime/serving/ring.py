@@ -18,10 +18,11 @@ from typing import Any
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.failover import FaultKind
-from fusion.runtime.serving.request import MAX_PROMPT_BYTES, pack_tokens, unpack_tokens, whole
+from fusion.runtime.serving.request import pack_tokens, unpack_tokens, whole
 from fusion.runtime.serving.ring_frames import RingPlan
 from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLink, RingLinks
 from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId

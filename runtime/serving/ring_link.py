@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.protocol import RING
 from fusion.runtime.serving.request import whole
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import StreamBroken, StreamClosed, SwarmError
@@ -23,7 +24,6 @@ from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, Transport, che
 
 log = logging.getLogger(__name__)
 
-RING = "/fusion/ring/1"
 GATEWAY = -1  # in place of a stage index: the sender is the gateway of some sessions
 
 MAX_UNSENT = 1 << 14  # small frames that may wait for a reader; more, and it is taken for dead
@@ -163,7 +163,7 @@ class RingLinks:
             known = self._links.get(ends)
             if known is not None and not known.ended.is_set():
                 return known
-            stream = await self._transport.open(ends.peer, RING)
+            stream = await self._transport.open(ends.peer, RING.name)
             link = RingLink(
                 stream,
                 on_frame=lambda frame: self._on_frame(ends, frame),

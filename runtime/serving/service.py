@@ -23,12 +23,12 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.protocol import GENERATE, RING
 from fusion.runtime.planes.torch_plane import TorchDecodingStage
 from fusion.runtime.serving.gateway import Gateway, GatewayConfig
-from fusion.runtime.serving.request import GENERATE
 from fusion.runtime.serving.ring import RingPosition, RingStage
 from fusion.runtime.serving.ring_frames import RingPlan, plan_ring
-from fusion.runtime.serving.ring_link import GATEWAY, RING, LinkEnds
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError
@@ -85,8 +85,8 @@ class ServingService:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        await self._context.transport.serve(RING, self._ring)
-        await self._context.transport.serve(GENERATE, self.gateway.attend)
+        await self._context.transport.serve(RING.name, self._ring)
+        await self._context.transport.serve(GENERATE.name, self.gateway.attend)
 
     async def aclose(self) -> None:
         for place in list(self._replicas):

@@ -14,6 +14,7 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.fields import build
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.host import TrainingHost
 from fusion.runtime.training.loader import Place, StageLoader, load_stages
 from fusion.runtime.training.snapshots.stage_files import sweep
@@ -54,7 +55,7 @@ class TrainingService:
     async def start(self) -> None:
         """Answer stages of other peers from now on."""
         await asyncio.to_thread(sweep, self._context)
-        await self._context.transport.serve(m.PROTOCOL, self._serve)
+        await self._context.transport.serve(STAGE.name, self._serve)
 
     async def host(
         self, job: JobId, manifest: Manifest, stage: int, term: int, baton: Mapping[str, Any] | None = None
@@ -169,7 +170,7 @@ class TrainingService:
         async with asyncio.timeout(HELLO_SECONDS):
             frame = await stream.receive()
         if frame.kind != "hello":
-            raise FrameError(f"{m.PROTOCOL} begins with hello, not {frame.kind[:40]!r}")
+            raise FrameError(f"{STAGE.name} begins with hello, not {frame.kind[:40]!r}")
         hello = build(m.Hello, frame.header, "hello")
         place = (hello.job, hello.target)
         host = await self._host_of(place)

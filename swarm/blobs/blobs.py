@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from fusion.swarm.blobs.fetch import PROTOCOL, Fetch, ask_index
+from fusion.swarm.blobs.fetch import Fetch, ask_index
 from fusion.swarm.blobs.index import decode_index
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.blobs.upload_budget import UploadBudget
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import Digest, ProviderRecord, is_digest
 from fusion.swarm.errors import BlobError, FrameError, StreamClosed, SwarmError
+from fusion.swarm.protocol import BLOB
 from fusion.swarm.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Blobs:
         self._announcer: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        await self._transport.serve(PROTOCOL, self._serve)
+        await self._transport.serve(BLOB.name, self._serve)
         self._announcer = asyncio.create_task(self._announce_for_ever(), name="blob announcements")
         return self
 

@@ -12,11 +12,11 @@ from fusion.swarm.blobs.index import decode_index
 from fusion.swarm.blobs.store import BadChunk, PartialBlob
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import BlobError, FrameError, QuotaExceeded, SwarmError
+from fusion.swarm.protocol import BLOB
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call, checked
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "/fusion/blob/1"
 HEDGE_SECONDS = 0.3  # of silence before the next holder is asked for an index, too
 WINDOW = 16  # chunks asked of one holder and not yet here
 PATIENCE = 100  # times that a holder may ask us to wait for one chunk
@@ -57,7 +57,7 @@ async def ask_index(
 async def _index_from(transport: Transport, holder: PeerId, digest: Digest, timeout_seconds: float) -> bytes:
     try:
         async with asyncio.timeout(timeout_seconds):
-            frame = await call(transport, holder, PROTOCOL, "index", {"digest": digest})
+            frame = await call(transport, holder, BLOB.name, "index", {"digest": digest})
         decode_index(frame.payload, digest)
         return bytes(frame.payload)
     except TimeoutError:
@@ -111,7 +111,7 @@ class Fetch:
         stream: Stream | None = None
         try:
             async with asyncio.timeout(self._chunk_seconds):
-                stream = await self._transport.open(holder, PROTOCOL)
+                stream = await self._transport.open(holder, BLOB.name)
             while self.partial.missing:
                 await self._ask(stream, outstanding)
                 if outstanding:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from fusion.swarm.control.server import LIMITS, PROTOCOL
+from fusion.swarm.control.server import LIMITS
 from fusion.swarm.directory import sealing
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS, Directory
 from fusion.swarm.directory.records import (
@@ -35,6 +35,7 @@ from fusion.swarm.errors import (
     SwarmError,
     TransportError,
 )
+from fusion.swarm.protocol import CONTROL
 from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.traffic import TrafficCounter
@@ -113,7 +114,7 @@ class ControlTransport:
 
     async def ask(self, kind: str, header: Mapping[str, Any] | None = None) -> Frame:
         """What the running peer answers itself. Raises Gone, RemoteError."""
-        stream = await self._dial(self.through, PROTOCOL)
+        stream = await self._dial(self.through, CONTROL.name)
         try:
             return await _exchange(stream, kind, header)
         finally:
@@ -152,7 +153,7 @@ class ControlTransport:
             )
             self._streams.add(stream)
             stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
-            await stream.write_message(delimited(PROTOCOL.encode()))
+            await stream.write_message(delimited(CONTROL.name.encode()))
         except (OSError, StreamBroken) as error:
             raise Gone("the peer that ran with this home has stopped") from error
         return stream

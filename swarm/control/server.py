@@ -29,6 +29,7 @@ from fusion.swarm.directory import sealing
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import Digest, JobId, Record, is_digest
 from fusion.swarm.errors import FrameError, StreamClosed, TransportError
+from fusion.swarm.protocol import CONTROL
 from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.frames import FrameLimits
@@ -36,10 +37,8 @@ from fusion.swarm.streams.handlers import Handlers
 from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.transport import UNASKED_BYTES, PeerId, Stream, Transport
 
-PROTOCOL = "/fusion/control/1"
-LIMITS = FrameLimits(
-    payload_bytes=16 << 20
-)  # of what is passed on; the largest are prompts, then chunks of blobs
+assert CONTROL.payload_bytes is not None
+LIMITS = FrameLimits(payload_bytes=CONTROL.payload_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ class ControlServer:
         self._directory = directory
         self._config = config or ControlConfig()
         self._handlers = Handlers(per_peer=self._config.connections)  # they all count as one peer's
-        self._handlers.add(PROTOCOL, self._attend)
+        self._handlers.add(CONTROL.name, self._attend)
         self._counter = TrafficCounter()  # what stays on the machine is not the swarm's traffic
         self._server: asyncio.AbstractServer | None = None
         self._streams: dict[FrameStream, asyncio.TimerHandle] = {}  # and when each is given up on
@@ -116,7 +115,7 @@ class ControlServer:
 
     async def _attend(self, stream: Stream) -> None:
         assert isinstance(stream, FrameStream)
-        await stream.write_message(delimited(PROTOCOL.encode()))
+        await stream.write_message(delimited(CONTROL.name.encode()))
         async with asyncio.timeout(self._config.first_seconds):
             frame = await stream.receive()
         header = frame.header
@@ -141,7 +140,7 @@ class ControlServer:
                 found = await self._questions[kind](header)
                 await stream.send("records", {}, [msgpack.packb([sealing.encode(each) for each in found])])
             case kind:
-                raise FrameError(f"{PROTOCOL} knows no {kind!r:.40}")
+                raise FrameError(f"{CONTROL.name} knows no {kind!r:.40}")
 
     async def _job(self, header: Mapping[str, Any]) -> Sequence[Record]:
         found = await self._directory.job(JobId(_digest(header, "job")))

@@ -22,7 +22,7 @@ from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.links.packet_trains import FAST
 from fusion.swarm.links.prober import QUIET_BYTES, ProbeConfig, Prober
-from fusion.swarm.links.probes import PROBE, ProbeHost, ProbeLine, ProbeReport
+from fusion.swarm.links.probes import ProbeHost, ProbeLine, ProbeReport
 from fusion.swarm.links.table import (
     TOGETHER_SECONDS,
     WITNESSES,
@@ -33,6 +33,7 @@ from fusion.swarm.links.table import (
     tie_break,
 )
 from fusion.swarm.links.view import LinkView, link_view
+from fusion.swarm.protocol import PROBE
 from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.streams.link_estimate import RateEstimate, Sample
 from fusion.swarm.streams.receive_log import ReceiveLog
@@ -113,7 +114,7 @@ class LinkMonitor:
 
     async def serve(self) -> None:
         """Answer others' probes; `async with` does so too."""
-        await self._transport.serve(PROBE, self._host.attend)
+        await self._transport.serve(PROBE.name, self._host.attend)
 
     async def aclose(self) -> None:
         """Stop. What was published runs out by itself. Idempotent."""

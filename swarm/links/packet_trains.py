@@ -11,11 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fusion.swarm.protocol import MAX_TRAIN_BYTES
 from fusion.swarm.streams.link_estimate import COLD_START_BYTES
 
 FIRST_BYTES = 64 * 1024
 LEAST_BYTES = 256 * 1024  # less than that is lost in slow start and in the queue of a slow link
-MOST_BYTES = 2 << 20
+MOST_BYTES = MAX_TRAIN_BYTES
 TRAIN_SECONDS = 0.12  # that a train should take: longer than most of what delays processes
 FAST = MOST_BYTES / TRAIN_SECONDS  # 140 Mbps: no train is long enough for an exact figure from there on
 LONGEST_SECONDS = 0.5  # for which a train may hold up a slow line, unless it is of FIRST_BYTES

@@ -27,11 +27,10 @@ from cachetools import FIFOCache
 from fusion.swarm.coordinates import Coordinate
 from fusion.swarm.errors import FrameError
 from fusion.swarm.links.packet_trains import MOST_BYTES, Train, train
+from fusion.swarm.protocol import PROBE
 from fusion.swarm.streams.link_estimate import Sample
 from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.transport import PeerId, Stream, Transport, checked
-
-PROBE = "/fusion/probe/1"
 
 STREAMS_PER_PEER = 2
 MAX_PEERS = 1024  # whose allowances are remembered
@@ -295,7 +294,7 @@ class ProbeLine:
 
     async def _opened(self) -> Stream:
         if self._stream is None:
-            stream = await self._transport.open(self.peer, PROBE)
+            stream = await self._transport.open(self.peer, PROBE.name)
             try:
                 # The first exchange on a stream also settles its protocol, which takes a round trip of its own.
                 await self._say(stream, "ping")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import uvloop
 
-from fusion.runtime.training.streams.partners import LANES
+from fusion.runtime.job.protocol import STAGE
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import Stream
@@ -64,7 +64,7 @@ async def main(role: str, address: str, *other: str) -> None:
                 print(next(a for a in transport.addresses if f"/{address}/" in a), flush=True)
                 await lines.read()
                 return
-            stream = await transport.open(await transport.connect(other[0]), PROTOCOL, stripes=LANES)
+            stream = await transport.open(await transport.connect(other[0]), PROTOCOL, stripes=STAGE.stripes)
             print("ready", flush=True)
             while line := await lines.readline():
                 size, count = map(int, line.split())

@@ -31,9 +31,9 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job import spec
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_graph, prepare_training, wait_until_held
-from fusion.runtime.peer.client import STATUS_PROTOCOL
 from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
 from fusion.swarm.blobs.store import BlobStore
@@ -292,7 +292,7 @@ def unharmed(peers: Peers, victim: LocalPeer) -> Iterator[None]:
 
 async def answers(context: Context, victim: LocalPeer) -> None:
     """Good requests still get what they ask for."""
-    status = await call(context.transport, PeerId(victim.peer_id), STATUS_PROTOCOL, "status")
+    status = await call(context.transport, PeerId(victim.peer_id), STATUS.name, "status")
     assert status.kind == "status" and len(status.header["hosted"]) == 2
     request = GenerateRequest(model="answers", prompt_ids=(1, 2, 3), max_tokens=8)
     pieces = [piece async for piece in generate(context.transport, PeerId(victim.peer_id), request)]

@@ -24,9 +24,9 @@ from fusion.runtime.capture.models import GPT
 from fusion.runtime.job import spec
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
-from fusion.runtime.peer.client import STATUS_PROTOCOL
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId
@@ -97,7 +97,7 @@ async def until_idle(context: Context, job: JobId, swarm: Sequence[LocalPeer]) -
 
 
 async def status(context: Context, peer: PeerId) -> Frame:
-    return await call(context.transport, peer, STATUS_PROTOCOL, "status")
+    return await call(context.transport, peer, STATUS.name, "status")
 
 
 def test_a_job_outlives_its_launcher_and_becomes_a_model_that_answers(peers: Peers, tmp_path: Path) -> None:

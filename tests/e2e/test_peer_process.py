@@ -19,7 +19,7 @@ from support.processes import alive
 
 from fusion.cli.local.chaos_swarm import daemons
 from fusion.runtime.job.context import Context
-from fusion.runtime.peer.client import STATUS_PROTOCOL
+from fusion.runtime.job.protocol import STATUS
 from fusion.swarm.errors import TransportError
 from fusion.swarm.transport import PeerId, call
 
@@ -79,7 +79,7 @@ async def answer_of(context: Context, peer: LocalPeer) -> dict[str, Any]:
         while True:
             with suppress(TransportError):
                 await context.transport.connect(peer.address)
-                status = await call(context.transport, PeerId(peer.peer_id), STATUS_PROTOCOL, "status")
+                status = await call(context.transport, PeerId(peer.peer_id), STATUS.name, "status")
                 return dict(status.header)
             await asyncio.sleep(0.05)
 

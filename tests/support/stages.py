@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.fields import build, plain
-from fusion.runtime.training.step.messages import PROTOCOL, Hello
+from fusion.runtime.job.protocol import STAGE
+from fusion.runtime.training.step.messages import Hello
 from fusion.runtime.training.streams.partners import Partners
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId
@@ -146,7 +147,7 @@ async def swarm(count: int) -> AsyncIterator[Swarm]:
         )  # fmt: skip
         node = Node(context, directory, successors)
         node.frozen.set()
-        await transport.serve(PROTOCOL, node.serve)
+        await transport.serve(STAGE.name, node.serve)
         made.nodes.append(node)
     try:
         yield made
@@ -174,7 +175,7 @@ async def say_hello(node: Node, to: Node, **changes: Any) -> str:
     """What `to`, which hosts stage 0, answers `node`, which would speak for stage 1."""
     sealed = node.context.leases.sealed(JOB, 1) or b""
     hello = {**plain(Hello(job=JOB, source=1, target=0, term=1, target_term=1, claim=sealed)), **changes}
-    stream = await node.context.transport.open(to.peer, PROTOCOL)
+    stream = await node.context.transport.open(to.peer, STAGE.name)
     await stream.send("hello", hello)
     reply = await stream.receive()
     stream.abort()

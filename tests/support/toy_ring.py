@@ -18,11 +18,12 @@ from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Graph, Input, Ref, TensorType
 from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.job.protocol import RING
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.request import Sampling, pack_tokens
 from fusion.runtime.serving.ring import RingPosition, RingStage
 from fusion.runtime.serving.ring_frames import plan_ring
-from fusion.runtime.serving.ring_link import GATEWAY, RING, LinkEnds
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds
 from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
@@ -146,7 +147,7 @@ class Ring:
     async def connect(self, transport: MemoryTransport | None = None) -> list[Stream]:
         streams: list[Stream] = []
         for i, hop in enumerate(self.route):
-            stream = await (transport or self.gateway).open(hop.peer, RING)
+            stream = await (transport or self.gateway).open(hop.peer, RING.name)
             await stream.send("hello", LinkEnds(JOB, GATEWAY, i, hop.peer).to_header())
             streams.append(stream)
         return streams
@@ -229,7 +230,7 @@ async def ring_of(
             ends = LinkEnds.from_hello(await stream.receive(), PeerId("us"))
             await stage.attend(stream, ends.sender)
 
-        await transport.serve(RING, handler)
+        await transport.serve(RING.name, handler)
         ring.planes.append(plane)
         ring.rings.append(stage)
         ring.tasks.append(asyncio.create_task(stage.run()))

@@ -25,9 +25,9 @@ from worlds.scenario import Fault, Scenario
 from fusion.runtime.hosting.hosting import Hosting
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.manifest import DataConfig, Manifest, OptimizerConfig, TrainConfig
+from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.service import TrainingService
 from fusion.runtime.training.snapshots import snapshot
-from fusion.runtime.training.step.messages import PROTOCOL
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
@@ -412,7 +412,7 @@ class World:
             self.frames.update(way.encode() + head + payload)
             shown = {k: v for k, v in header.items() if k not in ("job", "dtype", "shape", "codec", "claim")}
             self.note(stream.local, f"-> {stream.remote} {kind} {shown}")
-        if stream.protocol == PROTOCOL:
+        if stream.protocol == STAGE.name:
             if kind == "hello":
                 stream.said["source"] = header["source"]
             elif "source" in stream.said:

@@ -27,6 +27,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.protocol import JOB
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, one_line
@@ -36,7 +37,6 @@ from fusion.swarm.transport import PeerId, Stream, call
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = "/fusion/job/1"
 WATCH_SECONDS = 0.25
 FOLLOW_SECONDS = 0.25  # between two looks at what our services know
 # Longer than a claim: a job's record must outlive the claim of the lead that vanished, or there would be a moment in
@@ -120,7 +120,7 @@ class JobServer:
         """Answer from now on, and say what our disk knows of: after a cold start nobody else may."""
         await self._words.load()
         await asyncio.gather(*(self._say(self._repeat(record)) for record in self._words.repeated))
-        await self._context.transport.serve(PROTOCOL, self._handle)
+        await self._context.transport.serve(JOB.name, self._handle)
 
     # --- the jobs we lead
 
@@ -325,7 +325,7 @@ class JobServer:
             self._follow_lead(stream.remote, frame.header.get("record"))
             await stream.send("ok")
         else:
-            raise ValueError(f"{PROTOCOL} knows launch, watch, stop and snapshot, not {frame.kind[:40]!r}")
+            raise ValueError(f"{JOB.name} knows launch, watch, stop and snapshot, not {frame.kind[:40]!r}")
 
     def _follow_lead(self, sender: PeerId, data: object) -> None:
         """Raises RecordError. Others than the lead as we know it may be right, but the directory will say so."""
@@ -410,7 +410,7 @@ class JobServer:
     async def _tell(self, peer: PeerId, kind: str, header: Mapping[str, Any]) -> None:
         with suppress(SwarmError, TimeoutError):
             async with asyncio.timeout(TELL_SECONDS):
-                await call(self._context.transport, peer, PROTOCOL, kind, header)
+                await call(self._context.transport, peer, JOB.name, kind, header)
 
 
 def _over(led: _Led) -> bool:

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fusion.runtime.job.fields import build, plain
+from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
 from fusion.runtime.training.step.events import NO_ENTRY, After, Entry, Links, StageReport
 from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import Frame, PeerId
 
-PROTOCOL = "/fusion/stage/1"
 TENSOR_KINDS = ("activation", "gradient", "tie")
 
 
@@ -242,7 +242,7 @@ def decode(frame: Frame) -> Message:
     """The control message of a frame. ValueError names what is wrong with it."""
     made = _CONTROL.get(frame.kind)
     if made is None:
-        raise ValueError(f"{PROTOCOL} knows no {frame.kind[:40]!r}")
+        raise ValueError(f"{STAGE.name} knows no {frame.kind[:40]!r}")
     header = {key: value for key, value in frame.header.items() if key != "term"}
     message: Message = build(made, header, frame.kind)
     return message

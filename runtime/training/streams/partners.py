@@ -22,8 +22,9 @@ from typing import Any
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.fields import plain
+from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.job.shortage import needs
-from fusion.runtime.training.step.messages import PROTOCOL, Hello
+from fusion.runtime.training.step.messages import Hello
 from fusion.runtime.training.streams.fence import Fence, Later, Overtaken
 from fusion.runtime.training.streams.partner_link import Ended, PartnerLink
 from fusion.swarm.claims.election import winner
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.1  # doubled up to the longest, from one failed dial to the next
 LONGEST_RETRY_SECONDS = 1.6
 HELLO_SECONDS = 10.0
-LANES = 4  # activations one way, gradients the other, at once
 PATIENCE_SECONDS = 0.1  # for a peer whose stream broke to answer once more, before it is suspected
 SUSPECT_SECONDS = 6.0  # for the answer of those who may replace it
 SUSPECT_AGAIN_SECONDS = 2.0
@@ -244,7 +244,7 @@ class Partners:
     async def _greet(self, target: int, claim: ClaimRecord) -> Stream:
         leases = self._context.leases
         async with asyncio.timeout(HELLO_SECONDS):
-            stream = await self._context.transport.open(claim.peer, PROTOCOL, stripes=LANES)
+            stream = await self._context.transport.open(claim.peer, STAGE.name, stripes=STAGE.stripes)
             try:
                 hello = Hello(
                     job=self.job, source=self.stage, target=target, term=self.term, target_term=claim.term,

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from support.hosting import FITNESS, Peer, over, swarm, until
 
-from fusion.runtime.hosting.hosting import PROTOCOL, HostingConfig
+from fusion.runtime.hosting.hosting import HostingConfig
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest_shelf import ShelfConfig
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.protocol import JOB
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.api import GLANCE_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
@@ -51,7 +52,7 @@ def test_a_nudge_is_enough(tmp_path: Path) -> None:
         async with swarm(tmp_path) as made:
             ours = await made.join()
             job = await made.launch(made.manifest(ours))
-            reply = await call(made.client(), ours.id, PROTOCOL, "launch", {"job": job})
+            reply = await call(made.client(), ours.id, JOB.name, "launch", {"job": job})
             assert reply.kind == "ok"
             await until(lambda: (job, 0) in ours.service.running)
 
@@ -434,7 +435,7 @@ def test_a_stage_that_another_peer_won_is_given_up(tmp_path: Path) -> None:
             await over(ours, (job, 0))
             await ours.look()
             assert len(ours.service.begun) == 1 and ours.hosting.free_memory_bytes == 1000
-            reply = await call(made.client(), ours.id, PROTOCOL, "watch", {"job": job})
+            reply = await call(made.client(), ours.id, JOB.name, "watch", {"job": job})
             assert reply.kind == "redirect"  # it does not speak for the job any more
 
     asyncio.run(main())

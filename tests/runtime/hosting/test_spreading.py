@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.hosting import Peer, Swarm, over, swarm, until
 
-from fusion.runtime.hosting.takeover import PROTOCOL
+from fusion.runtime.job.protocol import HOLD
 from fusion.runtime.training.snapshots.stage_files import copies_at
 from fusion.swarm.claims.election import HEAD_START_SECONDS, is_idle, successors
 from fusion.swarm.directory.records import Digest, JobId, PeerRecord
@@ -167,7 +167,7 @@ def test_an_idle_standby_goes_before_a_busy_one_whoever_was_asked(tmp_path: Path
             assert [(claim.peer, is_idle(claim)) for claim in claims] == [(comer.id, True), (busy.id, False)]
             made.network.kill(lead.id)
             header = {"job": job, "stage": 0, "peer": lead.id, "term": 1}
-            reply = await call(made.client(), busy.id, PROTOCOL, "suspect", header)
+            reply = await call(made.client(), busy.id, HOLD.name, "suspect", header)
             claim = busy.context.leases.credit(reply.header["claim"])
             assert reply.kind == "owner" and (claim.peer, claim.term) == (comer.id, 2)
             assert (job, 0) in comer.service.running and busy.service.begun == [(job, 1)]

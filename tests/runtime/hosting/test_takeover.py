@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from support.hosting import Peer, Swarm, swarm, until
 
-from fusion.runtime.hosting.takeover import GONE, PROTOCOL, SILENT, Sign, TakeoverConfig, Takeovers, judge
+from fusion.runtime.hosting.takeover import GONE, SILENT, Sign, TakeoverConfig, Takeovers, judge
+from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId
@@ -159,7 +160,7 @@ def test_standbys_asked_at_the_same_moment_leave_one_owner_and_never_two_of_one_
                 transports = [made.client(), made.client()]
                 await asyncio.gather(
                     *(
-                        call(t, p.id, PROTOCOL, "suspect", header)
+                        call(t, p.id, HOLD.name, "suspect", header)
                         for t, p in zip(transports, idle, strict=True)
                     )
                 )
@@ -197,7 +198,7 @@ def test_an_owner_whose_stream_breaks_once_keeps_its_stage(tmp_path: Path, break
             job, owner, (first,) = await one_job(made, 1)
             witness = await made.join()
             handlers = owner.context.transport.handlers._handlers  # type: ignore[attr-defined]
-            answers, broken = handlers[PROTOCOL], []
+            answers, broken = handlers[HOLD.name], []
 
             async def busy(stream: Stream) -> None:
                 if len(broken) < breaks:
@@ -206,7 +207,7 @@ def test_an_owner_whose_stream_breaks_once_keeps_its_stage(tmp_path: Path, break
                 else:
                     await answers(stream)
 
-            handlers[PROTOCOL] = busy
+            handlers[HOLD.name] = busy
             claim = await witness.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
             assert len(broken) == breaks
             assert (claim is None) == (first.service.begun == []) == (breaks == 1)
@@ -220,7 +221,7 @@ def test_a_lie_about_who_owned_the_stage_takes_nothing(tmp_path: Path, lie: dict
         async with swarm(tmp_path, pooled=True) as made:
             job, owner, (first,) = await one_job(made, 1)
             header = {"job": job, "stage": 0, "peer": owner.id, "term": 1, **lie}
-            reply = await call(made.client(), first.id, PROTOCOL, "suspect", header)
+            reply = await call(made.client(), first.id, HOLD.name, "suspect", header)
             assert reply.kind in ("alive", "no") and first.service.begun == []
 
     asyncio.run(main())
@@ -232,7 +233,7 @@ def test_nobody_can_use_the_terms_up(tmp_path: Path) -> None:
             job, owner, (first,) = await one_job(made, 1)
             vanish(made, owner)
             header = {"job": job, "stage": 0, "peer": owner.id, "term": 2**30}
-            reply = await call(made.client(), first.id, PROTOCOL, "suspect", header)
+            reply = await call(made.client(), first.id, HOLD.name, "suspect", header)
             assert reply.kind == "no"
 
     asyncio.run(main())
@@ -246,7 +247,7 @@ def test_a_peer_that_does_not_stand_by_takes_nothing_over(tmp_path: Path) -> Non
             await owner.look()
             vanish(made, owner)
             header = {"job": job, "stage": 0, "peer": owner.id, "term": 1}
-            reply = await call(made.client(), other.id, PROTOCOL, "suspect", header)
+            reply = await call(made.client(), other.id, HOLD.name, "suspect", header)
             assert reply.kind == "no" and "standby" in reply.header["message"]
 
     asyncio.run(main())
@@ -266,7 +267,7 @@ def test_nonsense_is_refused_in_one_line(tmp_path: Path, kind: str, header: dict
     async def main() -> None:
         async with swarm(tmp_path) as made:
             peer = await made.join()
-            stream = await made.client().open(peer.id, PROTOCOL)
+            stream = await made.client().open(peer.id, HOLD.name)
             await stream.send(kind, header)
             reply = await stream.receive()
             assert reply.kind == "error" and "\n" not in reply.header["message"]
@@ -382,12 +383,12 @@ def test_only_the_owner_can_hand_a_stage_over(tmp_path: Path) -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, owner, (first,) = await one_job(made, 1)
             header = {"job": job, "stage": 0, "term": 1, "baton": {}}
-            reply = await call(made.client(), first.id, PROTOCOL, "take", header)
+            reply = await call(made.client(), first.id, HOLD.name, "take", header)
             assert reply.kind == "no" and "does not own" in reply.header["message"]
             owned = owner.context.transport
-            reply = await call(owned, first.id, PROTOCOL, "take", {**header, "term": 3})
+            reply = await call(owned, first.id, HOLD.name, "take", {**header, "term": 3})
             assert reply.kind == "no"
-            reply = await call(owned, first.id, PROTOCOL, "take", {**header, "baton": {"x": b"0" * 20_000}})
+            reply = await call(owned, first.id, HOLD.name, "take", {**header, "baton": {"x": b"0" * 20_000}})
             assert reply.kind == "no" and "16384" in reply.header["message"]
             assert first.service.begun == []
 
@@ -456,7 +457,7 @@ def test_a_client_may_ask_and_is_never_asked_in_vain(tmp_path: Path) -> None:
             directory = MemoryDirectory(made.network, identity, made.clock)
             asking = Takeovers(transport, Leases(identity.peer_id, directory, LeaseConfig()), made.checks)
             await asking.start()
-            reply = await call(made.client(), identity.peer_id, PROTOCOL, "holds", {"job": job, "stage": 0})
+            reply = await call(made.client(), identity.peer_id, HOLD.name, "holds", {"job": job, "stage": 0})
             assert reply.header["term"] == 0
             vanish(made, owner)
             claim = await asking.suspect(job, 0, owner.id, 1)

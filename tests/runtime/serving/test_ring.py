@@ -26,11 +26,12 @@ from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Graph, Input, Ref, TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.job.protocol import RING
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.request import Sampling, pack_tokens
 from fusion.runtime.serving.ring import RingPosition, RingStage
 from fusion.runtime.serving.ring_frames import plan_ring
-from fusion.runtime.serving.ring_link import GATEWAY, RING, LinkEnds
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
@@ -290,7 +291,7 @@ def test_frames_that_the_plan_does_not_foresee_end_the_stream(
     async def main() -> None:
         async with ring_of(SHAPES["two"]) as ring:
             await ring.open(await ring.connect(), ring.opening([1, 2], 5, session="s"))
-            forger = await ring.network.transports[PeerId("p0")].open(PeerId("p1"), RING)
+            forger = await ring.network.transports[PeerId("p0")].open(PeerId("p1"), RING.name)
             await forger.send("hello", LinkEnds(JOB, sender, 1, PeerId("p1")).to_header())
             await forger.send(kind, {"session": "s", **header}, [bytes(size)])
             assert (await forger.receive()).kind == "error"
@@ -309,7 +310,7 @@ def test_only_the_peers_of_the_route_may_speak_for_its_stages() -> None:
                 (1, "chunk", {"start": 0, "length": 1}, 12, "does not feed"),
                 (0, "token", {"id": 1, "position": 1}, 0, "only the last stage"),
             ):
-                stream = await stranger.open(ring.route[stage].peer, RING)
+                stream = await stranger.open(ring.route[stage].peer, RING.name)
                 await stream.send("hello", LinkEnds(JOB, 1 - stage, stage, PeerId("x")).to_header())
                 await stream.send(kind, {"session": "s", **header}, [bytes(size)])
                 frame = await stream.receive()
@@ -348,8 +349,8 @@ async def _silent_stream(network: MemoryNetwork) -> Stream:
         await asyncio.Event().wait()
 
     other = MemoryTransport(network, PeerId("other"))
-    await other.serve(RING, handler)
-    return await MemoryTransport(network, PeerId("asker")).open(PeerId("other"), RING)
+    await other.serve(RING.name, handler)
+    return await MemoryTransport(network, PeerId("asker")).open(PeerId("other"), RING.name)
 
 
 # --- plans

@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.ring_link import GATEWAY, RING, LinkEnds, RingLink, RingLinks
+from fusion.runtime.job.protocol import RING
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLink, RingLinks
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable, StreamClosed
 from fusion.swarm.memory.network import MemoryNetwork
@@ -46,7 +47,7 @@ async def two_peers() -> AsyncIterator[Pair]:
         pair.arrived.put_nowait(stream)
         await asyncio.Event().wait()
 
-    await pair.there.serve(RING, handler)
+    await pair.there.serve(RING.name, handler)
     async with asyncio.timeout(20):
         yield pair
     await pair.there.aclose()

@@ -37,11 +37,11 @@ from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.job.spec import GPTConfig, load
 from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Held, launch, prepare_training, wait_until_held
 from fusion.runtime.training.data.batches import Batches
-from fusion.runtime.training.step.messages import PROTOCOL
 from fusion.swarm.directory.records import Digest
 
 
@@ -175,7 +175,7 @@ def test_an_owner_of_a_term_that_is_over_is_refused(tmp_path: Path) -> None:
 
             async def say(peer: Peer, **changes: Any) -> str:
                 hello = {"job": job_id, "source": 1, "target": 0, "term": 1, "target_term": 5, **changes}
-                stream = await peer.context.transport.open(lead.context.peer_id, PROTOCOL)
+                stream = await peer.context.transport.open(lead.context.peer_id, STAGE.name)
                 await stream.send("hello", hello)
                 reply = await stream.receive()
                 if reply.kind == "welcome":

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
-from fusion.swarm.blobs.fetch import PATIENCE, PROTOCOL
+from fusion.swarm.blobs.fetch import PATIENCE
 from fusion.swarm.blobs.index import (
     CHUNK_BYTES,
     MAX_INDEX_BYTES,
@@ -31,6 +31,7 @@ from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
+from fusion.swarm.protocol import BLOB
 from fusion.swarm.transport import PeerId, Stream, call
 
 QUOTA = 64 << 20
@@ -63,7 +64,7 @@ class Room:
         """A peer that says it holds `digest` and answers with `handler`."""
         identity = Identity.generate()
         transport = MemoryTransport(self.network, identity.peer_id)
-        await transport.serve(PROTOCOL, handler)
+        await transport.serve(BLOB.name, handler)
         directory = MemoryDirectory(self.network, identity, self.clock)
         await directory.publish(ProviderRecord(digest=digest, peer=identity.peer_id, size_bytes=1))
         return identity.peer_id
@@ -524,7 +525,7 @@ def test_hostile_requests_are_refused(tmp_path: Path) -> None:
                 ("put", {"digest": digest}),
             ]:
                 with pytest.raises(RemoteError):
-                    await call(ours._transport, id_of(holder), PROTOCOL, kind, header)
+                    await call(ours._transport, id_of(holder), BLOB.name, kind, header)
             assert await ours.read(digest, 10) == b"data"
 
     asyncio.run(scenario())

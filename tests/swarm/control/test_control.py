@@ -16,13 +16,14 @@ import uvloop
 from support.directory_records import claim_record, job_record, link_record, peer_record, provider_record
 
 from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
-from fusion.swarm.control.server import LIMITS, PROTOCOL, ControlConfig, ControlServer, splice
+from fusion.swarm.control.server import LIMITS, ControlConfig, ControlServer, splice
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
+from fusion.swarm.protocol import CONTROL
 from fusion.swarm.streams import frames
 from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.memory_stream import BUFFERED_BYTES, stream_pair
@@ -30,7 +31,7 @@ from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.transport import PeerId, Stream, Transport, call
 
 ECHO = "/fusion/echo/1"
-HELLO = delimited(PROTOCOL.encode())
+HELLO = delimited(CONTROL.name.encode())
 
 
 @dataclass

@@ -14,7 +14,6 @@ from fusion.swarm.links.monitor import LinkConfig, LinkMonitor
 from fusion.swarm.links.packet_trains import MOST_BYTES
 from fusion.swarm.links.prober import ProbeConfig
 from fusion.swarm.links.probes import (
-    PROBE,
     STREAMS_PER_PEER,
     Allowance,
     ProbeLine,
@@ -25,6 +24,7 @@ from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
+from fusion.swarm.protocol import PROBE
 from fusion.swarm.transport import PeerId, checked
 
 MBPS = 1e6 / 8
@@ -238,7 +238,7 @@ def test_an_idle_swarm_stays_within_its_allowance() -> None:
 def test_hostile_probes_are_refused_in_one_line() -> None:
     async def work(swarm: Swarm) -> None:
         async def ask(kind: str, header: dict[str, Any], payload: bytes = b"") -> str:
-            stream = await swarm.transports[1].open(swarm.ids[0], PROBE)
+            stream = await swarm.transports[1].open(swarm.ids[0], PROBE.name)
             try:
                 await stream.send(kind, header, [payload])
                 return checked(await stream.receive()).kind
@@ -269,7 +269,7 @@ def test_hostile_probes_are_refused_in_one_line() -> None:
 
 def test_a_flood_is_refused_and_the_others_are_still_answered() -> None:
     async def work(swarm: Swarm) -> None:
-        stream = await swarm.transports[1].open(swarm.ids[0], PROBE)
+        stream = await swarm.transports[1].open(swarm.ids[0], PROBE.name)
         with pytest.raises(RemoteError, match="too many or too large"):
             for _ in range(40):
                 await stream.send("want", {"bytes": MOST_BYTES})
@@ -284,7 +284,9 @@ def test_a_flood_is_refused_and_the_others_are_still_answered() -> None:
 
 def test_streams_per_peer_are_few() -> None:
     async def work(swarm: Swarm) -> None:
-        streams = [await swarm.transports[1].open(swarm.ids[0], PROBE) for _ in range(STREAMS_PER_PEER + 1)]
+        streams = [
+            await swarm.transports[1].open(swarm.ids[0], PROBE.name) for _ in range(STREAMS_PER_PEER + 1)
+        ]
         with pytest.raises(RemoteError, match="streams"):
             await streams[-1].send("ping")
             checked(await streams[-1].receive())
@@ -294,7 +296,7 @@ def test_streams_per_peer_are_few() -> None:
 
 def test_one_train_at_a_time() -> None:
     async def work(swarm: Swarm) -> None:
-        first = await swarm.transports[1].open(swarm.ids[0], PROBE)
+        first = await swarm.transports[1].open(swarm.ids[0], PROBE.name)
         await first.send("want", {"bytes": 1000})
         assert checked(await first.receive()).kind == "go"
         line = ProbeLine(swarm.transports[2], swarm.ids[0], swarm.clock)
@@ -316,7 +318,7 @@ def test_an_answer_that_is_none_is_an_error_of_the_peer() -> None:
                 await stream.send("pong", {"coordinate": [0.0, float("inf"), 0.0], "error": 0.1})
 
         transport = MemoryTransport(swarm.network, Identity.generate().peer_id)
-        await transport.serve(PROBE, liar)
+        await transport.serve(PROBE.name, liar)
         line = ProbeLine(swarm.transports[0], transport.peer_id, swarm.clock)
         with pytest.raises(FrameError, match="coordinate"):
             await line.ping(1.0)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from support.hosting import Peer, Swarm, over, swarm, until
 
-from fusion.runtime.hosting.hosting import PROTOCOL
 from fusion.runtime.hosting.jobs.job_files import JobFiles
 from fusion.runtime.hosting.jobs.job_gossip import REFRESH_SECONDS, JobGossip
 from fusion.runtime.hosting.jobs.job_server import JobServer
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.protocol import JOB
 from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Record
 from fusion.swarm.errors import RemoteError
@@ -94,11 +94,11 @@ def test_nobody_but_the_lead_speaks_of_new_snapshots(tmp_path: Path) -> None:
                 directory.sealed(forged),
                 directory.sealed(replace(forged, lead=hostile.peer_id, term=real.term)),
             ):
-                assert (await call(client, standby.id, PROTOCOL, "snapshot", {"record": sealed})).kind == "ok"
+                assert (await call(client, standby.id, JOB.name, "snapshot", {"record": sealed})).kind == "ok"
             own = lead.context.directory.sealed(replace(real, snapshot=SNAPSHOT, snapshot_step=99))
             for bad in (own, b"nonsense", None, "text", directory.sealed(forged)[:-1]):
                 with pytest.raises(RemoteError):
-                    await call(client, standby.id, PROTOCOL, "snapshot", {"record": bad})
+                    await call(client, standby.id, JOB.name, "snapshot", {"record": bad})
             assert len(standby.service.prepared) == 1
             await desk(standby).catch_up()
             assert [each.snapshot for each in files_of(standby).load()] == [None]

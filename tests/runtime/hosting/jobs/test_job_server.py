@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from support.hosting import over, swarm, until
 
-from fusion.runtime.hosting.hosting import PROTOCOL, stop_request
+from fusion.runtime.hosting.hosting import stop_request
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.protocol import JOB
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import RemoteError
@@ -182,9 +183,9 @@ def test_a_watcher_is_sent_on_to_the_lead(tmp_path: Path) -> None:
             lead, other = await made.join(), await made.join()
             job = await made.launch(made.manifest(lead))
             await lead.look()
-            reply = await call(made.client(), other.id, PROTOCOL, "watch", {"job": job})
+            reply = await call(made.client(), other.id, JOB.name, "watch", {"job": job})
             assert (reply.kind, reply.header["lead"]) == ("redirect", lead.id)
-            reply = await call(made.client(), other.id, PROTOCOL, "watch", {"job": "x" * 1000})
+            reply = await call(made.client(), other.id, JOB.name, "watch", {"job": "x" * 1000})
             assert (reply.kind, reply.header["lead"]) == ("redirect", None)
 
     asyncio.run(main())
@@ -198,7 +199,7 @@ def test_a_watcher_hears_every_change_and_the_end(tmp_path: Path) -> None:
             await lead.look()
             await until(lambda: (job, 0) in lead.service.running)
             lead.service.figures[job] = lead_figures(job)
-            stream = await made.client().open(lead.id, PROTOCOL)
+            stream = await made.client().open(lead.id, JOB.name)
             await stream.send("watch", {"job": job})
             first = Progress.from_header(checked(await stream.receive()).header)
             lead.service.figures[job] = replace(first, step=31)
@@ -219,7 +220,7 @@ def test_a_watcher_of_a_job_that_never_loaded_hears_why_it_failed(tmp_path: Path
             job = await made.launch(made.manifest(lead))
             await lead.look()
             await until(lambda: (job, 0) in lead.service.running)
-            stream = await made.client().open(lead.id, PROTOCOL)
+            stream = await made.client().open(lead.id, JOB.name)
             await stream.send("watch", {"job": job})
             lead.service.end(job, 0, JobFailed("the graph makes no sense"))
             last = Progress.from_header(checked(await stream.receive()).header)
@@ -237,9 +238,9 @@ def test_a_watcher_that_goes_leaves_no_handler_behind(tmp_path: Path) -> None:
             lead.service.figures[job] = lead_figures(job)  # and it never changes
 
             def watched() -> list[asyncio.Task[Any]]:
-                return [task for task in asyncio.all_tasks() if task.get_name().startswith(PROTOCOL)]
+                return [task for task in asyncio.all_tasks() if task.get_name().startswith(JOB.name)]
 
-            stream = await made.client().open(lead.id, PROTOCOL)
+            stream = await made.client().open(lead.id, JOB.name)
             await stream.send("watch", {"job": job})
             checked(await stream.receive())
             assert len(watched()) == 1
@@ -265,12 +266,12 @@ def test_whoever_launched_a_job_stops_it_on_every_peer(tmp_path: Path) -> None:
             await until(lambda: bool(lead.service.running and other.service.running))
             lead.service.figures[job] = lead_figures(job)
             request = signed(made.trainer, job, made.clock.now)
-            assert (await call(made.client(), lead.id, PROTOCOL, "stop", request)).kind == "ok"
+            assert (await call(made.client(), lead.id, JOB.name, "stop", request)).kind == "ok"
             await over(lead, (job, 0))
             await over(other, (job, 1))  # it was told; nobody has had a heartbeat
             record = await made.record(job)
             assert (record.state, record.snapshot, record.step) == ("stopped", SNAPSHOT, 30)
-            stream = await made.client().open(lead.id, PROTOCOL)
+            stream = await made.client().open(lead.id, JOB.name)
             await stream.send("watch", {"job": job})
             assert Progress.from_header(checked(await stream.receive()).header).state == "stopped"
             made.clock.advance(HEAD_START_SECONDS)
@@ -279,7 +280,7 @@ def test_whoever_launched_a_job_stops_it_on_every_peer(tmp_path: Path) -> None:
                 await peer.look()
             assert (len(lead.service.begun), len(other.service.begun)) == (1, 1)
             with pytest.raises(RemoteError, match="is stopped already"):
-                await call(made.client(), lead.id, PROTOCOL, "stop", request)
+                await call(made.client(), lead.id, JOB.name, "stop", request)
 
     asyncio.run(main())
 
@@ -310,9 +311,9 @@ def test_nobody_else_stops_it(tmp_path: Path) -> None:
                 ({**good, "job": 7}, "does not lead"),
             ):
                 with pytest.raises(RemoteError, match=reason):
-                    await call(made.client(), lead.id, PROTOCOL, "stop", request)
+                    await call(made.client(), lead.id, JOB.name, "stop", request)
             with pytest.raises(RemoteError, match="ask its lead"):
-                await call(made.client(), other.id, PROTOCOL, "stop", good)
+                await call(made.client(), other.id, JOB.name, "stop", good)
             await lead.look()
             assert len(lead.service.running) == 2
 
@@ -328,7 +329,7 @@ def test_a_job_without_a_trainer_cannot_be_stopped(tmp_path: Path) -> None:
             await until(lambda: (job, 0) in lead.service.running)
             with pytest.raises(RemoteError, match="only whoever launched"):
                 await call(
-                    made.client(), lead.id, PROTOCOL, "stop", signed(made.trainer, job, made.clock.now)
+                    made.client(), lead.id, JOB.name, "stop", signed(made.trainer, job, made.clock.now)
                 )
 
     asyncio.run(main())
@@ -339,6 +340,6 @@ def test_other_frames_are_refused(tmp_path: Path) -> None:
         async with swarm(tmp_path) as made:
             lead = await made.join()
             with pytest.raises(RemoteError, match="knows launch, watch, stop and snapshot"):
-                await call(made.client(), lead.id, PROTOCOL, "crash" * 10)
+                await call(made.client(), lead.id, JOB.name, "crash" * 10)
 
     asyncio.run(main())

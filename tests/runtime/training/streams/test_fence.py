@@ -10,7 +10,8 @@ from support.instant_loop import run
 from support.stages import JOB, now, say_hello, swarm, until
 
 from fusion.runtime.job.fields import plain
-from fusion.runtime.training.step.messages import PROTOCOL, Hello
+from fusion.runtime.job.protocol import STAGE
+from fusion.runtime.training.step.messages import Hello
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import Stream
 
@@ -112,7 +113,7 @@ def test_no_frame_of_a_dead_process_is_taken_once_its_next_one_is_welcome() -> N
                 await two.context.leases.claim(JOB, 1, 0.5)
                 sealed = two.context.leases.sealed(JOB, 1) or b""
                 hello = Hello(job=JOB, source=1, target=0, term=term, target_term=1, host=host, claim=sealed)
-                streams.append(await two.context.transport.open(one.peer, PROTOCOL))
+                streams.append(await two.context.transport.open(one.peer, STAGE.name))
                 await streams[-1].send("hello", plain(hello))
                 assert (await streams[-1].receive()).kind == "welcome"
                 await streams[-1].send("tie", {"term": term, "of": host})

@@ -1,0 +1,34 @@
+"""Every protocol that peers speak, by name and cap: servers and callers take them from here. Pure.
+
+What is said over them: docs/protocols.md.
+"""
+
+from __future__ import annotations
+
+from fusion.swarm.protocol import SWARM_PROTOCOLS, WireProtocol
+
+MAX_PROMPT_BYTES = 8 << 20  # a million token ids, or that many characters and more
+
+STAGE = WireProtocol(
+    name="/fusion/stage/1",
+    about="training: tensors and the steps' messages, from one stage of a job to another",
+    payload_bytes=None,
+    stripes=4,  # activations one way, gradients the other, at once
+)
+RING = WireProtocol(
+    name="/fusion/ring/1",
+    about="serving: sessions between a gateway and the stages, activations and tokens between the stages",
+    payload_bytes=None,
+)
+GENERATE = WireProtocol(
+    name="/fusion/generate/1",
+    about="one prompt to a gateway, the answer's tokens back",
+    payload_bytes=MAX_PROMPT_BYTES,
+)
+JOB = WireProtocol(name="/fusion/job/1", about="launch, watch and stop a job; the news of a snapshot")
+HOLD = WireProtocol(
+    name="/fusion/hold/1", about="who holds a stage; an owner that is gone or leaves, and its successor"
+)
+STATUS = WireProtocol(name="/fusion/status/1", about="what a peer shows beyond its record")
+
+PROTOCOLS = (STAGE, RING, GENERATE, JOB, HOLD, STATUS, *SWARM_PROTOCOLS)

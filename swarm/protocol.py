@@ -1,0 +1,37 @@
+"""How a protocol is listed, and those that the swarm itself speaks; `fusion.runtime.job.protocol` has the others, and all.
+
+A protocol is opened and served under the name that stands here, by both sides. docs/protocols.md has its frames, and a
+test holds its table against these lists. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.swarm.transport import UNASKED_BYTES
+
+MAX_TRAIN_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireProtocol:
+    name: str  # as libp2p negotiates it; the last part is the version
+    about: str  # one line
+    # The largest payload of one frame that the serving side takes; None: the job's plan says.
+    payload_bytes: int | None = UNASKED_BYTES
+    stripes: int = 1  # over how many of libp2p's streams one of these goes (`fusion.swarm.streams.striping`)
+
+
+BLOB = WireProtocol(name="/fusion/blob/1", about="chunks of a blob, from whoever holds it")
+PROBE = WireProtocol(
+    name="/fusion/probe/1",
+    about="what the link between two peers is like: pings, trains of bytes, reports",
+    payload_bytes=MAX_TRAIN_BYTES,
+)
+CONTROL = WireProtocol(
+    name="/fusion/control/1",
+    about="commands of this user to the peer that runs on this machine, over a Unix socket: its streams, its directory",
+    payload_bytes=16 << 20,  # of what is passed on; the largest are prompts, then chunks of blobs
+)
+
+SWARM_PROTOCOLS = (BLOB, PROBE, CONTROL)
