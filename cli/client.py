@@ -14,6 +14,7 @@ from fusion.cli.terminal import options
 from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.cli.terminal.options import home_folder
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
+from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import JobId, JobRecord, PeerRecord
 from fusion.swarm.errors import PeerUnreachable, SwarmError, TransportError
 from fusion.swarm.transport import PeerId
@@ -29,7 +30,6 @@ RETRY_SECONDS = 0.5
 # A lead that vanished is replaced within a lease and an election; its job's record lives a little longer.
 SILENCE_SECONDS = 30.0
 STOP_SECONDS = 10.0
-ENDED = frozenset({"done", "stopped", "failed"})
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from fusion.cli.link_status import link_status
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output, bytes_text, flops_text
+from fusion.swarm.directory.job_order import ENDED
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
@@ -102,7 +103,7 @@ async def _claims(
     context: Context, jobs: Sequence[JobRecord]
 ) -> list[tuple[JobRecord, int, tuple[ClaimRecord, ...]]]:
     """The live claims of every stage of every job that has not ended."""
-    places = [(job, stage) for job in jobs if job.state not in client.ENDED for stage in range(job.stages)]
+    places = [(job, stage) for job in jobs if job.state not in ENDED for stage in range(job.stages)]
     found = await asyncio.gather(*(context.directory.claims(job.job, stage) for job, stage in places))
     return [(job, stage, claims) for (job, stage), claims in zip(places, found, strict=True)]
 

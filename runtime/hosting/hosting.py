@@ -23,7 +23,7 @@ from fusion.runtime.hosting.claim_choice import (
 )
 from fusion.runtime.hosting.handover import HandoverConfig, Handovers, Hosted
 from fusion.runtime.hosting.jobs.job_files import JobFiles
-from fusion.runtime.hosting.jobs.job_server import ENDED, JobServer, Service, stop_request
+from fusion.runtime.hosting.jobs.job_server import JobServer, Service, stop_request
 from fusion.runtime.hosting.jobs.tombstones import KnownJobs
 from fusion.runtime.hosting.standby_pool import Pool
 from fusion.runtime.hosting.takeover import Takeovers
@@ -34,7 +34,8 @@ from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.manifest_shelf import ManifestShelf, ShelfConfig
 from fusion.swarm.claims.election import winner
-from fusion.swarm.directory.api import GLANCE_SECONDS, HEARTBEAT_SECONDS, newest_jobs
+from fusion.swarm.directory.api import GLANCE_SECONDS, HEARTBEAT_SECONDS
+from fusion.swarm.directory.job_order import ENDED, newest_jobs
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, one_line
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.streams import handlers

@@ -33,6 +33,7 @@ from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.claims.election import stands_by, winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.job_order import job_order
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, one_line
 from fusion.swarm.errors import SwarmError
 
@@ -176,7 +177,7 @@ class Pool:
     def follow(self, record: JobRecord) -> None:
         """The job has come to a new snapshot: bring it here now rather than at the next heartbeat."""
         for place, covered in self._covered.items():
-            if place[0] == record.job and _newer(record, covered.record):
+            if place[0] == record.job and job_order(record) > job_order(covered.record):
                 covered.record = record
                 self._follow(place)
 
@@ -292,8 +293,7 @@ class Pool:
             return
         if record is not None:
             covered.seen_at = self._clock()
-            if not _newer(covered.record, record):
-                covered.record = record
+            covered.record = max(record, covered.record, key=job_order)
         if (covered.score, covered.busy) != (score, busy):
             covered.score, covered.busy = score, busy
             self._say(place, covered)
@@ -360,7 +360,3 @@ class Pool:
 def _version(record: JobRecord) -> tuple[Digest | None, int]:
     """What a standby follows of a job."""
     return record.snapshot, record.snapshot_step
-
-
-def _newer(record: JobRecord, than: JobRecord) -> bool:
-    return (record.term, record.snapshot_step) > (than.term, than.snapshot_step)

@@ -272,7 +272,7 @@ def _point(record: JobRecord | None) -> Checkpoint:
 
 
 def _newest(point: Checkpoint, other: Checkpoint | None) -> Checkpoint:
-    return point if other is None or point.step >= other.step else other
+    return point if other is None else max(point, other, key=lambda each: each.rank)
 
 
 def _same(point: Checkpoint, other: Checkpoint) -> bool:

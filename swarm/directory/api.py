@@ -6,7 +6,6 @@ for unit tests). Both share the checks of `fusion.swarm.directory.records` and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 from fusion.swarm.directory.keys import SHARDS, jobs_key, links_key, peers_key
@@ -53,8 +52,7 @@ class Directory(Protocol):
         """What each peer has measured of its links."""
 
     async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
-        """One per job: of several authors the highest (term, step, state finished first, the lead's own). An age as for
-        `peers`."""
+        """One per job: of several authors the newest word (`fusion.swarm.directory.job_order`). An age as for `peers`."""
 
     async def job(self, job: JobId) -> JobRecord | None: ...
 
@@ -64,18 +62,3 @@ class Directory(Protocol):
     async def providers(self, digest: Digest) -> tuple[ProviderRecord, ...]: ...
 
     async def aclose(self) -> None: ...
-
-
-def newest_jobs(records: Iterable[JobRecord]) -> tuple[JobRecord, ...]:
-    """One record per job, the one that readers believe, in the order of job ids."""
-    best: dict[JobId, JobRecord] = {}
-    for record in records:
-        if record.job not in best or _standing(record) > _standing(best[record.job]):
-            best[record.job] = record
-    return tuple(best[job] for job in sorted(best))
-
-
-def _standing(record: JobRecord) -> tuple[int, int, bool, bool, bool, str]:
-    finished = record.state in ("done", "stopped", "failed")
-    own = record.author == record.lead  # others repeat the last word of a lead that is gone
-    return record.term, record.step, finished, record.state != "launching", own, record.author

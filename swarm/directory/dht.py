@@ -28,10 +28,11 @@ from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.proto import dht_pb2
 
-from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS, newest_jobs
+from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
 from fusion.swarm.directory.dht_guard import StoreGuard
 from fusion.swarm.directory.dht_values import MAX_SUBKEYS, key_id, parse_values
 from fusion.swarm.directory.holders import Holders
+from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, providers_key, shard, subkey_of
 from fusion.swarm.directory.lookup import Found, LookupConfig, Node, NodeReply, ask_all, lookup
 from fusion.swarm.directory.records import (

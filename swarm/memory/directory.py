@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS, newest_jobs
+from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
+from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, providers_key, shard, subkey_of
 from fusion.swarm.directory.records import (
     ClaimRecord,

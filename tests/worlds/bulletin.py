@@ -14,7 +14,8 @@ from typing import Any
 from worlds.network import Network
 from worlds.virtual_time import EPOCH_SECONDS
 
-from fusion.swarm.directory.api import RECORD_TTL_SECONDS, newest_jobs
+from fusion.swarm.directory.api import RECORD_TTL_SECONDS
+from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.records import (
     ClaimRecord,
     Digest,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from fusion.runtime.hosting.jobs.job_files import JobFiles
+from fusion.swarm.directory.job_order import ENDED, job_order
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.transport import PeerId
 
@@ -20,15 +21,9 @@ Version = tuple[int, Digest | None]  # term and snapshot of a job
 
 log = logging.getLogger(__name__)
 
-ENDED = frozenset({"done", "stopped", "failed"})
 REMEMBERED_JOBS = 100
 REMEMBERED_ENDS = 1000
 REFRESH_SECONDS = 6 * 3600.0  # a file that is much older speaks of a job that may have ended long ago
-
-
-def standing(record: JobRecord) -> tuple[int, bool, int, int]:
-    """Orders words on one job: the greatest knows best."""
-    return record.term, record.state in ENDED, record.snapshot_step, record.step
 
 
 class JobGossip:
@@ -62,7 +57,7 @@ class JobGossip:
         """Somebody said so, or we did."""
         record = self._as_ended(record)
         before = self._words.pop(record.job, None)
-        self._words[record.job] = record if before is None else max(record, before, key=standing)
+        self._words[record.job] = record if before is None else max(record, before, key=job_order)
         while len(self._words) > REMEMBERED_JOBS:
             del self._words[next(iter(self._words))]
 

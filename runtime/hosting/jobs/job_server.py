@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fusion.runtime.hosting.jobs.job_files import JobFiles
-from fusion.runtime.hosting.jobs.job_gossip import ENDED as ENDED
-from fusion.runtime.hosting.jobs.job_gossip import REMEMBERED_JOBS, JobGossip, standing
+from fusion.runtime.hosting.jobs.job_gossip import REMEMBERED_JOBS, JobGossip
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
@@ -30,6 +29,7 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.job_order import ENDED, job_order
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, one_line
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import verify
@@ -127,7 +127,7 @@ class JobServer:
     def lead(self, claim: ClaimRecord, manifest: Manifest, before: JobRecord | None) -> None:
         """We own the first stage from now on; `before` is what the swarm said of the job."""
         known = [self._newest(r) for r in (before, self._words.get(claim.job)) if r is not None]
-        before = max(known, key=standing, default=None)
+        before = max(known, key=job_order, default=None)
         resumed = before is not None and before.snapshot is not None
         record = JobRecord(
             job=claim.job,
@@ -172,7 +172,7 @@ class JobServer:
             record = led.record
         else:
             known = self._words.get(record.job)
-            record = self._newest(record if known is None else max(record, known, key=standing))
+            record = self._newest(record if known is None else max(record, known, key=job_order))
             term = max(record.term, self._context.leases.known_term(record.job, 0))
             step = max(record.step, progress.step)
             # Who led it knows how it went, and may not have said yet that it has ended: whoever watches asks there.

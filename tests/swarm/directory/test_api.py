@@ -30,10 +30,11 @@ from support.directory_records import (
 )
 from support.processes import below
 
-from fusion.swarm.directory.api import PEER_KEYS, newest_jobs
+from fusion.swarm.directory.api import PEER_KEYS
 from fusion.swarm.directory.dht import DhtConfig, HivemindDirectory
 from fusion.swarm.directory.dht_guard import MAX_JOBS_PER_AUTHOR, StoreGuard
 from fusion.swarm.directory.dht_values import MAX_SUBKEYS, key_id, parse_values
+from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.keys import jobs_key, key_of, shard, subkey_of
 from fusion.swarm.directory.lookup import LookupConfig, Node, NodeReply
 from fusion.swarm.directory.records import Record
@@ -91,7 +92,7 @@ def hostile_offers(now: float) -> list[Offer]:
 # Rules without a network.
 
 
-def test_of_several_authors_a_job_has_the_highest_term_then_step_then_the_finished_one() -> None:
+def test_of_several_authors_a_job_has_the_highest_term_then_the_last_state_then_step() -> None:
     launched = job_record(MALLORY, state="launching", term=0, step=0)
     waiting = job_record(ALICE, state="launching", term=1, step=0)
     running = job_record(ALICE, term=1, step=0)

@@ -1,0 +1,36 @@
+"""Which of two words on one job knows better: one order for whoever reads, repeats or keeps them. Pure.
+
+A word is a job record, from the job's lead or from a peer that repeats what it has heard. The greatest wins:
+
+1. the higher term: whoever leads later knows what came before;
+2. the later state: a job does not go on after its end, so that running at step 100 never beats done at step 99;
+3. the newer snapshot, which nobody who takes the job over may forget, then the higher step;
+4. the lead's own word before one that repeats it; the rest only makes the order total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fusion.swarm.directory.records import JobId, JobRecord
+
+ENDED = frozenset({"done", "stopped", "failed"})
+_STATES = ("launching", "running", "failed", "stopped", "done")  # from the earliest to the last
+
+
+def job_order(record: JobRecord) -> tuple[Any, ...]:
+    """The key to sort words on one job by; two that differ never have the same."""
+    progressed = (record.snapshot_step, record.step)
+    teller = (record.author == record.lead, record.author, record.lead or "", record.snapshot or "")
+    rest = (record.message, record.name, record.kind, record.stages)
+    return record.term, _STATES.index(record.state), *progressed, *teller, *rest
+
+
+def newest_jobs(records: Iterable[JobRecord]) -> tuple[JobRecord, ...]:
+    """One record per job, the one that readers believe, in the order of job ids."""
+    best: dict[JobId, JobRecord] = {}
+    for record in records:
+        if record.job not in best or job_order(record) > job_order(best[record.job]):
+            best[record.job] = record
+    return tuple(best[job] for job in sorted(best))
