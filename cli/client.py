@@ -217,7 +217,7 @@ async def _ask_lead(context: Context, record: JobRecord) -> AsyncIterator[Progre
 
 async def stop(context: Context, record: JobRecord, trainer: Identity) -> None:
     """Ask the lead to end the job, signed with the key that launched it. SwarmError if it refuses or is gone."""
-    from fusion.runtime.hosting.jobs.job_server import stop_request
+    from fusion.runtime.hosting.jobs.server import stop_request
     from fusion.runtime.job.protocol import JOB
     from fusion.swarm.transport import call
 

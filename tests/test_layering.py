@@ -150,7 +150,7 @@ def test_the_command_line_answers_without_heavy_libraries() -> None:
 def test_a_command_that_goes_through_a_running_peer_loads_no_heavy_library() -> None:
     loaded = loaded_by(
         "import fusion.cli.main, fusion.cli.client, fusion.runtime.peer.client, fusion.runtime.job.progress\n"
-        "import fusion.runtime.serving.client, fusion.runtime.hosting.jobs.job_server"
+        "import fusion.runtime.serving.client, fusion.runtime.hosting.jobs.server"
     )
     heavy = {"torch", "hivemind", "transformers", "numpy", "safetensors", "tokenizers", "rich", "grpc"}
     assert not loaded & heavy

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion.runtime.hosting.claim_choice import one_to_hand_on
-from fusion.runtime.hosting.jobs.job_server import Service
+from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError

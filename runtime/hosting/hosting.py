@@ -1,5 +1,5 @@
-"""A peer at work: it looks for jobs in the directory, claims stages and runs them. What it says about jobs is
-`fusion.runtime.hosting.jobs.job_server`'s; which stages to claim is decided by `fusion.runtime.hosting.claim_choice` and `fusion.swarm.claims.election`,
+"""A peer at work: it looks for jobs in the directory, claims stages and runs them. What it knows of jobs is
+`fusion.runtime.hosting.jobs.board`'s, what it says of them `gossip`'s beside it; which stages to claim is decided by `fusion.runtime.hosting.claim_choice` and `fusion.swarm.claims.election`,
 which ones to stand by for by `fusion.runtime.hosting.standby_pool`. Who sees an owner vanish comes through `fusion.runtime.hosting.takeover`.
 """
 
@@ -22,9 +22,11 @@ from fusion.runtime.hosting.claim_choice import (
     stages_to_claim,
 )
 from fusion.runtime.hosting.handover import HandoverConfig, Handovers, Hosted
-from fusion.runtime.hosting.jobs.job_files import JobFiles
-from fusion.runtime.hosting.jobs.job_server import JobServer, Service, stop_request
-from fusion.runtime.hosting.jobs.tombstones import KnownJobs
+from fusion.runtime.hosting.jobs.board import JobBoard
+from fusion.runtime.hosting.jobs.files import JobFiles, KeptWords
+from fusion.runtime.hosting.jobs.gossip import JobGossip
+from fusion.runtime.hosting.jobs.server import JobServer, stop_request
+from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.hosting.standby_pool import Pool
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.hosting.vacant_stages import VacantStages, needed_bytes
@@ -33,6 +35,7 @@ from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.manifest_shelf import ManifestShelf, ShelfConfig
+from fusion.runtime.job.progress import Progress
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import GLANCE_SECONDS, HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import ENDED, newest_jobs
@@ -93,9 +96,10 @@ class Hosting:
         self._clock = clock
         self._succession = context.succession if isinstance(context.succession, Takeovers) else None
         self._pool = Pool(context, services, self._spawn, fitness, clock=clock)
-        self._desk = JobServer(
-            context, services, self.nudge, self._stopped, now, snapshotted=self._pool.follow, files=files
-        )
+        self._board = JobBoard(context.peer_id)
+        kept = None if files is None else KeptWords(files, clock)
+        self._gossip = JobGossip(context, services, self._board, self._pool.follow, kept)
+        self._server = JobServer(context, self._board, self._gossip, self.nudge, self._stopped, now)
         self._shelf = ManifestShelf(context.blobs, self._spawn, self.nudge, self._config.shelf, clock)
         self._vacancies = VacantStages(context.peer_id, fitness, clock)
         self._cooling: CoolDown[Place] = CoolDown(
@@ -105,7 +109,6 @@ class Hosting:
         self._departures = Handovers(context, services, self._config.departure, self._spawn, clock)
         self._hosts: dict[Place, Hosted] = {}
         self._claiming: list[Place] = []
-        self._jobs = KnownJobs(lambda job: context.leases.known_term(job, 0))
         self._leaving = False
         self._nudged = asyncio.Event()
         self._beating = asyncio.Lock()
@@ -123,7 +126,7 @@ class Hosting:
     @property
     def _engaged(self) -> bool:
         """Whether we have a part in a job: a stage, one that we stand by for, or a last word on it."""
-        return bool(self.occupied or self._pool.jobs or self._desk.repeats)
+        return bool(self.occupied or self._pool.jobs or self._board.repeated)
 
     def nudge(self) -> None:
         """Look at the jobs now rather than at the next heartbeat."""
@@ -134,18 +137,17 @@ class Hosting:
         if self._succession is not None:
             self._succession.attach(self)
             await self._succession.start()
-        await self._desk.start()
+        await self._gossip.start()
+        await self._server.start()
 
     async def run(self) -> None:
         """Look, claim, host and publish until cancelled; then release what we hold."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            self._spawn(self._desk.follow())
+            self._spawn(self._gossip.follow())
             try:
-                await (
-                    self._desk.publish()
-                )  # what was on disk: after a cold start nobody else may know of the job
+                await self._gossip.publish()  # after a cold start nobody else may know of what was on disk
                 while True:
                     again = loop.time() + self._config.nudge_seconds
                     nudged = self._nudged.is_set()
@@ -166,7 +168,7 @@ class Hosting:
             try:
                 await self._give_back()
                 await self._look(0.0 if nudged or self._engaged else GLANCE_SECONDS)
-                await self._desk.publish()
+                await self._gossip.publish()
             except (SwarmError, OSError) as error:
                 log.warning("directory: %s", error)
 
@@ -178,21 +180,21 @@ class Hosting:
         for record in records:
             self._context.leases.observe(record.job, 0, record.term)
             if record.state in ENDED:
-                self._jobs.end(record.job)
+                self._end(record.job, record)
                 # What we lead ends by itself.
-                if record.author != self._context.peer_id or not self._desk.leads(record.job):
+                if record.author != self._context.peer_id or not self._board.leads(record.job):
                     self._cancel(record.job)
-            elif not (self._jobs.ended(record) or self._desk.concluded(record.job)):
+            elif not self._board.over(record):
                 manifest = self._shelf.get(record)
                 if manifest is not None:
                     open_jobs[record.job] = (record, manifest)
-        self._jobs.see(open_jobs)
+        self._board.see(open_jobs)
         self._shelf.keep_only({record.job for record in records})
         claims = await self._claims({job: manifest for job, (_, manifest) in open_jobs.items()})
         if not self._leaving:
             await self._pool.beat(open_jobs, claims, self.hosted, self.free_memory_bytes)
         ours = {job for job, _ in self._hosts} | self._pool.jobs
-        self._desk.hear(records, ours, await self._leaderless(ours, claims))
+        self._board.hear(records, ours, await self._leaderless(ours, claims))
         if self._leaving:
             return
         self._departures.spread(self._hosts)
@@ -255,7 +257,7 @@ class Hosting:
 
     async def _take(self, vacancy: VacantStage, record: JobRecord, manifest: Manifest) -> None:
         place = (vacancy.job, vacancy.stage)
-        if await self._lives(place) or self._jobs.get(vacancy.job) is None:
+        if await self._lives(place) or self._board.get(vacancy.job) is None:
             return
         self._claiming.append(place)
         try:
@@ -302,7 +304,7 @@ class Hosting:
     ) -> ClaimRecord | None:
         """Claim the stage above the term `over`, which is known to be free, and begin to host it. None where we cannot
         or another was first."""
-        place, known = (job, stage), self._jobs.get(job)
+        place, known = (job, stage), self._board.get(job)
         if place in self._hosts:
             return self._context.leases.holds(job, stage)
         if known is None or self._tasks is None or self._leaving or self._cooling.lasts(place):
@@ -356,7 +358,7 @@ class Hosting:
     ) -> None:
         """Run a stage that we have claimed. It may have been begun by another way, or lost already."""
         claim = self._context.leases.holds(*place)
-        over = self._tasks is None or self._leaving or self._jobs.get(place[0]) is None
+        over = self._tasks is None or self._leaving or self._board.get(place[0]) is None
         if over or place in self._hosts or claim is None:
             return
         self._vacancies.filled(place)
@@ -371,18 +373,20 @@ class Hosting:
         job, stage, began = claim.job, claim.stage, self._clock()
         log.info("stage %d of %s is ours (term %d)", stage, manifest.name, claim.term)
         if stage == 0:
-            self._desk.lead(claim, manifest, record)
+            self._gossip.lead(claim, manifest, record)
+        final: list[Progress] = []
         try:
-            more = {} if baton is None else {"baton": baton}
-            await self._services[manifest.kind].host(job, manifest, stage, claim.term, **more)
-            self._jobs.end(job)
+            await self._services[manifest.kind].host(
+                job, manifest, stage, claim.term, baton, left=final.append
+            )
+            self._end(job)
             log.info("stage %d of %s has ended", stage, manifest.name)
-            await self._desk.conclude(record)
+            await self._gossip.conclude(record, *final)
         except JobFailed as error:
             log.error("job %s failed: %s", manifest.name, one_line(str(error)))
-            self._jobs.end(job)
+            self._end(job)
             if stage == 0:
-                self._desk.fail(job, str(error))
+                self._board.cut_short(job, "failed", str(error), *final)
         except Exception as error:
             if self._context.leases.holds(job, stage) is None:
                 log.info("stage %d of %s is over here: %s", stage, manifest.name, one_line(str(error)))
@@ -400,7 +404,7 @@ class Hosting:
             self._cooling.start((job, stage))
         finally:
             if stage == 0:
-                self._desk.rest(job)
+                self._board.rest(job, *final)
 
     def _ended(self, place: Place) -> None:
         """A host is over, even one that was cancelled before it began: others may have the stage."""
@@ -425,8 +429,11 @@ class Hosting:
             hosted.task.cancel()
 
     def _stopped(self, job: JobId) -> None:
-        self._jobs.end(job)
+        self._end(job)
         self._cancel(job)
+
+    def _end(self, job: JobId, record: JobRecord | None = None) -> None:
+        self._board.end(job, self._context.leases.known_term(job, 0), record)
 
     def _cancel(self, job: JobId) -> None:
         for (other, _), hosted in self._hosts.items():
@@ -440,13 +447,13 @@ class Hosting:
         cancelled then. Nothing is claimed any more. The time it takes is bounded (`HostingConfig.departure`)."""
         self._leaving = True
         with suppress(SwarmError, OSError):
-            await self._desk.last_word()  # whoever leads next should know all that we do
+            await self._gossip.last_word()  # whoever leads next should know all that we do
         await self._pool.aclose()
         await self._departures.leave(self._hosts)
 
     async def _release_all(self) -> None:
         with suppress(SwarmError, OSError):
-            await self._desk.last_word()  # before others see that the stages are free
+            await self._gossip.last_word()  # before others see that the stages are free
         for hosted in self._hosts.values():
             hosted.task.cancel()
         releases = (self._context.leases.release(*place) for place in self._hosts)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.runtime.hosting.jobs.job_server import Service
+from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.hosting.standby_assignment import (
     BUSY_WANTED,
     WANTED,

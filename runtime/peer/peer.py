@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.hosting.hosting import Hosting, Service
-from fusion.runtime.hosting.jobs.job_files import JobFiles
+from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.protocol import STATUS
@@ -202,7 +202,6 @@ async def _working(
             work.cancel()
             await asyncio.wait([work])
     finally:
-        await training.aclose()
         await serving.aclose()
 
 

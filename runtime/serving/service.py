@@ -98,10 +98,17 @@ class ServingService:
         await self.gateway.aclose()
 
     async def host(
-        self, job: JobId, manifest: Manifest, stage: int, term: int, baton: Mapping[str, Any] | None = None
+        self,
+        job: JobId,
+        manifest: Manifest,
+        stage: int,
+        term: int,
+        baton: Mapping[str, Any] | None = None,
+        **_: Any,
     ) -> None:
         """Serve one stage until cancelled. Raises JobFailed for a job that no peer could serve (its graph, its
-        weights), BlobError where a blob cannot be had, MemoryError where the weights do not fit."""
+        weights), BlobError where a blob cannot be had, MemoryError where the weights do not fit. Nobody needs to know how
+        the job stood when it left."""
         place = (job, stage)
         if manifest.serve is None:
             raise JobFailed(f"job {manifest.name} is not one that serves a model")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from fusion.runtime.job.context import Context
@@ -29,17 +28,10 @@ __all__ = ["TrainingService", "load_stages"]
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 100  # ended jobs whose last progress is kept
 HELLO_SECONDS = 10.0
 LOADING_SECONDS = 5.0  # that a neighbour's hello waits for a stage which is being loaded here
 CLAIMING_SECONDS = 1.0  # and for one that we stand by for
 BATON_PEER = "peer"  # in a baton's header: who has its blob
-
-
-@dataclass(frozen=True)
-class _Ended:
-    progress: Progress
-    losses: tuple[tuple[int, float], ...]
 
 
 class TrainingService:
@@ -49,7 +41,6 @@ class TrainingService:
         self._hosts: dict[Place, TrainingHost] = {}
         self._loading: set[Place] = set()
         self._came = asyncio.Event()  # set, and replaced, whenever a stage has been loaded or cannot be
-        self._ended: dict[JobId, _Ended] = {}
         self._changes: dict[JobId, asyncio.Event] = {}
 
     async def start(self) -> None:
@@ -58,11 +49,19 @@ class TrainingService:
         await self._context.transport.serve(STAGE.name, self._serve)
 
     async def host(
-        self, job: JobId, manifest: Manifest, stage: int, term: int, baton: Mapping[str, Any] | None = None
+        self,
+        job: JobId,
+        manifest: Manifest,
+        stage: int,
+        term: int,
+        baton: Mapping[str, Any] | None = None,
+        *,
+        left: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         """Run one stage under our claim's `term` until its job ends (returns), we are cancelled, or it fails: raises
         JobFailed for the whole job; JobError, SwarmError, MemoryError or RuntimeError where only we cannot go on.
-        `baton`: what the owner before gave us when it left (`pass_on`)."""
+        `baton`: what the owner before gave us when it left (`pass_on`); `left` is told how the job stood when our
+        stage had come to its end, however it did."""
         try:
             host = await self._load(job, manifest, stage, term, baton)
             try:
@@ -74,10 +73,7 @@ class TrainingService:
             finally:
                 if self._hosts.get((job, stage)) is host:
                     del self._hosts[job, stage]
-                if host.lead is not None:
-                    self._remember(job, _Ended(host.lead.progress, tuple(host.lead.losses)))
-                elif host.progress.finished and not self._has_ended(job):
-                    self._remember(job, _Ended(host.progress, self.losses(job)))  # the lead may vanish now
+                left(host.progress)
                 self._signal(job)
         finally:
             self._loader.release(job, stage)
@@ -123,34 +119,30 @@ class TrainingService:
             host.stay()
 
     def progress(self, job: JobId) -> Progress | None:
-        """How a job stands: everything where we lead it or led it to its end, the step and the newest snapshot where
-        we run another of its stages, None for a job that is not here."""
-        lead, ended = self._hosts.get((job, 0)), self._ended.get(job)
-        if lead is None and ended is not None and self._has_ended(job):
-            return ended.progress  # the other stages of it that run here will hear of the end any moment
-        host = lead or next((h for (j, _), h in self._hosts.items() if j == job), None)
-        if host is not None:
-            return host.progress
-        return ended.progress if ended is not None else None
+        """How a job stands: everything where we lead it, the step and the newest snapshot where we run another of its
+        stages, None for a job that does not run here."""
+        host = self._host_for(job)
+        return None if host is None else host.progress
 
-    def losses(self, job: JobId) -> tuple[tuple[int, float], ...]:
-        """(step, loss) of every step committed under our lead, oldest first."""
-        host = self._hosts.get((job, 0))
-        if host is not None and host.lead is not None:
-            return tuple(host.lead.losses)
-        return self._ended[job].losses if job in self._ended else ()
+    def _host_for(self, job: JobId) -> TrainingHost | None:
+        """The stage of a job that knows most of it."""
+        return self._hosts.get((job, 0)) or next((h for (j, _), h in self._hosts.items() if j == job), None)
 
     async def watch(self, job: JobId) -> AsyncIterator[Progress]:
         """The progress now and after every change, until the job is finished or has left this peer."""
         last: Progress | None = None
-        while (progress := self.progress(job)) is not None:
+        host = self._host_for(job)
+        while host is not None:
             changed = self._changes.setdefault(job, asyncio.Event())
-            if progress != last:
-                yield progress
-                last = progress
-            if progress.finished:
+            if host.progress != last:  # the last word of a host that is no more is one, too
+                last = host.progress
+                yield last
+            elif last.finished:
                 return
-            await changed.wait()
+            elif self._host_for(job) is host:
+                await changed.wait()
+            else:
+                host = self._host_for(job)
 
     def stop(self, job: JobId) -> bool:
         """End the job after the step that is under way, with a snapshot. False if we do not lead it."""
@@ -159,10 +151,6 @@ class TrainingService:
             return False
         host.stop()
         return True
-
-    async def aclose(self) -> None:
-        """Nothing of ours outlives the tasks in which `host` runs."""
-        self._ended.clear()
 
     # --- streams
 
@@ -190,21 +178,10 @@ class TrainingService:
                     await self._came.wait()
         return self._hosts.get(place)
 
-    # --- books
-
     def _signal(self, job: JobId) -> None:
         event = self._changes.pop(job, None)
         if event is not None:
             event.set()
-
-    def _has_ended(self, job: JobId) -> bool:
-        return job in self._ended and self._ended[job].progress.finished
-
-    def _remember(self, job: JobId, ended: _Ended) -> None:
-        self._ended.pop(job, None)
-        self._ended[job] = ended
-        while len(self._ended) > REMEMBERED:
-            del self._ended[next(iter(self._ended))]
 
 
 def _read(baton: Mapping[str, Any] | None) -> tuple[HandoverState | None, PeerId | None]:

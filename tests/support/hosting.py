@@ -11,7 +11,7 @@ from typing import Any
 
 from fusion.runtime.hosting.handover import HandoverConfig
 from fusion.runtime.hosting.hosting import Hosting, HostingConfig
-from fusion.runtime.hosting.jobs.job_files import JobFiles
+from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.hosting.takeover import TakeoverConfig, Takeovers
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
@@ -49,7 +49,16 @@ class Pretence:
         self.begun: list[Place] = []
         self.figures: dict[JobId, Progress] = {}
 
-    async def host(self, job: JobId, manifest: Manifest, stage: int, term: int, baton: Any = None) -> None:
+    async def host(
+        self,
+        job: JobId,
+        manifest: Manifest,
+        stage: int,
+        term: int,
+        baton: Any = None,
+        *,
+        left: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
         place = (job, stage)
         self.begun.append(place)
         self.terms[place] = term
@@ -62,6 +71,8 @@ class Pretence:
             await self.running[place]
         finally:
             del self.running[place]
+            if job in self.figures:
+                left(self.figures[job])
 
     def progress(self, job: JobId) -> Progress | None:
         return self.figures.get(job)

@@ -30,6 +30,7 @@ from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch, prepare_graph
 from fusion.runtime.planes.optimizer import clip_factor, learning_rate
 from fusion.runtime.training.data.batches import Batches
+from fusion.runtime.training.host import TrainingHost
 from fusion.runtime.training.service import TrainingService
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
@@ -47,12 +48,34 @@ LANGUAGE = ("input_ids", "position_ids", "targets")
 # --- a swarm in one process
 
 
+class RecordedService(TrainingService):
+    """Remembers the stages that it ran: how a job ended is otherwise for the peer's board of jobs to know."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.ran: dict[tuple[JobId, int], TrainingHost] = {}
+
+    async def _load(self, job: JobId, manifest: Manifest, stage: int, *rest: Any) -> TrainingHost:
+        host = self.ran[job, stage] = await super()._load(job, manifest, stage, *rest)
+        return host
+
+    def progress(self, job: JobId) -> Progress | None:
+        ran = [host.progress for (other, _), host in sorted(self.ran.items()) if other == job]
+        return super().progress(job) or (ran[0] if ran else None)
+
+    def losses(self, job: JobId) -> tuple[tuple[int, float], ...]:
+        """(step, loss) of every step committed under our lead, oldest first."""
+        lead = self.ran[job, 0].lead
+        assert lead is not None
+        return tuple(lead.losses)
+
+
 @dataclass
 class Peer:
     """Its hosting is this test: stages are claimed when the test says so, and taken over when a neighbour asks."""
 
     context: Context
-    service: TrainingService
+    service: RecordedService
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     work: dict[JobId, Manifest] = field(default_factory=dict)  # what it stands by for
 
@@ -128,7 +151,7 @@ class Swarm:
             home=home,
             succession=successor,
         )
-        peer = Peer(context, TrainingService(context))
+        peer = Peer(context, RecordedService(context))
         successor.attach(peer)
         await successor.start()
         await peer.service.start()

@@ -22,7 +22,7 @@ from worlds.disk import WorldPath
 from worlds.virtual_time import lane_now
 
 from fusion.runtime.hosting.hosting import Hosting
-from fusion.runtime.hosting.jobs import job_files
+from fusion.runtime.hosting.jobs import files
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
@@ -60,14 +60,14 @@ def initial(stage: int) -> bytes:
     return pack({VARIABLE: torch.tensor(first_state(stage))})
 
 
-class JobFiles(job_files.JobFiles):
+class JobFiles(files.JobFiles):
     """Over a simulated disk: whole files at once."""
 
     def save(self, record: JobRecord) -> None:
         record = replace(record, step=max(record.snapshot_step, 0))
         values = {field.name: getattr(record, field.name) for field in fields(record)}
         path = self._path(record.job)
-        path.write_text(json.dumps({"version": job_files.VERSION, "record": values}))
+        path.write_text(json.dumps({"version": files.VERSION, "record": values}))
 
     def load(self) -> tuple[JobRecord, ...]:
         paths = sorted(self._folder.glob("*.json"))

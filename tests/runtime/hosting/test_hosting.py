@@ -349,7 +349,7 @@ def test_a_job_that_ends_while_we_look_is_not_claimed(tmp_path: Path) -> None:
             await ours.look()
             assert leases.mine() == ()
             leases.claims, leases.claim = claims, ended_late  # type: ignore[method-assign, assignment]
-            ours.hosting._jobs._ended.clear()
+            ours.hosting._board._tombstones.clear()
             await ours.look()
             assert leases.mine() == () and ours.service.begun == [] and await made.owner(job, 0) is None
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from support.hosting import Peer, Swarm, over, swarm, until
 
-from fusion.runtime.hosting.jobs.job_files import JobFiles
-from fusion.runtime.hosting.jobs.job_gossip import REFRESH_SECONDS, JobGossip
-from fusion.runtime.hosting.jobs.job_server import JobServer
+from fusion.runtime.hosting.jobs.files import JobFiles
+from fusion.runtime.hosting.jobs.gossip import JobGossip
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
@@ -20,7 +19,6 @@ from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Record
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.identity import Identity
-from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
@@ -35,8 +33,8 @@ def lead_figures(job: JobId, **changes: Any) -> Progress:
     )
 
 
-def desk(peer: Peer) -> JobServer:
-    return peer.hosting._desk
+def gossip(peer: Peer) -> JobGossip:
+    return peer.hosting._gossip
 
 
 def files_of(peer: Peer) -> JobFiles:
@@ -65,17 +63,17 @@ def test_a_new_snapshot_is_said_at_once_and_straight_to_the_standbys(tmp_path: P
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, lead, standby = await standing_by(made)
-            await desk(lead).catch_up()
+            await gossip(lead).catch_up()
             lead.service.figures[job] = lead_figures(job)
-            await desk(lead).catch_up()
+            await gossip(lead).catch_up()
             assert (await made.record(job)).snapshot == SNAPSHOT
             await until(lambda: len(standby.service.prepared) == 2)  # nobody has had a heartbeat
-            await desk(standby).catch_up()
+            await gossip(standby).catch_up()
             assert [(each.snapshot, each.step) for each in files_of(standby).load()] == [(SNAPSHOT, 20)]
             assert [(each.snapshot, each.step) for each in files_of(lead).load()] == [(SNAPSHOT, 20)]
             before = made.client().traffic()
-            await desk(lead).catch_up()
-            await desk(lead).catch_up()
+            await gossip(lead).catch_up()
+            await gossip(lead).catch_up()
             assert len(standby.service.prepared) == 2 and made.client().traffic() == before
 
     asyncio.run(main())
@@ -100,7 +98,7 @@ def test_nobody_but_the_lead_speaks_of_new_snapshots(tmp_path: Path) -> None:
                 with pytest.raises(RemoteError):
                     await call(client, standby.id, JOB.name, "snapshot", {"record": bad})
             assert len(standby.service.prepared) == 1
-            await desk(standby).catch_up()
+            await gossip(standby).catch_up()
             assert [each.snapshot for each in files_of(standby).load()] == [None]
 
     asyncio.run(main())
@@ -171,7 +169,7 @@ def test_a_job_outlives_the_death_of_everybody_at_once(tmp_path: Path, first: in
             for owner in peers[:2]:  # the first stage leads, the second one has heard of the snapshot from it
                 owner.service.figures[job] = lead_figures(job)
             for peer in peers:
-                await desk(peer).catch_up()
+                await gossip(peer).catch_up()
             for peer in peers:
                 made.network.kill(peer.id)
             for peer in peers:
@@ -239,73 +237,8 @@ def test_the_file_of_a_job_goes_when_the_job_has_ended_or_others_run_it(tmp_path
             await other.look()
             assert [len(files_of(peer).load()) for peer in (lead, other)] == [1, 0]
             lead.service.figures[job] = replace(lead_figures(job), state="done")
-            await desk(lead).catch_up()
+            await gossip(lead).catch_up()
             assert (await made.record(job)).state == "done"
             assert files_of(lead).load() == ()
 
     asyncio.run(main())
-
-
-def test_a_file_is_written_when_the_snapshot_changes_and_now_and_then(tmp_path: Path) -> None:
-    async def main() -> None:
-        clock, us = ManualClock(), Identity.generate().peer_id
-        files = JobFiles(tmp_path)
-        words = JobGossip(us, files, clock)
-        record = JobRecord(
-            job=JobId("a" * 64), name="work", kind="train", state="running", term=1, step=0, lead=us, stages=1,
-            snapshot=None, snapshot_step=0, author=us,
-        )  # fmt: skip
-        path = tmp_path / f"{record.job}.json"
-        await words.keep([record])
-        path.unlink()
-        await words.keep([replace(record, step=5, message="busy")])  # the file would say the same
-        assert not path.exists()
-        await words.keep([replace(record, snapshot=SNAPSHOT, snapshot_step=5)])
-        assert [each.step for each in files.load()] == [5]
-        path.unlink()
-        clock.advance(REFRESH_SECONDS)
-        await words.keep([replace(record, snapshot=SNAPSHOT, snapshot_step=5)])
-        assert path.exists()
-        await words.keep([replace(record, state="stopped")])
-        assert not path.exists()
-
-    asyncio.run(main())
-
-
-def test_an_older_word_never_displaces_a_newer_one() -> None:
-    us = Identity.generate().peer_id
-    old = JobRecord(
-        job=JobId("a" * 64), name="work", kind="train", state="running", term=2, step=10, lead=us, stages=1,
-        snapshot=SNAPSHOT, snapshot_step=10, author=us,
-    )  # fmt: skip
-    for newer in (
-        replace(old, term=3, step=0, snapshot_step=0),
-        replace(old, snapshot_step=20),
-        replace(old, step=15),
-        replace(old, state="done", step=9),
-    ):
-        for told in ((old, newer), (newer, old)):
-            words = JobGossip(us)
-            for record in told:
-                words.hear([record], {old.job}, (), ())
-            assert words.get(old.job) == newer
-
-
-def test_an_end_that_was_heard_is_said_again_to_whoever_says_that_the_job_goes_on() -> None:
-    us, other = Identity.generate().peer_id, Identity.generate().peer_id
-    done = JobRecord(
-        job=JobId("a" * 64), name="work", kind="train", state="done", term=2, step=10, lead=None, stages=2,
-        snapshot=SNAPSHOT, snapshot_step=10, author=other,
-    )  # fmt: skip
-    unaware = replace(done, state="running", term=1, step=4)
-    words = JobGossip(us)
-    words.hear([unaware], (), (), ())
-    assert words.repeated == ()
-    words.hear([done], (), (), ())
-    assert words.repeated == ()  # somebody else says it
-    words.hear([unaware], (), (), ())
-    assert words.repeated == (done,)
-    words.hear([done], (), (), ())
-    assert words.repeated == ()
-    words.hear([replace(unaware, term=3)], (), (), ())  # it was taken up again
-    assert words.repeated == ()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fusion.runtime.hosting.jobs.job_files import MAX_AGE_SECONDS, MAX_BYTES, JobFiles
+from fusion.runtime.hosting.jobs.files import MAX_AGE_SECONDS, MAX_BYTES, REFRESH_SECONDS, JobFiles, KeptWords
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.identity import Identity
+from fusion.swarm.memory.clock import ManualClock
 
+SNAPSHOT = Digest("5" * 64)
 PEER = Identity.generate().peer_id
 
 
@@ -97,3 +100,30 @@ def test_a_job_that_nobody_has_spoken_of_for_weeks_is_not_brought_back(tmp_path:
     assert len(JobFiles(tmp_path, lambda: later - 60).load()) == 1
     assert JobFiles(tmp_path, lambda: later + 60).load() == ()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_written_when_the_snapshot_changes_and_now_and_then(tmp_path: Path) -> None:
+    async def main() -> None:
+        clock = ManualClock()
+        files = JobFiles(tmp_path)
+        words = KeptWords(files, clock)
+        running = record(step=0, snapshot=None, snapshot_step=0)
+        path = tmp_path / f"{running.job}.json"
+
+        def gone(job: JobId) -> bool:
+            return False
+
+        await words.keep([running], gone)
+        path.unlink()
+        await words.keep([replace(running, step=5, message="busy")], gone)  # the file would say the same
+        assert not path.exists()
+        await words.keep([replace(running, snapshot=SNAPSHOT, snapshot_step=5)], gone)
+        assert [each.step for each in files.load()] == [5]
+        path.unlink()
+        clock.advance(REFRESH_SECONDS)
+        await words.keep([replace(running, snapshot=SNAPSHOT, snapshot_step=5)], gone)
+        assert path.exists()
+        await words.keep([], lambda job: True)
+        assert not path.exists()
+
+    asyncio.run(main())

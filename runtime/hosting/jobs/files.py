@@ -7,17 +7,20 @@ FOLDER/<job>.json    version and fields of the job's record; its `step` is that 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fusion.runtime.job.fields import build
-from fusion.swarm.directory.records import JobId, JobRecord, check_fields, is_digest
+from fusion.swarm.directory.job_order import ENDED
+from fusion.swarm.directory.records import Digest, JobId, JobRecord, check_fields, is_digest
 from fusion.swarm.errors import RecordError
 
 log = logging.getLogger(__name__)
@@ -26,6 +29,9 @@ VERSION = 1
 MAX_BYTES = 16 << 10
 MAX_FILES = 1000
 MAX_AGE_SECONDS = 14 * 86400.0
+REFRESH_SECONDS = 6 * 3600.0  # a file that is much older speaks of a job that may have ended long ago
+
+T = TypeVar("T")
 
 
 class JobFiles:
@@ -80,6 +86,49 @@ class JobFiles:
     def _path(self, job: JobId) -> Path:
         assert is_digest(job), "a job's id names a file"
         return self._folder / f"{job}.json"
+
+
+class KeptWords:
+    """What of the board is on the disk. `clock` gives seconds that only rise."""
+
+    def __init__(self, files: JobFiles, clock: Callable[[], float] = time.monotonic) -> None:
+        self._files = files
+        self._clock = clock
+        self._kept: dict[
+            JobId, tuple[tuple[int, Digest | None], float]
+        ] = {}  # term and snapshot, and since when
+        self._writing = asyncio.Lock()  # of two that write, the later one knows better
+
+    async def load(self) -> tuple[JobRecord, ...]:
+        records = await asyncio.to_thread(self._files.load)
+        for record in records:
+            self._kept[record.job] = (_version(record), -math.inf)  # written again soon: the job lives
+        return records
+
+    async def keep(self, records: Iterable[JobRecord], gone: Callable[[JobId], bool]) -> None:
+        """Bring the files up to date: `records` are the words on the jobs that concern us, and `gone` tells of any
+        other whether its file is needed no more."""
+        async with self._writing:
+            live = {record.job: record for record in records if record.state not in ENDED}
+            for job, record in live.items():
+                version, since = self._kept.get(job, (None, 0.0))
+                if version != _version(record) or self._clock() - since >= REFRESH_SECONDS:
+                    # A disk that does not take it is told of once.
+                    self._kept[job] = (_version(record), self._clock())
+                    await self._write(self._files.save, record, record.name)
+            for job in [job for job in self._kept if job not in live and gone(job)]:
+                del self._kept[job]
+                await self._write(self._files.remove, job, job[:12])
+
+    async def _write(self, change: Callable[[T], None], what: T, name: str) -> None:
+        try:
+            await asyncio.to_thread(change, what)
+        except OSError as error:
+            log.warning("the file of job %s: %s", name, error.strerror or error)
+
+
+def _version(record: JobRecord) -> tuple[int, Digest | None]:
+    return record.term, record.snapshot
 
 
 def _read(path: Path) -> JobRecord:

@@ -1,0 +1,199 @@
+"""What a peer says about jobs without being asked: the records that it publishes of them.
+
+It speaks for the jobs that it leads. On those that it does not lead but holds, or held, stages of, it repeats the
+newest word while nobody else says it: a job that no record names any more could never find another lead. A new
+snapshot is said at once, to the directory and straight to the job's standbys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from fusion.runtime.hosting.jobs.board import CONCLUDED, JobBoard, advanced
+from fusion.runtime.hosting.jobs.files import KeptWords
+from fusion.runtime.hosting.jobs.service import Service
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.protocol import JOB
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.job_order import ENDED, job_order
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import PeerId, call
+
+log = logging.getLogger(__name__)
+
+FOLLOW_SECONDS = 0.25  # between two looks at what our services know
+# Longer than a claim: a job's record must outlive the claim of the lead that vanished, or there would be a moment in
+# which nobody speaks for the job.
+RECORD_TTL_SECONDS = 6 * HEARTBEAT_SECONDS
+LEADERLESS = "waiting for a peer to take the lead"
+TELL_SECONDS = 2.0
+TOLD_PEERS = 256
+
+
+class JobGossip:
+    """Of the jobs on `board`. `snapshotted` is called with the record of a job that has come to a new snapshot. `files`
+    None: nothing is kept on disk."""
+
+    def __init__(
+        self,
+        context: Context,
+        services: Mapping[str, Service],
+        board: JobBoard,
+        snapshotted: Callable[[JobRecord], None] = lambda record: None,
+        files: KeptWords | None = None,
+    ) -> None:
+        self._context = context
+        self._services = services
+        self._board = board
+        self._snapshotted = snapshotted
+        self._files = files
+
+    async def start(self) -> None:
+        """Say what our disk knows of: after a cold start nobody else may."""
+        if self._files is not None:
+            for record in await self._files.load():
+                self._board.remember(record)
+        self._board.hear((), (), ())
+        await self._say(*self._repeated())
+
+    # --- what our own stages know
+
+    def lead(self, claim: ClaimRecord, manifest: Manifest, before: JobRecord | None) -> None:
+        """We own the first stage from now on; `before` is what the swarm said of the job."""
+        known = [self._newest(r) for r in (before, self._board.word(claim.job)) if r is not None]
+        self._board.lead(claim, manifest, max(known, key=job_order, default=None))
+
+    def figures(self, job: JobId) -> Progress | None:
+        """How a job stands of which we run a stage, or ran one to its end: what a watcher is told."""
+        record = self._board.word(job)
+        progress = None if record is None else self._services[record.kind].progress(job)
+        self._board.update(job, progress)
+        return self._board.final(job) or progress
+
+    def _update(self) -> None:
+        for record in self._board.led:
+            self._board.update(record.job, self._services[record.kind].progress(record.job))
+
+    def _newest(self, record: JobRecord) -> JobRecord:
+        """What a word on a job that goes on says with what our own stage knows."""
+        return (
+            record
+            if record.state in ENDED
+            else advanced(record, self._services[record.kind].progress(record.job))
+        )
+
+    async def conclude(self, record: JobRecord, progress: Progress | None = None) -> None:
+        """A stage of the job ran here to the job's end, which `progress` tells of. If its lead vanishes now, nobody
+        else may ever say so: say it before the stage is free, and from now on against all who believe that the job
+        goes on."""
+        if progress is None or progress.state not in CONCLUDED:
+            return
+        self._board.conclude(record, progress, self._context.leases.known_term(record.job, 0))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TELL_SECONDS):
+                await self.say(record.job)
+
+    # --- what the directory gets to hear
+
+    def _repeat(self, record: JobRecord) -> JobRecord:
+        """The newest word on a job, as we say it ourselves."""
+        us = self._context.peer_id
+        record = replace(self._newest(record), author=us)
+        if record.state not in ENDED:
+            return replace(record, lead=None, message=LEADERLESS)
+        # The lead of a job that has ended is whoever can tell how it went.
+        return replace(record, lead=None if self._board.final(record.job) is None else us)
+
+    def _repeated(self) -> list[JobRecord]:
+        return [self._repeat(record) for record in self._board.repeated]
+
+    async def publish(self) -> None:
+        """Say how the jobs stand that we speak for."""
+        self._update()
+        await asyncio.gather(self._say(*self._board.led, *self._repeated()), self._keep())
+
+    async def last_word(self) -> None:
+        """We leave: say what we know of every job, so that whoever leads next knows it too. Before our claims are
+        released, or others would see a job without a lead and without its newest snapshot."""
+        self._update()
+        ours = [self._repeat(record) for record in self._board.led]
+        await asyncio.gather(self._say(*ours, *self._repeated()), self._keep())
+
+    async def follow(self) -> None:
+        """Say at once, for ever, when a job that we lead has come to a new snapshot or to its end."""
+        while True:
+            await asyncio.sleep(FOLLOW_SECONDS)
+            await self.catch_up()
+
+    async def catch_up(self) -> None:
+        """What `follow` does each time."""
+        self._update()
+        changed = self._board.changed()
+        running = [record for record in changed if record.state not in ENDED]
+        await asyncio.gather(self._keep(), self._say(*changed), *map(self._tell_standbys, running))
+
+    async def say(self, job: JobId) -> None:
+        """What we have to say of one job."""
+        record = self._board.word(job)
+        if record is not None:
+            await self._say(record if self._board.leads(job) else self._repeat(record))
+
+    async def _keep(self) -> None:
+        if self._files is not None:
+            await self._files.keep(map(self._newest, self._board.to_keep()), self._board.gone)
+
+    async def _say(self, *records: JobRecord) -> None:
+        await asyncio.gather(*map(self._publish, records))
+
+    async def _publish(self, record: JobRecord) -> None:
+        try:
+            await self._context.directory.publish(record, ttl_seconds=RECORD_TTL_SECONDS)
+        except SwarmError as error:
+            log.warning("job %s (%s): not published: %s", record.name, record.job[:12], error)
+
+    # --- what single peers get to hear
+
+    async def tell_owners(self, record: JobRecord) -> None:
+        """The owners of the other stages need not wait for their next heartbeat to learn that the job has ended."""
+        claims = await asyncio.gather(
+            *(self._context.directory.claims(record.job, s) for s in range(1, min(record.stages, TOLD_PEERS)))
+        )
+        owners = {owner.peer for owner in map(winner, claims) if owner is not None}
+        owners.discard(self._context.peer_id)
+        await asyncio.gather(*(self._tell(peer, "launch", {"job": record.job}) for peer in owners))
+
+    async def _tell_standbys(self, record: JobRecord) -> None:
+        """They bring the snapshot to themselves now, and not when they look into the directory next."""
+        self._snapshotted(record)
+        stages = range(min(record.stages, TOLD_PEERS))
+        known = [claim for stage in stages for claim in self._context.leases.recent(record.job, stage)]
+        standbys = {claim.peer for claim in known if claim.role == "standby"} - {self._context.peer_id}
+        sealed = self._context.directory.sealed(record, ttl_seconds=RECORD_TTL_SECONDS)
+        await asyncio.gather(*(self._tell(peer, "snapshot", {"record": sealed}) for peer in standbys))
+
+    def follow_lead(self, sender: PeerId, data: object) -> None:
+        """A lead told us, its standby, of a new snapshot. Raises RecordError, ValueError. Others than the lead as we
+        know it may be right, but the directory will say so."""
+        record = self._context.directory.unsealed(data) if isinstance(data, bytes) else None
+        if not isinstance(record, JobRecord) or record.author != sender:
+            raise ValueError("snapshot needs the sealed job record of whoever sends it")
+        lead = winner(self._context.leases.recent(record.job, 0))
+        if lead is None or (lead.peer, lead.term) != (sender, record.term):
+            return
+        if record.job in self._board.concerned and not self._board.leads(record.job):
+            self._board.remember(record)
+        self._snapshotted(record)
+
+    async def _tell(self, peer: PeerId, kind: str, header: Mapping[str, Any]) -> None:
+        with suppress(SwarmError, TimeoutError):
+            async with asyncio.timeout(TELL_SECONDS):
+                await call(self._context.transport, peer, JOB.name, kind, header)

@@ -1,0 +1,118 @@
+"""What a peer answers to whoever asks it about a job.
+
+/fusion/job/1   launch {job}                     look at this job now, do not wait for the next heartbeat
+                watch  {job}                     a stream of `progress` frames until the job ends, or one
+                                                 `redirect` {lead} from a peer that neither leads the job nor ran a
+                                                 stage of it to its end
+                stop   {job, time, signature}    end the job; signed by the key of whoever launched it
+    snapshot {record}                from the lead: its sealed job record, which names a new snapshot
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from fusion.runtime.hosting.jobs.board import JobBoard
+from fusion.runtime.hosting.jobs.gossip import JobGossip
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.protocol import JOB
+from fusion.swarm.directory.job_order import ENDED
+from fusion.swarm.directory.records import JobId, JobRecord
+from fusion.swarm.identity import verify
+from fusion.swarm.transport import PeerId, Stream
+
+WATCH_SECONDS = 0.25
+STOP_WINDOW_SECONDS = 300.0  # how far the clock of whoever stops a job may be from ours
+
+
+class JobServer:
+    """`nudged` is called when somebody asks us to look at the jobs now, `stopped` when a job that we lead was stopped
+    by whoever launched it. `now` gives unix seconds."""
+
+    def __init__(
+        self,
+        context: Context,
+        board: JobBoard,
+        gossip: JobGossip,
+        nudged: Callable[[], None],
+        stopped: Callable[[JobId], None],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._context = context
+        self._board = board
+        self._gossip = gossip
+        self._nudged = nudged
+        self._stopped = stopped
+        self._now = now
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self._context.transport.serve(JOB.name, self._handle)
+
+    async def _handle(self, stream: Stream) -> None:
+        frame = await stream.receive()
+        job = JobId(str(frame.header.get("job", ""))[:64])
+        if frame.kind == "launch":
+            self._nudged()
+            await stream.send("ok")
+        elif frame.kind == "watch":
+            await self._watch(stream, job)
+        elif frame.kind == "stop":
+            record = self._stop(job, frame.header.get("time"), frame.header.get("signature"))
+            await self._gossip.say(job)
+            await stream.send("ok")
+            await self._gossip.tell_owners(record)
+        elif frame.kind == "snapshot":
+            self._gossip.follow_lead(stream.remote, frame.header.get("record"))
+            await stream.send("ok")
+        else:
+            raise ValueError(f"{JOB.name} knows launch, watch, stop and snapshot, not {frame.kind[:40]!r}")
+
+    async def _watch(self, stream: Stream, job: JobId) -> None:
+        if not (self._board.leads(job) or self._board.final(job)):
+            known = await self._context.directory.job(job)
+            await stream.send("redirect", {"lead": known.lead if known else None})
+            return
+        gone = asyncio.ensure_future(stream.receive())  # a watcher says nothing more
+        last: Progress | None = None
+        try:
+            while self._board.leads(job) or self._board.final(job):
+                progress = self._gossip.figures(job)
+                if progress is not None and progress != last:
+                    if progress.finished:
+                        # Whoever sees the end asks the directory next: it must know of it, and of the last snapshot.
+                        await self._gossip.say(job)
+                    await stream.send("progress", progress.to_header())
+                    last = progress
+                if (progress is not None and progress.finished) or gone.done():
+                    return
+                await asyncio.wait([gone], timeout=WATCH_SECONDS)
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+
+    def _stop(self, job: JobId, at: object, signature: object) -> JobRecord:
+        """The record of the job once it is stopped. JobError where it is not for the asker, or for us, to stop it."""
+        progress = self._gossip.figures(job)
+        record = self._board.word(job)
+        if record is not None and record.state in ENDED:
+            raise JobError(f"the job {record.name} is {record.state} already")
+        if record is None or not self._board.leads(job):
+            raise JobError(f"this peer does not lead the job {job[:12]}: ask its lead")
+        timely = isinstance(at, int | float) and abs(self._now() - at) <= STOP_WINDOW_SECONDS
+        if not isinstance(at, int | float) or not timely or not isinstance(signature, bytes):
+            raise JobError(f"stop needs the time (within {STOP_WINDOW_SECONDS:.0f} s of now) and a signature")
+        if not verify(PeerId(self._board.trainer(job)), signature, stop_request(job, at)):
+            raise JobError("only whoever launched the job may stop it")
+        record = self._board.cut_short(job, "stopped", "stopped by whoever launched it", progress)
+        self._stopped(job)
+        return record
+
+
+def stop_request(job: JobId, at: float) -> bytes:
+    """What the launcher signs to stop a job."""
+    return f"fusion-peer stop {job} {at!r}".encode()
