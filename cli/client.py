@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ RETRY_SECONDS = 0.5
 # A lead that vanished is replaced within a lease and an election; its job's record lives a little longer.
 SILENCE_SECONDS = 30.0
 STOP_SECONDS = 10.0
+ASKED_STAGES = 16  # whose owners are asked how a job ended whose lead is gone
 
 
 @asynccontextmanager
@@ -165,7 +166,7 @@ async def find_model(context: Context, name: str) -> None:
 
 
 async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
-    """How the job stands, each time it changes, from whichever peer leads it, until it has ended. SwarmError when
+    """How the job stands, each time it changes, from whichever peer leads it, or can tell how it ended. SwarmError when
     nobody speaks for it any more."""
     from fusion.runtime.job.progress import Progress
 
@@ -175,37 +176,43 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
         record = await context.directory.job(job)
         if record is not None:
             heard = time.monotonic()  # a record that nobody renews runs out
-        if record is not None and record.state in ENDED and record.lead is None:
-            yield replace(last, state=record.state, step=record.step, message=record.message)
-            return
-        if record is not None and record.lead is not None:
-            try:
-                async for progress in _ask_lead(context, record):
-                    heard = time.monotonic()
-                    last = progress
-                    yield progress
-                    if progress.finished:
-                        return
-            except TransportError:
-                pass  # the lead is gone or moved: the directory will name the next one
-            latest = await context.directory.job(job)
-            if latest is not None and latest.state in ENDED:
-                yield replace(last, state=latest.state, step=latest.step, message=latest.message)
+            async for peer in _tellers(context, record):
+                with suppress(TransportError):  # it is gone, or the lead has moved: another will tell
+                    async for progress in _ask(context, peer, job):
+                        heard = time.monotonic()
+                        last = progress
+                        yield progress
+                        if progress.finished:
+                            return
+            if record.state in ENDED:
+                yield replace(last, state=record.state, step=record.step, message=record.message)
                 return
         if time.monotonic() - heard > SILENCE_SECONDS:
             raise SwarmError(f"nobody speaks for the job {job[:12]} any more")
         await asyncio.sleep(RETRY_SECONDS)
 
 
-async def _ask_lead(context: Context, record: JobRecord) -> AsyncIterator[Progress]:
+async def _tellers(context: Context, record: JobRecord) -> AsyncIterator[PeerId]:
+    """Who can say how a job stands, best first: whoever leads it, and of one that has ended also those who ran its
+    other stages to the end."""
+    if record.lead is not None:
+        yield record.lead
+    if record.state in ENDED:
+        stages = range(min(record.stages, ASKED_STAGES))
+        held = await asyncio.gather(*(context.directory.claims(record.job, stage) for stage in stages))
+        ran = {claim.peer for claims in held for claim in claims if claim.role in ("owner", "released")}
+        for peer in sorted(ran - {record.lead}):
+            yield peer
+
+
+async def _ask(context: Context, peer: PeerId, job: JobId) -> AsyncIterator[Progress]:
     from fusion.runtime.job.progress import Progress
     from fusion.runtime.job.protocol import JOB
     from fusion.swarm.transport import checked
 
-    assert record.lead is not None
-    stream = await context.transport.open(record.lead, JOB.name)
+    stream = await context.transport.open(peer, JOB.name)
     try:
-        await stream.send("watch", {"job": record.job})
+        await stream.send("watch", {"job": job})
         while True:
             frame = checked(await stream.receive())
             if frame.kind != "progress":

@@ -1,6 +1,6 @@
 """What the leads of a job said while it ran, as a history: attempts, commits, recoveries, stalls. Pure.
 
-A lead tells its progress at each change (`fusion.cli.local.chaos_trace`). An attempt begins with a step that is not yet
+A lead tells its progress at each change (`fusion.cli.local.chaos_trace`), and every owner how the job ended. An attempt begins with a step that is not yet
 committed, so its first word is no commit; each further word with a higher step is one.
 """
 
@@ -47,7 +47,10 @@ class Timeline:
         if record.get("event") != "step" or record.get("job") != self.job:
             return False
         at, step, count = float(record["at"]), int(record["step"]), int(record["attempts"])
-        if count > 0:
+        ended = record.get("state") in ("done", "stopped", "failed")
+        if ended and lead not in self._open:
+            pass  # it has only heard of the end
+        elif count > 0:
             attempt, reached = self._open.get(lead, (None, 0))
             if attempt is None or attempt.count != count:
                 attempt, reached = Attempt(at=at, lead=lead, count=count, step=step), step
@@ -62,12 +65,13 @@ class Timeline:
         message = str(record.get("message") or "")
         if message and (not self.said or self.said[-1][1:] != (lead, message)):
             self.said.append((at, lead, message))
-        ended = record.get("state") in ("done", "stopped", "failed")
-        if ended:
-            self.ended_at = at
-            self.said.append((at, lead, f"{record['state']} at step {step}: {record.get('error') or '-'}"))
-        if ended or self.ended_at is None:  # what is said after the end is no news
+        if self.ended_at is None:  # what is said after the end is no news
             self.last = dict(record)
+            if ended:
+                self.ended_at = at
+                self.said.append(
+                    (at, lead, f"{record['state']} at step {step}: {record.get('error') or '-'}")
+                )
         return True
 
     def restarted(self, lead: str) -> None:

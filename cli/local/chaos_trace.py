@@ -1,5 +1,6 @@
 """What a peer of a chaos run prints beside the rest (`start --json --tell-steps`): each step that it commits as a
-lead, at once, with the time: {"event": "step", "at": UNIX SECONDS, ...the job's progress}."""
+lead, at once, and how each job ended of which it ran a stage: the lead may be gone by then. With the time:
+{"event": "step", "at": UNIX SECONDS, ...the job's progress}."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from fusion.cli.terminal.output import Output
 
 if TYPE_CHECKING:
+    from fusion.runtime.job.progress import Progress
     from fusion.runtime.peer.peer import Peer
     from fusion.swarm.directory.records import JobId
 
@@ -17,23 +19,32 @@ LOOK_SECONDS = 0.05  # for jobs that we have begun to lead
 
 
 async def tell_steps(peer: Peer, output: Output) -> None:
-    """Print every change in the progress of the training jobs that this peer leads, until cancelled."""
+    """Print every change in the progress of the training jobs that this peer leads, and their ends, until cancelled."""
+    hosted: set[JobId] = set()
     ended: set[JobId] = set()
+
+    def tell(progress: Progress) -> None:
+        record = progress.to_header()
+        del record["recent"]  # a loss of each step: `loss` has told it already
+        output.emit({"event": "step", "at": time.time(), **record})
+        if progress.finished:
+            ended.add(progress.job)
 
     async def follow(job: JobId) -> None:
         async for progress in peer.training.watch(job):
-            record = progress.to_header()
-            del record["recent"]  # a loss of each step: `loss` has told it already
-            output.emit({"event": "step", "at": time.time(), **record})
-            if progress.finished:
-                ended.add(job)
+            tell(progress)
 
     async with asyncio.TaskGroup() as tasks:
         followed: dict[JobId, asyncio.Task[None]] = {}
         while True:
+            hosted |= {job for job, _ in peer.hosting.hosted}
             led = {job for job, stage in peer.hosting.hosted if stage == 0} - ended
             followed = {job: task for job, task in followed.items() if not task.done()}
             for job in led - set(followed):
                 if peer.training.progress(job) is not None:  # else it is being loaded, or one that serves
                     followed[job] = tasks.create_task(follow(job))
+            for job in hosted - ended - set(followed):
+                final = peer.hosting.final(job)
+                if final is not None:
+                    tell(final)
             await asyncio.sleep(LOOK_SECONDS)

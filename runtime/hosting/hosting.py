@@ -123,6 +123,10 @@ class Hosting:
     def free_memory_bytes(self) -> int:
         return self._context.memory_bytes - sum(hosted.memory_bytes for hosted in self._hosts.values())
 
+    def final(self, job: JobId) -> Progress | None:
+        """How a job went, if a stage of it ran here to its end."""
+        return self._board.final(job)
+
     @property
     def _engaged(self) -> bool:
         """Whether we have a part in a job: a stage, one that we stand by for, or a last word on it."""

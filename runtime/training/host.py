@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
@@ -66,7 +66,7 @@ class TrainingHost:
         self._plane = loaded.plane
         self._files = loaded.files
         self._changed = changed
-        self._end: Literal["running", "done", "stopped"] = "running"
+        self._final: Progress | None = None  # as the lead told it
         self._baton = loaded.baton
         host = int(secrets.token_hex(7), 16)
         self._state = steps.StageState(step=loaded.step, stage=self.stage, term=term, host=host)
@@ -103,11 +103,11 @@ class TrainingHost:
 
     @property
     def progress(self) -> Progress:
-        """The lead's figures; on another stage, what it knows itself."""
+        """The lead's figures; on another stage, what it knows itself until the lead tells it how the job went."""
         if self.lead is not None:
             return self.lead.progress
-        return Progress(
-            job=self.job, state=self._end, step=self._state.step, steps=self._config.steps,
+        return self._final or Progress(
+            job=self.job, state="running", step=self._state.step, steps=self._config.steps,
             stages=self._plan.stages, snapshot=self.newest.digest, snapshot_step=self.newest.step,
         )  # fmt: skip
 
@@ -177,11 +177,11 @@ class TrainingHost:
         while True:
             source, event = await self._events.get()
             match event:
-                case m.FinishMessage(state=state, text=text):
+                case m.FinishMessage(state=state, text=text, progress=final):
                     await self._stop_work()
+                    self._final = replace(final or self.progress, job=self.job, state=state, error=text)
                     if state == "failed":
                         raise JobFailed(text)
-                    self._end = state
                     return
                 case m.BeginMessage(attempt=attempt, step=step, after=after, tally=tally):
                     await self._event(steps.Begin(attempt, step, after, tally))

@@ -98,10 +98,14 @@ class Swarm:
         self._records = records
         self._leads = leads
         self.transport = SimpleNamespace(open=self.open)
-        self.directory = SimpleNamespace(job=self.job)
+        self.directory = SimpleNamespace(job=self.job, claims=self.claims)
 
     async def job(self, job: JobId) -> JobRecord | None:
         return self._records.pop(0) if len(self._records) > 1 else self._records[0]
+
+    async def claims(self, job: JobId, stage: int) -> tuple[SimpleNamespace, ...]:
+        held = {peer: "owner" if peer.startswith("lead") else "released" for peer in self._leads}
+        return tuple(SimpleNamespace(peer=peer, role=role) for peer, role in held.items())
 
     async def open(self, peer: str, protocol: str) -> Lead:
         lead = next(self._leads.get(peer, iter(())), None)
@@ -139,7 +143,7 @@ def test_watch_goes_with_the_lead() -> None:
         "lead-2": iter([Lead([Frame("redirect", {"lead": "lead-3"})])]),
         "lead-3": iter([Lead([said(DONE)])]),
     }
-    records = [record(), record(), *[record(lead=PeerId("lead-2"))] * 2, record(lead=PeerId("lead-3"))]
+    records = [record(), record(lead=PeerId("lead-2")), record(lead=PeerId("lead-3"))]
     assert watched(Swarm([None, record(lead=None), *records], leads)) == [RUNNING, DONE]
 
 
@@ -159,6 +163,18 @@ def test_watch_keeps_what_it_heard_of_a_job_that_ended_out_of_sight() -> None:
 def test_watch_asks_the_lead_of_a_job_that_ended_before_anybody_asked() -> None:
     swarm = Swarm([record(state="done", step=9)], {"lead-1": iter([Lead([said(DONE)])])})
     assert watched(swarm) == [DONE]
+
+
+def test_watch_hears_how_a_job_went_from_who_outlived_its_lead() -> None:
+    """The lead said that it is done before it died: nobody else says it yet."""
+    stages = {
+        "owner-1": iter([Lead([Frame("redirect", {"lead": None})])]),
+        "owner-2": iter([Lead([said(DONE)])]),
+    }
+    swarm = Swarm(
+        [record(), record(state="done", step=9)], {"lead-1": iter([Lead([said(RUNNING)])]), **stages}
+    )
+    assert watched(swarm) == [RUNNING, DONE]
 
 
 def test_watch_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, Literal
 
 from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
-from fusion.runtime.job.progress import RECENT, Progress
+from fusion.runtime.job.progress import Progress
 from fusion.runtime.training.lead.tuning import in_words
 from fusion.runtime.training.snapshots.snapshot import Collector, encode_index
 from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod
@@ -261,9 +261,11 @@ class Lead:
 
     def _books(self) -> dict[str, object]:
         ledger, tally = self.books
+        recent = tuple(pair for pair in tally.recent if pair[0] < ledger.steps)
         return {
             "samples": ledger.samples, "ledger": ledger.head, "discarded": tally.discarded,
             "replayed": tally.replayed, "losses": tally.losses, "recoveries": tally.recoveries,
+            "recent": recent, "loss": recent[-1][1] if recent else None,
         }  # fmt: skip
 
     def _tell_books(self) -> None:
@@ -277,21 +279,15 @@ class Lead:
 
     def _committed(self, committed: steps.Committed) -> None:
         reports = [committed.reports[s] for s in range(self._stages)]
-        loss = next((report.loss for report in reports if report.loss is not None), None)
         self._times.append(self._clock())
         took, config = self._times[-1] - self._times[-2], self._config
         self._period = self._period.stepped(took)
         self._computed.append(tuple(_share(r.busy) * took / config.microbatches for r in reports))
         tokens = config.microbatches * config.microbatch_size * max(1, config.sequence)
         seconds = self._times[-1] - self._times[0]
-        recent = self.progress.recent
-        if loss is not None:
-            self.losses.append((committed.step, loss))
-            recent = (*(r for r in recent if r[0] < committed.step), (committed.step, loss))[-RECENT:]
+        self.losses += [pair for pair in self._state.tally.recent if pair[0] == committed.step]
         self.tell(
             step=committed.step + 1,
-            loss=loss,
-            recent=recent,
             tokens_per_second=tokens * (len(self._times) - 1) / seconds if seconds > 0 else 0.0,
             busy=tuple(round(report.busy, 4) for report in reports),
             sent_bytes=sum(report.sent_bytes for report in reports),
@@ -348,8 +344,10 @@ class Lead:
         """Tell everyone, ourselves included, that the job has ended."""
         if not self._finishing:
             self._finishing = True
-            self._everyone(m.FinishMessage(state=state, text=text[:300]))
             self.tell(state=state, error=text[:300], message="")
+            # All that is known of the job, but who held as many stages as it may have: we may be killed any moment.
+            figures = replace(self.progress, owners=(), busy=())
+            self._everyone(m.FinishMessage(state=state, text=text[:300], progress=figures))
 
 
 def _share(said: float) -> float:

@@ -230,10 +230,11 @@ def _commit(state: LeadState) -> Result:
         return _refuse(state, f"stage {wrong[0]} fed other samples than those of step {step}")
     ledger = state.ledger.commit(step, fed, config.microbatches * config.microbatch_size)
     reports = state.ready
+    loss = next((report.loss for report in reports.values() if report.loss is not None), None)
     state = replace(
         state,
         ledger=ledger,
-        tally=state.tally.commit(step),
+        tally=state.tally.commit(step, loss),
         joined=dict.fromkeys(range(state.stages), step + 1),
         ready={},
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fusion.runtime.job.fields import build, plain
+from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
 from fusion.runtime.training.step.events import NO_ENTRY, After, Entry, Links, StageReport
@@ -123,8 +124,11 @@ class MoveMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishMessage:
+    """The job has ended, and how it went: from now on any stage can tell whoever asks."""
+
     state: Literal["done", "stopped", "failed"]
     text: str = ""
+    progress: Progress | None = None
 
 
 # --- control, the others to the lead

@@ -1,4 +1,4 @@
-"""What a job went through so far: losses, recoveries, steps discarded and replayed.
+"""What a job went through so far: owners lost, recoveries, steps discarded and replayed, and the loss of the last steps.
 
 The lead counts and tells everyone with each `begin`; every stage counts the commits and discards that it hears of on
 its own copy, and brings it along when it joins. So the counts outlive any lead: the next one takes the highest.
@@ -6,7 +6,10 @@ its own copy, and brings it along when it joins. So the counts outlive any lead:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+from fusion.runtime.job.progress import RECENT
 
 Attempt = tuple[int, int]  # (term of the lead, how many it had begun)
 NO_ATTEMPT: Attempt = (0, 0)
@@ -14,7 +17,7 @@ NO_ATTEMPT: Attempt = (0, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatistics:
-    """Every field only grows."""
+    """Every number only grows; a step that is committed again comes out as it did before."""
 
     high: int = 0  # the most steps that were ever committed
     discarded: int = 0  # steps that were begun and not committed
@@ -24,11 +27,14 @@ class RunStatistics:
     last_discard: Attempt = NO_ATTEMPT  # the newest attempt that is among `discarded`
     failed: tuple[int, int] = (-1, 0)  # the step at which some stage's arithmetic failed, and how often
     seconds: float = 0.0  # that the leads so far have watched the job
+    recent: tuple[tuple[int, float], ...] = ()  # (step, loss) of the last committed steps, oldest first
 
-    def commit(self, step: int) -> RunStatistics:
+    def commit(self, step: int, loss: float | None = None) -> RunStatistics:
+        """`loss`: of that step, where we know it."""
+        made = self if loss is None else replace(self, recent=_last({**dict(self.recent), step: loss}))
         if step < self.high:
-            return replace(self, replayed=self.replayed + 1)
-        return replace(self, high=step + 1)
+            return replace(made, replayed=self.replayed + 1)
+        return replace(made, high=step + 1)
 
     def discard(self, attempt: Attempt) -> RunStatistics:
         """An attempt has at most one step that is begun and not committed; telling it twice counts once."""
@@ -56,7 +62,12 @@ class RunStatistics:
             last_discard=max(self.last_discard, other.last_discard),
             failed=max(self.failed, other.failed),
             seconds=max(self.seconds, other.seconds),
+            recent=_last(dict(sorted({*self.recent, *other.recent}))),
         )
+
+
+def _last(losses: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(losses.items())[-RECENT:])
 
 
 CLEAN = RunStatistics()

@@ -23,6 +23,7 @@ class StageState:
     links: e.Links = ()  # to whom, while linked
     phase: Literal["idle", "running", "ready", "restoring", "handing over"] = "idle"
     leaving: bool = False
+    loss: float | None = None  # of the step that we are ready with, where we make it
     abandoned: bool = False  # we dropped a step of `attempt` before the lead said so
     tally: RunStatistics = CLEAN
 
@@ -46,7 +47,7 @@ def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.S
         case e.Completed(attempt, step, report):
             if state.phase != "running" or (attempt, step) != (state.attempt, state.step):
                 return state, ()
-            return replace(state, phase="ready"), (e.SendReady(attempt, step, report),)
+            return replace(state, phase="ready", loss=report.loss), (e.SendReady(attempt, step, report),)
         case e.Commit():
             return _commit(state, event)
         case e.Discard(attempt):
@@ -124,7 +125,7 @@ def _commit(state: StageState, event: e.Commit) -> tuple[StageState, tuple[e.Sta
     attempt, step, following = event.attempt, event.step, event.after
     if state.phase != "ready" or (attempt, step) != (state.attempt, state.step):
         return state, ()
-    state = replace(state, step=step + 1, tally=state.tally.commit(step))
+    state = replace(state, step=step + 1, tally=state.tally.commit(step, state.loss))
     apply = e.Apply(event.learning_rate, event.clip_factor)
     if state.stage in following.hold:
         return replace(state, phase="handing over"), (apply, e.HandOver(step + 1))

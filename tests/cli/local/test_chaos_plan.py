@@ -157,6 +157,16 @@ def test_speed_counts_each_step_once(history: Timeline) -> None:
     assert Timeline(job=JOB).rate() == 0.0
 
 
+def test_an_end_is_known_from_whoever_outlives_the_lead(history: Timeline) -> None:
+    before = history.attempts, history.commits
+    told(history, "c", 19.2, 1, 5, state="done", samples=7)
+    assert history.ended_at == 19.0 and "samples" not in history.last  # the lead has said so itself
+    history.ended_at = None
+    told(history, "c", 19.5, 1, 5, state="done", samples=7)
+    assert (history.ended_at, history.last["samples"]) == (19.5, 7)
+    assert (history.attempts, history.commits) == before  # it began and committed nothing itself
+
+
 def test_words_on_other_jobs_are_left_alone(history: Timeline) -> None:
     before = len(history.commits)
     assert not history.see("a", {"event": "step", "job": "c" * 64, "at": 30.0, "attempts": 1, "step": 9})

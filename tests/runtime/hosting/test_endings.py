@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 from support import training
 from support.hosting import Peer, Swarm, over, swarm, until
 
+from fusion.cli import client
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.memory.directory import MemoryDirectory
 
 SNAPSHOT, LAST = Digest("5" * 64), Digest("6" * 64)
 
@@ -42,8 +45,9 @@ async def two_stages(made: Swarm) -> tuple[JobId, Peer, Peer, Peer]:
 def ends(peer: Peer, job: JobId, stage: int, state: Literal["done", "stopped"] = "done") -> None:
     """The lead told the stage that the job has ended."""
     peer.service.figures[job] = Progress(
-        job=job, state=state, step=90, steps=90, snapshot=LAST, snapshot_step=90
-    )
+        job=job, state=state, step=90, steps=90, loss=1.5, recent=((88, 1.6), (89, 1.5)), samples=720,
+        ledger="7" * 64, snapshot=LAST, snapshot_step=90,
+    )  # fmt: skip
     peer.service.end(job, stage)
 
 
@@ -73,6 +77,39 @@ def test_the_end_is_said_by_who_knows_it_when_the_lead_vanishes(
             made.clock.advance(100.0)
             await standby.look()
             assert (await made.record(job)).state == state
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_whoever_watches_hears_how_the_job_went_when_its_lead_vanishes(tmp_path: Path, said: bool) -> None:
+    """Before it has said that the job is done, or right after."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, lead, other, _standby = await two_stages(made)
+            lead.service.figures[job] = running = Progress(
+                job=job, state="running", step=30, steps=90, samples=240
+            )
+            directory = MemoryDirectory(made.network, made.trainer, made.clock)
+            watcher: Any = SimpleNamespace(transport=made.client(), directory=directory)
+            seen: list[Progress] = []
+
+            async def watch() -> None:
+                async for progress in client.watch(watcher, job):
+                    seen.append(progress)
+
+            watching = asyncio.create_task(watch())
+            await until(lambda: seen == [running])
+            made.network.kill(lead.id)
+            if said:
+                done = replace(await made.record(job), state="done", step=90)
+                await lead.context.directory.publish(done, ttl_seconds=100.0)
+            ends(other, job, 1)
+            await over(other, (job, 1))
+            final = other.service.figures.pop(job)
+            await watching
+            assert seen == [running, final]
 
     asyncio.run(main())
 

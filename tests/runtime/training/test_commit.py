@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.training import (
     Job,
     Peer,
     assert_bit_identical,
+    config,
     language_job,
     reached,
     record_of,
@@ -182,5 +184,51 @@ def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before
             await until(lambda: progress_at(lead, work).replayed > 0 and progress_at(lead, work).step > at)
             await stopped(made, lead, work)
             assert_books(progress_at(lead, work), work)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_how_a_job_went_outlives_the_lead_that_ends_it(tmp_path: Path, told: bool) -> None:
+    """It is killed right before it tells anybody of the end, or right after."""
+
+    async def main() -> None:
+        async with swarm(tmp_path / "rough", 4) as made:
+            *owners, spare = made.peers
+            lead = owners[0]
+            work, _ = await begun(owners, config())
+            job = work.prepared.job
+            await until(lambda: (job, 0) in lead.service.ran)
+            ending = lead.service.ran[job, 0].lead
+            assert ending is not None
+            ended = asyncio.Event()
+            finish = ending.finish
+
+            def kill(*words: Any) -> None:
+                if told:
+                    finish(*words)
+                ended.set()
+
+            ending.finish = kill  # type: ignore[method-assign]
+            await ended.wait()
+            if told:
+                await asyncio.gather(*(peer.tasks[stage] for stage, peer in enumerate(owners) if stage))
+            last = progress_at(lead, work)
+            await spare.stand_by(work.prepared, 0, record_of(lead, work, last))
+            await made.kill(lead)
+            if not told:
+                await until(lambda: spare.holds(job, 0) > 0)
+                await asyncio.gather(*(task for peer in made.peers for task in peer.tasks.values()))
+            for peer in owners[1:] if told else [spare, *owners[1:]]:
+                final = progress_at(peer, work)
+                assert (final.state, final.step, final.loss, final.recent) == (
+                    "done",
+                    6,
+                    last.loss,
+                    last.recent,
+                )
+                assert final.loss is not None and [step for step, _ in final.recent] == list(range(6))
+                assert (final.validation_step, final.snapshot_step) == (6, 6) and final.validation_loss
+                assert_books(final, work)
 
     asyncio.run(main())

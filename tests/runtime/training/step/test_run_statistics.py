@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion.runtime.job.progress import RECENT
 from fusion.runtime.training.step.run_statistics import CLEAN, RunStatistics
 
 small = st.integers(0, 5)
@@ -17,6 +18,9 @@ tallies = st.builds(
     last_discard=attempts,
     failed=st.tuples(small, small),
     seconds=st.floats(0, 10),
+    recent=st.dictionaries(st.integers(0, 200), st.floats(0, 9), max_size=RECENT).map(
+        lambda losses: tuple(sorted(losses.items()))
+    ),
 )
 
 
@@ -33,6 +37,19 @@ def test_a_step_that_was_committed_before_is_a_replay() -> None:
     for step in (0, 1, 2, 1, 2, 3):
         tally = tally.commit(step)
     assert (tally.high, tally.replayed) == (4, 2)
+
+
+def test_the_losses_of_the_last_steps_are_kept() -> None:
+    """The stage that makes them knows them, and so does whoever merges with it."""
+    tally = CLEAN
+    for step in range(RECENT + 6):
+        tally = tally.commit(step, 1.0 / (step + 1))
+    tally = tally.commit(RECENT + 5, 0.5).commit(
+        RECENT + 6
+    )  # a replay; one that another stage knows the loss of
+    merged = CLEAN.commit(RECENT + 6, 0.25).merge(tally)
+    assert [step for step, _ in merged.recent] == list(range(7, RECENT + 7))
+    assert merged.recent[-2:] == ((RECENT + 5, 0.5), (RECENT + 6, 0.25))
 
 
 def test_an_attempt_is_discarded_once() -> None:
