@@ -185,8 +185,7 @@ class Hosting:
             self._context.leases.observe(record.job, 0, record.term)
             if record.state in ENDED:
                 self._end(record.job, record)
-                # What we lead ends by itself.
-                if record.author != self._context.peer_id or not self._board.leads(record.job):
+                if not self._ends_by_itself(record):
                     self._cancel(record.job)
             elif not self._board.over(record):
                 manifest = self._shelf.get(record)
@@ -209,6 +208,13 @@ class Hosting:
             vacancies = list((beside_the_idle if busy else one_each)(vacancies, self._context.peer_id, peers))
         chosen = stages_to_claim(vacancies, self.free_memory_bytes, self._config.seats - len(self._hosts))
         await asyncio.gather(*(self._take(vacancy, *open_jobs[vacancy.job]) for vacancy in chosen))
+
+    def _ends_by_itself(self, record: JobRecord) -> bool:
+        """Whether our own lead has ended the job, and may have last words to say. It has not where we took the lead
+        while the one before us was ending the job, which another stage of ours heard of."""
+        progress = self._services[record.kind].progress(record.job)
+        ours = record.author == self._context.peer_id and self._board.leads(record.job)
+        return ours and progress is not None and progress.finished
 
     async def _leaderless(
         self, jobs: set[JobId], claims: Mapping[Place, tuple[ClaimRecord, ...]]

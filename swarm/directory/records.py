@@ -48,7 +48,7 @@ class PeerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """Key `jobs/<shard>`, published by the launcher, then by the lead. Readers keep the highest (step, term)."""
+    """Key `jobs/<shard>`, published by the launcher, then by the lead. Readers keep the newest (`job_order`)."""
 
     job: JobId
     name: str
@@ -56,7 +56,7 @@ class JobRecord:
     state: Literal["launching", "running", "done", "stopped", "failed"]
     term: int  # the lead's term; 0 from the launcher
     step: int  # committed step
-    lead: PeerId | None
+    lead: PeerId | None  # of one that has ended: who can tell how it went
     stages: int
     snapshot: Digest | None  # blob naming the newest snapshot that all stages hold (runtime.snapshot)
     snapshot_step: int

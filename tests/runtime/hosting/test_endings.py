@@ -81,6 +81,33 @@ def test_the_end_is_said_by_who_knows_it_when_the_lead_vanishes(
     asyncio.run(main())
 
 
+def test_an_owner_that_has_just_taken_the_lead_gives_it_up_when_its_other_stage_hears_of_the_end(
+    tmp_path: Path,
+) -> None:
+    """The lead dies while its last word is on the way."""
+
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            lead, other = await made.join(), await made.join()
+            job = await made.launch(made.manifest(lead, other), stages=2)
+            for peer in (lead, other):
+                await peer.look()
+            await until(lambda: bool(lead.service.running and other.service.running))
+            made.network.kill(lead.id)
+            await other.hosting.take_over(job, 0, 1, None)
+            await until(lambda: set(other.service.running) == {(job, 0), (job, 1)})
+            ends(other, job, 1)
+            await until(lambda: (job, 1) not in other.service.running)
+            final = other.service.figures.pop(job)  # what leads here knows of no end
+            await other.look()
+            await over(other, (job, 0))
+            record = await made.record(job)
+            assert (record.state, record.step, record.lead) == ("done", 90, other.id)
+            assert other.hosting.final(job) == final
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("said", [False, True])
 def test_whoever_watches_hears_how_the_job_went_when_its_lead_vanishes(tmp_path: Path, said: bool) -> None:
     """Before it has said that the job is done, or right after."""
