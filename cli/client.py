@@ -1,12 +1,11 @@
-"""The questions that commands ask of the swarm: who is there, which job is meant, how does it stand, please stop."""
+"""How a command reaches the swarm: through the peer that runs here, or by joining; who works in it, whom to ask."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,23 +13,16 @@ from fusion.cli.terminal import options
 from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.cli.terminal.options import home_folder
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
-from fusion.swarm.directory.job_order import ENDED
-from fusion.swarm.directory.records import JobId, JobRecord, PeerRecord
-from fusion.swarm.errors import PeerUnreachable, SwarmError, TransportError
+from fusion.swarm.directory.records import PeerRecord
+from fusion.swarm.errors import PeerUnreachable, SwarmError
 from fusion.swarm.transport import PeerId
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
-    from fusion.runtime.job.progress import Progress
     from fusion.swarm.directory.api import Directory
-    from fusion.swarm.identity import Identity
     from fusion.swarm.transport import Transport
 
 RETRY_SECONDS = 0.5
-# A lead that vanished is replaced within a lease and an election; its job's record lives a little longer.
-SILENCE_SECONDS = 30.0
-STOP_SECONDS = 10.0
-ASKED_STAGES = 16  # whose owners are asked how a job ended whose lead is gone
 
 
 @asynccontextmanager
@@ -125,122 +117,3 @@ async def gateway(context: Context, address: str | None) -> PeerId:
     if address is not None:
         return await context.transport.connect(address)
     return (await working_peers(context))[0].peer
-
-
-def pick(jobs: Sequence[JobRecord], wanted: str) -> JobRecord:
-    """The one job with this name, or whose id starts like this. ValueError where there is none or more than one."""
-    named = [job for job in jobs if job.name == wanted]
-    found = named or [job for job in jobs if wanted and job.job.startswith(wanted.lower())]
-    if not found:
-        known = ", ".join(sorted({job.name for job in jobs})[:10]) or "there are none"
-        raise ValueError(f"no job is called {wanted!r} (jobs: {known})")
-    if len(found) > 1:
-        ids = ", ".join(job.job[:12] for job in found[:5])
-        raise ValueError(f"{wanted!r} names {len(found)} jobs; say which: {ids}")
-    return found[0]
-
-
-async def find_job(context: Context, wanted: str) -> JobRecord:
-    """As `pick`, over the jobs that the directory knows; looks twice, since a new client may know too little yet."""
-    try:
-        return pick(await context.directory.jobs(), wanted)
-    except ValueError:
-        await asyncio.sleep(RETRY_SECONDS)
-        return pick(await context.directory.jobs(), wanted)
-
-
-async def find_model(context: Context, name: str) -> None:
-    """ValueError, naming what is served, where `name` is not; "" is fine where one model is served."""
-    for last in (False, True):  # a client that has just joined may know too little yet
-        served = [
-            job for job in await context.directory.jobs() if job.kind == "serve" and job.state not in ENDED
-        ]
-        names = sorted({job.name for job in served})
-        if name in names or (not name and len(names) == 1) or any(job.job == name for job in served):
-            return
-        if not last:
-            await asyncio.sleep(RETRY_SECONDS)
-    listed = ", ".join(names[:10]) or "none"
-    raise ValueError(f"--model: {name!r} is not served (models: {listed})" if name else
-                     f"--model: say which model (models: {listed})")  # fmt: skip
-
-
-async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
-    """How the job stands, each time it changes, from whichever peer leads it, or can tell how it ended. SwarmError when
-    nobody speaks for it any more."""
-    from fusion.runtime.job.progress import Progress
-
-    heard = time.monotonic()
-    last = Progress(job=job, state="launching")
-    while True:
-        record = await context.directory.job(job)
-        if record is not None:
-            heard = time.monotonic()  # a record that nobody renews runs out
-            async for peer in _tellers(context, record):
-                with suppress(TransportError):  # it is gone, or the lead has moved: another will tell
-                    async for progress in _ask(context, peer, job):
-                        heard = time.monotonic()
-                        last = progress
-                        yield progress
-                        if progress.finished:
-                            return
-            if record.state in ENDED:
-                yield replace(last, state=record.state, step=record.step, message=record.message)
-                return
-        if time.monotonic() - heard > SILENCE_SECONDS:
-            raise SwarmError(f"nobody speaks for the job {job[:12]} any more")
-        await asyncio.sleep(RETRY_SECONDS)
-
-
-async def _tellers(context: Context, record: JobRecord) -> AsyncIterator[PeerId]:
-    """Who can say how a job stands, best first: whoever leads it, and of one that has ended also those who ran its
-    other stages to the end."""
-    if record.lead is not None:
-        yield record.lead
-    if record.state in ENDED:
-        stages = range(min(record.stages, ASKED_STAGES))
-        held = await asyncio.gather(*(context.directory.claims(record.job, stage) for stage in stages))
-        ran = {claim.peer for claims in held for claim in claims if claim.role in ("owner", "released")}
-        for peer in sorted(ran - {record.lead}):
-            yield peer
-
-
-async def _ask(context: Context, peer: PeerId, job: JobId) -> AsyncIterator[Progress]:
-    from fusion.runtime.job.progress import Progress
-    from fusion.runtime.job.protocol import JOB
-    from fusion.swarm.transport import checked
-
-    stream = await context.transport.open(peer, JOB.name)
-    try:
-        await stream.send("watch", {"job": job})
-        while True:
-            frame = checked(await stream.receive())
-            if frame.kind != "progress":
-                return
-            yield Progress.from_header(frame.header)
-    finally:
-        stream.abort()
-
-
-async def stop(context: Context, record: JobRecord, trainer: Identity) -> None:
-    """Ask the lead to end the job, signed with the key that launched it. SwarmError if it refuses or is gone."""
-    from fusion.runtime.hosting.jobs.server import stop_request
-    from fusion.runtime.job.protocol import JOB
-    from fusion.swarm.transport import call
-
-    if record.lead is None:
-        raise SwarmError(f"the job {record.name} has no lead yet; try again in a moment")
-    at = time.time()
-    header = {"job": record.job, "time": at, "signature": trainer.sign(stop_request(record.job, at))}
-    try:
-        async with asyncio.timeout(STOP_SECONDS):
-            await call(context.transport, record.lead, JOB.name, "stop", header)
-    except TimeoutError:
-        raise SwarmError(f"the lead of {record.name} did not answer within {STOP_SECONDS:.0f} s") from None
-
-
-def trainer_identity(home: Path) -> Identity:
-    """The key that signs what this user launches: only it may stop those jobs."""
-    from fusion.swarm.identity import Identity
-
-    return Identity.load_or_create(home_folder(home) / "trainer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fusion.cli import client
+from fusion.cli import job_client
 from fusion.cli.terminal.output import Output, busy_text, bytes_text, rate_text
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ async def follow(context: Context, job: JobId, output: Output) -> Progress:
 
     shown = Shown()
     last: Progress | None = None
-    async for progress in client.watch(context, job):
+    async for progress in job_client.watch(context, job):
         last = progress
         output.emit({"event": "progress", **shown.record(progress)})
         validated = shown.new_validation(progress)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusion.cli import client
+from fusion.cli import client, job_client
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
@@ -86,7 +86,7 @@ async def _generate(
                 else:
                     output.write(piece.text if request.prompt is not None else f"{piece.id} ")
         except RemoteError:
-            await client.find_model(context, request.model)  # is it the name?
+            await job_client.find_model(context, request.model)  # is it the name?
             raise
     output.write("\n")
     assert answer is not None

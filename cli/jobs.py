@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fusion.cli import client
+from fusion.cli import client, job_client
 from fusion.cli.follow import follow
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
@@ -74,7 +74,7 @@ def watch(
 
 async def _watch(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
     async with client.connect(home, bootstrap, peer) as context:
-        record = await client.find_job(context, job)
+        record = await job_client.find_job(context, job)
         last = await follow(context, record.job, output)
     output.emit({"event": "done", "job": record.job, "state": last.state, "step": last.step})
     output.say(f"{record.name} is {last.state} after {last.step} steps")
@@ -94,10 +94,10 @@ def stop(
 
 
 async def _stop(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    trainer = client.trainer_identity(home)
+    trainer = job_client.trainer_identity(home)
     async with client.connect(home, bootstrap, peer) as context:
-        record = await client.find_job(context, job)
-        await client.stop(context, record, trainer)
+        record = await job_client.find_job(context, job)
+        await job_client.stop(context, record, trainer)
     output.emit({"job": record.job, "name": record.name, "state": "stopped"})
     output.say(f"{record.name} ({record.job[:12]}) is stopped")
 
@@ -125,7 +125,7 @@ async def _export(
     from fusion.runtime.launch.export import export as export_job
 
     async with client.connect(home, bootstrap, peer) as context:
-        record = await client.find_job(context, job)
+        record = await job_client.find_job(context, job)
         step = await export_job(context, record.job, directory)
     output.emit({"job": record.job, "name": record.name, "directory": str(directory), "step": step})
     output.say(f"{record.name} at step {step} is in {directory}; serve it with: "

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fusion.cli import client
+from fusion.cli import client, job_client
 from fusion.cli.launch_progress import offer, until_held
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
@@ -51,7 +51,7 @@ async def _serve(
     home: Path,
     output: Output,
 ) -> None:
-    trainer = client.trainer_identity(home)
+    trainer = job_client.trainer_identity(home)
     async with client.join(home, bootstrap, peer) as context:
         from fusion.runtime.launch.launch import prepare_serving
 

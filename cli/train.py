@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fusion.cli import client
+from fusion.cli import client, job_client
 from fusion.cli.follow import follow
 from fusion.cli.launch_progress import offer, until_held
 from fusion.cli.plan import show
@@ -43,7 +43,7 @@ def train(
 async def _train(
     spec: JobSpec, detach: bool, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
 ) -> None:
-    trainer = client.trainer_identity(home)
+    trainer = job_client.trainer_identity(home)
     async with client.join(home, bootstrap, peer) as context:
         from fusion.runtime.launch.launch import prepare_training
 

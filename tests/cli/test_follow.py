@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fusion.cli import client
+from fusion.cli import job_client
 from fusion.cli.follow import Shown, progress_line
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import JobId, JobRecord
@@ -61,15 +61,15 @@ def test_the_line_says_what_matters() -> None:
 
 def test_pick_by_name_id_or_not_at_all() -> None:
     jobs = [record("gpt", "aa" * 32), record("bert", "ab" * 32), record("bert", "cd" * 32)]
-    assert client.pick(jobs, "gpt") is jobs[0]
-    assert client.pick(jobs, "CD") is jobs[2]
+    assert job_client.pick(jobs, "gpt") is jobs[0]
+    assert job_client.pick(jobs, "CD") is jobs[2]
     with pytest.raises(ValueError, match="names 2 jobs"):
-        client.pick(jobs, "bert")
+        job_client.pick(jobs, "bert")
     with pytest.raises(ValueError, match="names 2 jobs"):
-        client.pick(jobs, "a")
+        job_client.pick(jobs, "a")
     for missing in ("llama", ""):
         with pytest.raises(ValueError, match="no job is called"):
-            client.pick(jobs, missing)
+            job_client.pick(jobs, missing)
 
 
 class Lead:
@@ -116,14 +116,14 @@ class Swarm:
 
 def watched(swarm: Swarm) -> list[Progress]:
     async def collect() -> list[Progress]:
-        return [progress async for progress in client.watch(swarm, JOB)]  # type: ignore[arg-type]
+        return [progress async for progress in job_client.watch(swarm, JOB)]  # type: ignore[arg-type]
 
     return asyncio.run(collect())
 
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(job_client, "RETRY_SECONDS", 0.0)
 
 
 def said(progress: Progress) -> Frame:
@@ -178,6 +178,6 @@ def test_watch_hears_how_a_job_went_from_who_outlived_its_lead() -> None:
 
 
 def test_watch_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr(job_client, "SILENCE_SECONDS", 0.0)
     with pytest.raises(SwarmError, match="nobody speaks"):
         watched(Swarm([None], {}))

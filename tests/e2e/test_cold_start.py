@@ -11,7 +11,7 @@ import pytest
 from support.jobs import with_client
 from support.text_job import write_job
 
-from fusion.cli.client import watch
+from fusion.cli.job_client import watch
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import Progress
 

@@ -15,7 +15,8 @@ from support.families import VOCABULARY, build, config, greedy
 from support.jobs import with_client
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fusion.cli.client import find_job, stop, working_peers
+from fusion.cli.client import working_peers
+from fusion.cli.job_client import find_job, stop
 from fusion.runtime.job.context import Context
 from fusion.runtime.launch.launch import launch, prepare_serving, wait_until_held
 from fusion.runtime.serving.client import generate

@@ -23,7 +23,8 @@ import torch
 from support.jobs import with_client
 from support.text_job import write_job
 
-from fusion.cli.client import trainer_identity, watch, working_peers
+from fusion.cli.client import working_peers
+from fusion.cli.job_client import trainer_identity, watch
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph

@@ -18,7 +18,8 @@ from support.jobs import run_to_end, with_client
 from support.processes import below
 from support.text_job import write_job
 
-from fusion.cli.client import find_job, trainer_identity, watch, working_peers
+from fusion.cli.client import working_peers
+from fusion.cli.job_client import find_job, trainer_identity, watch
 from fusion.cli.local.chaos_swarm import daemons
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job import spec

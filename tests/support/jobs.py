@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from safetensors.torch import load_file
 
-from fusion.cli.client import watch
+from fusion.cli.job_client import watch
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.launch.export import export

@@ -12,7 +12,7 @@ import pytest
 from support import training
 from support.hosting import Peer, Swarm, over, swarm, until
 
-from fusion.cli import client
+from fusion.cli import job_client
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.job.progress import Progress
@@ -123,7 +123,7 @@ def test_whoever_watches_hears_how_the_job_went_when_its_lead_vanishes(tmp_path:
             seen: list[Progress] = []
 
             async def watch() -> None:
-                async for progress in client.watch(watcher, job):
+                async for progress in job_client.watch(watcher, job):
                     seen.append(progress)
 
             watching = asyncio.create_task(watch())
