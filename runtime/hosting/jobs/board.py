@@ -55,9 +55,8 @@ class JobBoard:
         self._us = us
         self._open: dict[JobId, tuple[JobRecord, Manifest]] = {}
         self._led: dict[JobId, Led] = {}
-        self._words: FIFOCache[JobId, JobRecord] = FIFOCache(
-            REMEMBERED_WORDS
-        )  # on others that concern us, or did
+        # On jobs of others that concern us, or did.
+        self._words: FIFOCache[JobId, JobRecord] = FIFOCache(REMEMBERED_WORDS)
         self._tombstones: FIFOCache[JobId, Tombstone] = FIFOCache(REMEMBERED_ENDS)
         self._elsewhere: frozenset[JobId] = frozenset()  # run by others, and none of our business any more
 
@@ -164,12 +163,8 @@ class JobBoard:
         known = self._tombstones.get(job, NONE)
         told = [each for each in (known.record, record) if each is not None]
         newest = max(told, key=job_order, default=None)
-        if (
-            newest is not None
-            and known.record is not None
-            and newest.term > known.record.term
-            and not known.certain
-        ):
+        again = newest is not None and known.record is not None and newest.term > known.record.term
+        if again and not known.certain:
             known = replace(known, progress=None)  # it was taken up again, and went otherwise
         self._tombstones[job] = replace(known, term=max(known.term, term), record=newest)
 
@@ -255,14 +250,9 @@ class JobBoard:
         if not tombstone.certain or tombstone.record is None or record.state in ENDED:
             return record
         end = tombstone.record
-        newest = max(end, record, key=lambda each: each.snapshot_step)
-        return replace(
-            end,
-            term=max(end.term, record.term),
-            step=max(end.step, record.step),
-            snapshot=newest.snapshot,
-            snapshot_step=newest.snapshot_step,
-        )
+        point = max(end, record, key=lambda each: each.snapshot_step)
+        term, step = max(end.term, record.term), max(end.step, record.step)
+        return replace(end, term=term, step=step, snapshot=point.snapshot, snapshot_step=point.snapshot_step)
 
     # --- what the disk is for
 

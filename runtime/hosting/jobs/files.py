@@ -32,6 +32,7 @@ MAX_AGE_SECONDS = 14 * 86400.0
 REFRESH_SECONDS = 6 * 3600.0  # a file that is much older speaks of a job that may have ended long ago
 
 T = TypeVar("T")
+Version = tuple[int, Digest | None]  # term and snapshot of a job
 
 
 class JobFiles:
@@ -94,9 +95,7 @@ class KeptWords:
     def __init__(self, files: JobFiles, clock: Callable[[], float] = time.monotonic) -> None:
         self._files = files
         self._clock = clock
-        self._kept: dict[
-            JobId, tuple[tuple[int, Digest | None], float]
-        ] = {}  # term and snapshot, and since when
+        self._kept: dict[JobId, tuple[Version, float]] = {}  # what the files say, and since when
         self._writing = asyncio.Lock()  # of two that write, the later one knows better
 
     async def load(self) -> tuple[JobRecord, ...]:
@@ -127,7 +126,7 @@ class KeptWords:
             log.warning("the file of job %s: %s", name, error.strerror or error)
 
 
-def _version(record: JobRecord) -> tuple[int, Digest | None]:
+def _version(record: JobRecord) -> Version:
     return record.term, record.snapshot
 
 
