@@ -46,7 +46,7 @@ def plan(
 
     asked, described = spec.load(options.job_file(job)), swarm_file.load(options.job_file(swarm))
     output.status(f"placing {asked.name} on {len(described.peers)} peers ...")
-    from fusion.runtime.placing.plan import plan_training
+    from fusion.runtime.placing.offline_plan import plan_training
 
     found = plan_training(asked, described, scheduler.value)
     output.emit({"event": "plan", **found.to_json()})

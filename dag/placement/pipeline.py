@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from fusion.dag.cutting.crossing import crossing
+from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.codec_cost import DENSE, CodecCost
@@ -139,6 +140,7 @@ def pipeline(
     network: Network,
     sizes: Mapping[str, int],
     wires: EdgeCosts | None = None,
+    memory: MemoryConfig = MemoryConfig(),  # noqa: B008 - frozen
 ) -> Pipeline:
     """The edges are those of `split(graph, placement.cuts)`; one that skips stages goes straight to each consumer.
     `sizes` are those of one microbatch. PlacementError if an owner is not in the network."""
@@ -146,7 +148,7 @@ def pipeline(
     missing = [owner for owner in placement.owners if owner not in network.index]
     if missing:
         raise PlacementError(f"{missing[0]:.80} owns a stage and is not in the network")
-    segments = measure(graph, placement.cuts, sizes, placement.training)
+    segments = measure(graph, placement.cuts, sizes, placement.training, memory)
     count = len(placement.owners)
     first = np.arange(count)
     devices = [network.device(owner) for owner in placement.owners]
@@ -158,13 +160,13 @@ def pipeline(
     ]
     forward, backward = segments.passes(first, first + 1, flops, moving)
     update = segments.updates(first, first + 1, moving)
-    memory = segments.memory(first, first + 1, np.array(in_flight_of))
+    needed = segments.memory(first, first + 1, np.array(in_flight_of))
     stages = tuple(
         StageLoad(
             forward_seconds=float(forward[s]),
             backward_seconds=float(backward[s]),
             update_seconds=float(update[s]),
-            memory_bytes=int(memory[s]),
+            memory_bytes=int(needed[s]),
         )
         for s in range(count)
     )

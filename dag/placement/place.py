@@ -8,11 +8,13 @@ from typing import Literal
 
 import numpy as np
 
+from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.baselines import equal_flops, equal_ops, exact
 from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.local_moves import improve
+from fusion.dag.placement.misfit import DoesNotFit, size_text
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.op_fence import op_fence
 from fusion.dag.placement.pipeline import Layout, Schedule, pipeline, uniform
@@ -65,12 +67,15 @@ def place(
     pins: Mapping[int, str] | None = None,
     wire: CodecCost | None = None,
     incumbent: Placement | None = None,
+    memory: MemoryConfig = MemoryConfig(),  # noqa: B008 - frozen
+    gpipe: bool = False,
 ) -> Placement:
     """The fastest placement found, of exactly `stages` stages on as many devices, or, with None, of as many as help.
 
     `sizes` are those of one microbatch. "op-fence" asks the others as well, and is never slower by the model than any
     of them, nor than the `incumbent`, a placement of the same graph that runs already; the others stand alone, for
-    comparison. `pins` says whom stage 0 and stage -1 must run on, `wire` what every floating value costs to send.
+    comparison. `pins` says whom stage 0 and stage -1 must run on, `wire` what every floating value costs to send,
+    `gpipe` that the job will run that schedule, which holds all microbatches at once.
     PlacementError if there are too few devices or cuts, the model does not fit their memory, or a pin cannot be kept.
     """
     if microbatches < 1:
@@ -87,6 +92,8 @@ def place(
         stages=stages,
         pins=pins,
         wire=wire,
+        memory=memory,
+        gpipe=gpipe,
     )
     if stages is not None and not 1 <= stages <= options.most_stages:
         raise PlacementError(
@@ -108,6 +115,7 @@ def place(
             network,
             sizes,
             wire,
+            memory,
             cuts=tuple(options.segments.bounds[b] for b in choice.bounds[1:-1]),
             owners=tuple(options.network.devices[d].peer for d in choice.order),
             schedule=outlook.schedule,
@@ -120,6 +128,7 @@ def place(
             network,
             sizes,
             wire,
+            memory,
             cuts=incumbent.cuts,
             owners=incumbent.owners,
             schedule=incumbent.schedule,
@@ -132,7 +141,7 @@ def place(
         if fits and (best is None or stays.predicted_seconds <= best.predicted_seconds):
             best = stays
     if best is None:
-        raise PlacementError(_misfit(options, stages, microbatches))
+        raise _misfit(options, stages, microbatches)
     return best
 
 
@@ -155,6 +164,7 @@ def _predicted(
     network: Network,
     sizes: Mapping[str, int],
     wire: CodecCost | None,
+    memory: MemoryConfig,
     *,
     cuts: tuple[int, ...],
     owners: tuple[str, ...],
@@ -166,10 +176,10 @@ def _predicted(
         cuts=cuts, owners=owners, microbatches=microbatches, training=training, schedule=schedule, depth=depth
     )
     wires = {} if wire is None else uniform(graph, sizes, wire)
-    line = pipeline(graph, bare, network, sizes, wires)
+    line = pipeline(graph, bare, network, sizes, wires, memory)
     found = step_seconds(line)
     spare = [d for d in options.network.devices if d.peer not in owners]
-    segments = measure(graph, cuts, sizes, training)
+    segments = measure(graph, cuts, sizes, training, memory)
     replicas = (
         tuple(() for _ in owners)
         if training
@@ -204,13 +214,13 @@ def _may_stay(incumbent: Placement, options: Space) -> bool:
     return same and options.allowed(tuple(index[owner] for owner in incumbent.owners))
 
 
-def _misfit(options: Space, stages: int | None, microbatches: int) -> str:
-    gib, segments = 1 << 30, options.segments
-    needs = float(segments.memory(0, -1, 1)) / gib
-    offered = sorted((d.memory_bytes / gib for d in options.network.devices), reverse=True)
+def _misfit(options: Space, stages: int | None, microbatches: int) -> DoesNotFit:
+    segments, held, count = options.segments, int(options.least_held(1)[0]), len(options.segments.bounds)
     where = f"in {stages} stages " if stages else ""
-    listed = ", ".join(f"{m:.2f}" for m in offered[:8])
-    return (
-        f"the model does not fit {where}with {microbatches} microbatches: it needs at least {needs:.2f} GiB, and "
-        f"{len(offered)} peers offer {listed} GiB"
-    )
+    needed = f"the model does not fit {where}with {microbatches} microbatches: it needs at least "
+    needed += size_text(float(segments.memory(0, -1, held)))
+    first = np.arange(count - 1)
+    piece = float(segments.memory(first, first + 1, held).max())
+    if count > 2 and piece > options.memory.max():
+        needed += f", of it {size_text(piece)} on one peer"
+    return DoesNotFit(needed, [(d.peer, d.memory_bytes) for d in options.network.devices])

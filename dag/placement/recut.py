@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion.dag.placement.search_space import Choice, Space
-from fusion.dag.placement.step_model import held_by
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -70,19 +69,20 @@ def even(space: Space, order: Sequence[int]) -> tuple[int, ...]:
     """Segments in proportion to speed, less where memory binds: each device takes what it can do in a time, the
     shortest in which all is done. Links are not looked at."""
     segments, size, count = space.segments, len(space.segments.bounds), len(order)
-    held = held_by(count, space.microbatches, 1) if space.training else np.ones(count, dtype=np.int64)
+    held = space.least_held(count)
     forward, backward = segments.passes(
         0, np.arange(size)[None, :], space.flops[list(order)][:, None], space.moving[list(order)][:, None]
     )
-    seconds, kept = forward + backward, segments.kept_bytes
+    seconds = forward + backward
 
     def filled(limit: float) -> list[int]:
         bounds = [0]
         for s, device in enumerate(order):
             at = bounds[-1]
             by_time = int(np.searchsorted(seconds[s], seconds[s, at] + limit, side="right")) - 1
-            memory = segments.static_bytes[at, at:] + held[s] * (kept[at:] - kept[at])
-            by_memory = at + int(np.searchsorted(memory, space.memory[device], side="right")) - 1
+            memory = segments.memory(at, slice(at, None), held[s])
+            # What is tied to a variable outside goes away with the last of its readers: it need not rise.
+            by_memory = at + int(np.flatnonzero(memory <= space.memory[device]).max(initial=0))
             bounds.append(max(at + 1, min(by_time, by_memory, size - count + s)))
         return bounds
 
@@ -138,7 +138,7 @@ def between(space: Space, one: Indices, two: Indices, at: Indices) -> tuple[Floa
 
 def _tables(space: Space, order: Sequence[int], bounds: Indices) -> Tables:
     at, count = np.array(order), len(order)
-    held = held_by(count, space.microbatches, 1) if space.training else np.ones(count, dtype=np.int64)
+    held = space.least_held(count)
     pace, once = alone(
         space, at[:, None, None], bounds[:-1, :, None], bounds[1:, None, :], held[:, None, None]
     )

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from fusion.dag.cutting.crossing import Crossing, crossing
 from fusion.dag.cutting.cuts import candidate_cuts
+from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.codec_cost import DENSE, CodecCost
@@ -67,6 +68,9 @@ class Space:
     stages: int | None  # as many as asked for, or as help
     first: int | None  # the device that must have the first stage
     last: int | None
+    gpipe: (
+        bool  # whether the job runs GPipe, whatever is faster: each stage then holds all microbatches at once
+    )
     table: Crossing  # only what crosses some bound
     costs: Floats  # (6, values): bytes, seconds to encode and to decode, there and back
 
@@ -112,6 +116,14 @@ class Space:
             np.subtract.at(row, gone, cost)
         found: Floats = np.cumsum(marks, axis=1)[:, :-1]
         return found
+
+    def least_held(self, count: int) -> Indices:
+        """Microbatches that each of so many stages holds at once, with the schedule that needs least memory."""
+        if not self.training:
+            return np.ones(count, dtype=np.int64)
+        if self.gpipe:
+            return np.full(count, self.microbatches, dtype=np.int64)
+        return held_by(count, self.microbatches, 1)
 
     def allowed(self, order: tuple[int, ...]) -> bool:
         return (
@@ -186,7 +198,7 @@ class Space:
         def fits(held: Indices | int) -> bool:
             return bool((self.segments.memory(first, last, held) <= room).all())
 
-        if not fits(held_by(count, m, 1) if self.training else 1):
+        if not fits(self.least_held(count)):
             return _NEVER
         work = self.work(choice)
         load = busy(work)
@@ -225,9 +237,11 @@ def space(
     stages: int | None = None,
     pins: Mapping[int, str] | None = None,
     wire: CodecCost | None = None,
+    memory: MemoryConfig = MemoryConfig(),  # noqa: B008 - frozen
+    gpipe: bool = False,
 ) -> Space:
     """`pins` says whom stage 0 or stage -1 must run on; `wire` what every floating value costs to send, dense where it
-    is None. PlacementError if that cannot be."""
+    is None; `gpipe`: the job will run that schedule. PlacementError if that cannot be."""
     pins = pins or {}
     for stage, peer in pins.items():
         if stage not in (0, -1):
@@ -237,7 +251,7 @@ def space(
         if peer not in network.index:
             raise PlacementError(f"pins: {peer:.80} is not among the peers")
     limit = int(np.clip(4 * len(network.devices), FEWEST, MOST))
-    segments = measure(graph, candidate_cuts(graph, sizes, limit), sizes, training)
+    segments = measure(graph, candidate_cuts(graph, sizes, limit), sizes, training, memory)
     table = _crossing_some(crossing(graph, sizes), segments.bounds)
     return Space(
         segments=segments,
@@ -247,6 +261,7 @@ def space(
         stages=stages,
         first=network.index[pins[0]] if 0 in pins else None,
         last=network.index[pins[-1]] if -1 in pins else None,
+        gpipe=gpipe,
         table=table,
         costs=_costs(table, training, wire),
     )

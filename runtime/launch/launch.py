@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.protocol import JOB
-from fusion.runtime.launch.prepare import Prepared, prepare_graph, prepare_serving, prepare_training
+from fusion.runtime.launch.prepare import prepare_serving, prepare_training
+from fusion.runtime.launch.shard import Prepared
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import Digest, JobId, JobRecord, ProviderRecord
@@ -27,7 +28,6 @@ __all__ = [
     "Held",
     "Prepared",
     "launch",
-    "prepare_graph",
     "prepare_serving",
     "prepare_training",
     "wait_until_held",

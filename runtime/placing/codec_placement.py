@@ -8,12 +8,14 @@ For each, the gentlest choice that is nearly as fast as any.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fusion.compression import spec as specs
 from fusion.compression.adaptive import GENTLE, CodecSpeed
 from fusion.dag.cutting.cuts import split
+from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement import pipeline as pipelines
 from fusion.dag.placement.codec_cost import CodecCost
@@ -44,30 +46,36 @@ def place_with_codecs(
     microbatches: int,
     compression: CompressionConfig,
     speeds: Mapping[str, CodecSpeed],
+    memory: MemoryConfig,
     *,
     asked: Schedule,
     stages: int | None = None,
     scheduler: Scheduler = "op-fence",
 ) -> CodecPlacement:
-    """`sizes` are those of one microbatch, `speeds` those of codecs, `asked` the schedule of the job's file. Raises
-    PlacementError."""
+    """`sizes` are those of one microbatch, `speeds` those of codecs, `asked` the schedule of the job's file. Every
+    stage fits its owner as it is launched. Raises PlacementError."""
+    lay = partial(pipeline, graph, network=network, sizes=sizes, memory=memory)
     found: dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[float, CodecPlacement]] = {}
     for wire in _assumed(compression, speeds):
         placed = place(
-            graph, network, sizes, microbatches, stages=stages, scheduler=scheduler, wire=wire
+            graph, network, sizes, microbatches, stages=stages, scheduler=scheduler, wire=wire, memory=memory,
+            gpipe=asked == "gpipe",
         )  # fmt: skip
         if (placed.cuts, placed.owners) not in found:
-            runs = as_launched(placed, asked)
-            found[placed.cuts, placed.owners] = _wired(graph, network, sizes, runs, compression, speeds)
+            runs = as_launched(placed, asked, lambda runs: _fits(lay(runs)))
+            found[placed.cuts, placed.owners] = _wired(graph, network, sizes, runs, compression, speeds, lay)
     return min(found.values(), key=lambda item: item[0])[1]
 
 
-def as_launched(found: Placement, asked: Schedule) -> Placement:
+def as_launched(found: Placement, asked: Schedule, fits: Callable[[Placement], bool]) -> Placement:
     """With the schedule that a job takes where memory permits: GPipe if its file says so, else what was found, and no
     fewer microbatches in flight than by default, since real stages do not keep time as predicted ones do."""
     if asked == "gpipe":
         return replace(found, schedule="gpipe")
-    return replace(found, depth=max(found.depth, TrainConfig.depth))
+    runs = replace(found, depth=max(found.depth, TrainConfig.depth))
+    while runs.depth > found.depth and not fits(runs):
+        runs = replace(runs, depth=runs.depth - 1)
+    return runs
 
 
 def codec_families(compression: CompressionConfig) -> tuple[str, ...]:
@@ -89,17 +97,18 @@ def _wired(
     runs: Placement,
     compression: CompressionConfig,
     speeds: Mapping[str, CodecSpeed],
+    lay: Callable[..., Pipeline],
 ) -> tuple[float, CodecPlacement]:
     """The seconds of its simulated step, and the placement with its codecs."""
     parts = split(graph, runs.cuts)
     edges, ties = edges_of(parts), ties_of(parts, sizes)
-    dense = pipeline(graph, runs, network, sizes)
+    dense = lay(runs)
     busiest = max(stage.forward_seconds + stage.backward_seconds for stage in dense.stages)
 
     def simulated(wires: EdgeCodecs, depth: int = runs.depth) -> float:
         costs = codec_costs(wires, edges, sizes, speeds, compression.reuse_mask)
         deep = replace(runs, depth=depth)
-        return simulate(pipeline(graph, deep, network, sizes, costs)).step_seconds
+        return simulate(lay(deep, wires=costs)).step_seconds
 
     wires = fastest_codecs(
         edges, ties, sizes, runs.owners, network, compression, speeds, busiest, simulated
@@ -108,7 +117,7 @@ def _wired(
     # With less to send latency weighs more, and more microbatches under way hide it.
     for depth in range(runs.depth + 1, _DEEPEST + 1):
         deep = replace(runs, depth=depth)
-        if runs.schedule != "1f1b" or not fits(pipeline(graph, deep, network, sizes)):
+        if runs.schedule != "1f1b" or not _fits(lay(deep)):
             break
         took = simulated(wires, depth)
         if took < seconds * (1 - _DEEPER):
@@ -117,7 +126,7 @@ def _wired(
     return seconds, CodecPlacement(placement=runs, wires=wires, costs=costs)
 
 
-def fits(pipe: Pipeline) -> bool:
+def _fits(pipe: Pipeline) -> bool:
     """Whether every owner has the memory that its stages need."""
     return all(
         load.memory_bytes <= pipe.network.device(owner).memory_bytes

@@ -1,35 +1,22 @@
-"""A placement for people: which peer computes what, what it sends to whom, how long a step takes and why.
-
-`planned` describes a placement that somebody has made; `plan_training` makes one for a job file and a swarm file, with
-nothing running: the model is captured without memory for its weights, and no data is read.
-"""
+"""A placement for people: which peer computes what, what it sends to whom, how long a step takes and why."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import torch
-
-from fusion.compression.reference_speeds import REFERENCE
 from fusion.dag.cutting.costs import node_costs
+from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import EdgeCosts, pipeline
-from fusion.dag.placement.place import Placement, Scheduler
+from fusion.dag.placement.place import Placement
 from fusion.dag.placement.simulate import simulate
 from fusion.dag.placement.step_model import step_seconds
-from fusion.dag.rewrites.clean import clean
-from fusion.runtime.capture.capture import capture_language_model
-from fusion.runtime.capture.huggingface import open_model, parameters_on_meta
-from fusion.runtime.capture.models import GPT
-from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import CompressionConfig
-from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
-from fusion.runtime.placing.codec_placement import fits, place_with_codecs
-from fusion.runtime.placing.swarm_file import BYTES_PER_MBIT, SwarmFile
+from fusion.runtime.placing.swarm_file import BYTES_PER_MBIT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,67 +80,19 @@ class Plan:
         return found
 
 
-def plan_training(spec: JobSpec, swarm: SwarmFile, scheduler: Scheduler = "op-fence") -> Plan:
-    """Place the job on the peers of the swarm file. Raises JobError, CaptureError, PlacementError. Blocking: seconds
-    for a large model."""
-    network = swarm.network()
-    if spec.placement.peers:
-        chosen = _chosen(spec.placement.peers, swarm)
-        network = Network(devices=tuple(d for d in network.devices if d.peer in chosen), links=network.links)
-    graph, train = training_graph(spec), spec.train
-    sizes = {"batch": train.microbatch_size, "sequence": train.sequence}
-    found = place_with_codecs(
-        graph,
-        network,
-        sizes,
-        train.microbatches,
-        spec.compression,
-        REFERENCE,
-        asked=train.schedule,
-        stages=spec.placement.stages,
-        scheduler=scheduler,
-    )
-    runs = found.placement
-    while runs.depth > 1 and not fits(pipeline(graph, runs, network, sizes)):
-        runs = replace(runs, depth=runs.depth - 1)
-    return planned(
-        graph,
-        runs,
-        network,
-        sizes,
-        wires=found.costs,
-        compression=spec.compression,
-        known=lambda a, b: swarm.pair(a, b).known,
-    )
-
-
-def training_graph(spec: JobSpec) -> Graph:
-    """The graph that launching the job would place. Raises JobError, CaptureError."""
-    if isinstance(spec.model, HuggingFaceConfig):
-        with parameters_on_meta():
-            model = open_model(spec.model.path, weights=False)
-        if spec.train.sequence > model.max_sequence:
-            raise JobError(
-                f"train.sequence must be at most {model.max_sequence}, what the model was built for"
-            )
-        return clean(model.capture(training=True))
-    with torch.device("meta"):
-        module = GPT(spec.model)
-    return clean(capture_language_model(module, training=True, maximum_sequence=spec.model.sequence))
-
-
 def planned(
     graph: Graph,
     placement: Placement,
     network: Network,
     sizes: Mapping[str, int],
+    memory: MemoryConfig,
     *,
     wires: EdgeCosts | None = None,
     compression: CompressionConfig | None = None,
     known: Callable[[str, str], bool] = lambda a, b: True,
 ) -> Plan:
     """`sizes` are those of one microbatch; `known` tells which ordered pairs of peers `network` does not guess."""
-    pipe = pipeline(graph, placement, network, sizes, wires)
+    pipe = pipeline(graph, placement, network, sizes, wires, memory)
     prediction, trace = step_seconds(pipe), simulate(pipe)
     flops = [c.forward_flops + c.backward_flops * placement.training for c in node_costs(graph, sizes)]
     bounds = list(pairwise((0, *placement.cuts, len(graph.nodes))))
@@ -219,10 +158,3 @@ def planned(
         bottleneck=prediction.bottleneck,
         compression=compression or CompressionConfig(),
     )
-
-
-def _chosen(names: Sequence[str], swarm: SwarmFile) -> frozenset[str]:
-    for name in names:
-        if name not in swarm.by_name:
-            raise JobError(f"placement.peers: the swarm file has no peer called {name!r:.80}")
-    return frozenset(names)

@@ -26,6 +26,7 @@ from box.network_file import NETWORKS
 from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.reference_speeds import REFERENCE
 from fusion.dag.cutting.cuts import split
+from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import EdgeCosts, Flow, Pipeline, pipeline
@@ -171,7 +172,7 @@ def placed(bench: Bench, case: Case) -> CodecPlacement:
         scheduler, stages = bench.schedulers[case.scheduler]
         found = bench.placements[case] = place_with_codecs(
             bench.graph, bench.network, bench.sizes, bench.microbatches, CODECS[case.codec],
-            REFERENCE, asked="1f1b", stages=stages, scheduler=scheduler,
+            REFERENCE, MemoryConfig(), asked="1f1b", stages=stages, scheduler=scheduler,
         )  # fmt: skip
     return found
 

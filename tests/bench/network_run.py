@@ -18,8 +18,9 @@ from fusion.cli.local.fleet import Fleet, FleetError, LocalPeer, Record, open_fl
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.launch.launch import launch, wait_until_held
-from fusion.runtime.launch.prepare import Prepared, prepare_graph
+from fusion.runtime.launch.shard import GraphJob, Prepared, prepare_graph
 from fusion.runtime.peer.client import ClientConfig, open_client
+from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.training.data.batches import pack_text
 from fusion.swarm.transport import PeerId
 
@@ -171,17 +172,16 @@ class Testbed:
             compression=CODECS["dense" if alone else case.codec],
             wires=() if alone else found.wires,
         )
-        return prepare_graph(
-            "bench-network",
-            bench.graph,
-            bench.language_model.read,
-            config,
-            self._client.blobs.store,
-            cuts=found.placement.cuts,
-            proposed=[PeerId(self.peers[owner].peer_id) for owner in found.placement.owners],
+        proposed = [PeerId(self.peers[owner].peer_id) for owner in found.placement.owners]
+        job = GraphJob(
+            name="bench-network",
+            graph=bench.graph,
+            variables=bench.language_model.read,
             byte_level=True,
             trainer=self._client.peer_id,
         )
+        stages = as_asked(bench.graph, config, found.placement.cuts, proposed)
+        return prepare_graph(job, stages, self._client.blobs.store)
 
     def _cpu_seconds(self) -> float:
         return cpu_seconds(self._pids())

@@ -34,7 +34,9 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.launch.launch import Prepared, launch, prepare_graph, prepare_training, wait_until_held
+from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
+from fusion.runtime.launch.shard import GraphJob, prepare_graph
+from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest
 from fusion.swarm.blobs.store import BlobStore
@@ -320,16 +322,13 @@ def served_model(
 ) -> Prepared:
     torch.manual_seed(3)
     module = GPT(config)
-    graph = capture_language_model(module, training=False, maximum_sequence=config.sequence)
+    captured = capture_language_model(module, training=False, maximum_sequence=config.sequence)
+    graph = serving_graph(captured, cache="kv", maximum_sequence=config.sequence)
+    serve = ServeConfig(cache="kv", max_sequence=config.sequence, vocabulary=config.vocabulary)
     return prepare_graph(
-        name,
-        serving_graph(graph, cache="kv", maximum_sequence=config.sequence),
-        variables_from_module(module),
-        ServeConfig(cache="kv", max_sequence=config.sequence, vocabulary=config.vocabulary),
+        GraphJob(name=name, graph=graph, variables=variables_from_module(module), byte_level=True),
+        as_asked(graph, serve, (), [owner]),
         context.blobs.store,
-        cuts=(),
-        proposed=[owner],
-        byte_level=True,
     )
 
 

@@ -29,8 +29,10 @@ from fusion.runtime.capture.capture import capture_language_model, variables_fro
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import ServeConfig
-from fusion.runtime.launch.launch import Prepared, launch, prepare_graph, wait_until_held
+from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
+from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.peer.client import ClientConfig, open_client
+from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.serving.client import generate
 from fusion.runtime.serving.request import Answer, GenerateRequest, Piece
 from fusion.swarm.blobs.store import BlobStore
@@ -98,9 +100,8 @@ async def serving(tmp_path: Path, box: Box, fleet: Fleet) -> AsyncIterator[Swarm
     config = ServeConfig(cache="kv", max_sequence=POSITIONS, vocabulary=VOCABULARY)
 
     def prepare(store: BlobStore, proposed: tuple[PeerId, ...], replicas: tuple[Any, ...]) -> Prepared:
-        values = variables_from_module(module)
-        given = {"cuts": (cut,), "proposed": proposed, "replicas": replicas}
-        return prepare_graph("wide", graph, values, config, store, **given)
+        job = GraphJob(name="wide", graph=graph, variables=variables_from_module(module))
+        return prepare_graph(job, as_asked(graph, config, (cut,), proposed, replicas=replicas), store)
 
     needed = prepare(BlobStore(tmp_path / "scratch", 1 << 30), (), ()).manifest.memory_bytes
     room = str(sum(needed) - min(needed) // 2)  # for one stage, not for two

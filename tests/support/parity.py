@@ -24,7 +24,8 @@ from fusion.runtime.capture.capture import capture_language_model, capture_modul
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.launch.launch import Prepared, prepare_graph
+from fusion.runtime.launch.shard import GraphJob, Prepared, prepare_graph
+from fusion.runtime.placing.placed_job import as_asked
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.transport import PeerId
 
@@ -85,14 +86,11 @@ def one_step(
             kind="arrays", train=store.put(save({k: v.contiguous() for k, v in case.arrays.items()}))
         ),
     )
+    proposed = [peers[i % len(peers)] for i in range(stages)]
     return prepare_graph(
-        name,
-        case.graph,
-        variables_from_module(case.module),
-        config,
+        GraphJob(name=name, graph=case.graph, variables=variables_from_module(case.module)),
+        as_asked(case.graph, config, even_cuts(len(case.graph.nodes), stages), proposed),
         store,
-        cuts=even_cuts(len(case.graph.nodes), stages),
-        proposed=[peers[i % len(peers)] for i in range(stages)],
     )
 
 
@@ -111,12 +109,8 @@ def fifty_steps(store: BlobStore, peers: Sequence[PeerId]) -> tuple[nn.Module, P
         data=DataConfig(kind="tokens", train=store.put(Path(torch.__file__).read_bytes()[:60_000])),
     )
     prepared = prepare_graph(
-        "fifty",
-        graph,
-        variables_from_module(module),
-        config,
+        GraphJob(name="fifty", graph=graph, variables=variables_from_module(module)),
+        as_asked(graph, config, even_cuts(len(graph.nodes), len(peers)), peers),
         store,
-        cuts=even_cuts(len(graph.nodes), len(peers)),
-        proposed=peers,
     )
     return module, prepared

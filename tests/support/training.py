@@ -27,7 +27,9 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.launch.export import export
-from fusion.runtime.launch.launch import Prepared, launch, prepare_graph
+from fusion.runtime.launch.launch import Prepared, launch
+from fusion.runtime.launch.shard import GraphJob, prepare_graph
+from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.planes.optimizer import clip_factor, learning_rate
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.host import TrainingHost
@@ -257,7 +259,8 @@ def job(
     store = peer.context.blobs.store
     digests = store.put(data), store.put(held_out)
     train = replace(train, data=replace(train.data, train=digests[0], held_out=digests[1]))
-    prepared = prepare_graph("test", graph, variables, train, store, cuts=cuts or _even(graph, stages))
+    job = GraphJob(name="test", graph=graph, variables=variables)
+    prepared = prepare_graph(job, as_asked(graph, train, cuts or _even(graph, stages)), store)
     return Job(prepared, store.path(digests[0]), store.path(digests[1]))
 
 

@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.instances import SIZES, Instance, instances, large_network, with_skips
 
-from fusion.dag.cutting.costs import stage_cost
 from fusion.dag.cutting.cuts import legal_cuts, split
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
@@ -39,6 +38,7 @@ from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.capture import capture_language_model
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.spec import GPTConfig
+from tests.support.stage_costs import stage_cost
 
 EXACT_ENTRIES = 30_000_000
 EVERY = 20_000  # placements that are tried one by one

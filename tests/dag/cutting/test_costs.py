@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from fusion.dag.cutting.costs import cache_bytes_per_position, differentiable, node_costs, stage_cost
-from fusion.dag.cutting.stage import Edge, Stage
+from fusion.dag.cutting.costs import differentiable, node_costs
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
@@ -157,47 +156,3 @@ def test_attention_by_hand() -> None:
 def test_a_missing_size_is_an_error() -> None:
     with pytest.raises(GraphError, match="batch"):
         node_costs(perceptron(), {"sequence": 3})
-
-
-def second_half() -> Stage:
-    """The stage of `perceptron` from relu on."""
-    edge = Edge("up/0", Ref("up"), f(BATCH, 8), 0, (1,), needs_gradient=True)
-    graph = graph_of(
-        {"targets": f(BATCH, 2), "up/0": f(BATCH, 8)},
-        {"c": f(2, 8)},
-        ("relu", "aten.relu", Ref("up/0")),
-        ("down", "aten.linear", Ref("relu"), Ref("c"), None),
-        ("loss", "aten.mse_loss", Ref("down"), Ref("targets"), 1),
-    )
-    return Stage(1, graph, receives=(edge,), sends=(), results=(0,))
-
-
-def test_a_stage_by_hand() -> None:
-    cost = stage_cost(second_half(), SIZES)
-    whole = node_costs(perceptron(), SIZES)
-    assert cost.forward_flops == sum(c.forward_flops for c in whole[1:])
-    assert cost.backward_flops == sum(c.backward_flops for c in whole[1:])
-    assert (cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes) == (64, 64, 128)
-    assert cost.saved_bytes == sum(c.saved_bytes for c in whole[1:])
-    assert (cost.received_bytes, cost.sent_bytes) == (B * 32, 0)
-    assert cost.training_bytes(3) == 64 + 64 + 128 + 3 * cost.saved_bytes + cost.working_bytes
-    # alive at relu: up, relu, targets
-    assert cost.working_bytes == B * 4 * (8 + 8 + 2)
-    assert cost.serving_bytes == 64 + cost.working_bytes
-
-
-def test_slots_and_consumers_count() -> None:
-    edge = Edge("up/0", Ref("up"), f(BATCH, 8), 0, (1, 3), needs_gradient=True)
-    graph = graph_of({"x": f(BATCH, 4)}, {"a": f(8, 4)}, ("up", "aten.linear", Ref("x"), Ref("a"), None))
-    cost = stage_cost(Stage(0, graph, receives=(), sends=(edge,), results=()), SIZES, optimizer_slots=1)
-    assert cost.sent_bytes == 2 * B * 32
-    assert cost.optimizer_bytes == 32 * 4
-
-
-def test_cache_bytes() -> None:
-    sequence = symbol("sequence")
-    q, k = f(BATCH, 4, sequence, 8), f(BATCH, 2, sequence, 8)
-    args = (Ref("q"), Ref("k"), Ref("k"), 0, None, None)
-    node = Node("y", "fusion.cached_attention", args, (q,))
-    graph = Graph((Input("q", q), Input("k", k)), (), (node,), (Ref("y"),))
-    assert cache_bytes_per_position(graph, {"sequence": 5}) == 2 * 2 * 8 * 4

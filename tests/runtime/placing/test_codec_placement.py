@@ -7,6 +7,7 @@ from support.instances import SIZES, chain
 
 from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.reference_speeds import REFERENCE
+from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.pipeline import pipeline
 from fusion.dag.placement.simulate import simulate
@@ -32,7 +33,15 @@ def placed(
     stages: int | None = 2,
 ) -> CodecPlacement:
     return place_with_codecs(
-        GRAPH, network, SIZES, 8, config, speeds or dict(REFERENCE), asked="1f1b", stages=stages
+        GRAPH,
+        network,
+        SIZES,
+        8,
+        config,
+        speeds or dict(REFERENCE),
+        MemoryConfig(),
+        asked="1f1b",
+        stages=stages,
     )
 
 

@@ -10,7 +10,7 @@ from fusion.dag.ir import serialise
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.job import spec
-from fusion.runtime.placing.plan import plan_training, training_graph
+from fusion.runtime.placing.offline_plan import plan_training, training_graph
 from fusion.runtime.placing.swarm_file import parse
 
 JOB = """

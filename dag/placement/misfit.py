@@ -1,0 +1,30 @@
+"""A model for which there is not enough memory, in words for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fusion.dag.ir.errors import PlacementError
+
+_LISTED = 8  # peers, in a message
+
+
+class DoesNotFit(PlacementError):
+    """`needed` says what the model needs at least; `offered` is each peer's name and what it lends, in bytes."""
+
+    def __init__(self, needed: str, offered: Sequence[tuple[str, int]]) -> None:
+        self.needed, self.offered = needed, tuple(sorted(offered, key=lambda peer: (-peer[1], peer[0])))
+        listed = ", ".join(f"{name} {size_text(bytes_)}" for name, bytes_ in self.offered[:_LISTED])
+        more = len(self.offered) - _LISTED
+        super().__init__(
+            f"{needed}; what peers offer: {listed}{f' and {more} others less' if more > 0 else ''}"
+        )
+
+    def named(self, names: Mapping[str, str]) -> DoesNotFit:
+        """With the peers called as people know them."""
+        return DoesNotFit(self.needed, [(names.get(peer, peer), bytes_) for peer, bytes_ in self.offered])
+
+
+def size_text(bytes_: float) -> str:
+    """Of memory, e.g. "1.25 GiB" or "3.0 MiB"."""
+    return f"{bytes_ / 2**30:.2f} GiB" if bytes_ >= 100 << 20 else f"{bytes_ / 2**20:.1f} MiB"

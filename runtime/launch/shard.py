@@ -1,0 +1,107 @@
+"""From a placed graph to the blobs and the manifest of a job: cut, shard, store. Everything ends up in the local store,
+nothing is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from fusion.dag.ir import serialise
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.capture.sources import Read
+from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.manifest import Manifest, ServeConfig, TrainConfig
+from fusion.runtime.placing.placed_job import Placed
+from fusion.runtime.placing.plan import Plan
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.directory.records import Digest, JobId
+
+Say = Callable[[str], None]  # gets one line each time the work enters another phase
+
+
+def silent(line: str) -> None:
+    """Says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphJob:
+    """A captured graph with its variables by name, and what else goes into the manifest."""
+
+    name: str
+    graph: Graph
+    variables: Mapping[str, torch.Tensor] | Read
+    files: Mapping[str, bytes | Path] = field(default_factory=dict)  # that export writes beside the weights
+    tokenizer: Path | None = None
+    byte_level: bool = False
+    trainer: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A job whose blobs all lie in the local store."""
+
+    job: JobId
+    manifest: Manifest
+    blobs: tuple[Digest, ...]  # everything that peers will fetch, the manifest included
+    predicted_seconds: (
+        float  # a step, or the longest prompt once through, by the placement's model; 0: not known
+    )
+    parameters: int
+    plan: Plan | None = None  # of a training job that was placed here: what launching it will set going
+
+
+def prepare_graph(job: GraphJob, placed: Placed, store: BlobStore, say: Say = silent) -> Prepared:
+    """`placed`: where its stages are to run, and how (`fusion.runtime.placing.placed_job`). Blocking: run it in a
+    thread."""
+    config, parts, graph = placed.config, placed.parts, job.graph
+    say(f"sharding its weights into {len(parts)} stages")
+    read = job.variables if callable(job.variables) else _reader(job.variables)
+    data = config.data if isinstance(config, TrainConfig) else None
+    manifest = Manifest(
+        name=job.name,
+        kind="train" if isinstance(config, TrainConfig) else "serve",
+        graph=store.put(serialise.encode(graph)),
+        cuts=placed.cuts,
+        weights=tuple(store.put(save(contiguous(read(part.graph.variables)))) for part in parts),
+        proposed=placed.proposed,
+        replicas=placed.replicas,
+        memory_bytes=placed.memory_bytes,
+        train=config if isinstance(config, TrainConfig) else None,
+        serve=config if isinstance(config, ServeConfig) else None,
+        tokenizer=store.put(job.tokenizer) if job.tokenizer is not None else None,
+        byte_level=job.byte_level,
+        files=tuple((file, store.put(content)) for file, content in job.files.items()),
+        trainer=job.trainer,
+        salt=secrets.token_hex(8),
+    )
+    digest = JobId(store.put(manifests.encode(manifest)))
+    blobs = [Digest(digest), manifest.graph, *manifest.weights, *(digest for _, digest in manifest.files)]
+    blobs += [d for d in (manifest.tokenizer, data and data.train, data and data.held_out) if d]
+    trained = {v.name: v for v in graph.variables if v.kind == "parameter"}
+    return Prepared(
+        job=digest,
+        manifest=manifest,
+        blobs=tuple(dict.fromkeys(blobs)),
+        predicted_seconds=placed.predicted_seconds,
+        parameters=sum(
+            math.prod(int(d) for d in v.type.shape if isinstance(d, int)) for v in trained.values()
+        ),
+        plan=placed.plan,
+    )
+
+
+def _reader(values: Mapping[str, torch.Tensor]) -> Read:
+    return lambda variables: {v.name: values[v.name] for v in variables}
+
+
+def contiguous(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As safetensors saves them."""
+    # A copy each: safetensors refuses tensors that share memory, as tied ones of a module do.
+    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in values.items()}

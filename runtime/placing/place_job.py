@@ -1,0 +1,95 @@
+"""Where to run the stages of a job, found for the peers that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fusion.compression.codec_speed import measure_families
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.misfit import DoesNotFit
+from fusion.dag.placement.place import place
+from fusion.runtime.job.manifest import ServeConfig, TrainConfig
+from fusion.runtime.job.manifest_wire import MAX_REPLICAS
+from fusion.runtime.placing.codec_placement import codec_families, place_with_codecs
+from fusion.runtime.placing.known_network import KnownNetwork, known_network
+from fusion.runtime.placing.placed_job import Placed, as_asked
+from fusion.runtime.placing.plan import planned
+from fusion.runtime.placing.stage_memory import Config, serving_memory, sizes_of, training_memory
+from fusion.swarm.directory.records import LinkRecord, PeerRecord
+from fusion.swarm.links.view import link_view
+from fusion.swarm.transport import PeerId
+
+
+def place_job(
+    graph: Graph,
+    config: Config,
+    peers: Sequence[PeerRecord],
+    links: Sequence[LinkRecord],
+    stages: int | None = None,
+) -> Placed:
+    """Placed on `peers`, of whose links `links` is known; a training job with codecs, for peers that are taken to encode
+    as fast as this machine. Raises PlacementError, in one line, where nobody can hold it."""
+    swarm = known_network(peers, link_view(peers, links))
+    try:
+        if isinstance(config, TrainConfig):
+            return _training(graph, config, peers, swarm, stages)
+        return _serving(graph, config, peers, swarm, stages)
+    except DoesNotFit as error:
+        raise error.named({peer.peer: peer.name or peer.peer for peer in peers}) from None
+
+
+def _serving(
+    graph: Graph,
+    config: ServeConfig,
+    peers: Sequence[PeerRecord],
+    swarm: KnownNetwork,
+    stages: int | None,
+) -> Placed:
+    found = place(
+        graph,
+        swarm.network,
+        sizes_of(config),
+        1,
+        stages=stages,
+        training=False,
+        memory=serving_memory(config),
+    )
+    replicas = [list(map(PeerId, others[:MAX_REPLICAS])) for others in found.replicas]
+    placed = as_asked(graph, config, found.cuts, tuple(map(PeerId, found.owners)), peers, replicas)
+    return replace(placed, predicted_seconds=found.predicted_seconds)
+
+
+def _training(
+    graph: Graph,
+    config: TrainConfig,
+    peers: Sequence[PeerRecord],
+    swarm: KnownNetwork,
+    stages: int | None,
+) -> Placed:
+    sizes, memory = sizes_of(config), training_memory(config.optimizer, config.compression)
+    found = place_with_codecs(
+        graph,
+        swarm.network,
+        sizes,
+        config.microbatches,
+        config.compression,
+        measure_families(codec_families(config.compression)),
+        memory,
+        asked=config.schedule,
+        stages=stages,
+    )
+    runs = found.placement
+    config = replace(config, schedule=runs.schedule, depth=runs.depth, wires=found.wires)
+    placed = as_asked(graph, config, runs.cuts, tuple(map(PeerId, runs.owners)), peers)
+    plan = planned(
+        graph,
+        runs,
+        swarm.network,
+        sizes,
+        memory,
+        wires=found.costs,
+        compression=config.compression,
+        known=swarm.known,
+    )
+    return replace(placed, predicted_seconds=plan.predicted_seconds, plan=plan)

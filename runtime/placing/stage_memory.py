@@ -1,0 +1,80 @@
+"""What each stage of a job needs on its peer, and how deep a pipeline its peers have memory for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from fusion.dag.cutting.memory import MemoryConfig, measure_memory
+from fusion.dag.ir.errors import PlacementError
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.misfit import size_text
+from fusion.dag.placement.pipeline import held
+from fusion.runtime.job.manifest import CompressionConfig, OptimizerConfig, ServeConfig, TrainConfig
+from fusion.swarm.directory.records import PeerRecord
+from fusion.swarm.transport import PeerId
+
+Config = TrainConfig | ServeConfig
+
+
+def training_memory(optimizer: OptimizerConfig, compression: CompressionConfig) -> MemoryConfig:
+    return MemoryConfig(
+        optimizer_slots=2 if optimizer.kind == "adamw" else int(optimizer.momentum != 0),
+        error_feedback=compression.kind != "none" and compression.error_feedback,
+    )
+
+
+def serving_memory(config: ServeConfig) -> MemoryConfig:
+    return MemoryConfig(chunk=config.prefill_chunk if config.cache == "kv" else None)
+
+
+def sizes_of(config: Config) -> dict[str, int]:
+    """Of one microbatch, or of the longest session."""
+    if isinstance(config, TrainConfig):
+        return {"batch": config.microbatch_size, "sequence": config.sequence}
+    return {"batch": 1, "sequence": config.max_sequence}
+
+
+def fitted(
+    graph: Graph,
+    config: Config,
+    cuts: Sequence[int],
+    owners: Sequence[PeerId],
+    peers: Sequence[PeerRecord],
+) -> tuple[Config, tuple[int, ...]]:
+    """The configuration with the deepest pipeline, up to its own, that the owners have memory for, and the bytes that
+    each stage needs then. An owner that is not one of `peers` is taken to have enough; a stage without an owner needs
+    one of them, if there are any. PlacementError where some stage fits nobody who may have it."""
+    training = isinstance(config, TrainConfig)
+    first, count = np.arange(len(owners)), len(owners)
+    terms = (
+        training_memory(config.optimizer, config.compression)
+        if isinstance(config, TrainConfig)
+        else serving_memory(config)
+    )
+    tables = measure_memory(graph, (0, *cuts, len(graph.nodes)), sizes_of(config), training, terms)
+    free = {peer.peer: peer.free_memory_bytes for peer in peers}
+    most = max(free.values(), default=inf)
+    room = [free.get(owner, inf) if owner else most for owner in owners]
+    while True:
+        in_flight = np.ones(count)
+        if isinstance(config, TrainConfig):
+            schedule, depth = config.schedule, config.depth
+            in_flight = np.array(
+                [held(s, count, config.microbatches, True, schedule, depth) for s in range(count)]
+            )
+        needed = tuple(int(bytes_) for bytes_ in tables.bytes(first, first + 1, in_flight))
+        short = [s for s in range(count) if needed[s] > room[s]]
+        if not short:
+            return config, needed
+        if isinstance(config, ServeConfig) or config.schedule == "gpipe" or config.depth == 1:
+            stage = short[0]
+            names = {peer.peer: peer.name for peer in peers}
+            who = f"its peer {names[owners[stage]]} offers" if owners[stage] else "no peer offers more than"
+            raise PlacementError(
+                f"stage {stage} needs {size_text(needed[stage])}: {who} {size_text(room[stage])}"
+            )
+        config = replace(config, depth=config.depth - 1)

@@ -1,0 +1,138 @@
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.dag.cutting.cuts import legal_cuts, split
+from fusion.dag.cutting.memory import MemoryConfig, MemoryTables, measure_memory
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import infer
+from tests.support.instances import chain, with_skips
+from tests.support.stage_costs import stage_cost
+
+B = 4
+SIZES: Mapping[str, int] = {"batch": B}
+BATCH = symbol("batch")
+
+
+def f(*shape: object) -> TensorType:
+    return TensorType(tuple(shape), "float32")  # type: ignore[arg-type]
+
+
+def built(inputs: dict[str, TensorType], variables: dict[str, TensorType], *nodes: tuple) -> Graph:
+    types = {Ref(name): type_ for name, type_ in (inputs | variables).items()}
+    found = []
+    for name, op, *args in nodes:
+        node = Node(name, op, tuple(args), infer(op, tuple(args), types))
+        found.append(node)
+        types[Ref(name)] = node.results[0]
+    return Graph(
+        tuple(Input(n, t) for n, t in inputs.items()),
+        tuple(Variable(n, t) for n, t in variables.items()),
+        tuple(found),
+        (Ref(found[-1].name),),
+        ("batch",),
+    )
+
+
+def perceptron() -> Graph:
+    return built(
+        {"x": f(BATCH, 4), "targets": f(BATCH, 2)},
+        {"a": f(8, 4), "c": f(2, 8)},
+        ("up", "aten.linear", Ref("x"), Ref("a"), None),
+        ("relu", "aten.relu", Ref("up")),
+        ("down", "aten.linear", Ref("relu"), Ref("c"), None),
+        ("loss", "aten.mse_loss", Ref("down"), Ref("targets"), 1),
+    )
+
+
+def tables(graph: Graph, cuts: tuple[int, ...], *, training: bool = True, **config: object) -> MemoryTables:
+    bounds = (0, *cuts, len(graph.nodes))
+    return measure_memory(graph, bounds, SIZES, training, MemoryConfig(**config))  # type: ignore[arg-type]
+
+
+def test_a_stage_by_hand() -> None:
+    found = tables(perceptron(), (1,))
+    assert found.static_bytes[1, 2] == 64 + 64 + 128  # its weights, their gradients, two moments each
+    assert found.kept_bytes[1, 2] == B * 4 * (8 + 2 + 2)  # relu; what the loss was made of
+    # alive at relu: up, relu, targets
+    assert found.working_bytes[1, 2] == B * 4 * (8 + 8 + 2)
+    assert found.bytes(1, 2, 3) == 256 + 3 * found.kept_bytes[1, 2] + found.working_bytes[1, 2]
+
+
+def test_what_an_optimizer_keeps_counts_by_its_slots() -> None:
+    for slots in (0, 1, 2):
+        assert tables(perceptron(), (1,), optimizer_slots=slots).static_bytes[0, 1] == 128 * (2 + slots)
+    assert tables(perceptron(), (1,), training=False).static_bytes[0, 1] == 128
+    with pytest.raises(ValueError, match="optimizer_slots"):
+        MemoryConfig(optimizer_slots=-1)
+
+
+def test_residuals_of_what_comes_back_and_of_what_is_tied() -> None:
+    graph = built(
+        {"x": f(BATCH, 8)},
+        {"a": f(8, 8), "c": f(8, 8)},
+        ("one", "aten.linear", Ref("x"), Ref("a"), None),
+        ("two", "aten.linear", Ref("one"), Ref("c"), None),
+        ("three", "aten.linear", Ref("two"), Ref("a"), None),
+    )
+    plain, kept = tables(graph, (1, 2)), tables(graph, (1, 2), error_feedback=True)
+    more = kept.working_bytes - plain.working_bytes
+    gradient, tied = 4 * B * 8, 4 * 64
+    assert [more[i, i + 1] for i in range(3)] == [tied, gradient, gradient + tied]
+    assert more[0, 2] == tied and more[1, 3] == gradient + tied and more[0, 3] == 0
+
+
+def test_a_value_that_skips_a_stage_is_not_in_it() -> None:
+    graph = built(
+        {"x": f(BATCH, 8)},
+        {"a": f(8, 8), "c": f(8, 8)},
+        ("one", "aten.linear", Ref("x"), Ref("a"), None),
+        ("two", "aten.linear", Ref("one"), Ref("c"), None),
+        ("three", "aten.tanh", Ref("two")),
+        ("four", "aten.add.Tensor", Ref("three"), Ref("one"), 1),
+    )
+    row = B * 8 * 4
+    found = tables(graph, (1, 2, 3))
+    assert [found.working_bytes[i, i + 1] for i in range(4)] == [2 * row, 2 * row, 2 * row, 3 * row]
+    assert found.working_bytes[2, 3] == 2 * row and found.working_bytes[0, 4] == 3 * row
+    assert found.working_bytes[1, 3] == 3 * row  # read by this stage and a later one: it counts to the end
+
+
+def test_a_cache_is_as_long_as_a_session_and_a_run_no_longer_than_a_chunk() -> None:
+    sequence = symbol("sequence")
+    q, k = f(1, 4, sequence, 8), f(1, 2, sequence, 8)
+    args = (Ref("q"), Ref("k"), Ref("k"), 0, None, None)
+    node = Node("y", "fusion.cached_attention", args, (q,))
+    graph = Graph((Input("q", q), Input("k", k)), (), (node,), (Ref("y"),))
+    for chunk, runs in ((None, 50), (5, 5), (80, 50)):
+        config = MemoryConfig(chunk=chunk)
+        found = measure_memory(graph, (0, 1), {"sequence": 50}, False, config)
+        assert found.kept_bytes[0, 1] == 50 * 2 * 2 * 8 * 4
+        assert found.working_bytes[0, 1] == runs * 4 * 8 * (4 + 2 + 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.booleans(), st.integers(0, 2), st.data())
+def test_every_run_of_nodes_is_what_its_stage_is(
+    seed: int, skips: bool, slots: int, data: st.DataObject
+) -> None:
+    random = np.random.default_rng(seed)
+    graph = with_skips(6, 16, random, 0.6) if skips else chain([int(w) for w in random.choice([4, 8, 32], 6)])
+    legal = legal_cuts(graph)
+    candidates = tuple(sorted(data.draw(st.sets(st.sampled_from(legal), min_size=1))))
+    bounds = (0, *candidates, len(graph.nodes))
+    found = measure_memory(graph, bounds, SIZES, True, MemoryConfig(optimizer_slots=slots))
+    picked = sorted(data.draw(st.sets(st.sampled_from(range(1, len(bounds) - 1)))))
+    edges = [0, *picked, len(bounds) - 1]
+    for stage in split(graph, [bounds[i] for i in picked]):
+        cost, at = stage_cost(stage, SIZES, slots), (edges[stage.index], edges[stage.index + 1])
+        assert found.static_bytes[at] == cost.static_bytes
+        assert found.kept_bytes[at] == cost.saved_bytes
+        # What comes from outside and later stages read too counts to the end of this one.
+        shared = sum(4 * B * 16 for edge in stage.receives if edge.consumers[-1] > stage.index)
+        shared += sum(4 * B * 16 for i in stage.graph.inputs if skips and i.name in graph.input_names)
+        assert cost.working_bytes <= found.working_bytes[at] <= cost.working_bytes + shared
