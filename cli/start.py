@@ -245,7 +245,7 @@ def activity(peer: Peer) -> dict[str, Any]:
         "neighbours": len(traffic),
         "stages": [[each["job"], each["stage"]] for each in jobs],
         "jobs": jobs,
-        "free_memory_bytes": peer.hosting.free_memory_bytes,
+        "free_memory_bytes": peer.context.memory.free_bytes,
         "sent_bytes": sum(t.sent_bytes for t in traffic.values()),
         "received_bytes": sum(t.received_bytes for t in traffic.values()),
     }

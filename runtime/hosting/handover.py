@@ -50,7 +50,6 @@ class Hosted:
 
     task: asyncio.Task[None]
     manifest: Manifest
-    memory_bytes: int
 
 
 class Handovers:

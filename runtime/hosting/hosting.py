@@ -29,7 +29,7 @@ from fusion.runtime.hosting.jobs.server import JobServer, stop_request
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.hosting.standby_pool import Pool
 from fusion.runtime.hosting.takeover import Takeovers
-from fusion.runtime.hosting.vacant_stages import VacantStages, needed_bytes
+from fusion.runtime.hosting.vacant_stages import VacantStages
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import JobFailed
@@ -119,10 +119,6 @@ class Hosting:
         """The stages that run here now."""
         return tuple(sorted(self._hosts))
 
-    @property
-    def free_memory_bytes(self) -> int:
-        return self._context.memory_bytes - sum(hosted.memory_bytes for hosted in self._hosts.values())
-
     def final(self, job: JobId) -> Progress | None:
         """How a job went, if a stage of it ran here to its end."""
         return self._board.final(job)
@@ -195,7 +191,7 @@ class Hosting:
         self._shelf.keep_only({record.job for record in records})
         claims = await self._claims({job: manifest for job, (_, manifest) in open_jobs.items()})
         if not self._leaving:
-            await self._pool.beat(open_jobs, claims, self.hosted, self.free_memory_bytes)
+            await self._pool.beat(open_jobs, claims, self.hosted, self._context.memory.free_bytes)
         ours = {job for job, _ in self._hosts} | self._pool.jobs
         self._board.hear(records, ours, await self._leaderless(ours, claims))
         if self._leaving:
@@ -206,7 +202,9 @@ class Hosting:
         if (busy or len(vacancies) > 1) and any(vacancy.score < 1.0 for vacancy in vacancies):
             peers = await self._context.directory.peers()
             vacancies = list((beside_the_idle if busy else one_each)(vacancies, self._context.peer_id, peers))
-        chosen = stages_to_claim(vacancies, self.free_memory_bytes, self._config.seats - len(self._hosts))
+        chosen = stages_to_claim(
+            vacancies, self._context.memory.free_bytes, self._config.seats - len(self._hosts)
+        )
         await asyncio.gather(*(self._take(vacancy, *open_jobs[vacancy.job]) for vacancy in chosen))
 
     def _ends_by_itself(self, record: JobRecord) -> bool:
@@ -230,12 +228,12 @@ class Hosting:
         """The claims of the stages that we might host, and of all stages of the jobs that we have a hand in: when an
         owner vanishes we should know its standbys."""
         ours = {job for job, _ in self._hosts} | self._pool.jobs
-        us, free = self._context.peer_id, self.free_memory_bytes
+        us, free = self._context.peer_id, self._context.memory.free_bytes
         places = [
             (job, stage)
             for job, manifest in jobs.items()
             for stage in range(manifest.stages)
-            if (job, stage) not in self._hosts and (job in ours or needed_bytes(manifest, stage) <= free)
+            if (job, stage) not in self._hosts and (job in ours or manifest.needed_bytes(stage) <= free)
         ]
         random.shuffle(places)  # where there are too many, others next time
         places.sort(key=lambda place: (jobs[place[0]].proposed[place[1]] != us, place[0] not in ours))
@@ -260,7 +258,7 @@ class Hosting:
             stocked = record.snapshot is not None and self._pool.step_here(place) >= record.snapshot_step
             early = stocked and not self._hosts
             vacancy = self._vacancies.look(place, manifest, held, early=early)
-            fits = vacancy is not None and vacancy.memory_bytes <= self.free_memory_bytes
+            fits = vacancy is not None and vacancy.memory_bytes <= self._context.memory.free_bytes
             if vacancy is not None and fits and not self._cooling.lasts(place):
                 found.append(vacancy)
         return list(one_early(found, self._context.peer_id))
@@ -269,7 +267,8 @@ class Hosting:
         place = (vacancy.job, vacancy.stage)
         if await self._lives(place) or self._board.get(vacancy.job) is None:
             return
-        self._claiming.append(place)
+        if not self._reserve(place, manifest):
+            return
         try:
             claim = await self._context.leases.claim(vacancy.job, vacancy.stage, vacancy.score)
             if claim is not None:
@@ -278,8 +277,23 @@ class Hosting:
             log.warning("stage %d of %s not claimed: %s", vacancy.stage, manifest.name, error)
             self._cooling.start(place)
         finally:
-            self._claiming.remove(place)
+            self._claimed(place)
         await self._give_back()
+
+    def _reserve(self, place: Place, manifest: Manifest) -> bool:
+        """Before a claim: its memory, so that claims on their way cannot together take more than there is."""
+        try:
+            self._context.memory.hold(place, manifest.needed_bytes(place[1]))
+        except MemoryError:
+            return False
+        self._claiming.append(place)
+        return True
+
+    def _claimed(self, place: Place) -> None:
+        """The claim was made, or not."""
+        self._claiming.remove(place)
+        if place not in self._hosts and place not in self._claiming:
+            self._context.memory.release(place)
 
     async def _give_back(self) -> None:
         """Release what we own and nothing runs of: claims that came too late, when the job had ended or we were
@@ -321,10 +335,9 @@ class Hosting:
             return None
         record, manifest = known
         full = len(self._hosts) >= self._config.seats
-        if full or not 0 <= stage < manifest.stages or needed_bytes(manifest, stage) > self.free_memory_bytes:
+        if full or not 0 <= stage < manifest.stages or not self._reserve(place, manifest):
             return None
         newest = asyncio.ensure_future(self._newest(record)) if stage == 0 else None
-        self._claiming.append(place)
         try:
             claim = await self._context.leases.claim(
                 job, stage, self._fitness, over=over, confirm=baton is None
@@ -338,7 +351,7 @@ class Hosting:
             log.warning("stage %d of %s not claimed: %s", stage, manifest.name, error)
             return None
         finally:
-            self._claiming.remove(place)
+            self._claimed(place)
             if newest is not None:
                 newest.cancel()
         await self._give_back()
@@ -373,7 +386,7 @@ class Hosting:
             return
         self._vacancies.filled(place)
         task = self._spawn(self._host(claim, record, manifest, baton))
-        self._hosts[place] = Hosted(task, manifest, needed_bytes(manifest, claim.stage))
+        self._hosts[place] = Hosted(task, manifest)
         self._pool.promoted(place)
         task.add_done_callback(lambda _: self._ended(place))
 
@@ -428,6 +441,7 @@ class Hosting:
             log.warning("stage %d of job %s not released: %s", place[1], place[0][:12], error)
         finally:
             del self._hosts[place]
+            self._context.memory.release(place)
             self.on_rest()
             self.nudge()
 

@@ -237,7 +237,7 @@ class Pool:
         else:
             since = now
             self._short_since.pop(place, None)
-        memory_bytes = manifest.memory_bytes[stage] if manifest.memory_bytes else 0
+        memory_bytes = manifest.needed_bytes(stage)
         return UncoveredStage(
             job=job,
             stage=stage,

@@ -53,7 +53,7 @@ class VacantStages:
             stage=stage,
             score=(1.0 + score) / 2 if early else score,
             empty_seconds=now - since,
-            memory_bytes=needed_bytes(manifest, stage),
+            memory_bytes=manifest.needed_bytes(stage),
             early=early,
             standby=us in order,
             idle_heir=any(is_idle(heir) and heir.peer != us for heir in standbys),
@@ -68,8 +68,3 @@ class VacantStages:
         """We own it."""
         self._empty_since.pop(place, None)
         self._last_owner.pop(place, None)
-
-
-def needed_bytes(manifest: Manifest, stage: int) -> int:
-    """Of memory that a stage takes, as its launcher estimates it."""
-    return manifest.memory_bytes[stage] if manifest.memory_bytes else 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from fusion.runtime.job.memory_budget import MemoryBudget
 
 if TYPE_CHECKING:  # a client has no worker, and should not load torch for its name
     from fusion.runtime.job.worker import Worker
@@ -40,7 +42,7 @@ class Context:
         None  # the thread that tensors are encoded and decoded in, beside the device's
     )
     device: str = "cpu"
-    memory_bytes: int = 4 << 30  # what the volunteer lends, in all
+    memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(4 << 30))  # that the volunteer lends
     home: Path = Path(".")
     succession: TakeoverReports | None = None  # None in a client: it holds nothing
     links: LinkMonitor | None = None  # None in a client: it measures nothing

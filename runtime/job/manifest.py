@@ -111,3 +111,7 @@ class Manifest:
     @property
     def stages(self) -> int:
         return len(self.cuts) + 1
+
+    def needed_bytes(self, stage: int) -> int:
+        """Of memory that a stage takes on its peer; 0 where the launcher did not say."""
+        return self.memory_bytes[stage] if self.memory_bytes else 0

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from fusion.runtime.job.context import Context
+from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.peer.peer_file import running_peer
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
@@ -57,7 +58,7 @@ async def open_attached(home: Path, elsewhere: Elsewhere | None = None) -> Async
                 blobs=blobs,
                 leases=Leases(transport.peer_id, directory),
                 worker=None,
-                memory_bytes=0,
+                memory=MemoryBudget(0),
                 home=home,
             )
     finally:
@@ -99,7 +100,7 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
             blobs=blobs,
             leases=leases,
             worker=None,
-            memory_bytes=0,
+            memory=MemoryBudget(0),
             home=config.home,
         )
         membership = Membership(

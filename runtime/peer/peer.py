@@ -22,6 +22,7 @@ from fusion.runtime.hosting.hosting import Hosting, Service
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
+from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.capability import Capability, measure
@@ -108,7 +109,7 @@ class Peer:
             device=self.capability.device,
             flops_per_second=self.capability.flops_per_second,
             memory_bytes=self.capability.memory_bytes,
-            free_memory_bytes=max(0, self.hosting.free_memory_bytes),
+            free_memory_bytes=self.context.memory.free_bytes,
             software=SOFTWARE,
             opset=OPSET_VERSION,
             started_at=self.started_at,
@@ -151,7 +152,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             worker=worker,
             codec_worker=codec_worker,
             device=config.device,
-            memory_bytes=capability.memory_bytes,
+            memory=MemoryBudget(capability.memory_bytes),
             home=config.home,
             succession=Takeovers(transport, leases),
             links=links,

@@ -63,13 +63,13 @@ class RingStage:
         plane: DecodingStage,
         plan: RingPlan,
         seat: RingPosition,
-        check_memory: Callable[[], None] = lambda: None,
+        account: Callable[[], None] = lambda: None,
         doubt: Callable[[PeerId], None] = lambda peer: None,
     ) -> None:
-        """`check_memory` runs in the worker thread after a session's memory was reserved: MemoryError (one line)
-        where the peer holds more than it lends. `doubt` is told of a peer whose link may have become slow."""
+        """`account` runs in the worker thread when sessions have come or gone: MemoryError (one line) where the peer
+        would hold more than it lends. `doubt` is told of a peer whose link may have become slow."""
         self._worker = worker
-        self._runner = StageRunner(plane, plan, seat.serve.max_sequence, check_memory)
+        self._runner = StageRunner(plane, plan, seat.serve.max_sequence, account)
         self._plan = plan
         self._seat = seat
         self._terms = {seat.term}

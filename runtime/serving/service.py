@@ -109,13 +109,23 @@ class ServingService:
         """Serve one stage until cancelled. Raises JobFailed for a job that no peer could serve (its graph, its
         weights), BlobError where a blob cannot be had, MemoryError where the weights do not fit. Nobody needs to know how
         the job stood when it left."""
-        place = (job, stage)
+        place, memory = (job, stage), self._context.memory
         if manifest.serve is None:
             raise JobFailed(f"job {manifest.name} is not one that serves a model")
+        memory.hold(place, manifest.needed_bytes(stage))
         try:
-            loaded = await self._load(place, manifest)
+            try:
+                loaded = await self._load(place, manifest)
+                memory.hold(place, _used_bytes(manifest, loaded))
+            finally:  # what was kept ready is what runs
+                self._warm.pop(place, None)
+                memory.forget(place)
+            await self._serve(place, manifest, loaded, term)
         finally:
-            self._warm.pop(place, None)
+            memory.release(place)
+
+    async def _serve(self, place: Place, manifest: Manifest, loaded: _Loaded, term: int) -> None:
+        job, stage = place
         hosted = await self._promoted(place, term) or self._run(place, manifest, loaded, term, owned=True)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -139,19 +149,27 @@ class ServingService:
             try:
                 await self._fetch(manifest, stage)
                 stages = await self._stages(manifest)
-                wanted = _weights_bytes(stages[stage]) + self._kept_for_replicas(place, manifest)
-                if self._used_bytes() + wanted <= self._context.memory_bytes:
-                    loaded = await self._load(place, manifest)
-                    if place not in self._hosted:  # else we were promoted meanwhile
-                        self._warm[place] = loaded
-                        self._replicas[place] = asyncio.create_task(self._replicate(place, manifest, loaded))
+                if self._keep(place, manifest, _weights_bytes(stages[stage])):
+                    await self._warm_up(place, manifest)
             except (JobFailed, MemoryError) as error:
                 raise JobError(str(error)) from None
         return record.step
 
+    async def _warm_up(self, place: Place, manifest: Manifest) -> None:
+        memory = self._context.memory
+        try:
+            loaded = await self._load(place, manifest)
+            if place not in self._hosted and memory.keeps(place):  # else promoted, or given up, meanwhile
+                self._warm[place] = loaded
+                self._replicas[place] = asyncio.create_task(self._replicate(place, manifest, loaded))
+        finally:
+            if place not in self._warm:
+                memory.forget(place)
+
     def forget(self, job: JobId, stage: int) -> None:
         """No longer standing by for the stage. Sessions that run here have a moment to move."""
         self._warm.pop((job, stage), None)
+        self._context.memory.forget((job, stage))
         self._end_replica((job, stage))
         loading = self._loading.get((job, stage))
         if loading is not None:
@@ -211,7 +229,7 @@ class ServingService:
         )
         ring = RingStage(
             *(context.transport, context.compute, loaded.plane, loaded.plan, seat),
-            self._check_memory,
+            lambda: self._account(place),
             doubt=(lambda peer: None) if links is None else links.doubt,
         )
         running = asyncio.create_task(ring.run(), name=f"stage {place[1]} of {manifest.name}")
@@ -225,9 +243,12 @@ class ServingService:
         standbys = self._context.leases.standbys
         try:
             while self._warm.get(place) is loaded:
-                term = standbys.serve_beside(*place) if self._may_serve(place, manifest, loaded) else 0
-                if term:
-                    await self._serve_beside(place, manifest, loaded, term)
+                # Whether sessions would fit beside the weights, as many as the launcher thought of.
+                if self._keep(place, manifest, _used_bytes(manifest, loaded)):
+                    if term := standbys.serve_beside(*place):
+                        await self._serve_beside(place, manifest, loaded, term)
+                    if self._warm.get(place) is loaded:
+                        self._context.memory.resize(place, loaded.weights_bytes)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
         finally:
             if self._replicas.get(place) is asyncio.current_task():
@@ -268,61 +289,46 @@ class ServingService:
         if (replica := self._replicas.get(place)) is not None and not replica.cancelling():
             replica.cancel()
 
-    def _may_serve(self, place: Place, manifest: Manifest, loaded: _Loaded) -> bool:
-        """Whether sessions would fit beside the weights, as many as the launcher thought of for each stage here."""
-        hosted = sum(
-            max(
-                _needed_bytes(h.manifest, h.loaded.plan.index),
-                h.loaded.weights_bytes + h.loaded.plane.used_bytes(),
-            )
-            for h in self._hosted.values()
-        )
-        runs = {h.loaded for h in self._hosted.values()} | {loaded}
-        warm = sum(w.weights_bytes for w in self._warm.values() if w not in runs)
-        wanted = max(_needed_bytes(manifest, place[1]), loaded.weights_bytes)
-        kept = self._kept_for_replicas(place, manifest)
-        return hosted + warm + wanted + kept <= self._context.memory_bytes
-
     def _kept_for_replicas(self, place: Place, manifest: Manifest) -> int:
         """What is to stay free for other stages of the job that we are proposed to serve, and do not yet."""
         job, stage = place
         us = self._context.peer_id
         proposed = [other for other, peers in enumerate(manifest.replicas) if us in peers]
         awaited = [other for other in proposed if (job, other) not in self._hosted]
-        return 0 if stage in proposed else sum(_needed_bytes(manifest, other) for other in awaited)
+        return 0 if stage in proposed else sum(manifest.needed_bytes(other) for other in awaited)
 
     # --- memory
 
-    def _used_bytes(self) -> int:
-        held = [h.loaded for h in list(self._hosted.values())]
-        warm = [w for w in list(self._warm.values()) if w not in held]
-        return sum(h.weights_bytes + h.plane.used_bytes() for h in held) + sum(w.weights_bytes for w in warm)
+    def _keep(self, place: Place, manifest: Manifest, bytes_: int) -> bool:
+        """Set so much memory aside for a stage that we stand by for, if there is room."""
 
-    def _make_room(self, wanted_bytes: int, *, spare_sessions: bool) -> None:
-        """Drop what is only kept warm until there is room beside what runs here: what takes no sessions first, then
-        replicas, those with sessions unless these are to be spared."""
-        context = self._context
-        for place in sorted(self._warm, key=lambda place: place in self._hosted):
-            if self._used_bytes() + wanted_bytes <= context.memory_bytes:
-                return
-            hosted = self._hosted.get(place)
-            if hosted is not None and (hosted.owned or (spare_sessions and hosted.stage.sessions)):
-                continue
+        def give_up() -> None:
             # The loop's and the worker's thread both come here.
             self._warm.pop(place, None)
-            self._hosted.pop(place, None)
+            if (hosted := self._hosted.get(place)) is not None and not hosted.owned:
+                self._hosted.pop(place, None)
             self._loop.call_soon_threadsafe(self._end_replica, place)
 
-    def _check_memory(self) -> None:
-        """In the worker thread, the only one that opens and closes sessions."""
-        self._make_room(0, spare_sessions=True)
-        used = self._used_bytes()
-        if used > self._context.memory_bytes:
+        def in_use() -> bool:
+            hosted = self._hosted.get(place)
+            return hosted is not None and hosted.stage.sessions > 0
+
+        beside = self._kept_for_replicas(place, manifest)
+        return self._context.memory.keep(place, bytes_, give_up, in_use, beside)
+
+    def _account(self, place: Place) -> None:
+        """A session was opened or closed: in the worker thread, the only one that does."""
+        hosted = self._hosted.get(place)
+        if hosted is None:
+            return
+        try:
+            self._context.memory.resize(place, _used_bytes(hosted.manifest, hosted.loaded))
+        except MemoryError:
             sessions = sum(h.stage.sessions for h in list(self._hosted.values()))
             raise MemoryError(
-                f"no memory for another session: this peer lends {self._context.memory_bytes >> 20} MiB and its "
-                f"{sessions} sessions and weights would take {used >> 20} MiB"
-            )
+                f"no memory for another session: this peer lends {self._context.memory.lent_bytes >> 20} MiB, which "
+                f"its {sessions} sessions, weights and whatever else runs there would exceed"
+            ) from None
 
     async def _report(self, job: JobId, stage: int, hosted: _Hosted) -> None:
         """Say that the stage takes frames, and how many sessions it has."""
@@ -376,8 +382,6 @@ class ServingService:
             plan = plan_ring(stages, stage)
         except JobError as error:
             raise JobFailed(str(error)) from None
-        wanted = _weights_bytes(stages[stage])
-        self._make_room(wanted, spare_sessions=False)
         path = await self._context.blobs.fetch(manifest.weights[stage])
         device = self._context.device
         try:
@@ -386,7 +390,7 @@ class ServingService:
             )
         except (SafetensorError, ValueError, KeyError) as error:
             raise JobFailed(f"the weights of stage {stage} of {manifest.name}: {error}") from None
-        return _Loaded(plan, plane, manifest.weights[stage], wanted)
+        return _Loaded(plan, plane, manifest.weights[stage], _weights_bytes(stages[stage]))
 
     async def _fetch(self, manifest: Manifest, stage: int) -> None:
         """Everything that the stage needs, on this disk."""
@@ -418,9 +422,9 @@ def _cancelled_ourselves() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _needed_bytes(manifest: Manifest, stage: int) -> int:
-    """Weights and sessions, as the launcher estimates them."""
-    return manifest.memory_bytes[stage] if manifest.memory_bytes else 0
+def _used_bytes(manifest: Manifest, loaded: _Loaded) -> int:
+    """Weights and sessions, and no less than the launcher estimated."""
+    return max(manifest.needed_bytes(loaded.plan.index), loaded.weights_bytes + loaded.plane.used_bytes())
 
 
 def _weights_bytes(stage: Stage) -> int:

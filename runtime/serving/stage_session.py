@@ -57,24 +57,25 @@ class StageRunner:
     """What the worker thread does for a stage. Every method runs there."""
 
     def __init__(
-        self, plane: DecodingStage, plan: RingPlan, max_sequence: int, check_memory: Callable[[], None]
+        self, plane: DecodingStage, plan: RingPlan, max_sequence: int, account: Callable[[], None]
     ) -> None:
         self._plane = plane
         self._plan = plan
         self._positions = torch.arange(max_sequence).unsqueeze(0)
-        self._check_memory = check_memory
+        self._account = account  # called when sessions have come or gone; MemoryError: one too many
 
     def reserve(self, session: SessionId, capacity: int) -> None:
         """MemoryError, in one line, where the session does not fit."""
         self._plane.open(session, capacity)
         try:
-            self._check_memory()
+            self._account()
         except MemoryError:
             self._plane.close(session)
             raise
 
     def free(self, session: SessionId) -> None:
         self._plane.close(session)
+        self._account()
 
     def run(self, work: Work) -> Outcome:
         """One chunk through the stage; at the last stage, the choice of a token too."""

@@ -56,13 +56,8 @@ class StageLoader:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._ahead: dict[Place, _Ahead] = {}
-        self._in_use: dict[Place, int] = {}  # bytes of memory of the stages that run here
+        self._running: set[Place] = set()
         self._graphs: dict[JobId, tuple[tuple[Stage, ...], tuple[TieGroup, ...]]] = {}
-
-    @property
-    def free_memory_bytes(self) -> int:
-        warm = sum(ahead.memory_bytes for ahead in self._ahead.values() if ahead.loaded is not None)
-        return self._context.memory_bytes - sum(self._in_use.values()) - warm
 
     def is_ahead(self, job: JobId, index: int) -> bool:
         """Whether we stand by for the stage."""
@@ -74,13 +69,13 @@ class StageLoader:
         """Bring the stage's newest snapshot here, and into memory if there is room; the step that is here then.
         Idempotent. Raises SwarmError, JobError, JobFailed."""
         config, place = _training(manifest, index), (job, index)
-        if place in self._in_use:
+        if place in self._running:
             raise JobError(f"stage {index} of {manifest.name} runs here")
         plan = await self._plan(job, manifest, config, index)
         ahead = self._ahead.get(place)
         if ahead is None:
             files = StageFiles(self._context, job, manifest, plan.stage)
-            ahead = self._ahead[place] = _Ahead(files, _needed(manifest, index))
+            ahead = self._ahead[place] = _Ahead(files, manifest.needed_bytes(index))
         point = _newest(_point(record), ahead.point)
         near = self._owners(job, manifest)
         await ahead.files.fetch(point, near)
@@ -88,31 +83,47 @@ class StageLoader:
         ahead.point = point
         async with ahead.lock:
             if not ahead.taken and (ahead.loaded is None or not _same(ahead.loaded.start, point)):
-                await self._warm(ahead, plan, config, batches, point, near)
+                await self._warm(place, ahead, plan, config, batches, point, near)
         if not ahead.taken:
             await ahead.files.forget_before(point)
         return point.step
 
+    def _keep(self, place: Place, ahead: _Ahead) -> bool:
+        """Set memory aside for it if there is room. Whatever runs here may take it away at any moment."""
+
+        def give_up() -> None:
+            ahead.loaded = None
+
+        return self._context.memory.keep(place, ahead.memory_bytes, give_up)
+
     async def _warm(
-        self, ahead: _Ahead, plan: StagePlan, config: TrainConfig, batches: Batches, point: Checkpoint, near: Mapping[int, PeerId]
+        self, place: Place, ahead: _Ahead, plan: StagePlan, config: TrainConfig, batches: Batches, point: Checkpoint,
+        near: Mapping[int, PeerId],
     ) -> None:  # fmt: skip
         before, ahead.loaded = ahead.loaded, None  # nobody may have it half written
-        if before is None and ahead.memory_bytes > self.free_memory_bytes:
+        if before is None and not self._keep(place, ahead):
             return
-        if before is None:
-            loaded = await self._build(plan, config, batches, ahead.files, point, near)
-        else:
-            state = await ahead.files.load(point, near)
-            await self._context.compute.run(before.plane.load_state, state)
-            loaded = replace(before, start=point, residuals=snapshot.residuals(state))
-        if not ahead.taken:
-            ahead.loaded = loaded
+        try:
+            if before is None:
+                loaded = await self._build(plan, config, batches, ahead.files, point, near)
+            else:
+                state = await ahead.files.load(point, near)
+                await self._context.compute.run(before.plane.load_state, state)
+                loaded = replace(before, start=point, residuals=snapshot.residuals(state))
+            if not ahead.taken:
+                ahead.loaded = loaded
+                if not self._context.memory.keeps(place):  # it was given up meanwhile
+                    ahead.loaded = None
+        finally:
+            if ahead.loaded is None and self._ahead.get(place) is ahead:
+                self._context.memory.forget(place)
 
     def forget(self, job: JobId, index: int) -> None:
         """No longer stand by for the stage. Its blobs stay until the store needs the room."""
         ahead = self._ahead.pop((job, index), None)
         if ahead is not None:
             ahead.taken, ahead.loaded = True, None
+            self._context.memory.forget((job, index))
 
     # --- now
 
@@ -128,12 +139,14 @@ class StageLoader:
         know of (the lead says if there is a newer one). `release` it in the end. Raises SwarmError, JobError, JobFailed,
         MemoryError."""
         config, place = _training(manifest, index), (job, index)
-        self._in_use[place] = _needed(manifest, index)
+        self._context.memory.hold(place, manifest.needed_bytes(index))
+        self._running.add(place)
         ahead = self._ahead.pop(place, None)
         loaded = None
         if ahead is not None:
             async with ahead.lock:
                 ahead.taken, loaded = True, ahead.loaded
+            self._context.memory.forget(place)  # what was kept ready is what runs
         near = self._owners(job, manifest)
         if loaded is None:
             plan, record = await asyncio.gather(
@@ -147,7 +160,8 @@ class StageLoader:
 
     def release(self, job: JobId, index: int) -> None:
         """The stage runs here no more."""
-        self._in_use.pop((job, index), None)
+        self._running.discard((job, index))
+        self._context.memory.release((job, index))
 
     async def _taken_over(self, loaded: Loaded, baton: HandoverState, peer: PeerId | None) -> Loaded:
         try:
@@ -259,10 +273,6 @@ def _training(manifest: Manifest, index: int) -> TrainConfig:
     if manifest.train is None or not 0 <= index < manifest.stages:
         raise JobError(f"stage {index} of {manifest.name} is no stage of a training job")
     return manifest.train
-
-
-def _needed(manifest: Manifest, index: int) -> int:
-    return manifest.memory_bytes[index] if manifest.memory_bytes else 0
 
 
 def _point(record: JobRecord | None) -> Checkpoint:

@@ -16,6 +16,7 @@ from fusion.runtime.hosting.takeover import TakeoverConfig, Takeovers
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.index import digest_of
@@ -173,7 +174,7 @@ class Swarm:
             blobs=blobs,
             leases=leases,
             worker=None,
-            memory_bytes=memory_bytes,
+            memory=MemoryBudget(memory_bytes),
             succession=Takeovers(transport, leases, self.checks),
         )
         service = Pretence(leases if self.pooled else None)

@@ -21,6 +21,7 @@ from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.client import complete
 from fusion.runtime.serving.failover import FailoverConfig
@@ -134,7 +135,7 @@ class Peer:
             blobs=Blobs(store, transport, directory, BlobConfig(retry_seconds=0.01)),
             leases=Leases(self.id, directory, LeaseConfig(confirm_seconds=0.0)),
             worker=Worker(),
-            memory_bytes=memory_bytes,
+            memory=MemoryBudget(memory_bytes),
             home=home,
             succession=successors,
         )

@@ -11,6 +11,7 @@ from worlds.network import WorldTransport
 from worlds.virtual_time import EPOCH_SECONDS, Lane
 
 from fusion.runtime.hosting.hosting import Hosting
+from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.training.service import TrainingService
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import PeerRecord
@@ -45,16 +46,17 @@ class Process:
     leaving: bool = False
     hosting: Hosting | None = None
     leases: Leases | None = None
+    memory: MemoryBudget | None = None
     transport: WorldTransport | None = None
     service: TrainingService | None = None
     work: asyncio.Task[None] | None = None
     tasks: list[Any] = field(default_factory=list)
 
     def announcement(self) -> PeerRecord:
-        assert self.hosting is not None
+        assert self.memory is not None
         return PeerRecord(
             peer=self.peer_id, name=self.peer_id, addresses=(), role="peer", device="cpu",
             flops_per_second=1e9, memory_bytes=self.seats * STAGE_BYTES,
-            free_memory_bytes=max(0, self.hosting.free_memory_bytes), software="", opset=1,
+            free_memory_bytes=self.memory.free_bytes, software="", opset=1,
             started_at=EPOCH_SECONDS,
         )  # fmt: skip

@@ -25,6 +25,7 @@ from worlds.scenario import Fault, Scenario
 from fusion.runtime.hosting.hosting import Hosting
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.manifest import DataConfig, Manifest, OptimizerConfig, TrainConfig
+from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.service import TrainingService
 from fusion.runtime.training.snapshots import snapshot
@@ -164,8 +165,9 @@ class World:
         worker = WorldWorker(self.rng, self.plan.compute_seconds * (0.5 + self.rng.random()))
         context = wiring.context(
             peer_id=peer_id, transport=transport, directory=directory, blobs=blobs, leases=leases, worker=worker,
-            memory_bytes=process.seats * STAGE_BYTES, home=WorldPath(process.disk, "home"),
+            memory=MemoryBudget(process.seats * STAGE_BYTES), home=WorldPath(process.disk, "home"),
         )  # fmt: skip
+        process.memory = context.memory
         service = process.service = TrainingService(context)
         fitness = 0.1 + 0.8 * self.rng.random()
         hosting = process.hosting = Hosting(

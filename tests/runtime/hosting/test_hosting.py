@@ -147,13 +147,13 @@ def test_memory_and_seats_are_respected_and_come_back(tmp_path: Path) -> None:
             held = set(ours.hosting.hosted)
             assert len(held) == 2 and (big, 0) not in held  # two seats
             claimed = {(job, 0): 400, (job, 1): 400, (job, 2): 400, (small, 0): 10}
-            assert ours.hosting.free_memory_bytes == 1000 - sum(claimed[place] for place in held)
+            assert ours.context.memory.free_bytes == 1000 - sum(claimed[place] for place in held)
             while running := list(ours.service.running):
                 ours.service.end(*running[0])
                 await over(ours, running[0])
                 await ours.look()
                 await asyncio.sleep(0)
-            assert ours.hosting.free_memory_bytes == 1000
+            assert ours.context.memory.free_bytes == 1000
             assert (small, 0) in ours.service.begun and (big, 0) not in ours.service.begun
             job = await made.launch(replace(half, name="again"))
             other = await made.join(memory_bytes=1000)
@@ -163,7 +163,25 @@ def test_memory_and_seats_are_respected_and_come_back(tmp_path: Path) -> None:
             await other.look()
             await until(lambda: len(other.service.running) == 2)  # a third one does not fit the memory
             assert {place[0] for place in other.hosting.hosted} == {job}
-            assert other.hosting.free_memory_bytes == 200
+            assert other.context.memory.free_bytes == 200
+
+    asyncio.run(main())
+
+
+def test_claims_on_their_way_do_not_take_the_same_memory_twice(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join(memory_bytes=1000)
+            job = await made.launch(made.manifest(None, None, memory_bytes=(600, 600)))
+            await ours.look()
+            found = await asyncio.gather(*(ours.hosting.take_over(job, stage, 0, None) for stage in (0, 1)))
+            assert sum(claim is not None for claim in found) == 1
+            assert sum(ours.context.memory.by_place.values()) == 600
+            (place,) = ours.hosting.hosted
+            await until(lambda: place in ours.service.running)
+            ours.service.end(*place)
+            await over(ours, place)
+            assert ours.context.memory.free_bytes == 1000
 
     asyncio.run(main())
 
@@ -434,7 +452,7 @@ def test_a_stage_that_another_peer_won_is_given_up(tmp_path: Path) -> None:
             await ours.context.leases.beat()
             await over(ours, (job, 0))
             await ours.look()
-            assert len(ours.service.begun) == 1 and ours.hosting.free_memory_bytes == 1000
+            assert len(ours.service.begun) == 1 and ours.context.memory.free_bytes == 1000
             reply = await call(made.client(), ours.id, JOB.name, "watch", {"job": job})
             assert reply.kind == "redirect"  # it does not speak for the job any more
 

@@ -21,7 +21,7 @@ async def announce(*peers: Peer) -> None:
     for peer in peers:
         record = PeerRecord(
             peer=peer.id, name="peer", addresses=(), role="peer", device="cpu", flops_per_second=1.0,
-            memory_bytes=1000, free_memory_bytes=peer.hosting.free_memory_bytes, software="0", opset=1,
+            memory_bytes=1000, free_memory_bytes=peer.context.memory.free_bytes, software="0", opset=1,
             started_at=0.0,
         )  # fmt: skip
         await peer.context.directory.publish(record, ttl_seconds=100.0)

@@ -136,7 +136,6 @@ class Swarm:
         leases = Leases(identity.peer_id, directory, LeaseConfig(heartbeat_seconds=30.0, confirm_seconds=0.0))
         context = Context(
             peer_id=identity.peer_id, transport=transport, directory=directory, blobs=blobs, leases=leases, worker=None,
-            memory_bytes=1000,
         )  # fmt: skip
         stock = Stock()
         pool = Pool(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from fusion.runtime.hosting.vacant_stages import VacantStages, needed_bytes
+from fusion.runtime.hosting.vacant_stages import VacantStages
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId
@@ -35,7 +35,7 @@ def test_a_stage_is_empty_from_when_it_was_first_seen_without_an_owner() -> None
     clock.advance(HEAD_START_SECONDS)
     found = vacancies.look(PLACE, MANIFEST, [], early=False)
     assert found is not None and (found.empty_seconds, found.score) == (HEAD_START_SECONDS, 0.25)
-    assert found.memory_bytes == needed_bytes(MANIFEST, 0) == 7
+    assert found.memory_bytes == MANIFEST.needed_bytes(0) == 7
     assert vacancies.look(PLACE, MANIFEST, [claim(OWNER)], early=False) is None
     assert vacancies.look(PLACE, MANIFEST, [], early=False) is None  # from now on again
     clock.advance(HEAD_START_SECONDS)

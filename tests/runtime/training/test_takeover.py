@@ -32,6 +32,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.launch.launch import launch
 from fusion.runtime.training import loader
 from fusion.runtime.training.streams.fence import Overtaken
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError
 
 
@@ -269,7 +270,7 @@ def test_what_does_not_fit_into_memory_is_kept_on_disk(tmp_path: Path) -> None:
             work, _ = await started(made, 2, owners)
             manifest = replace(work.prepared.manifest, memory_bytes=(3 << 30, 3 << 30))
             record = record_of(owners[0], work, await reached(owners[0], work, 4, snapshot_step=3))
-            service, loader = spare.service, spare.service._loader
+            service, memory = spare.service, spare.context.memory
             for stage, free in (
                 (0, 1),
                 (1, 1),
@@ -277,11 +278,21 @@ def test_what_does_not_fit_into_memory_is_kept_on_disk(tmp_path: Path) -> None:
                 assert (
                     await service.prepare(work.prepared.job, manifest, stage, record) == record.snapshot_step
                 )
-                assert loader.free_memory_bytes == free << 30
+                assert memory.spare_bytes == free << 30
             service.forget(work.prepared.job, 0)
-            assert loader.free_memory_bytes == 4 << 30
+            assert memory.spare_bytes == 4 << 30
             await service.prepare(work.prepared.job, manifest, 1, record)  # there is room now
-            assert loader.free_memory_bytes == 1 << 30
+            assert memory.spare_bytes == 1 << 30
+            # Another job's stage takes the room, of whatever kind it is; then there is room again.
+            warm = service._loader._ahead[work.prepared.job, 1]
+            assert warm.loaded is not None
+            memory.hold((JobId("b" * 64), 0), 3 << 30)
+            assert warm.loaded is None and sum(memory.by_place.values()) == 3 << 30
+            await service.prepare(work.prepared.job, manifest, 1, record)
+            assert warm.loaded is None
+            memory.release((JobId("b" * 64), 0))
+            await service.prepare(work.prepared.job, manifest, 1, record)
+            assert warm.loaded is not None
             service.forget(work.prepared.job, 1)
             service.forget(work.prepared.job, 1)
 
