@@ -8,20 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors.torch import save
-
-from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
-from fusion.runtime.capture.capture import is_exported
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
-from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE, check_directory, is_exported_directory
+from fusion.runtime.job.model_files import check_directory, is_exported_directory
 from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
+from fusion.runtime.launch.export_files import export_files
 from fusion.runtime.launch.pack import pack_data, read_tokenizer
-from fusion.runtime.launch.shard import GraphJob, Prepared, Say, contiguous, prepare_graph, silent
+from fusion.runtime.launch.shard import GraphJob, Prepared, Say, prepare_graph, silent
 from fusion.runtime.placing.place_job import place_job
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
@@ -77,7 +74,7 @@ def prepare_training(
         name=spec.name,
         graph=graph,
         variables=model.read,
-        files=_export_files(model),
+        files=export_files(model),
         tokenizer=model.tokenizer,
         byte_level=model.about.byte_level,
         trainer=trainer,
@@ -139,14 +136,3 @@ def _chosen(peers: Sequence[PeerRecord], names: Sequence[str]) -> list[PeerRecor
         if name not in known:
             raise JobError(f"placement.peers: {name!r:.80} is not in the swarm now")
     return list({known[name].peer: known[name] for name in names}.values())
-
-
-def _export_files(model: sources.LanguageModel) -> dict[str, bytes | Path]:
-    """What makes an exported directory one that can be served: see `fusion.runtime.capture.sources`."""
-    files: dict[str, bytes | Path] = {path.name: path for path in model.config}
-    files[GRAPH_FILE] = serialise.encode(clean(model.inference))
-    files[ABOUT_FILE] = model.about.to_json()
-    constants = [v for v in model.inference.variables if not is_exported(v.name)]
-    if constants:
-        files[sources.CONSTANTS_FILE] = save(contiguous(model.read(constants)))
-    return files

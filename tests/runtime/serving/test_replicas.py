@@ -142,8 +142,9 @@ def test_who_owns_stages_only_stands_by(tmp_path: Path) -> None:
 
 def test_without_room_for_sessions_a_standby_stays_one(tmp_path: Path) -> None:
     async def main() -> None:
-        async with swarm_of(3, tmp_path, memory_bytes=1 << 20) as swarm:
-            job = await swarm.serve("llama", 2, memory_bytes=(1 << 19, 1 << 30))
+        async with swarm_of(3, tmp_path, memory_bytes=1 << 30) as swarm:
+            job = await swarm.serve("llama", 2, memory_bytes=(1 << 19, 1 << 29))
+            swarm.peers[2].context.memory.hold((JobId("b" * 64), 0), (1 << 30) - (1 << 20))  # 1 MiB is left
             for stage in (0, 1):
                 swarm.peers[2].context.leases.standbys.stand_by(job, stage, score=0.5, step=0)
                 await swarm.stand_by(swarm.peers[2], job, stage)

@@ -1,0 +1,25 @@
+"""What goes into a job beside its weights, so that the directory that `export` writes can be served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import save
+
+from fusion.dag.ir import serialise
+from fusion.dag.rewrites.clean import clean
+from fusion.runtime.capture import sources
+from fusion.runtime.capture.capture import is_exported
+from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE
+from fusion.runtime.launch.shard import contiguous
+
+
+def export_files(model: sources.LanguageModel) -> dict[str, bytes | Path]:
+    """By file name: the graph, the configuration and the constants that `fusion.runtime.capture.sources` reads."""
+    files: dict[str, bytes | Path] = {path.name: path for path in model.config}
+    files[GRAPH_FILE] = serialise.encode(clean(model.inference))
+    files[ABOUT_FILE] = model.about.to_json()
+    constants = [v for v in model.inference.variables if not is_exported(v.name)]
+    if constants:
+        files[sources.CONSTANTS_FILE] = save(contiguous(model.read(constants)))
+    return files
