@@ -65,11 +65,11 @@ def measure_memory(
     graph: Graph, bounds: Sequence[int], sizes: Mapping[str, int], training: bool, config: MemoryConfig
 ) -> MemoryTables:
     """`bounds` are 0, some cuts, and the number of nodes; `sizes` those of one microbatch."""
-    found = _Measure(graph, bounds, bound_types(graph, sizes), training)
-    running = sizes
+    types = bound_types(graph, sizes)
+    found, running = _Measure(graph, bounds, types, training), types
     if not training and config.chunk is not None and "sequence" in sizes:
-        running = {**sizes, "sequence": min(sizes["sequence"], config.chunk)}
-    working = found.working(bound_types(graph, running))
+        running = bound_types(graph, {**sizes, "sequence": min(sizes["sequence"], config.chunk)})
+    working = found.working(running)
     if training and config.error_feedback:
         working += found.residuals(sizes)
     return MemoryTables(
