@@ -7,37 +7,25 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
-from fusion.dag.cutting.cuts import split
-from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir import serialise
-from fusion.dag.ir.dims import bind
-from fusion.dag.ir.errors import GraphError
-from fusion.dag.ir.graph import DTYPE_BYTES
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import GENERATE, RING
-from fusion.runtime.planes.torch_plane import TorchDecodingStage
 from fusion.runtime.serving.gateway import Gateway, GatewayConfig
 from fusion.runtime.serving.ring import RingPosition, RingStage
-from fusion.runtime.serving.ring_frames import RingPlan, plan_ring
 from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds
+from fusion.runtime.serving.stage_loader import LoadedStage, StageLoader, weights_bytes
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
-from fusion.swarm.directory.records import Digest, JobId, JobRecord
+from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError
 from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.transport import Stream
 
 log = logging.getLogger(__name__)
 
-MAX_GRAPH_BYTES = 64 << 20
 LOADING_SECONDS = 60.0  # for which a stream waits for a stage that is being loaded
 LOADING_WORD_SECONDS = 0.4  # between two words to a gateway that waits
 COPY_RETRY_SECONDS = 30.0
@@ -48,22 +36,12 @@ Place = tuple[JobId, int]
 
 
 @dataclass(eq=False)
-class _Loaded:
-    """A stage in memory: hosted, or warm for when we have to."""
-
-    plan: RingPlan
-    plane: TorchDecodingStage
-    weights: Digest
-    weights_bytes: int
-
-
-@dataclass(eq=False)
 class _Hosted:
     """A stage that takes sessions: we own it, or run it beside its owner, as a replica."""
 
     stage: RingStage
     manifest: Manifest
-    loaded: _Loaded
+    loaded: LoadedStage
     running: asyncio.Task[None]
     owned: bool
     tokens_per_second: float = 0.0
@@ -78,8 +56,8 @@ class ServingService:
         self._context = context
         self.gateway = Gateway(context, gateway)
         self._hosted: dict[Place, _Hosted] = {}
-        self._warm: dict[Place, _Loaded] = {}
-        self._loading: dict[Place, asyncio.Task[_Loaded]] = {}
+        self._warm: dict[Place, LoadedStage] = {}
+        self._loader = StageLoader(context)
         self._replicas: dict[Place, asyncio.Task[None]] = {}
         self._began = asyncio.Event()  # set, and replaced, whenever a stage begins to run here
 
@@ -91,9 +69,7 @@ class ServingService:
     async def aclose(self) -> None:
         for place in list(self._replicas):
             self._end_replica(place)
-        for loading in self._loading.values():
-            loading.cancel()
-        await asyncio.gather(*self._loading.values(), *self._replicas.values(), return_exceptions=True)
+        await asyncio.gather(self._loader.aclose(), *self._replicas.values(), return_exceptions=True)
         self._warm.clear()
         await self.gateway.aclose()
 
@@ -124,7 +100,7 @@ class ServingService:
         finally:
             memory.release(place)
 
-    async def _serve(self, place: Place, manifest: Manifest, loaded: _Loaded, term: int) -> None:
+    async def _serve(self, place: Place, manifest: Manifest, loaded: LoadedStage, term: int) -> None:
         job, stage = place
         hosted = await self._promoted(place, term) or self._run(place, manifest, loaded, term, owned=True)
         try:
@@ -147,9 +123,9 @@ class ServingService:
             await asyncio.wait([self._replicas[place]])  # its sessions are being seen off
         if place not in self._hosted and place not in self._warm:
             try:
-                await self._fetch(manifest, stage)
-                stages = await self._stages(manifest)
-                if self._keep(place, manifest, _weights_bytes(stages[stage])):
+                await self._loader.fetch(manifest, stage)
+                stages = await self._loader.stages(manifest)
+                if self._keep(place, manifest, weights_bytes(stages[stage])):
                     await self._warm_up(place, manifest)
             except (JobFailed, MemoryError) as error:
                 raise JobError(str(error)) from None
@@ -171,9 +147,7 @@ class ServingService:
         self._warm.pop((job, stage), None)
         self._context.memory.forget((job, stage))
         self._end_replica((job, stage))
-        loading = self._loading.get((job, stage))
-        if loading is not None:
-            loading.cancel()
+        self._loader.cancel((job, stage))
 
     async def pass_on(self, job: JobId, stage: int) -> Mapping[str, Any]:
         """The peer leaves: the stage is served until the host is cancelled, and its sessions then have a moment to
@@ -221,7 +195,9 @@ class ServingService:
                     await stream.send("loading")  # we are here
         return hosted
 
-    def _run(self, place: Place, manifest: Manifest, loaded: _Loaded, term: int, *, owned: bool) -> _Hosted:
+    def _run(
+        self, place: Place, manifest: Manifest, loaded: LoadedStage, term: int, *, owned: bool
+    ) -> _Hosted:
         context, links = self._context, self._context.links
         assert manifest.serve is not None, "callers have looked"
         seat = RingPosition(
@@ -238,7 +214,7 @@ class ServingService:
 
     # --- replicas
 
-    async def _replicate(self, place: Place, manifest: Manifest, loaded: _Loaded) -> None:
+    async def _replicate(self, place: Place, manifest: Manifest, loaded: LoadedStage) -> None:
         """For as long as the stage is warm here: serve it beside its owner whenever we may."""
         standbys = self._context.leases.standbys
         try:
@@ -254,7 +230,7 @@ class ServingService:
             if self._replicas.get(place) is asyncio.current_task():
                 del self._replicas[place]
 
-    async def _serve_beside(self, place: Place, manifest: Manifest, loaded: _Loaded, term: int) -> None:
+    async def _serve_beside(self, place: Place, manifest: Manifest, loaded: LoadedStage, term: int) -> None:
         leases = self._context.leases
         log.info("stage %d of %s is served here as well (term %d)", place[1], manifest.name, term)
         hosted = self._run(place, manifest, loaded, term, owned=False)
@@ -357,55 +333,9 @@ class ServingService:
                 log.info("no second copy of stage %d of %s yet: %s", before, manifest.name, error)
             await asyncio.sleep(COPY_RETRY_SECONDS)
 
-    async def _load(self, place: Place, manifest: Manifest) -> _Loaded:
-        """The stage in memory. Once, however many wait for it: one that stands by and is promoted in the middle of
-        its preparations goes on with them."""
-        warm = self._warm.get(place)
-        if warm is not None:
-            return warm
-        loading = self._loading.get(place)
-        if loading is None:
-            loading = self._loading[place] = asyncio.create_task(self._load_now(place[1], manifest))
-            loading.add_done_callback(lambda _: self._loading.pop(place, None))
-        try:
-            return await asyncio.shield(loading)
-        except asyncio.CancelledError:
-            # Ours, or that of the work itself (`forget`): then it was not we who were cancelled.
-            if loading.cancelled() and not _cancelled_ourselves():
-                raise JobError(f"stage {place[1]} of {manifest.name} is not wanted here any more") from None
-            raise
-
-    async def _load_now(self, stage: int, manifest: Manifest) -> _Loaded:
-        await self._fetch(manifest, stage)
-        stages = await self._stages(manifest)
-        try:
-            plan = plan_ring(stages, stage)
-        except JobError as error:
-            raise JobFailed(str(error)) from None
-        path = await self._context.blobs.fetch(manifest.weights[stage])
-        device = self._context.device
-        try:
-            plane = await self._context.compute.run(
-                lambda: TorchDecodingStage(stages[stage], load_file(path), device=device)
-            )
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise JobFailed(f"the weights of stage {stage} of {manifest.name}: {error}") from None
-        return _Loaded(plan, plane, manifest.weights[stage], _weights_bytes(stages[stage]))
-
-    async def _fetch(self, manifest: Manifest, stage: int) -> None:
-        """Everything that the stage needs, on this disk."""
-        wanted = [manifest.graph, manifest.weights[stage]]
-        if manifest.tokenizer is not None and stage in (0, manifest.stages - 1):
-            # No stage reads it, any gateway may: the swarm has to hold it once the launcher is gone.
-            wanted.append(manifest.tokenizer)
-        await asyncio.gather(*(self._context.blobs.fetch(digest) for digest in wanted))
-
-    async def _stages(self, manifest: Manifest) -> tuple[Stage, ...]:
-        data = await self._context.blobs.read(manifest.graph, MAX_GRAPH_BYTES)
-        try:
-            return await asyncio.to_thread(lambda: split(serialise.decode(data), manifest.cuts))
-        except GraphError as error:
-            raise JobFailed(f"the graph of {manifest.name}: {error}") from None
+    async def _load(self, place: Place, manifest: Manifest) -> LoadedStage:
+        """The stage in memory: the one that is warm here, if it is."""
+        return self._warm.get(place) or await self._loader.load(place, manifest)
 
 
 async def _to_the_end(task: asyncio.Task[None]) -> None:
@@ -417,17 +347,6 @@ async def _to_the_end(task: asyncio.Task[None]) -> None:
         await asyncio.wait([task])
 
 
-def _cancelled_ourselves() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _used_bytes(manifest: Manifest, loaded: _Loaded) -> int:
+def _used_bytes(manifest: Manifest, loaded: LoadedStage) -> int:
     """Weights and sessions, and no less than the launcher estimated."""
     return max(manifest.needed_bytes(loaded.plan.index), loaded.weights_bytes + loaded.plane.used_bytes())
-
-
-def _weights_bytes(stage: Stage) -> int:
-    return sum(
-        prod(bind(dim, {}) for dim in v.type.shape) * DTYPE_BYTES[v.type.dtype] for v in stage.graph.variables
-    )

@@ -1,0 +1,116 @@
+"""Stages of served models on their way into this peer's memory: blobs to the disk, graph and weights to a plane."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from math import prod
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from fusion.dag.cutting.cuts import split
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir import serialise
+from fusion.dag.ir.dims import bind
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import DTYPE_BYTES
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.planes.torch_plane import TorchDecodingStage
+from fusion.runtime.serving.ring_frames import RingPlan, plan_ring
+from fusion.swarm.directory.records import Digest, JobId
+
+MAX_GRAPH_BYTES = 64 << 20
+
+Place = tuple[JobId, int]
+
+
+@dataclass(eq=False)
+class LoadedStage:
+    """A stage in memory: hosted, or warm for when we have to."""
+
+    plan: RingPlan
+    plane: TorchDecodingStage
+    weights: Digest
+    weights_bytes: int
+
+
+class StageLoader:
+    """Loads each stage once, however many wait for it."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._loading: dict[Place, asyncio.Task[LoadedStage]] = {}
+
+    async def load(self, place: Place, manifest: Manifest) -> LoadedStage:
+        """The stage in memory: one that stands by and is promoted in the middle of its preparations goes on with them.
+        Raises JobFailed where no peer could load it (its graph, its weights), JobError where it was cancelled, BlobError
+        where a blob cannot be had."""
+        loading = self._loading.get(place)
+        if loading is None:
+            loading = self._loading[place] = asyncio.create_task(self._load(place[1], manifest))
+            loading.add_done_callback(lambda _: self._loading.pop(place, None))
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            # Ours, or that of the work itself (`cancel`): then it was not we who were cancelled.
+            if loading.cancelled() and not _cancelled_ourselves():
+                raise JobError(f"stage {place[1]} of {manifest.name} is not wanted here any more") from None
+            raise
+
+    def cancel(self, place: Place) -> None:
+        """The stage is not wanted here any more."""
+        loading = self._loading.get(place)
+        if loading is not None:
+            loading.cancel()
+
+    async def aclose(self) -> None:
+        for loading in self._loading.values():
+            loading.cancel()
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+
+    async def fetch(self, manifest: Manifest, stage: int) -> None:
+        """Everything that the stage needs, on this disk."""
+        wanted = [manifest.graph, manifest.weights[stage]]
+        if manifest.tokenizer is not None and stage in (0, manifest.stages - 1):
+            # No stage reads it, any gateway may: the swarm has to hold it once the launcher is gone.
+            wanted.append(manifest.tokenizer)
+        await asyncio.gather(*(self._context.blobs.fetch(digest) for digest in wanted))
+
+    async def stages(self, manifest: Manifest) -> tuple[Stage, ...]:
+        """All stages of the job. Raises JobFailed for a graph that is none."""
+        data = await self._context.blobs.read(manifest.graph, MAX_GRAPH_BYTES)
+        try:
+            return await asyncio.to_thread(lambda: split(serialise.decode(data), manifest.cuts))
+        except GraphError as error:
+            raise JobFailed(f"the graph of {manifest.name}: {error}") from None
+
+    async def _load(self, stage: int, manifest: Manifest) -> LoadedStage:
+        await self.fetch(manifest, stage)
+        stages = await self.stages(manifest)
+        try:
+            plan = plan_ring(stages, stage)
+        except JobError as error:
+            raise JobFailed(str(error)) from None
+        path = await self._context.blobs.fetch(manifest.weights[stage])
+        device = self._context.device
+        try:
+            plane = await self._context.compute.run(
+                lambda: TorchDecodingStage(stages[stage], load_file(path), device=device)
+            )
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise JobFailed(f"the weights of stage {stage} of {manifest.name}: {error}") from None
+        return LoadedStage(plan, plane, manifest.weights[stage], weights_bytes(stages[stage]))
+
+
+def weights_bytes(stage: Stage) -> int:
+    return sum(
+        prod(bind(dim, {}) for dim in v.type.shape) * DTYPE_BYTES[v.type.dtype] for v in stage.graph.variables
+    )
+
+
+def _cancelled_ourselves() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
