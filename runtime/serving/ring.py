@@ -13,21 +13,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.failover import FaultKind
 from fusion.runtime.serving.request import pack_tokens, unpack_tokens, whole
 from fusion.runtime.serving.ring_frames import RingPlan
-from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLink, RingLinks
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLink, RingLinks, RingPosition
 from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
 from fusion.runtime.serving.stage_session import StageRunner, StageSession, Work
-from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.streams.handlers import one_line
@@ -40,17 +37,6 @@ SEE_OFF_SECONDS = 3.0  # for sessions to move when we leave
 WAITING_CHUNKS = 4  # chunks of activations that may wait here before the stage that sends them has to
 # What running a stage may raise: torch's errors for wrong data, no memory, and our own JobFailed.
 PLANE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RingPosition:
-    """Which stage of which job we hold, and under which term: the owner's, or a replica's own."""
-
-    job: JobId
-    name: str
-    serve: ServeConfig
-    peer: PeerId  # us
-    term: int
 
 
 class RingStage:

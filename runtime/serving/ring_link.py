@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.serving.request import whole
 from fusion.swarm.directory.records import JobId
@@ -51,6 +52,17 @@ class LinkEnds:
         if frame.kind != "hello" or not isinstance(job, str):
             raise JobError("hello: the first frame names a job, a sender and a stage")
         return cls(JobId(job), whole(frame.header, "from", -2), whole(frame.header, "to", -2), us)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingPosition:
+    """Which stage of which job we hold, and under which term: the owner's, or a replica's own."""
+
+    job: JobId
+    name: str
+    serve: ServeConfig
+    peer: PeerId  # us
+    term: int
 
 
 class RingLink:

@@ -15,8 +15,8 @@ from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import GENERATE, RING
 from fusion.runtime.serving.gateway import Gateway, GatewayConfig
-from fusion.runtime.serving.ring import RingPosition, RingStage
-from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds
+from fusion.runtime.serving.ring import RingStage
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingPosition
 from fusion.runtime.serving.stage_loader import LoadedStage, StageLoader, weights_bytes
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord

@@ -21,9 +21,9 @@ from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.request import Sampling, pack_tokens
-from fusion.runtime.serving.ring import RingPosition, RingStage
+from fusion.runtime.serving.ring import RingStage
 from fusion.runtime.serving.ring_frames import plan_ring
-from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingPosition
 from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
