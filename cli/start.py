@@ -105,7 +105,7 @@ class Lending:
     @property
     def hand_over_seconds(self) -> float:
         """What stopping now may take beyond closing: a stage is handed over between two steps, however long one is."""
-        return HAND_OVER_SECONDS if self._peer is not None and self._peer.hosting.hosted else 0.0
+        return HAND_OVER_SECONDS if self._peer is not None and self._peer.parts.hosting.hosted else 0.0
 
     async def run(self) -> None:
         """Until cancelled, or until something ends that cannot be started anew. Raises as `open_peer` does."""
@@ -237,8 +237,8 @@ def activity(peer: Peer) -> dict[str, Any]:
     """What the peer does now, in plain values: it changes only when there is something to say."""
     traffic = peer.context.transport.traffic()
     jobs = []
-    for job, stage in peer.hosting.hosted:
-        progress = peer.training.progress(job) or peer.serving.progress(job)
+    for job, stage in peer.parts.hosting.hosted:
+        progress = peer.parts.training.progress(job) or peer.parts.serving.progress(job)
         jobs.append({"job": job, "stage": stage, "step": progress.step if progress else None,
                      "loss": progress.loss if progress else None})  # fmt: skip
     return {

@@ -31,20 +31,22 @@ async def tell_steps(peer: Peer, output: Output) -> None:
             ended.add(progress.job)
 
     async def follow(job: JobId) -> None:
-        async for progress in peer.training.watch(job):
+        async for progress in peer.parts.training.watch(job):
             tell(progress)
 
     async with asyncio.TaskGroup() as tasks:
         followed: dict[JobId, asyncio.Task[None]] = {}
         while True:
-            hosted |= {job for job, _ in peer.hosting.hosted}
-            led = {job for job, stage in peer.hosting.hosted if stage == 0} - ended
+            hosted |= {job for job, _ in peer.parts.hosting.hosted}
+            led = {job for job, stage in peer.parts.hosting.hosted if stage == 0} - ended
             followed = {job: task for job, task in followed.items() if not task.done()}
             for job in led - set(followed):
-                if peer.training.progress(job) is not None:  # else it is being loaded, or one that serves
+                if (
+                    peer.parts.training.progress(job) is not None
+                ):  # else it is being loaded, or one that serves
                     followed[job] = tasks.create_task(follow(job))
             for job in hosted - ended - set(followed):
-                final = peer.hosting.final(job)
+                final = peer.parts.hosting.final(job)
                 if final is not None:
                     tell(final)
             await asyncio.sleep(LOOK_SECONDS)

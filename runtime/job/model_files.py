@@ -3,8 +3,8 @@ wrong directory hears of it at once. Loads no library."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,12 @@ def check_huggingface(directory: Path, *, weights: bool = True) -> None:
     json_object(directory / CONFIG_FILE)
     if weights:
         indexed_files(directory)
-    if importlib.util.find_spec("transformers") is None:
+    try:
+        version("transformers")
+    except PackageNotFoundError:
         raise JobError(
             'reading a Hugging Face model needs transformers: pip install "fusion-peer[huggingface]"'
-        )
+        ) from None
 
 
 def indexed_files(directory: Path) -> dict[str, Path] | None:

@@ -73,9 +73,9 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
 
     Raises PeerUnreachable, in one line, if no peer of the swarm answers within `join_seconds`.
     """
-    from fusion.swarm.directory.dht import DhtConfig, HivemindDirectory
+    from fusion.runtime.peer.network import open_network
+    from fusion.swarm.directory.dht import DhtConfig
     from fusion.swarm.directory.membership import Membership, MembershipConfig
-    from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 
     config.home.mkdir(parents=True, exist_ok=True)
     identity = Identity.generate()
@@ -85,20 +85,17 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
         raise PeerUnreachable(
             "no peer to join through; name one with --peer or --bootstrap, or run: fusion-peer start"
         )
-    network = P2PConfig(identity=identity)
     async with (
         _own_store(config.home / "clients") as store,
-        P2PTransport.start(network) as transport,
-        await HivemindDirectory.start(transport.p2p, identity, DhtConfig(client=True)) as directory,
-        Blobs(store, transport, directory) as blobs,
-        Leases(identity.peer_id, directory) as leases,
+        open_network(identity, store, dht=DhtConfig(client=True)) as network,
     ):
+        transport, directory = network.transport, network.directory
         context = Context(
             peer_id=identity.peer_id,
             transport=transport,
             directory=directory,
-            blobs=blobs,
-            leases=leases,
+            blobs=network.blobs,
+            leases=network.leases,
             worker=None,
             memory=MemoryBudget(0),
             home=config.home,
