@@ -33,6 +33,7 @@ from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step import protocol as steps
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
 from fusion.runtime.training.step.handover_state import HandoverState
+from fusion.runtime.training.streams.partner import Held
 from fusion.runtime.training.streams.partners import Partners
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import StaleTerm, SwarmError
@@ -78,9 +79,12 @@ class TrainingHost:
         self._rad = Rad(
             plan, config, loaded.plane, context.compute, loaded.batches, self._send_tensor, self._codecs
         )
-        self._neighbours = Partners(
-            context, job, self.stage, term, plan.partners, self._deliver, self._link_changed,
-            largest_bytes=self._rad.inbox.largest_bytes, memory_bytes=plan.memory_bytes, host=host,
+        here = Held(
+            job=job, stage=self.stage, term=term, incarnation=host, memory_bytes=tuple(plan.memory_bytes)
+        )
+        self._partners = Partners(
+            context, here, plan.partners, self._deliver, self._link_changed,
+            largest_bytes=self._rad.inbox.largest_bytes,
         )  # fmt: skip
         self._snapshots = StageSnapshots(
             loaded, self._codecs, context.compute, self._owners, partial(self._send, 0), self._spawn
@@ -132,14 +136,14 @@ class TrainingHost:
         self._events.put_nowait((self.stage, steps.Stay()))
 
     async def accept(self, stream: Stream, hello: m.Hello) -> None:
-        await self._neighbours.accept(stream, hello)
+        await self._partners.accept(stream, hello)
 
     async def run(self) -> None:
         try:
             await self._complete_start()
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                group.create_task(self._neighbours.run(), name=f"streams of stage {self.stage}")
+                group.create_task(self._partners.run(), name=f"streams of stage {self.stage}")
                 group.create_task(self._explain_waiting())
                 group.create_task(self._files.hold_copies())
                 if self.lead is not None:
@@ -147,7 +151,7 @@ class TrainingHost:
                 try:
                     await self._loop()
                 finally:
-                    await self._neighbours.finish(FLUSH_SECONDS)
+                    await self._partners.finish(FLUSH_SECONDS)
                 raise _Ended
         except BaseExceptionGroup as errors:
             first = _first(errors)
@@ -155,7 +159,7 @@ class TrainingHost:
                 raise first from None
         finally:
             self._group = None
-            self._neighbours.close()  # it may have welcomed some before it ran
+            self._partners.close()  # it may have welcomed some before it ran
             self._pass_failed("the job has ended")
 
     def _tuner(self, lead: Lead) -> Tuner:
@@ -228,7 +232,7 @@ class TrainingHost:
                 )  # fmt: skip
                 self._send(0, join)
             case steps.Suspect(entry):
-                self._send(0, m.SuspectMessage(text=self._neighbours.waiting_for[:300], entry=entry))
+                self._send(0, m.SuspectMessage(text=self._partners.waiting_for[:300], entry=entry))
             case steps.Run(attempt, step, after):
                 self._work = self._spawn(self._run(attempt, step, after))
             case steps.SendReady(attempt, step, report):
@@ -286,7 +290,7 @@ class TrainingHost:
             if await self._fail(attempt, error):
                 raise
             return
-        traffic = self._neighbours
+        traffic = self._partners
         report = replace(report, sent_bytes=traffic.sent_bytes, received_bytes=traffic.received_bytes)
         self._events.put_nowait((self.stage, steps.Completed(attempt, step, report)))
 
@@ -298,7 +302,7 @@ class TrainingHost:
             self.lead.finish("failed", f"stage 0: {text}")
             return False
         self._send(0, m.FailedMessage(text=text, attempt=attempt))
-        await self._neighbours.flush(FLUSH_SECONDS)
+        await self._partners.flush(FLUSH_SECONDS)
         return True
 
     async def _restore(
@@ -324,9 +328,7 @@ class TrainingHost:
             self._pass_failed(str(error))
             self._events.put_nowait((self.stage, steps.Stay()))
             return
-        await self._neighbours.flush(
-            FLUSH_SECONDS
-        )  # what the others still need of the step that was committed
+        await self._partners.flush(FLUSH_SECONDS)  # what the others still need of the step that was committed
         ledger, tally = (UNTRAINED, self._state.tally) if self.lead is None else self.lead.books
         if self._passing is None:  # nobody waits for it any more
             self._events.put_nowait((self.stage, steps.Stay()))
@@ -347,7 +349,7 @@ class TrainingHost:
 
     def _send(self, target: int, message: m.Message) -> None:
         if target != self.stage:
-            self._neighbours.post(target, *m.encode(message, self.term))
+            self._partners.post(target, *m.encode(message, self.term))
         elif m.kind_of(message) in m.FROM_LEAD:
             self._events.put_nowait((target, message))
         else:
@@ -357,7 +359,7 @@ class TrainingHost:
             self.lead.receive(target, message)
 
     def _send_tensor(self, target: int, kind: str, header: Mapping[str, Any], payload: Any) -> None:
-        self._neighbours.post(target, kind, {**header, "term": self.term}, payload)
+        self._partners.post(target, kind, {**header, "term": self.term}, payload)
 
     def _deliver(self, source: int, frame: Frame) -> Awaitable[None] | None:
         if frame.kind in m.TENSOR_KINDS:
@@ -372,7 +374,7 @@ class TrainingHost:
         self._events.put_nowait(
             (
                 self.stage,
-                steps.Linked(tuple(sorted(self._neighbours.linked_terms.items())))
+                steps.Linked(tuple(sorted(self._partners.linked_terms.items())))
                 if linked
                 else steps.Unlinked(),
             )
@@ -385,13 +387,13 @@ class TrainingHost:
             self.lead.tell(owners=tuple(owners.get(s) for s in range(self._plan.stages)))
 
     def _owners(self) -> dict[int, PeerId]:
-        return {**self._neighbours.owners, self.stage: self._context.peer_id}
+        return {**self._partners.owners, self.stage: self._context.peer_id}
 
     async def _explain_waiting(self) -> None:
         while True:
             await asyncio.sleep(WAIT_SECONDS)
             if self.lead is not None and not self.lead.progress.finished:
-                waiting = self._neighbours.waiting_for or self.lead.waiting_for
+                waiting = self._partners.waiting_for or self.lead.waiting_for
                 self.lead.tell(message=waiting[:300])
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

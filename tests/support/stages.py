@@ -12,6 +12,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.fields import build, plain
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.step.messages import Hello
+from fusion.runtime.training.streams.partner import Held
 from fusion.runtime.training.streams.partners import Partners
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId
@@ -82,8 +83,8 @@ class Node:
         claim = await self.context.leases.claim(JOB, stage, 0.5, over=over, confirm=not over)
         assert claim is not None
         self.neighbours = Partners(
-            self.context, JOB, stage, claim.term, partners, self._deliver, self._changed,
-            largest_bytes=1 << 20, memory_bytes=memory,
+            self.context, Held(job=JOB, stage=stage, term=claim.term, memory_bytes=tuple(memory)), partners,
+            self._deliver, self._changed, largest_bytes=1 << 20,
         )  # fmt: skip
         self.task = asyncio.create_task(self.neighbours.run())
         return claim.term

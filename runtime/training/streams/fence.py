@@ -1,4 +1,4 @@
-"""Who may speak for each partner of a stage, and who no longer may.
+"""Who may speak for a partner of a stage, and who no longer may.
 
 A `hello` is welcomed only from the owner of the stage it speaks for, as its sealed claim proves or the directory says,
 at the term it names. Of several who come under one term the first is the owner to us: another peer's hello at that
@@ -11,14 +11,13 @@ that term.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from fusion.runtime.training.step.messages import Hello
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId
-from fusion.swarm.errors import FrameError, RecordError, StaleTerm, SwarmError
+from fusion.swarm.errors import RecordError, StaleTerm, SwarmError
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class Later(SwarmError):
 
 @dataclass(frozen=True)
 class _Holder:
-    """Who spoke for a stage under the highest term that we welcomed."""
+    """Who spoke for a partner under the highest term that we welcomed."""
 
     term: int
     peer: PeerId
@@ -46,21 +45,22 @@ class _Holder:
 
 
 class Fence:
-    """Of stage `stage`, held here under `term`."""
+    """Of the stage `partner`, at stage `stage`, which is held here under `term`."""
 
-    def __init__(self, leases: Leases, job: JobId, stage: int, term: int, partners: Collection[int]) -> None:
+    def __init__(self, leases: Leases, job: JobId, stage: int, term: int, partner: int) -> None:
         self._leases = leases
         self._job, self._stage, self._term = job, stage, term
-        self._partners = partners
-        self._holders: dict[int, _Holder] = {}
+        self._partner = partner
+        self._holder: _Holder | None = None
 
-    def highest(self, stage: int) -> int:
-        """The highest term that the stage has spoken to us under; 0 for none."""
-        return self._holders[stage].term if stage in self._holders else 0
+    @property
+    def highest(self) -> int:
+        """The highest term that the partner has spoken to us under; 0 for none."""
+        return 0 if self._holder is None else self._holder.term
 
     def is_over(self, claim: ClaimRecord) -> bool:
-        """Whether somebody else has spoken to us for the stage, under the claim's term or a higher one."""
-        holder = self._holders.get(claim.stage)
+        """Whether somebody else has spoken to us for the partner, under the claim's term or a higher one."""
+        holder = self._holder
         return holder is not None and (
             claim.term < holder.term or (claim.term == holder.term and claim.peer != holder.peer)
         )
@@ -72,23 +72,21 @@ class Fence:
         )
 
     def check(self, peer: PeerId, hello: Hello) -> None:
-        """Raises Overtaken where another has spoken for the stage since, or under the same term."""
-        holder = self._holders.get(hello.source)
+        """Raises Overtaken where another has spoken for the partner since, or under the same term."""
+        holder = self._holder
         if holder is None or hello.term > holder.term:
             return
         if _Holder(hello.term, peer, hello.host) != holder:
-            raise Overtaken(hello.source, hello.term, holder.term)
+            raise Overtaken(self._partner, hello.term, holder.term)
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
-        """From now on nobody speaks for the stage but this peer, until a higher term comes. Raises Overtaken."""
+        """From now on nobody speaks for the partner but this peer, until a higher term comes. Raises Overtaken."""
         self.check(peer, hello)
-        self._holders[hello.source] = _Holder(hello.term, peer, hello.host)
+        self._holder = _Holder(hello.term, peer, hello.host)
 
     async def claim_of(self, peer: PeerId, hello: Hello) -> ClaimRecord:
-        """The claim under which the other end speaks. Later where it is not welcome yet; StaleTerm, FrameError where
-        it never will be."""
-        if hello.source not in self._partners:
-            raise FrameError(f"stage {hello.source} has nothing to say to stage {self._stage}")
+        """The claim under which the other end speaks. Later where it is not welcome yet; StaleTerm where it never will
+        be."""
         if hello.target_term < self._term:
             raise StaleTerm(f"stage {self._stage} is under term {self._term}, not {hello.target_term}")
         if hello.target_term > self._term:
@@ -97,12 +95,12 @@ class Fence:
         proof = self._proof(peer, hello)
         if proof is not None:
             return proof
-        owner = await self._leases.owner(self._job, hello.source)
+        owner = await self._leases.owner(self._job, self._partner)
         self.check(peer, hello)  # somebody may have said hello under a higher term while we looked
         if owner is not None and owner.term > hello.term:
-            raise StaleTerm(f"stage {hello.source} is under term {owner.term}, not {hello.term}")
+            raise StaleTerm(f"stage {self._partner} is under term {owner.term}, not {hello.term}")
         if owner is None or (owner.peer, owner.term) != (peer, hello.term):
-            raise Later(f"no claim of stage {hello.source} at term {hello.term} seen yet")
+            raise Later(f"no claim of stage {self._partner} at term {hello.term} seen yet")
         return owner
 
     def _proof(self, peer: PeerId, hello: Hello) -> ClaimRecord | None:
@@ -112,10 +110,10 @@ class Fence:
         try:
             claim = self._leases.credit(hello.claim)
         except RecordError as error:  # of a clock that is not ours, for one: the directory may still know it
-            log.debug("stage %d: the claim of stage %d: %s", self._stage, hello.source, error)
+            log.debug("stage %d: the claim of stage %d: %s", self._stage, self._partner, error)
             return None
-        wanted = (self._job, hello.source, peer, hello.term, "owner")
+        wanted = (self._job, self._partner, peer, hello.term, "owner")
         if (claim.job, claim.stage, claim.peer, claim.term, claim.role) != wanted:
             return None
-        best = winner(self._leases.recent(self._job, hello.source))
+        best = winner(self._leases.recent(self._job, self._partner))
         return claim if best is None or best.term <= claim.term else None

@@ -176,7 +176,7 @@ def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before
             # The other stage joins at another step: everybody goes back.
             at = progress_at(lead, work).step
             host._state = replace(host._state, step=0)
-            links = tuple(host._neighbours.linked_terms.items())
+            links = tuple(host._partners.linked_terms.items())
             for event in (steps.Unlinked(), steps.Linked(links)):
                 host._events.put_nowait((1, event))
             await until(lambda: bool(loaded))

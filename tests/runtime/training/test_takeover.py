@@ -126,18 +126,19 @@ def test_a_stage_that_missed_a_commit_and_is_back_before_its_lead_has_a_link_to_
                 await made.peers[stage].host(work.prepared, stage)
             await reached(lead, work, 4, snapshot_step=3)
             host = await _host_of(lead, work)
-            links = host._neighbours
+            links = host._partners
             lost: list[int] = []
 
             def post(target: int, kind: str, header: Any, payload: Any = (), post: Any = links.post) -> None:
                 if kind == "commit" and not lost:
                     lost.append(header["step"])
-                    links._outgoing[target].stream.abort()
-                    links._incoming[target].abort()
+                    partner = links._partners[target]
+                    partner.outgoing.stream.abort()
+                    partner.incoming.abort()
                 else:
                     post(target, kind, header, payload)
 
-            async def greet(*args: Any, greet: Any = links._greet) -> Any:
+            async def greet(*args: Any, greet: Any = links._partners[1]._greet) -> Any:
                 stream = await greet(*args)
                 await asyncio.sleep(0.3)  # the welcome comes late: the other stage has joined before it does
                 return stream
@@ -146,7 +147,7 @@ def test_a_stage_that_missed_a_commit_and_is_back_before_its_lead_has_a_link_to_
                 time.sleep(0.15)
                 discard()
 
-            links.post, links._greet, host._plane.discard = post, greet, discard
+            links.post, links._partners[1]._greet, host._plane.discard = post, greet, discard
             await until(lambda: bool(lost))
             await reached(lead, work, lost[0] + 4)
             losses = await stopped(made, lead, work)
@@ -314,9 +315,9 @@ def test_a_neighbour_that_comes_while_the_stage_is_being_loaded_waits_for_it(tmp
             service._loader.load = slow  # type: ignore[method-assign]
             await two.host(work.prepared, 1)
             host = await _host_of(one, work)
-            await until(lambda: host._neighbours._last.get(1) is not None)
+            await until(lambda: host._partners._partners[1]._last is not None)
             await asyncio.sleep(0.2)
-            assert "not loaded" not in host._neighbours.waiting_for
+            assert "not loaded" not in host._partners.waiting_for
             gate.set()
             await reached(one, work, 2)
 

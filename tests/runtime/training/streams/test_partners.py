@@ -11,7 +11,7 @@ from support.stages import JOB, Node, linked, linked_pair, now, swarm, until
 
 from fusion.runtime.job.shortage import needs
 from fusion.runtime.training.streams.fence import Overtaken
-from fusion.runtime.training.streams.partners import PATIENCE_SECONDS
+from fusion.runtime.training.streams.partner import PATIENCE_SECONDS
 from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.errors import StaleTerm
 

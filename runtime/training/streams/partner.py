@@ -1,0 +1,264 @@
+"""One partner of a hosted stage: the stream to it, the stream from it, and whom we know to own it.
+
+A stream that breaks is dialled again at once, first at the same peer. Where that does not answer, whoever may replace
+the owner is asked to look at it (`TakeoverReports.suspect`), while the dialling goes on; what works first wins. A new owner
+says hello with its sealed claim, and one that we are told of is dialled at once, so nobody waits for the directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.fields import plain
+from fusion.runtime.job.protocol import STAGE
+from fusion.runtime.job.shortage import needs
+from fusion.runtime.training.step.messages import Hello
+from fusion.runtime.training.streams.fence import Fence, Overtaken
+from fusion.runtime.training.streams.partner_link import Ended, PartnerLink
+from fusion.runtime.training.streams.suspicion import Suspicion
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.errors import FrameError, StaleTerm, SwarmError, TransportError
+from fusion.swarm.transport import Stream, checked
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.1  # doubled up to the longest, from one failed dial to the next
+LONGEST_RETRY_SECONDS = 1.6
+HELLO_SECONDS = 10.0
+PATIENCE_SECONDS = 0.1  # for a peer whose stream broke to answer once more, before it is suspected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """The stage that is hosted here. `incarnation`: drawn anew whenever a peer begins the stage, to tell it from an
+    earlier time under the same term. `memory_bytes`: what each stage of the job needs, for people; or nothing."""
+
+    job: JobId
+    stage: int
+    term: int
+    incarnation: int = 0
+    memory_bytes: tuple[int, ...] = ()
+
+
+class Partner:
+    """Stage `stage`, which the one held here works with. `changed` is called whenever a stream to or from it has come up
+    or ended."""
+
+    def __init__(self, context: Context, here: Held, stage: int, changed: Callable[[], None]) -> None:
+        self.stage = stage
+        self.fence = Fence(context.leases, here.job, here.stage, here.term, stage)
+        self.outgoing: PartnerLink | None = None
+        self.incoming: Stream | None = None
+        self.closed = False  # our stage is not hosted here any more, or about not to be
+        self._waits = ""  # why it is not linked, for people, where we know
+        self._context = context
+        self._here = here
+        self._changed = changed
+        self._shown: ClaimRecord | None = None  # the owner to dial next, as it or another peer told us
+        self._last: ClaimRecord | None = None  # the owner that we dialled last
+        self._news = asyncio.Event()  # set when somebody tells us of an owner
+        self._suspicion = Suspicion(context, here.job, here.stage, stage, self._succeeded)
+        self._sent_bytes = 0  # on links that are no more
+
+    @property
+    def linked(self) -> bool:
+        return self.outgoing is not None and self.incoming is not None
+
+    @property
+    def owner(self) -> ClaimRecord | None:
+        """Who is at the other end while we are linked."""
+        return self.outgoing.claim if self.outgoing is not None and self.incoming is not None else None
+
+    @property
+    def waiting_for(self) -> str:
+        """One line for people: why it is not linked."""
+        return self._waits or f"stage {self.stage}: not linked yet"
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes + (0 if self.outgoing is None else self.outgoing.sent_bytes)
+
+    # --- our side: dial, say hello, send
+
+    async def keep(self, group: asyncio.TaskGroup) -> None:
+        """Keep the stream to it up until `closed`; whom we ask about its owner runs in `group`. Raises Overtaken."""
+        loop, pause, broke = asyncio.get_running_loop(), RETRY_SECONDS, False
+        while not self.closed:
+            self._news.clear()
+            try:
+                link = await self._dial(broke, group)
+            except Overtaken:
+                raise
+            except (SwarmError, ValueError, TimeoutError) as error:
+                said = str(error) or "no answer"
+                self._waits = said if isinstance(error, _Vacant) else f"stage {self.stage}: {said}"
+                self._shown = None
+                told = await self._told(pause)
+                pause = RETRY_SECONDS if told else min(2 * pause, LONGEST_RETRY_SECONDS)
+                continue
+            if link is None:  # another peer owns the stage now
+                continue
+            began, pause = loop.time(), RETRY_SECONDS
+            broke = await self._use(link)
+            if loop.time() - began < RETRY_SECONDS:
+                # Whoever welcomes and then refuses is not dialled in a spin.
+                await self._told(RETRY_SECONDS)
+
+    async def _told(self, seconds: float) -> bool:
+        """Wait so long, or until somebody tells us of an owner of the stage."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        return self._news.is_set()
+
+    async def _dial(self, broke: bool, group: asyncio.TaskGroup) -> PartnerLink | None:
+        """A link to the owner of the stage; None where we hear of another owner meanwhile. `broke`: whether a stream
+        to it was lost, not closed."""
+        claim = await self._owner(group)
+        last = self._last
+        suspect = broke and last is not None and (last.peer, last.term) == (claim.peer, claim.term)
+        self._last = claim
+        link: PartnerLink | None = None
+        dialling = asyncio.ensure_future(self._greet(claim))
+        news = asyncio.ensure_future(self._overtaken(claim))
+        try:
+            done, _ = await asyncio.wait(
+                (dialling, news),
+                timeout=PATIENCE_SECONDS if suspect else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not done:
+                self._suspect(claim, group)
+                done, _ = await asyncio.wait((dialling, news), return_when=asyncio.FIRST_COMPLETED)
+            if not news.done():
+                link = PartnerLink(await dialling, claim)
+            return link
+        except (TransportError, TimeoutError) as error:
+            if not isinstance(error, FrameError):
+                self._suspect(claim, group)
+            raise
+        finally:
+            for task in (dialling, news):
+                task.cancel()
+            await asyncio.wait((dialling, news))
+            if link is None and not dialling.cancelled() and dialling.exception() is None:
+                dialling.result().abort()
+
+    async def _overtaken(self, claim: ClaimRecord) -> None:
+        """Until we are told of an owner that follows the one of `claim`."""
+        while self._shown is None or not self.fence.follows(self._shown, claim):
+            self._news.clear()
+            await self._news.wait()
+
+    async def _owner(self, group: asyncio.TaskGroup) -> ClaimRecord:
+        """Whom to dial: the owner that was shown to us, or the directory's. Raises SwarmError where there is none."""
+        leases, job = self._context.leases, self._here.job
+        claim = self._shown
+        if claim is None and self._last is None:
+            claim = winner(leases.recent(job, self.stage))
+        if claim is not None and not self.fence.is_over(claim):
+            return claim
+        claims = await leases.claims(job, self.stage)
+        claim = winner(claims)
+        if claim is None:
+            if self._last is not None:
+                self._suspect(self._last, group)
+            if not any(other.role == "standby" for other in claims):
+                raise _Vacant(needs(self.stage, self._here.memory_bytes))
+            raise SwarmError("no peer holds it; a standby is about to")
+        # Another peer's than spoke to us under the same term is dialled all the same: one of us will be told that it was
+        # overtaken, and claim its stage above that. If neither dialled, both would wait for ever.
+        if claim.term < self.fence.highest:
+            raise StaleTerm(f"term {claim.term} is over")
+        return claim
+
+    async def _greet(self, claim: ClaimRecord) -> Stream:
+        leases, here = self._context.leases, self._here
+        async with asyncio.timeout(HELLO_SECONDS):
+            stream = await self._context.transport.open(claim.peer, STAGE.name, stripes=STAGE.stripes)
+            try:
+                hello = Hello(
+                    job=here.job, source=here.stage, target=self.stage, term=here.term, target_term=claim.term,
+                    host=here.incarnation, claim=leases.sealed(here.job, here.stage) or b"",
+                )  # fmt: skip
+                await stream.send("hello", plain(hello))
+                reply = checked(await stream.receive())
+                term = reply.header.get("term")
+                if reply.kind == "stale" and isinstance(term, int):
+                    leases.observe(here.job, here.stage, term)
+                    raise Overtaken(here.stage, here.term, term)
+                if reply.kind != "welcome":
+                    raise SwarmError(str(reply.header.get("message", "refused"))[:200])
+            except BaseException:
+                stream.abort()
+                raise
+        return stream
+
+    async def _use(self, link: PartnerLink) -> bool:
+        """Until the link ends: whether the other end vanished, rather than closed or refused it."""
+        self._suspicion.end()
+        self.outgoing, self._shown = link, link.claim
+        self._waits = ""
+        self._changed()
+        ended = Ended("ended")
+        try:
+            ended = await link.run()
+            self._waits = f"stage {self.stage}: {ended.reason}"
+            log.info("stage %d lost stage %d: %s", self._here.stage, self.stage, ended.reason)
+        finally:
+            if not self.closed:
+                link.stream.abort()
+            link.idle.set()
+            self._sent_bytes += link.sent_bytes
+            self.outgoing = None
+            self._changed()
+        return ended.vanished
+
+    def _suspect(self, claim: ClaimRecord, group: asyncio.TaskGroup) -> None:
+        if not self.closed:
+            self._suspicion.begin(claim, group)
+
+    # --- the other side, and who owns the stage
+
+    def admit(self, claim: ClaimRecord, stream: Stream) -> None:
+        """The owner of `claim` speaks on `stream` from now on, and nobody else."""
+        before, self.incoming = self.incoming, None
+        if before is not None:
+            before.abort()
+            self._changed()  # whatever was under way on the old stream is lost
+        self.incoming = stream
+        self._hear(claim)
+        self._changed()
+
+    def dismiss(self, stream: Stream) -> None:
+        """The stream that `admit` got has ended."""
+        if self.incoming is stream:
+            self.incoming = None
+            self._waits = self._waits or f"stage {self.stage}: its stream ended"
+            self._changed()
+
+    def _succeeded(self, claim: ClaimRecord, term: int) -> None:
+        """The owner under `term` was replaced, as those say who were asked to look at it."""
+        if claim.term > max(term, self.fence.highest):
+            self._hear(claim)
+
+    def _hear(self, claim: ClaimRecord) -> None:
+        """That peer owns the stage, not one whose time is over: link to it now."""
+        link, shown = self.outgoing, self._shown
+        if link is not None:
+            if not self.fence.follows(claim, link.claim):
+                return
+            link.stream.abort()  # it leads to an owner that another has followed
+        if shown is None or shown.term <= claim.term:
+            self._shown = claim
+            self._news.set()
+
+
+class _Vacant(SwarmError):
+    """Nobody holds a stage, and nobody is about to."""
