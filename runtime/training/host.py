@@ -1,6 +1,6 @@
 """One stage of a training job on this peer: its loop of messages in, computation, messages out.
 
-    walk of a microbatch:  data -> rad -> (plane) -> neighbours -> the next stage's inbox -> ... -> loss -> back
+    walk of a microbatch:  data -> rad -> (plane) -> partners -> the next stage's inbox -> ... -> loss -> back
     walk of a step:        rad completes -> ready -> lead -> commit -> apply -> the next step
 
 What follows from what is decided by `fusion.runtime.training.step.protocol.stage`; this shell carries it out, one event at a time.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.placing.codec_choice import edges_of
+from fusion.runtime.training.compute.inbox import Inbox
 from fusion.runtime.training.compute.rad import Rad
 from fusion.runtime.training.compute.stage_codecs import StageCodecs
 from fusion.runtime.training.data.ledger import UNTRAINED
@@ -37,7 +38,7 @@ from fusion.runtime.training.streams.partner import Held
 from fusion.runtime.training.streams.partners import Partners
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import StaleTerm, SwarmError
-from fusion.swarm.transport import Frame, PeerId, Stream
+from fusion.swarm.transport import PeerId, Stream
 
 log = logging.getLogger(__name__)
 
@@ -76,16 +77,17 @@ class TrainingHost:
         self._events: asyncio.Queue[tuple[int, m.Message | steps.StageEvent]] = asyncio.Queue()
         self._codecs = StageCodecs(config, context.codec_worker)
         self._codecs.load(loaded.residuals)
-        self._rad = Rad(
-            plan, config, loaded.plane, context.compute, loaded.batches, self._send_tensor, self._codecs
-        )
+        inbox = Inbox(plan, config, self._codecs)
         here = Held(
             job=job, stage=self.stage, term=term, incarnation=host, memory_bytes=tuple(plan.memory_bytes)
         )
         self._partners = Partners(
-            context, here, plan.partners, self._deliver, self._link_changed,
-            largest_bytes=self._rad.inbox.largest_bytes,
+            context, here, plan.partners, inbox.offer, self._receive, self._link_changed,
+            largest_bytes=inbox.largest_bytes,
         )  # fmt: skip
+        self._rad = Rad(
+            plan, config, loaded.plane, context.compute, loaded.batches, inbox, self._partners.post
+        )
         self._snapshots = StageSnapshots(
             loaded, self._codecs, context.compute, self._owners, partial(self._send, 0), self._spawn
         )
@@ -349,7 +351,7 @@ class TrainingHost:
 
     def _send(self, target: int, message: m.Message) -> None:
         if target != self.stage:
-            self._partners.post(target, *m.encode(message, self.term))
+            self._partners.send(target, message)
         elif m.kind_of(message) in m.FROM_LEAD:
             self._events.put_nowait((target, message))
         else:
@@ -358,17 +360,11 @@ class TrainingHost:
             assert self.lead is not None
             self.lead.receive(target, message)
 
-    def _send_tensor(self, target: int, kind: str, header: Mapping[str, Any], payload: Any) -> None:
-        self._partners.post(target, kind, {**header, "term": self.term}, payload)
-
-    def _deliver(self, source: int, frame: Frame) -> Awaitable[None] | None:
-        if frame.kind in m.TENSOR_KINDS:
-            return self._rad.inbox.offer(source, frame)
-        message = m.decode(frame)
-        if (frame.kind in m.FROM_LEAD) != (source == 0) or (self.stage != 0 and source != 0):
-            raise StaleTerm(f"stage {source} may not send {frame.kind} to stage {self.stage}")
+    def _receive(self, source: int, message: m.Message) -> None:
+        kind = m.kind_of(message)
+        if (kind in m.FROM_LEAD) != (source == 0) or (self.stage != 0 and source != 0):
+            raise StaleTerm(f"stage {source} may not send {kind} to stage {self.stage}")
         self._events.put_nowait((source, message))
-        return None
 
     def _link_changed(self, linked: bool) -> None:
         self._events.put_nowait(

@@ -19,7 +19,7 @@ from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.optimizer import clip_factor, learning_rate
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
-from fusion.runtime.training.compute.inbox import StagePlan
+from fusion.runtime.training.compute.inbox import Inbox, StagePlan
 from fusion.runtime.training.compute.rad import Rad
 from fusion.runtime.training.compute.stage_codecs import StageCodecs
 from fusion.runtime.training.data.batches import Batches
@@ -45,23 +45,27 @@ class Line:
         self._planes = [
             TorchTrainingStage(part, read(part.graph.variables), config.optimizer) for part in parts
         ]
+        plans = [
+            StagePlan(
+                stage=part,
+                stages=len(parts),
+                ties=tuple(tie for tie in ties if part.index in tie.stages),
+                sizes=sizes,
+            )
+            for part in parts
+        ]
         self._codecs = [StageCodecs(config) for _ in parts]
         self._rads = [
             Rad(
-                StagePlan(
-                    stage=part,
-                    stages=len(parts),
-                    ties=tuple(tie for tie in ties if part.index in tie.stages),
-                    sizes=sizes,
-                ),
+                plan,
                 config,
                 plane,
                 cast(Worker, _Here()),
-                _batches(config, part, train, held_out),
-                self._send_from(part.index),
-                codecs,
+                _batches(config, plan.stage, train, held_out),
+                Inbox(plan, config, codecs),
+                self._send_from(plan.stage.index),
             )
-            for part, plane, codecs in zip(parts, self._planes, self._codecs, strict=True)
+            for plan, plane, codecs in zip(plans, self._planes, self._codecs, strict=True)
         ]
 
     async def step(self, step: int) -> float:

@@ -84,7 +84,7 @@ class Node:
         assert claim is not None
         self.neighbours = Partners(
             self.context, Held(job=JOB, stage=stage, term=claim.term, memory_bytes=tuple(memory)), partners,
-            self._deliver, self._changed, largest_bytes=1 << 20,
+            self._deliver, lambda *_: None, self._changed, largest_bytes=1 << 20,
         )  # fmt: skip
         self.task = asyncio.create_task(self.neighbours.run())
         return claim.term

@@ -32,6 +32,7 @@ from fusion.runtime.training import service as training
 from fusion.runtime.training.data import batches
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.step import protocol as steps
+from fusion.runtime.training.streams import partners
 from fusion.swarm.directory.records import JobRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.streams import handlers
@@ -133,10 +134,12 @@ def _observe(cls: type, name: str, before: Callable[..., None]) -> None:
     setattr(cls, name, wrapped)
 
 
-def _took(host: Any, source: int, frame: Any) -> None:
+def _took(streams: Any, source: int, frame: Any) -> None:
     from worlds.world import World
 
-    World.current.oracle.took(host, host._context.peer_id, host.stage, source, frame.kind, frame.header)
+    World.current.oracle.took(
+        streams, streams._context.peer_id, streams.stage, source, frame.kind, frame.header
+    )
 
 
 def _acts(host: Any, action: Any) -> None:
@@ -198,6 +201,6 @@ def install() -> None:
     hosts.addHandler(Mistakes(logging.ERROR))
     hosts.propagate = False
     secrets.token_hex = _token_hex  # type: ignore[assignment]
-    _observe(host.TrainingHost, "_deliver", _took)
+    _observe(partners.Partners, "_deliver", _took)
     _observe(host.TrainingHost, "_act", _acts)
     _observe(training.TrainingService, "host", _hosts)

@@ -69,9 +69,11 @@ class Key:
 
 
 class Inbox:
+    """`codecs` are those that the stage sends with, too."""
+
     def __init__(self, plan: StagePlan, config: TrainConfig, codecs: StageCodecs | None = None) -> None:
         self._config = config
-        self._codecs = codecs or StageCodecs(config)
+        self.codecs = codecs or StageCodecs(config)
         self._expected = _expected(plan)
         self._attempt: Attempt = NO_ATTEMPT
         self._step = 0
@@ -122,9 +124,7 @@ class Inbox:
         place = (header.attempt, header.step, header.microbatch, header.edge)
         sent = Sent(header.codec, header.masked, (frame.payload,))
         try:
-            tensor = await self._codecs.decode(
-                place, frame.kind, sent, shape, dtype, evaluate=header.evaluate
-            )
+            tensor = await self.codecs.decode(place, frame.kind, sent, shape, dtype, evaluate=header.evaluate)
         except ValueError as error:
             raise FrameError(f"{frame.kind} {header.edge[:80]!r}: {error}") from None
         if self._wanted(header):  # still
@@ -177,7 +177,7 @@ class Inbox:
             given = f"{header.dtype[:20]}{list(header.shape)[:8]}"
             raise FrameError(f"{kind} {header.edge[:80]!r} is {given}: the plan says {dtype}{list(shape)}")
         try:
-            self._codecs.check(header.codec)
+            self.codecs.check(header.codec)
         except ValueError as error:
             raise FrameError(str(error)) from None
         last = self._config.evaluate_batches if header.evaluate else self._config.microbatches

@@ -25,7 +25,7 @@ from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import RngKey, TrainingStage
 from fusion.runtime.training.compute.inbox import Inbox, Key, StagePlan
-from fusion.runtime.training.compute.stage_codecs import Sent, StageCodecs
+from fusion.runtime.training.compute.stage_codecs import Sent
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.data.ledger import fed_digest
 from fusion.runtime.training.step.events import StageReport
@@ -40,7 +40,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Rad:
-    """Runs the microbatches of one stage. `send(stage, kind, header, payload)` queues a frame and returns at once."""
+    """Runs the microbatches of one stage. `send(stage, kind, header, payload)` queues a tensor (`Partners.post`) and
+    returns at once."""
 
     def __init__(
         self,
@@ -49,11 +50,11 @@ class Rad:
         plane: TrainingStage,
         worker: Worker,
         batches: Batches,
+        inbox: Inbox,
         send: Send,
-        codecs: StageCodecs | None = None,
     ) -> None:
-        self._codecs = codecs or StageCodecs(config)
-        self.inbox = Inbox(plan, config, self._codecs)
+        self.inbox = inbox
+        self._codecs = inbox.codecs  # what comes in says which elements go back
         self._plan = plan
         self._config = config
         self._plane = plane

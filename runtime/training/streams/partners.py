@@ -15,26 +15,29 @@ from contextlib import suppress
 from typing import Any
 
 from fusion.runtime.job.context import Context
-from fusion.runtime.training.step.messages import Hello
+from fusion.runtime.training.step.messages import TENSOR_KINDS, Hello, Message, decode, encode
 from fusion.runtime.training.streams.fence import Later, Overtaken
 from fusion.runtime.training.streams.partner import Held, Partner
 from fusion.swarm.errors import FrameError, StaleTerm
 from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, checked
 
-Deliver = Callable[[int, Frame], Awaitable[None] | None]
+OfferTensor = Callable[[int, Frame], Awaitable[None] | None]
+Receive = Callable[[int, Message], None]
 
 
 class Partners:
-    """`deliver(stage, frame)` gets every frame whose term is right; what it returns, if anything, is awaited before the
-    next frame of that stream is read; a ValueError or SwarmError from it ends that stream. `changed(linked)` is called,
-    in the loop, whenever the stage becomes linked or unlinked. `largest_bytes`: of the payloads that a partner may send."""
+    """Of frames whose term is right, `tensor(stage, frame)` gets those that carry one (`Inbox.offer`); what it returns, if
+    anything, is awaited before the next frame of that stream is read. `receive(stage, message)` gets all others. A
+    ValueError or SwarmError from them ends that stream. `changed(linked)` is called, in the loop, whenever the stage
+    becomes linked or unlinked. `largest_bytes`: of the payloads that a partner may send."""
 
     def __init__(
         self,
         context: Context,
         here: Held,
         partners: Iterable[int],
-        deliver: Deliver,
+        tensor: OfferTensor,
+        receive: Receive,
         changed: Callable[[bool], None],
         *,
         largest_bytes: int,
@@ -42,7 +45,8 @@ class Partners:
         self.stage, self.term = here.stage, here.term
         self.received_bytes = 0
         self._context = context
-        self._deliver = deliver
+        self._tensor = tensor
+        self._receive = receive
         self._changed = changed
         self._largest_bytes = largest_bytes
         stages = sorted({*partners} - {here.stage})
@@ -73,11 +77,17 @@ class Partners:
         return "; ".join(partner.waiting_for for partner in missing[:4])
 
     def post(self, target: int, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
-        """Queue a frame for a partner and return at once. While the link is down the frame is dropped: whatever was
-        under way is void then, and both sides start anew when the link is back."""
+        """Queue a tensor for a partner, under our term, and return at once. While the link is down it is dropped:
+        whatever was under way is void then, and both sides start anew when the link is back."""
         link = self._partners[target].outgoing
         if link is not None:
-            link.post(kind, header, payload)
+            link.post(kind, {**header, "term": self.term}, payload)
+
+    def send(self, target: int, message: Message) -> None:
+        """As `post`, for a control message."""
+        link = self._partners[target].outgoing
+        if link is not None:
+            link.post(*encode(message, self.term))
 
     async def flush(self, seconds: float) -> None:
         """Wait, at most so long, until what was posted has been handed to the transport."""
@@ -115,7 +125,7 @@ class Partners:
 
     async def accept(self, stream: Stream, hello: Hello) -> None:
         """Serve an incoming stream whose first frame was `hello`, until it ends. Raises StaleTerm, FrameError and
-        what `deliver` raises: the transport tells the other end."""
+        what `tensor` and `receive` raise: the transport tells the other end."""
         partner = self._partners.get(hello.source)
         if partner is None:
             raise FrameError(f"stage {hello.source} has nothing to say to stage {self.stage}")
@@ -144,6 +154,12 @@ class Partners:
                     await work
         finally:
             partner.dismiss(stream)
+
+    def _deliver(self, source: int, frame: Frame) -> Awaitable[None] | None:
+        if frame.kind in TENSOR_KINDS:
+            return self._tensor(source, frame)
+        self._receive(source, decode(frame))
+        return None
 
     def _check_open(self, partner: Partner) -> None:
         """Raises Later once the stage is not hosted here any more, or about not to be."""

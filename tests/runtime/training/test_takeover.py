@@ -31,6 +31,7 @@ from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.launch.launch import launch
 from fusion.runtime.training import loader
+from fusion.runtime.training.step.messages import CommitMessage
 from fusion.runtime.training.streams.fence import Overtaken
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError
@@ -129,14 +130,14 @@ def test_a_stage_that_missed_a_commit_and_is_back_before_its_lead_has_a_link_to_
             links = host._partners
             lost: list[int] = []
 
-            def post(target: int, kind: str, header: Any, payload: Any = (), post: Any = links.post) -> None:
-                if kind == "commit" and not lost:
-                    lost.append(header["step"])
+            def send(target: int, message: Any, send: Any = links.send) -> None:
+                if isinstance(message, CommitMessage) and not lost:
+                    lost.append(message.step)
                     partner = links._partners[target]
                     partner.outgoing.stream.abort()
                     partner.incoming.abort()
                 else:
-                    post(target, kind, header, payload)
+                    send(target, message)
 
             async def greet(*args: Any, greet: Any = links._partners[1]._greet) -> Any:
                 stream = await greet(*args)
@@ -147,7 +148,7 @@ def test_a_stage_that_missed_a_commit_and_is_back_before_its_lead_has_a_link_to_
                 time.sleep(0.15)
                 discard()
 
-            links.post, links._partners[1]._greet, host._plane.discard = post, greet, discard
+            links.send, links._partners[1]._greet, host._plane.discard = send, greet, discard
             await until(lambda: bool(lost))
             await reached(lead, work, lost[0] + 4)
             losses = await stopped(made, lead, work)

@@ -92,7 +92,7 @@ async def started(plane: Recorder, sent: Sent, worker: Worker) -> Rad:
     def send(target: int, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> None:
         sent.append((target, kind, dict(header), b"".join(payload)))
 
-    return Rad(PLAN, CONFIG, plane, worker, Batches(CONFIG, [], None, None), send)  # type: ignore[arg-type]
+    return Rad(PLAN, CONFIG, plane, worker, Batches(CONFIG, [], None, None), Inbox(PLAN, CONFIG), send)  # type: ignore[arg-type]
 
 
 def test_a_step_runs_in_schedule_order_and_every_value_goes_once_to_each_that_reads_it() -> None:

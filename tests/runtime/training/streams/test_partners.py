@@ -32,7 +32,7 @@ def test_stages_link_in_whatever_order_they_come_and_frames_cross() -> None:
             assert now() - began < 0.1  # nobody waited for its next try: a hello tells who is there
             assert one.neighbours.waiting_for == ""
             assert one.neighbours.owners == {1: two.peer, 2: three.peer}
-            one.neighbours.post(2, "ready", {"term": one.neighbours.term}, [b"abc"])
+            one.neighbours.post(2, "tie", {}, [b"abc"])
             await until(lambda: bool(three.got))
             assert three.got[0][0] == 0 and bytes(three.got[0][1].payload) == b"abc"
             assert one.neighbours.sent_bytes == 3
@@ -143,7 +143,7 @@ def test_a_mistake_of_our_own_costs_the_stream_and_suspects_nobody() -> None:
             two.refuse = "we do not understand this"
             for _ in range(20):
                 assert one.neighbours is not None
-                one.neighbours.post(1, "ready", {"term": one.neighbours.term})
+                one.neighbours.post(1, "tie", {})
                 await asyncio.sleep(0.1)
             assert 2 <= sum(not state for _, state in one.linked) <= 20  # no spin
             two.refuse = ""
