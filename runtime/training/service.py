@@ -110,13 +110,13 @@ class TrainingService:
         host = self._hosts.get((job, stage))
         if host is None:
             raise JobError(f"stage {stage} of job {job[:12]} does not run here")
-        return {**(await host.pass_on()).to_header(), BATON_PEER: self._context.peer_id}
+        return {**(await host.handover.pass_on()).to_header(), BATON_PEER: self._context.peer_id}
 
     def stay(self, job: JobId, stage: int) -> None:
         """Nobody took the stage that `pass_on` stopped: it goes on here."""
         host = self._hosts.get((job, stage))
         if host is not None:
-            host.stay()
+            host.handover.stay()
 
     def progress(self, job: JobId) -> Progress | None:
         """How a job stands: everything where we lead it, the step and the newest snapshot where we run another of its
@@ -147,9 +147,9 @@ class TrainingService:
     def stop(self, job: JobId) -> bool:
         """End the job after the step that is under way, with a snapshot. False if we do not lead it."""
         host = self._hosts.get((job, 0))
-        if host is None:
+        if host is None or host.lead is None:
             return False
-        host.stop()
+        host.lead.stop()
         return True
 
     # --- streams
@@ -166,7 +166,7 @@ class TrainingService:
             await stream.send("later", {"message": f"stage {hello.target} is not loaded here"})
             await stream.aclose()
             return
-        await host.accept(stream, hello)
+        await host.partners.accept(stream, hello)
 
     async def _host_of(self, place: Place) -> TrainingHost | None:
         """Who runs the stage here, now or soon: in a takeover its neighbours may be quicker than the device, or even

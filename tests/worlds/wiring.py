@@ -27,7 +27,7 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build
-from fusion.runtime.training import host, loader
+from fusion.runtime.training import loader, stage_work
 from fusion.runtime.training import service as training
 from fusion.runtime.training.data import batches
 from fusion.runtime.training.snapshots import snapshot
@@ -142,12 +142,12 @@ def _took(streams: Any, source: int, frame: Any) -> None:
     )
 
 
-def _acts(host: Any, action: Any) -> None:
+def _acts(work: Any, action: Any) -> None:
     from worlds.world import World
 
     if isinstance(action, steps.Apply):
-        state = host._state
-        World.current.oracle.commits(host._context.peer_id, host.stage, state.attempt, state.step - 1)
+        state = work.state
+        World.current.oracle.commits(work._context.peer_id, state.stage, state.attempt, state.step - 1)
 
 
 def _hosts(service: Any, job: Any, manifest: Any, stage: int, term: int, *rest: Any, **more: Any) -> None:
@@ -202,5 +202,5 @@ def install() -> None:
     hosts.propagate = False
     secrets.token_hex = _token_hex  # type: ignore[assignment]
     _observe(partners.Partners, "_deliver", _took)
-    _observe(host.TrainingHost, "_act", _acts)
+    _observe(stage_work.StageWork, "_act", _acts)
     _observe(training.TrainingService, "host", _hosts)

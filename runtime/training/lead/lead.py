@@ -68,6 +68,7 @@ class Lead:
     ) -> None:
         self.losses: list[tuple[int, float]] = []  # (step, loss) of the steps that this lead committed
         self._job = job
+        self._handed_over = baton
         self._config = config
         self._stages = stages
         self._send = send
@@ -100,6 +101,14 @@ class Lead:
             step=newest.step if baton is None else baton.step,
             codecs=self._codecs(),
         )  # fmt: skip
+        self._tell_books()
+
+    def learn(self, point: Checkpoint) -> None:
+        """The snapshot that our stage was loaded from, now with its ledger; before anything is received."""
+        ledger = point.ledger if self._handed_over is None else self._handed_over.ledger
+        self._state = replace(self._state, newest=point, ledger=ledger)
+        self._period = SnapshotPeriod(began=self._clock(), taken=self._clock())
+        self._watched = self._clock()
         self._tell_books()
 
     @property

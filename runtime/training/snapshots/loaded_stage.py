@@ -13,6 +13,7 @@ from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.snapshots.stage_files import StageFiles
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.handover_state import HandoverState
+from fusion.runtime.training.step.run_statistics import CLEAN, RunStatistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,11 @@ class Loaded:
         default_factory=dict
     )  # see `fusion.compression.error_feedback`
     baton: HandoverState | None = None  # the owner before handed over: the state is that of the baton's step
+
+    @property
+    def statistics(self) -> RunStatistics:
+        """Of the job, as far as they came with the state."""
+        return CLEAN if self.baton is None else self.baton.tally
 
     @property
     def step(self) -> int:

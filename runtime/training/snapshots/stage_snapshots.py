@@ -18,7 +18,7 @@ from fusion.runtime.training.compute.stage_codecs import StageCodecs
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.loaded_stage import Loaded
 from fusion.runtime.training.step import messages as m
-from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.checkpoint import START, Checkpoint
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
@@ -40,6 +40,10 @@ class StageSnapshots:
         tell: Callable[[m.Message], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
+        self.newest, self.before = (
+            loaded.start,
+            START,
+        )  # that the stage knows to be held, and the one before it
         self._stage = loaded.plan.stage.index
         self._plane = loaded.plane
         self._files = loaded.files
@@ -85,9 +89,32 @@ class StageSnapshots:
             self._tell(m.HeldMessage(step=step, index=index))
             return
 
+    async def complete(self) -> bool:
+        """A job record has no room for the ledger of its snapshot: the snapshot itself has. Whether that was missing;
+        raises BlobError, JobError."""
+        if self.newest.digest is None or self.newest.sound:
+            return False
+        self.newest = await self._files.point(self.newest.digest)
+        return True
+
+    def saved(self, point: Checkpoint) -> None:
+        """All stages hold that snapshot."""
+        if point.rank > self.newest.rank:
+            self.newest, self.before = point, self.newest
+        self._spawn(self._files.forget_before(point))
+
+    def go_back(self, point: Checkpoint) -> None:
+        """Everybody is about to `restore` it."""
+        if point.rank < self.newest.rank:
+            log.warning("stage %d goes back beyond the newest snapshot, to step %d", self._stage, point.step)
+        self.newest = point
+
     async def restore(self, point: Checkpoint) -> None:
-        """Go back to `point`. Raises BlobError, JobError, OSError."""
-        state = await self._files.load(point, self._owners())
+        """Go back to `point`. JobError where it cannot be had."""
+        try:
+            state = await self._files.load(point, self._owners())
+        except (SwarmError, OSError) as error:
+            raise JobError(str(error)) from None
         await self._compute.run(self._plane.load_state, state)
         self._codecs.load(snapshot.residuals(state))
 

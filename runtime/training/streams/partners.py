@@ -21,6 +21,8 @@ from fusion.runtime.training.streams.partner import Held, Partner
 from fusion.swarm.errors import FrameError, StaleTerm
 from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, checked
 
+FLUSH_SECONDS = 5.0
+
 OfferTensor = Callable[[int, Frame], Awaitable[None] | None]
 Receive = Callable[[int, Message], None]
 
@@ -63,6 +65,10 @@ class Partners:
         owners = {stage: partner.owner for stage, partner in self._partners.items()}
         return {stage: owner.peer for stage, owner in owners.items() if owner is not None}
 
+    def holders(self) -> dict[int, PeerId]:
+        """As `owners`, and ourselves."""
+        return {**self.owners, self.stage: self._context.peer_id}
+
     @property
     def linked_terms(self) -> dict[int, int]:
         """The term of the owner at the other end, of each partner that we are linked to; the lower one where a stream
@@ -89,19 +95,19 @@ class Partners:
         if link is not None:
             link.post(*encode(message, self.term))
 
-    async def flush(self, seconds: float) -> None:
-        """Wait, at most so long, until what was posted has been handed to the transport."""
+    async def flush(self) -> None:
+        """Wait, at most FLUSH_SECONDS, until what was posted has been handed to the transport."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(FLUSH_SECONDS):
                 for partner in self._partners.values():
                     if partner.outgoing is not None:
                         await partner.outgoing.idle.wait()
 
-    async def finish(self, seconds: float) -> None:
+    async def finish(self) -> None:
         """Send what was posted, then end our streams cleanly, so that the last frames arrive; no link comes back."""
         for partner in self._partners.values():
             partner.closed = True
-        await self.flush(seconds)
+        await self.flush()
         for partner in self._partners.values():
             if partner.outgoing is not None:
                 await partner.outgoing.stream.aclose()

@@ -161,7 +161,7 @@ def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before
             first = await reached(lead, work, 3, snapshot_step=3)
             await reached(lead, work, 3, snapshot_step=first.snapshot_step + 1)
             host = other.service._hosts[work.prepared.job, 1]
-            load, lost, loaded, shown = host._files.load, [], [], []
+            load, lost, loaded, shown = host._loaded.files.load, [], [], []
 
             async def broken(point: leads.Checkpoint, owners: object) -> object:
                 if not lost:
@@ -172,13 +172,13 @@ def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before
                 shown.append(progress_at(lead, work).snapshot_step)
                 return await load(point, owners)  # type: ignore[arg-type]
 
-            monkeypatch.setattr(host._files, "load", broken)
+            monkeypatch.setattr(host._loaded.files, "load", broken)
             # The other stage joins at another step: everybody goes back.
             at = progress_at(lead, work).step
-            host._state = replace(host._state, step=0)
-            links = tuple(host._partners.linked_terms.items())
+            host._work.state = replace(host._work.state, step=0)
+            links = tuple(host.partners.linked_terms.items())
             for event in (steps.Unlinked(), steps.Linked(links)):
-                host._events.put_nowait((1, event))
+                host._mailbox.put(event)
             await until(lambda: bool(loaded))
             assert 0 < shown[0] == loaded[0].step < lost[0].step
             await until(lambda: progress_at(lead, work).replayed > 0 and progress_at(lead, work).step > at)

@@ -127,7 +127,7 @@ def test_a_stage_that_missed_a_commit_and_is_back_before_its_lead_has_a_link_to_
                 await made.peers[stage].host(work.prepared, stage)
             await reached(lead, work, 4, snapshot_step=3)
             host = await _host_of(lead, work)
-            links = host._partners
+            links = host.partners
             lost: list[int] = []
 
             def send(target: int, message: Any, send: Any = links.send) -> None:
@@ -144,11 +144,11 @@ def test_a_stage_that_missed_a_commit_and_is_back_before_its_lead_has_a_link_to_
                 await asyncio.sleep(0.3)  # the welcome comes late: the other stage has joined before it does
                 return stream
 
-            def discard(discard: Any = host._plane.discard) -> None:
+            def discard(discard: Any = host._work._plane.discard) -> None:
                 time.sleep(0.15)
                 discard()
 
-            links.send, links._partners[1]._greet, host._plane.discard = send, greet, discard
+            links.send, links._partners[1]._greet, host._work._plane.discard = send, greet, discard
             await until(lambda: bool(lost))
             await reached(lead, work, lost[0] + 4)
             losses = await stopped(made, lead, work)
@@ -316,9 +316,9 @@ def test_a_neighbour_that_comes_while_the_stage_is_being_loaded_waits_for_it(tmp
             service._loader.load = slow  # type: ignore[method-assign]
             await two.host(work.prepared, 1)
             host = await _host_of(one, work)
-            await until(lambda: host._partners._partners[1]._last is not None)
+            await until(lambda: host.partners._partners[1]._last is not None)
             await asyncio.sleep(0.2)
-            assert "not loaded" not in host._partners.waiting_for
+            assert "not loaded" not in host.partners.waiting_for
             gate.set()
             await reached(one, work, 2)
 

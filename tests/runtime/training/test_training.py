@@ -188,7 +188,7 @@ def test_an_owner_of_a_term_that_is_over_is_refused(tmp_path: Path) -> None:
             assert "under term 5, not 4" in await say(old, target_term=4)
             assert "is here under term 5" in await say(old, target_term=6)
             assert "has nothing to say" in await say(old, source=7)
-            host = old.service._hosts[job_id, 1]._state.host
+            host = old.service._hosts[job_id, 1]._work.state.host
             assert (await say(old, host=host + 1)).startswith(
                 "stale"
             )  # it began anew under a term it had used

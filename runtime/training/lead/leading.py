@@ -1,0 +1,63 @@
+"""What the peer of stage 0 does for the whole job: the lead, its eye on the links, and what people are told meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.manifest import TrainConfig
+from fusion.runtime.training.lead.lead import Lead
+from fusion.runtime.training.lead.tuner import Tuner
+from fusion.runtime.training.lead.tuning import job_of
+from fusion.runtime.training.snapshots.loaded_stage import Loaded
+from fusion.runtime.training.step.messages import Message
+from fusion.runtime.training.streams.partner import Held
+from fusion.runtime.training.streams.partners import Partners
+
+WAIT_SECONDS = 1.0  # how often what the job waits for is put in words
+
+
+class Leading:
+    """`send`, `spawn` and `changed` as `Lead` has them."""
+
+    def __init__(
+        self,
+        context: Context,
+        here: Held,
+        config: TrainConfig,
+        loaded: Loaded,
+        partners: Partners,
+        *,
+        send: Callable[[int, Message], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        changed: Callable[[], None],
+    ) -> None:
+        plan, clock = loaded.plan, asyncio.get_running_loop().time
+        job = job_of(config, plan.whole, plan.memory_bytes or (0,) * plan.stages)
+        self.lead = Lead(
+            here.job, config, plan.stages, here.term, loaded.start, loaded.baton,
+            samples=loaded.batches.samples, edges=[edge.name for edge in job.edges], send=send, spawn=spawn,
+            put=loaded.files.put, changed=changed, clock=clock,
+        )  # fmt: skip
+        self._stages = plan.stages
+        self._partners = partners
+        self._tuner = Tuner(context, job, self.lead, partners.holders, clock, moved=loaded.baton is not None)
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        group.create_task(self._explain_waiting())
+        group.create_task(self._tuner.run())
+
+    def tell_owners(self) -> None:
+        """Who holds which stage has changed."""
+        if not self.lead.progress.finished:
+            owners = self._partners.holders()
+            self.lead.tell(owners=tuple(owners.get(stage) for stage in range(self._stages)))
+
+    async def _explain_waiting(self) -> None:
+        while True:
+            await asyncio.sleep(WAIT_SECONDS)
+            if not self.lead.progress.finished:
+                waiting = self._partners.waiting_for or self.lead.waiting_for
+                self.lead.tell(message=waiting[:300])

@@ -1,0 +1,64 @@
+"""A hosted stage on its way to its next owner: stop at a step boundary, store the state, say what the next one needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.training.data.ledger import UNTRAINED
+from fusion.runtime.training.snapshots.stage_snapshots import StageSnapshots
+from fusion.runtime.training.stage_messages import Outbox
+from fusion.runtime.training.step.events import Leave, Stay
+from fusion.runtime.training.step.handover_state import HandoverState
+from fusion.runtime.training.step.run_statistics import RunStatistics
+
+
+class StageHandover:
+    def __init__(self, outbox: Outbox, snapshots: StageSnapshots) -> None:
+        self._outbox = outbox
+        self._mailbox = outbox.mailbox
+        self._snapshots = snapshots
+        self._passing: asyncio.Future[HandoverState] | None = None  # while we leave
+
+    async def pass_on(self) -> HandoverState:
+        """Hand the stage over: what the next owner needs, once the state of a step boundary is stored. From then on this
+        peer does nothing for the stage but send what it has stored. JobError where that cannot be; how long it may take
+        is for the caller to say."""
+        if self._passing is None:
+            self._passing = asyncio.get_running_loop().create_future()
+            self._mailbox.put(Leave())
+        return await asyncio.shield(self._passing)
+
+    def stay(self) -> None:
+        """Nobody took the stage that `pass_on` stopped, or was to stop: it goes on here."""
+        self.fail("the stage stays")
+        self._passing = None
+        self._mailbox.put(Stay())
+
+    def fail(self, text: str) -> None:
+        """The stage is not handed over; whoever waits in `pass_on` is told so."""
+        if self._passing is not None and not self._passing.done():
+            self._passing.set_exception(JobError(text))
+            self._passing.exception()  # nobody may be waiting any more: that is no error of its own
+            self._passing = None
+
+    async def store(self, step: int, statistics: Callable[[], RunStatistics]) -> None:
+        """At the boundary, where the state is that of `step`. `statistics`: those that the stage knows."""
+        try:
+            shard = await self._snapshots.store(step)
+        except JobError as error:
+            self.fail(str(error))
+            self._mailbox.put(Stay())
+            return
+        await self._outbox.partners.flush()  # what the others still need of the step that was committed
+        lead = self._outbox.lead
+        ledger, tally = (UNTRAINED, statistics()) if lead is None else lead.books
+        if self._passing is None:  # nobody waits for it any more
+            self._mailbox.put(Stay())
+        elif not self._passing.done():
+            wires = None if lead is None else lead.chosen
+            handover = HandoverState(
+                step=step, shard=shard, point=self._snapshots.newest, ledger=ledger, tally=tally, wires=wires
+            )  # fmt: skip
+            self._passing.set_result(handover)

@@ -1,0 +1,55 @@
+"""The way of control messages at one hosted stage: what comes waits in the mailbox, what it says goes out by the outbox."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fusion.runtime.training.lead.lead import Lead
+from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step import protocol as steps
+from fusion.runtime.training.streams.partners import Partners
+from fusion.swarm.errors import StaleTerm
+
+
+class Mailbox:
+    """What the stage has to deal with, in the order in which it came: (stage that it is from, message or event)."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self._events: asyncio.Queue[tuple[int, m.Message | steps.StageEvent]] = asyncio.Queue()
+
+    def receive(self, source: int, message: m.Message) -> None:
+        """From a partner. StaleTerm for what only a lead may say, or is for a lead to hear."""
+        kind = m.kind_of(message)
+        if (kind in m.FROM_LEAD) != (source == 0) or (self._stage != 0 and source != 0):
+            raise StaleTerm(f"stage {source} may not send {kind} to stage {self._stage}")
+        self._events.put_nowait((source, message))
+
+    def put(self, event: m.Message | steps.StageEvent) -> None:
+        """Of our own peer."""
+        self._events.put_nowait((self._stage, event))
+
+    async def get(self) -> tuple[int, m.Message | steps.StageEvent]:
+        return await self._events.get()
+
+
+class Outbox:
+    """`lead` is that of the job, where it is here."""
+
+    def __init__(self, stage: int, mailbox: Mailbox, partners: Partners) -> None:
+        self.lead: Lead | None = None
+        self.mailbox = mailbox
+        self.partners = partners
+        self._stage = stage
+
+    def send(self, target: int, message: m.Message) -> None:
+        """To any stage, our own too; returns at once."""
+        if target != self._stage:
+            self.partners.send(target, message)
+        elif m.kind_of(message) in m.FROM_LEAD:
+            self.mailbox.put(message)
+        else:
+            # Our lead hears of our own links before it hears of anything that came over them since: what it tells a
+            # stage that we have lost is told to nobody.
+            assert self.lead is not None
+            self.lead.receive(target, message)
