@@ -145,10 +145,11 @@ class Model:
             old = None if baton is None else baton[3]
             self.lead = s.LeadState(
                 config=self.config, stages=self.stages, term=term, samples=SAMPLES,
-                newest=self.owners[0].newest,
+                snapshots=s.SnapshotBooks(newest=self.owners[0].newest),
                 ledger=self.record.ledger if old is None else old.ledger,
-                tally=s.RunStatistics() if old is None else old.tally,
-                heir=old is not None,
+                interruptions=s.Interruptions(
+                    tally=s.RunStatistics() if old is None else old.tally, heir=old is not None
+                ),
             )  # fmt: skip
         self.link(i)
 
@@ -180,8 +181,8 @@ class Model:
                     self.saving = (-1, set())
                     self.record = max(self.record, point, key=lambda p: p.rank)
                     self.lead_event(s.Saved(point))
-                    assert self.lead.newest.rank >= self.announced.rank
-                    self.announced = self.lead.newest
+                    assert self.lead.snapshots.newest.rank >= self.announced.rank
+                    self.announced = self.lead.snapshots.newest
                     for j in range(self.stages):
                         self.tell(j, point)
             return
@@ -316,4 +317,4 @@ class Model:
     @property
     def ended(self) -> bool:
         at_the_end = all(o.alive and o.work is not None and o.work.after.finish for o in self.owners)
-        return at_the_end and self.lead.newest.step == self.config.steps
+        return at_the_end and self.lead.snapshots.newest.step == self.config.steps

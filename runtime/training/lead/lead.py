@@ -81,10 +81,11 @@ class Lead:
             stages=stages,
             term=term,
             samples=samples,
-            newest=newest,
             ledger=newest.ledger if baton is None else baton.ledger,
-            tally=CLEAN if baton is None else baton.tally,
-            heir=baton is not None,
+            snapshots=steps.SnapshotBooks(newest=newest),
+            interruptions=steps.Interruptions(
+                tally=CLEAN if baton is None else baton.tally, heir=baton is not None
+            ),
             wires=None if baton is None else baton.wires,
         )
         self._collector = Collector(stages=stages)
@@ -106,7 +107,8 @@ class Lead:
     def learn(self, point: Checkpoint) -> None:
         """The snapshot that our stage was loaded from, now with its ledger; before anything is received."""
         ledger = point.ledger if self._handed_over is None else self._handed_over.ledger
-        self._state = replace(self._state, newest=point, ledger=ledger)
+        books = replace(self._state.snapshots, newest=point)
+        self._state = replace(self._state, snapshots=books, ledger=ledger)
         self._period = SnapshotPeriod(began=self._clock(), taken=self._clock())
         self._watched = self._clock()
         self._tell_books()
@@ -266,7 +268,7 @@ class Lead:
         """Count the time that this job was watched."""
         now, tally = self._clock(), self._state.tally
         tally = replace(tally, seconds=tally.seconds + now - self._watched)
-        self._state, self._watched = replace(self._state, tally=tally), now
+        self._state, self._watched = self._state.count_on(tally), now
 
     def _books(self) -> dict[str, object]:
         ledger, tally = self.books
@@ -278,7 +280,7 @@ class Lead:
         }  # fmt: skip
 
     def _tell_books(self) -> None:
-        point = self._state.newest
+        point = self._state.snapshots.newest
         self.tell(snapshot=point.digest, snapshot_step=point.step, **self._books())
 
     def _everyone(self, message: m.Message) -> None:

@@ -77,10 +77,12 @@ from fusion.runtime.training.step.events import (
     after,
 )
 from fusion.runtime.training.step.lead import LeadState, lead
-from fusion.runtime.training.step.run_statistics import NO_ATTEMPT, Attempt, RunStatistics
+from fusion.runtime.training.step.run_statistics import NO_ATTEMPT, Attempt, Interruptions, RunStatistics
+from fusion.runtime.training.step.snapshot_books import LACKS, SnapshotBooks
 from fusion.runtime.training.step.stage import StageState, stage
 
 __all__ = [
+    "LACKS",
     "NO_ATTEMPT",
     "NO_ENTRY",
     "After",
@@ -99,6 +101,7 @@ __all__ = [
     "FellBack",
     "HandOver",
     "Hold",
+    "Interruptions",
     "Join",
     "Joined",
     "Lack",
@@ -122,6 +125,7 @@ __all__ = [
     "Saved",
     "SendLeaving",
     "SendReady",
+    "SnapshotBooks",
     "SnapshotDue",
     "SnapshotLost",
     "StageAction",

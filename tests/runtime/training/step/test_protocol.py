@@ -12,7 +12,7 @@ from support.commit_model import SAMPLES, Model, ledger_of
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.training.step import protocol as s
 from fusion.runtime.training.step.checkpoint import Checkpoint
-from fusion.runtime.training.step.lead import LACKS, MAX_FAILURES, expected
+from fusion.runtime.training.step.lead import MAX_FAILURES, expected
 from fusion.swarm.directory.records import Digest
 
 DIGEST = Digest("0" * 64)
@@ -133,7 +133,7 @@ def test_one_snapshot_after_the_other() -> None:
     for _ in range(4):
         state, commit = committed(state)
         asked.append(commit.after.snapshot)
-    assert asked == [False, True, False, False] and state.due
+    assert asked == [False, True, False, False] and state.snapshots.due
     for event in (s.Saved(replace(point(2), ledger=s.Ledger(steps=2))), s.SnapshotLost()):
         other, _ = s.lead(replace(state, config=AUTOMATIC), event)
         assert committed(other)[1].after.snapshot
@@ -197,31 +197,34 @@ def test_stages_at_unlike_steps_all_go_back_to_the_newest_snapshot_that_any_of_t
     state, _ = s.lead(state, join(0, 3, newest=point(2), before=point(1)))
     state, actions = s.lead(state, join(1, 2))
     assert actions == (s.Restore((7, 1), point(2)),) and state.missing == (0, 1)
-    assert state.ledger.steps == 2 and state.before == point(1)
+    assert state.ledger.steps == 2 and state.snapshots.before == point(1)
 
 
 def test_alike_steps_that_the_ledger_is_not_of_go_back_too() -> None:
-    state = s.LeadState(config=CONFIG, stages=2, term=7, newest=point(2), ledger=s.Ledger(steps=2))
+    state = s.LeadState(
+        config=CONFIG, stages=2, term=7, snapshots=s.SnapshotBooks(newest=point(2)), ledger=s.Ledger(steps=2)
+    )
     state, _ = s.lead(state, join(0, 3))
     _, actions = s.lead(state, join(1, 3))
     assert actions == (s.Restore((7, 1), point(2)),)
 
 
 def test_a_snapshot_that_nobody_holds_is_given_up_for_the_one_before_and_stays_given_up() -> None:
-    state = s.LeadState(config=CONFIG, stages=1, term=7, newest=point(4, "b"), before=point(2))
+    books = s.SnapshotBooks(newest=point(4, "b"), before=point(2))
+    state = s.LeadState(config=CONFIG, stages=1, term=7, snapshots=books)
     state, (restore,) = s.lead(state, join(0, -1))
-    for _ in range(LACKS - 1):
+    for _ in range(s.LACKS - 1):
         assert isinstance(restore, s.Restore) and restore.point == point(4, "b")
         state, (restore,) = s.lead(state, s.Lacking(0, restore.attempt))
     state, (fell, restore) = s.lead(state, s.Lacking(0, restore.attempt))
     assert fell == s.FellBack(point(4, "b"))
     assert isinstance(restore, s.Restore) and restore.point == point(2) and state.ledger.steps == 2
     state, (begin,) = s.lead(state, join(0, 2, (1, 0, 2), newest=point(4, "b")))
-    assert isinstance(begin, s.Begin) and begin.step == 2 and state.newest == point(2)
+    assert isinstance(begin, s.Begin) and begin.step == 2 and state.snapshots.newest == point(2)
 
 
 def test_a_stage_that_lacks_its_shard_is_asked_again_though_another_was_handed_over_meanwhile() -> None:
-    state = s.LeadState(config=CONFIG, stages=3, term=7, newest=point(4))
+    state = s.LeadState(config=CONFIG, stages=3, term=7, snapshots=s.SnapshotBooks(newest=point(4)))
     for stage in range(2):
         state, _ = s.lead(state, join(stage, 4))
     state, (restore,) = s.lead(state, join(2, 0))
@@ -246,7 +249,9 @@ def test_who_leaves_before_our_own_stage_is_linked_is_told_to_go_once_it_is() ->
 
 
 def test_a_job_whose_stages_are_all_at_the_end_only_finishes() -> None:
-    state = s.LeadState(config=CONFIG, stages=1, term=7, newest=point(5), ledger=s.Ledger(steps=5))
+    state = s.LeadState(
+        config=CONFIG, stages=1, term=7, snapshots=s.SnapshotBooks(newest=point(5)), ledger=s.Ledger(steps=5)
+    )
     _, (begin,) = s.lead(state, join(0, 5))
     assert isinstance(begin, s.Begin)
     assert begin.after == s.After(evaluate=True, snapshot=True, finish=True, wires=())
@@ -507,7 +512,9 @@ def play(seed: int, *, faults: float, leaves: float, config: TrainConfig = CONFI
             return model
         if not moved and turn > 400 and not model.passed() and all(o.alive for o in model.owners):
             break
-    raise AssertionError(f"stuck: {model.lead.phase} {model.lead.joined} {[o.state for o in model.owners]}")
+    raise AssertionError(
+        f"stuck: {model.lead.phase} {model.lead.here.joined} {[o.state for o in model.owners]}"
+    )
 
 
 @given(st.integers(0, 2**32))
