@@ -17,7 +17,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.sources import Read
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.planes.optimizer import clip_factor, learning_rate
+from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
 from fusion.runtime.training.compute.inbox import Inbox, StagePlan
 from fusion.runtime.training.compute.rad import Rad

@@ -15,7 +15,7 @@ from torch import nn
 from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import TrainConfig
-from fusion.runtime.planes.optimizer import learning_rate
+from fusion.runtime.planes.learning_rate import learning_rate
 from fusion.runtime.planes.plane import RngKey
 from fusion.runtime.training.data.batches import Batches
 

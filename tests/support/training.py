@@ -30,7 +30,7 @@ from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.placing.placed_job import as_asked
-from fusion.runtime.planes.optimizer import clip_factor, learning_rate
+from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.host import TrainingHost
 from fusion.runtime.training.service import TrainingService

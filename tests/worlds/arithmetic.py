@@ -24,8 +24,9 @@ from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.graph import Graph, Input, Ref, TensorType, Variable
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.planes.plane import RngKey, Tensors
-from fusion.runtime.training.data.batches import Batches, sample_indices
+from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.data.ledger import Ledger, fed_digest
+from fusion.runtime.training.data.samples import sample_indices
 
 VARIABLE = "chain"
 STATE = f"variable/{VARIABLE}"

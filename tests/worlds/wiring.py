@@ -29,7 +29,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build
 from fusion.runtime.training import loader, stage_work
 from fusion.runtime.training import service as training
-from fusion.runtime.training.data import batches
+from fusion.runtime.training.data import samples
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.step import protocol as steps
 from fusion.runtime.training.streams import partners
@@ -194,7 +194,7 @@ def install() -> None:
     replace_everywhere(snapshot.save, _save)
     replace_everywhere(snapshot.load_weights, _load_weights)
     replace_everywhere(snapshot.load_state, _load_state)
-    for pure in (manifests.decode, snapshot.decode_index, batches.sample_indices):
+    for pure in (manifests.decode, snapshot.decode_index, samples.sample_indices):
         replace_everywhere(pure, _remembered(pure))  # every peer asks for the same values
     replace_everywhere(handlers.one_line, _told_apart)
     hosts = logging.getLogger(Hosting.__module__)

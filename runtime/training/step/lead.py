@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
-from fusion.runtime.planes.optimizer import clip_factor, learning_rate
-from fusion.runtime.training.data.batches import sample_indices
+from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
 from fusion.runtime.training.data.ledger import UNTRAINED, Ledger, fed_digest
+from fusion.runtime.training.data.samples import sample_indices
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step.attendance import Attendance
 from fusion.runtime.training.step.run_statistics import NO_ATTEMPT, Attempt, Interruptions, RunStatistics

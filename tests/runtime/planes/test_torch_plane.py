@@ -21,7 +21,7 @@ from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.planes.optimizer import clip_factor, learning_rate
+from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
 from fusion.runtime.planes.plane import RngKey
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
 
