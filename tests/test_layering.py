@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from imports import LAYERS, ROOT, circles, file_counts, folder_edges, imports, modules, relative
+from support.cases import check_all
 
 MAY_IMPORT = {
     "cli": {"cli", "runtime", "swarm", "dag", "compression"},
@@ -75,8 +75,11 @@ EFFECTS = {
 }
 
 
-@pytest.mark.parametrize("path", modules(), ids=relative)
-def test_imports_point_one_way(path: Path) -> None:
+def test_imports_point_one_way() -> None:
+    check_all(modules(), points_one_way, relative)
+
+
+def points_one_way(path: Path) -> None:
     layer = path.relative_to(ROOT).parts[0]
     for line, name in imports(path):
         parts = name.split(".")
@@ -102,8 +105,11 @@ def has_code(folder_name: str) -> bool:
     return any(path.name != "__init__.py" for path in (ROOT / folder_name).glob("*.py"))
 
 
-@pytest.mark.parametrize("edge", sorted(folder_edges()), ids=" -> ".join)
-def test_rooms_are_entered_one_way(edge: tuple[str, str]) -> None:
+def test_rooms_are_entered_one_way() -> None:
+    check_all(sorted(folder_edges()), is_entered_one_way, " -> ".join)
+
+
+def is_entered_one_way(edge: tuple[str, str]) -> None:
     before, after = edge
     layer, _, room = before.partition("/")
     other_layer, _, other = after.partition("/")
