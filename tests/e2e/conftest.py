@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import glob
-import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -17,13 +13,11 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from support.leaks import nothing_left
 
 from fusion.cli.local.fleet import Fleet, LocalPeer, Record, open_fleet
 
-MARK = "FUSION_PEER_TEST"  # in the environment of everything that a test starts
-LEFT_SECONDS = 10.0
 CALL_SECONDS = 600.0
 
 
@@ -82,27 +76,14 @@ class Peers:
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """Everything started in the test carries a mark and has a temporary folder of its own; at the end no marked
-    process, no file in that folder, and no socket file of a daemon may be left. Gives the mark."""
-    mark = uuid.uuid4().hex
-    # Short, and not pytest's: the path of a UNIX socket has room for about a hundred bytes.
-    folder = tempfile.mkdtemp(prefix="fe2e-", dir="/tmp")
-    monkeypatch.setenv(MARK, mark)
+    """Everything started in the test carries a mark and has a temporary folder of its own; at the end no marked process
+    and no file in that folder may be left. Gives the mark."""
     # `tmp_path` is asked for so that pytest has made its own folders before this.
-    monkeypatch.setenv("TMPDIR", folder)
-    monkeypatch.setattr(tempfile, "tempdir", folder)
-    before = _daemon_files()
-    yield mark
-    try:
-        deadline = time.monotonic() + LEFT_SECONDS
-        while (left := _left(mark, folder, before)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not left, f"left behind: {left}"
-    finally:
-        for process in _marked(mark):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+    with nothing_left() as found:
+        for name, value in found.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(tempfile, "tempdir", str(found.folder))
+        yield found.mark
 
 
 @pytest.fixture
@@ -125,28 +106,6 @@ def peers(traces: str) -> Iterator[Peers]:
         thread.join(10)
         loop.close()
     assert not [port for port in ports if _listens(port)], "a port is still open"
-
-
-def _left(mark: str, folder: str, before: set[str]) -> list[str]:
-    processes = [
-        f"{process.pid} {' '.join(process.info['cmdline'] or [])[:200]}" for process in _marked(mark)
-    ]
-    return [*processes, *os.listdir(folder), *sorted(_daemon_files() - before)]
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    """Processes that were started with the mark; zombies are gone already, their parent has only not looked."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        with contextlib.suppress(psutil.Error):
-            if process.info["status"] != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
-
-
-def _daemon_files() -> set[str]:
-    """Where hivemind puts the sockets of its daemon unless it is told otherwise; ours are under TMPDIR."""
-    return set(glob.glob("/tmp/hivemind-*"))
 
 
 def _port(address: str) -> int:

@@ -1,0 +1,70 @@
+"""Proof that nothing is left of what a test started. Only what carries its mark counts, whatever else runs beside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from support.processes import alive
+
+MARK = "FUSION_PEER_TEST"  # in the environment of everything that a test starts, and so of what that starts
+LEFT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What is to be in the environment of all that a test starts."""
+
+    mark: str
+    folder: Path  # for temporary files and sockets
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {MARK: self.mark, "TMPDIR": str(self.folder)}
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that were started with the mark and live."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and alive(process):
+                    found.append(process)
+        return found
+
+    def left(self) -> list[str]:
+        """The marked processes, and what is in the folder."""
+        found = os.listdir(self.folder)
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:200]}")
+        return found
+
+
+@contextmanager
+def nothing_left(seconds: float = LEFT_SECONDS) -> Iterator[Traces]:
+    """AssertionError if so long after the block anything is left of what was started with the environment of these
+    traces. It is ended and removed."""
+    # Short, and not pytest's: the path of a UNIX socket has room for about a hundred bytes.
+    traces = Traces(uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="fe2e-", dir="/tmp")))
+    try:
+        yield traces
+        deadline = time.monotonic() + seconds
+        while (left := traces.left()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, f"left behind: {left}"
+    finally:
+        left_behind = traces.processes()
+        for process in left_behind:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left_behind, timeout=seconds + 1.0)
+        shutil.rmtree(traces.folder, ignore_errors=True)
