@@ -20,6 +20,7 @@ from fusion.dag.cutting.cuts import legal_cuts, split, tie_groups
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.models import GPT
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import CompressionConfig, DataConfig, Manifest, OptimizerConfig, TrainConfig
@@ -220,11 +221,23 @@ class Job:
     held_out: Path
 
 
+_graphs: dict[Any, Graph] = {}  # capture takes longer than all else here
+
+
+def captured(module: nn.Module) -> Graph:
+    """The training graph of a language model; of those of one configuration, the first one's."""
+    known = tuple((name, parameter.requires_grad) for name, parameter in module.named_parameters())
+    key = (module.config, known) if isinstance(module, GPT) else object()
+    if key not in _graphs:
+        _graphs[key] = clean(capture_language_model(module, training=True, maximum_sequence=TINY.sequence))
+    return _graphs[key]
+
+
 def compressed(
     module: nn.Module, stages: int, forward: str, backward: str, train: TrainConfig, **how: Any
 ) -> TrainConfig:
     """`train` with these codecs on every edge and every tied variable of `language_job`."""
-    graph = clean(capture_language_model(module, training=True, maximum_sequence=TINY.sequence))
+    graph = captured(module)
     parts = split(graph, _even(graph, stages))
     wires = [(edge.name, forward, backward) for part in parts for edge in part.sends]
     wires += [(group.variable, "int8", "none") for group in tie_groups(parts)]
@@ -242,7 +255,7 @@ def _even(graph: Graph, stages: int) -> tuple[int, ...]:
 
 
 def language_job(peer: Peer, module: nn.Module, train: TrainConfig, stages: int) -> Job:
-    graph = clean(capture_language_model(module, training=True, maximum_sequence=TINY.sequence))
+    graph = captured(module)
     return job(peer, graph, variables_from_module(module), train, stages, tokens(), tokens()[100:])
 
 
