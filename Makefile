@@ -1,6 +1,8 @@
 # Everything starts here: each target makes .venv itself and reuses it afterwards.
 #   make demo     see it work: peers on this machine train a model on real text, then answer a prompt
-#   make test     lint, format check, types, tests
+#   make check    lint, types and every quick test that starts no process: about a minute, while one works
+#   make test     the gate: all of check, real peers, one kill of each kind, a network in a box (docs/testing.md)
+#   make test-all  every test there is: half an hour
 #   make bench    the figures of the README, as a table and bench-results.json
 #   make bench-network  train over slow links (root, Linux): docs/network.md; stop it whenever you like, it goes on from there
 #   make chaos    train on peers of this machine that are killed meanwhile, and compare with a quiet run
@@ -20,13 +22,13 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-# mypy sees the mapped package `fusion` through a link to this folder.
-PACKAGES := -p fusion.swarm -p fusion.dag -p fusion.compression -p fusion.runtime -p fusion.cli
+# Workers and peers would each compile every module anew, half of the time of collecting.
+unexport PYTHONDONTWRITEBYTECODE
 
 SEED ?= 1
 WORLDS ?= 100000
 
-.PHONY: help demo test bench bench-network chaos sweep worlds lint format clean install
+.PHONY: help demo check test test-all bench bench-network chaos sweep worlds lint format clean install
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -35,17 +37,22 @@ help:
 demo: $(VENV)/.installed
 	@exec $(BIN)/fusion-peer demo --stop-with $$PPID $(ARGS)
 
-# Side by side runs what needs a core and no more; the rest starts processes, or watches the clock.
-SIDE_BY_SIDE := tests/worlds tests/runtime tests/dag tests/compression
+# A test a core, those that start processes among them; lint and types are tests as well (tests/test_lint.py).
+PYTEST = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
 
-test: lint
-	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE:%=--ignore=%)
+check: $(VENV)/.installed-dev .typing/fusion
+	@exec $(PYTEST) -m "not process and not heavy and not slow" $(ARGS)
+
+test: $(VENV)/.installed-dev .typing/fusion
+	@exec $(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.installed-dev .typing/fusion
+	@exec $(PYTEST) $(ARGS)
 
 lint: $(VENV)/.installed-dev .typing/fusion
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m mypy $(PACKAGES)
+	$(BIN)/python -m mypy
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

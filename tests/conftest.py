@@ -1,15 +1,93 @@
-"""For all tests: torch keeps its caches in a folder of this run, with pytest's others."""
+"""For all tests: which of them run when (docs/testing.md), and which of them run side by side.
+
+A test is fast unless it is marked, by its folder here or by hand: it starts no process, and says so if it tries.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
+from support.turns import turn
+
+TESTS = Path(__file__).parent
+PROCESSES = (
+    "e2e",
+    "box",
+    "sweeps",
+    "worlds",
+)  # folders whose tests start peers, or worlds in a process of their own
+# Tests that need no process and yet take seconds each, most of them to export a model: from the gate on.
+HEAVY = (
+    *("cli/test_plan.py", "dag/rewrites/test_families.py", "runtime/capture/test_exports.py"),
+    *("runtime/capture/test_families.py", "runtime/capture/test_huggingface.py", "runtime/launch/"),
+    *("runtime/placing/test_plan.py", "runtime/training/test_compressed.py", "bench/test_convergence.py"),
+)
+TURNS = "FUSION_PEER_TEST_TURNS"  # the folder of the locks that the workers of a run share
+STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
+
+_fast: str | None = None  # the test that runs, if it may start no process
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if _fast is not None and event in STARTS:
+        raise RuntimeError(f"{_fast} starts a process: it needs the mark `process` or `program`")
+
+
+sys.addaudithook(_watch)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        os.environ[TURNS] = tempfile.mkdtemp(prefix="fusion-turns-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(TURNS), ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if (folder in PROCESSES or item.get_closest_marker("e2e")) and not item.get_closest_marker("program"):
+            item.add_marker("process")
+        if item.path.relative_to(TESTS).as_posix().startswith(HEAVY):
+            item.add_marker("heavy")
+    items.sort(key=_order)
+
+
+def _order(item: pytest.Item) -> int:
+    """Those that must be alone come while all workers are about to begin anyway, then what takes long."""
+    marks = ("alone", "program", "process", "heavy")
+    return next((n for n, mark in enumerate(marks) if item.get_closest_marker(mark)), len(marks))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Around a whole test, before its time limit begins to count."""
+    global _fast
+    marked = any(item.get_closest_marker(mark) for mark in ("process", "program"))
+    with ExitStack() as stack:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            stack.enter_context(turn(Path(os.environ[TURNS]), alone=bool(item.get_closest_marker("alone"))))
+        _fast = None if marked else item.nodeid
+        try:
+            return (yield)
+        finally:
+            _fast = None
 
 
 @pytest.fixture(scope="session", autouse=True)
 def torch_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """torch keeps its caches in a folder of this run, with pytest's others."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("torch-cache"))
     yield
     del os.environ["TORCHINDUCTOR_CACHE_DIR"]

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from imports import LAYERS, ROOT, circles, file_counts, folder_edges, imports, modules, relative
 from support.cases import check_all
+
+pytestmark = pytest.mark.program  # a fresh interpreter tells what an import loads
 
 MAY_IMPORT = {
     "cli": {"cli", "runtime", "swarm", "dag", "compression"},

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from imports import LAYERS, ROOT, modules, relative
 
+pytestmark = pytest.mark.process
+
 BESIDE_THE_CODE = ("bootstrap_peers.txt", "py.typed", "examples")
 BUILD = "import sys\nfrom setuptools import build_meta\nbuild_meta.build_wheel(sys.argv[1])"
 ELSEWHERE = """

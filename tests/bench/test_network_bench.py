@@ -175,6 +175,8 @@ def test_what_others_had_is_a_share_of_what_was_wanted(monkeypatch: pytest.Monke
     assert stolen.share() == pytest.approx(0.25)
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_two_cases_on_three_peers(

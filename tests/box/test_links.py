@@ -19,7 +19,7 @@ from box.spec import Host, Link, NetworkSpec
 from support.stolen import MOST_STOLEN, Stolen
 
 REASON = kernel.unavailable()
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.skipif(bool(REASON), reason=REASON)]
 CHILD = Path(__file__).parents[1] / "support" / "links_child.py"
 NETWORK = NetworkSpec(
     hosts=(Host(name="a", up_mbps=20), Host(name="b", up_mbps=8)), default=Link(rate_mbps=200, delay_ms=10)

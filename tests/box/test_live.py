@@ -22,7 +22,7 @@ from box.spec import Host, Link, NetworkSpec
 from fusion.cli.local.fleet import Fleet, LocalPeer, Record, open_fleet
 
 REASON = kernel.unavailable()
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 HOSTS = ("west", "middle", "east", "spare", "laptop")
 MEASURED_SECONDS = 8.0  # for the peers to know their links

@@ -19,7 +19,7 @@ from box.spec import Host, Link, NetworkSpec
 from support.stolen import MOST_STOLEN, Stolen
 
 REASON = kernel.unavailable()
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.skipif(bool(REASON), reason=REASON)]
 HOSTS = (Host(name="a"), Host(name="b"), Host(name="c"))
 PAIR = [("a", "b")]
 GONE_SECONDS = 20.0

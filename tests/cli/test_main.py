@@ -102,6 +102,7 @@ sequence = 8
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -223,6 +224,7 @@ def test_text_from_elsewhere_is_one_printable_line(text: str) -> None:
     assert line.isprintable()
 
 
+@pytest.mark.process
 def test_the_installed_command_and_interruption() -> None:
     """A real process: SIGINT in the middle of a command ends it with 130 and one line."""
     code = (
@@ -250,6 +252,7 @@ def test_the_installed_command_and_interruption() -> None:
         assert (process.returncode, out, err) == (130, "closed\n", "fusion-peer: interrupted\n")
 
 
+@pytest.mark.process
 def test_help_is_quick() -> None:
     """No assertion on time: that nothing heavy is loaded is asserted in test_layering; this runs the real command."""
     started = time.monotonic()

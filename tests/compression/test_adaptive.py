@@ -161,6 +161,7 @@ def test_an_edge_that_cannot_be_is_refused(change: dict[str, float]) -> None:
         replace(use("a", 8), **change)  # type: ignore[arg-type]
 
 
+@pytest.mark.process
 def test_choosing_needs_no_torch() -> None:
     code = "import sys, fusion.compression.adaptive; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

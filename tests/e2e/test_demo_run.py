@@ -42,7 +42,7 @@ def test_it_trains_and_answers() -> None:
 
 
 @pytest.mark.usefixtures("traces")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_nothing_is_left_of_a_demo_that_is_ended(number: int) -> None:
     process = subprocess.Popen(
         [*DEMO, "--peers", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -54,6 +54,7 @@ def test_nothing_is_left_of_a_demo_that_is_ended(number: int) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traces")
 def test_nothing_is_left_when_the_parent_of_the_demo_is_killed() -> None:
     """As `make demo` runs it: the shell's process becomes the demo, its parent is killed."""

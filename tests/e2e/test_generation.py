@@ -32,6 +32,8 @@ PROMPTS = (1, 7, 100)
 VARIED = 15  # different tokens in an answer, at least: one that repeats itself would hide a wrong cache
 CACHED = ("llama", "qwen3", "gpt2", "mistral", "mistral-windowed", "phi", "neox")
 RECOMPUTED = ("bloom", "gemma2")  # attention that is not recognised: biased by distance, with capped scores
+GATE = (CACHED[0], RECOMPUTED[0])
+OTHERS = (*CACHED[1:], *RECOMPUTED[1:])
 SERVE_SECONDS = 300.0
 
 
@@ -74,7 +76,12 @@ async def ask(
     return answer, torch.stack(rows)
 
 
-def test_answers_of_three_processes_are_those_of_generate(peers: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "families", [GATE, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["one of each kind", "others"]
+)
+def test_answers_of_three_processes_are_those_of_generate(
+    peers: Any, tmp_path: Path, families: tuple[str, ...]
+) -> None:
     swarm = peers.swarm(STAGES)
     ids = [PeerId(peer.peer_id) for peer in swarm]
     errors: dict[str, float] = {}
@@ -82,7 +89,7 @@ def test_answers_of_three_processes_are_those_of_generate(peers: Any, tmp_path: 
     trainer = Identity.generate()
 
     async def compare(context: Context) -> None:
-        for number, family in enumerate((*CACHED, *RECOMPUTED)):
+        for number, family in enumerate(families):
             model = build(config(family))
             model.save_pretrained(tmp_path / family)
             cache = await serve(context, tmp_path / family, family, trainer)
@@ -100,8 +107,9 @@ def test_answers_of_three_processes_are_those_of_generate(peers: Any, tmp_path: 
     with_client(peers.root / "client", swarm[0].address, compare)
     print("\n".join(f"{error:.1e}  {case}" for case, error in errors.items()))
     assert max(errors.values()) <= 1e-4, errors
-    # The two have the same weights: a window that were ignored would show.
-    assert all(answers["mistral", length] != answers["mistral-windowed", length] for length in PROMPTS)
+    if "mistral" in families:
+        # The two have the same weights: a window that were ignored would show.
+        assert all(answers["mistral", length] != answers["mistral-windowed", length] for length in PROMPTS)
 
 
 def test_the_commands_serve_a_model_and_answer_text_and_token_ids(peers: Any, tmp_path: Path) -> None:

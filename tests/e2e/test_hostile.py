@@ -440,6 +440,7 @@ async def end_of(context: Context, job: JobId) -> str:
     return last.error or last.message
 
 
+@pytest.mark.slow
 def test_jobs_that_are_traps_are_refused(peers: Peers, tmp_path: Path) -> None:
     victim = peers.start("victim")
     Mischief.path = str(tmp_path / "mischief")
@@ -533,6 +534,7 @@ def test_a_full_disk_at_start_is_said_in_one_line(traces: str, tmp_path: Path, p
         assert "No space left" in line or "disk is full" in line
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root mounts file systems")
 def test_a_disk_that_fills_up_costs_a_job_and_not_the_peer(peers: Peers, tmp_path: Path) -> None:
     with small_disk(peers.root / "victim", 4 << 20):

@@ -145,6 +145,7 @@ def greedy(module: GPT, prompt: bytes, new: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_finish_and_a_third_one_is_stopped_by_its_launcher_alone(
     peers: Peers, tmp_path: Path
 ) -> None:

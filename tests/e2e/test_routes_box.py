@@ -39,7 +39,7 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.transport import PeerId
 
 REASON = kernel.unavailable()
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 WIDTH, POSITIONS, VOCABULARY = 1024, 512, 256
 PROMPT = [(7 * i) % VOCABULARY for i in range(16)]

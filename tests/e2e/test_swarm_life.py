@@ -66,6 +66,8 @@ def test_any_live_peer_is_a_way_in_and_met_peers_are_remembered(peers: Peers) ->
     with_client(peers.root / "client", back.address, look)
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 def test_twenty_join_in_the_same_second(peers: Peers) -> None:
     first = peers.start("first")
     began = time.monotonic()
@@ -83,6 +85,7 @@ def test_twenty_join_in_the_same_second(peers: Peers) -> None:
         assert not [line for line in lines if "Traceback" in line or line.startswith(" ")], lines
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(kernel.unavailable()), reason=kernel.unavailable() or "it can be made")
 def test_two_halves_of_a_swarm_find_each_other_again(traces: str) -> None:
     async def scenario() -> None:

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(REASON), reason=REASON)]
 SECONDS = 120.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["fusion-partition-*/plan", "fusion-partition-*/peer-1.log"])
 def test_sigterm_leaves_nothing_behind(tmp_path: Path, when: str) -> None:
     """While the job is prepared, in a thread that nobody can stop, and while peers run."""

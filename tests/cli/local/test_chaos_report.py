@@ -103,6 +103,7 @@ def test_a_run_that_came_to_no_end_is_not_exact_and_still_reports() -> None:
     show(empty, Output(stdout=io.StringIO(), stderr=io.StringIO()))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "words",
     [("--peers", "1"), ("--kill-every", "soon"), ("--peers", "4", "--standbys", "4"), ("--minutes", "0")],

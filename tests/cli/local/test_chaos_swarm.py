@@ -20,6 +20,8 @@ from fusion.cli.local.chaos_swarm import Swarm, processes
 from fusion.cli.local.chaos_timeline import Timeline
 from fusion.cli.local.fleet import FleetError, open_fleet
 
+pytestmark = pytest.mark.process
+
 # A peer with a process under it, as the libp2p daemon's keeper is one.
 STAND_IN = """
 import json, pathlib, subprocess, sys, time

@@ -19,6 +19,8 @@ import pytest
 from fusion.cli.local import fleet as fleets
 from fusion.cli.local.fleet import Fleet, FleetError, open_fleet
 
+pytestmark = pytest.mark.process
+
 # Stands for `fusion-peer`: it is up at once, writes into its home, and does what its arguments say.
 STAND_IN = """
 import json, os, pathlib, signal, sys, time

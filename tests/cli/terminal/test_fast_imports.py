@@ -3,6 +3,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 CODE = """
 import gc, sys
 from fusion.cli.terminal.fast_imports import lean_imports

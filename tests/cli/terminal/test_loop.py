@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 PEER = """
 import asyncio, sys, threading, time
 from fusion.cli.terminal import loop

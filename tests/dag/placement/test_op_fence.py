@@ -74,6 +74,7 @@ def test_the_cut_between_sites_falls_where_little_crosses():
     assert [found.sent_bytes[i] for i in crossings] == [32 * 16 * 4]
 
 
+@pytest.mark.heavy
 def test_never_worse_than_the_baselines_and_legal():
     for instance in instances(FEW, seed=7, most_devices=7):
         graph, network = instance.graph, instance.network
@@ -93,6 +94,7 @@ def test_never_worse_than_the_baselines_and_legal():
         assert outlook.seconds >= found.predicted_seconds * (1 - 1e-9)
 
 
+@pytest.mark.heavy
 def test_near_the_optimum_of_chains():
     ratios = []
     for instance in instances(40, seed=3, most_devices=5):
@@ -106,6 +108,7 @@ def test_near_the_optimum_of_chains():
     assert len(ratios) > 10 and np.median(ratios) <= 1.0 + 1e-9 and max(ratios) < 1.05
 
 
+@pytest.mark.heavy
 def test_one_more_device_never_makes_a_step_slower():
     for instance in instances(FEW, seed=11, most_devices=6):
         network, times = instance.network, []

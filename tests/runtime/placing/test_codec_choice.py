@@ -294,6 +294,7 @@ def test_under_topk_slow_links_are_busy_for_within_a_tenth_of_each_other(
             assert 0.9 * target <= found[pair] <= target * (1 + 1e-9)
 
 
+@pytest.mark.process
 def test_it_needs_no_torch() -> None:
     code = "import sys, fusion.runtime.placing.codec_choice; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

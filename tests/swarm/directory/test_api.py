@@ -252,6 +252,7 @@ async def offer_to(member: Member, taker: Member, offer: Offer) -> bool:
     return bool(accepted)
 
 
+@pytest.mark.process
 def test_records_travel_between_dht_nodes() -> None:
     async def scenario() -> None:
         async with swarm(False, False, False, True) as members:
@@ -293,6 +294,7 @@ def test_records_travel_between_dht_nodes() -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.process
 def test_dht_nodes_and_readers_drop_hostile_records() -> None:
     async def scenario() -> None:
         async with swarm(False, False, False) as (honest, reader, hostile):
@@ -338,6 +340,7 @@ def test_dht_nodes_and_readers_drop_hostile_records() -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.process
 def test_a_glance_asks_few_nodes_and_tells_what_a_search_would() -> None:
     async def scenario() -> None:
         async with swarm(False, False, False, False) as members:
@@ -380,6 +383,7 @@ def test_a_glance_asks_few_nodes_and_tells_what_a_search_would() -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.process
 def test_a_glance_learns_of_nearer_nodes_from_those_it_asks() -> None:
     async def scenario() -> None:
         async with swarm(False, False, False) as members:
@@ -405,6 +409,7 @@ def test_a_glance_learns_of_nearer_nodes_from_those_it_asks() -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.process
 def test_a_glance_goes_past_nodes_that_are_gone() -> None:
     async def scenario() -> None:
         async with swarm(False, False, False, False) as members:
@@ -420,6 +425,7 @@ def test_a_glance_goes_past_nodes_that_are_gone() -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.process
 def test_records_end_when_their_author_said() -> None:
     async def scenario() -> None:
         async with swarm(False, False) as (author, reader):
@@ -434,6 +440,7 @@ def test_records_end_when_their_author_said() -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.process
 def test_a_node_alone_is_a_swarm_of_one_and_a_client_alone_is_nothing() -> None:
     async def scenario() -> None:
         async with swarm(False) as (alone,):
@@ -449,6 +456,7 @@ def test_a_node_alone_is_a_swarm_of_one_and_a_client_alone_is_nothing() -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.process
 def test_a_directory_closes_though_its_daemon_is_dead() -> None:
     async def scenario() -> None:
         async with swarm(False, False) as (one, two):
@@ -462,6 +470,7 @@ def test_a_directory_closes_though_its_daemon_is_dead() -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.process
 def test_clocks_are_read_by_their_middle() -> None:
     async def scenario() -> None:
         async with swarm(False) as (alone,):

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import uvloop
 
 from fusion.swarm.coordinates import Coordinate
@@ -15,6 +16,8 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import PeerId
+
+pytestmark = pytest.mark.process
 
 CHILD = Path(__file__).parents[2] / "support" / "links_child.py"
 SECONDS = 80.0

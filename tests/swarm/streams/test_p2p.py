@@ -32,6 +32,8 @@ from fusion.swarm.streams.p2p import P2PConfig, P2PTransport, framed, split_addr
 from fusion.swarm.streams.p2pd import PREFIX, check_ports, make_private_directory, sweep
 from fusion.swarm.transport import PeerId, Stream, call
 
+pytestmark = pytest.mark.process
+
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ECHO = "/fusion/echo/1"
 NOBODY = Identity.generate().peer_id

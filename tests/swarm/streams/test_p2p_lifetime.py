@@ -31,6 +31,8 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import Stream
 
+pytestmark = pytest.mark.process
+
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ECHO = "/fusion/echo/1"
 GONE_SECONDS = 2.0

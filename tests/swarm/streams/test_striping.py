@@ -21,6 +21,8 @@ from fusion.swarm.streams.frames import DEFAULT_LIMITS
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import Handler, Stream
 
+pytestmark = pytest.mark.process
+
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 PROTOCOL = "/fusion/lanes-test/1"
 
