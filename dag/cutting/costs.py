@@ -61,10 +61,13 @@ def differentiable(graph: Graph) -> frozenset[Ref]:
     return frozenset(found)
 
 
-def node_costs(graph: Graph, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
-    """The cost of each node, in order, where each symbol has the size given. GraphError on a symbol without a size."""
+def node_costs(
+    graph: Graph, sizes: Mapping[str, int], needing: frozenset[Ref] | None = None
+) -> tuple[NodeCost, ...]:
+    """The cost of each node, in order, where each symbol has the size given; `needing` are the values that get a
+    gradient (default: those that depend on a trainable variable). GraphError on a symbol without a size."""
     types = bound_types(graph, sizes)
-    needing = differentiable(graph)
+    needing = differentiable(graph) if needing is None else needing
     storage = storages(graph)
     seen: set[Ref] = {Ref(v.name) for v in graph.variables}  # what the stash holds without keeping it
     variables = {v.name: v for v in graph.variables}
