@@ -10,7 +10,7 @@ from fusion.swarm.protocol import SWARM_PROTOCOLS, WireProtocol
 MAX_PROMPT_BYTES = 8 << 20  # a million token ids, or that many characters and more
 
 STAGE = WireProtocol(
-    name="/fusion/stage/1",
+    name="/fusion/stage/2",
     about="training: tensors and the steps' messages, from one stage of a job to another",
     payload_bytes=None,
     stripes=4,  # activations one way, gradients the other, at once

@@ -32,7 +32,7 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job import spec
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
-from fusion.runtime.job.protocol import STATUS
+from fusion.runtime.job.protocol import GENERATE, JOB, RING, STAGE, STATUS
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
@@ -43,6 +43,7 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import TransportError
 from fusion.swarm.identity import Identity
+from fusion.swarm.protocol import BLOB
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.transport import Frame, PeerId, call
@@ -60,7 +61,7 @@ PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 HALF = "half a frame"  # to be waited for: the other half may come
 WAIT_SECONDS = 0.5  # for an answer to nonsense, of which there may be none
 TINY = GPTConfig(vocabulary=256, blocks=1, width=16, heads=2, sequence=32)
-PROTOCOLS = tuple(f"/fusion/{name}/1" for name in ("stage", "ring", "generate", "blob", "job", "status"))
+PROTOCOLS = tuple(each.name for each in (STAGE, RING, GENERATE, BLOB, JOB, STATUS))
 
 
 # --- what is sent
@@ -199,12 +200,12 @@ def status_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
 
 
 MESSAGES: dict[str, Callable[[JobId, PeerId], Iterator[Sequence[Message]]]] = {
-    "/fusion/stage/1": stage_messages,
-    "/fusion/ring/1": ring_messages,
-    "/fusion/generate/1": generate_messages,
-    "/fusion/blob/1": blob_messages,
-    "/fusion/job/1": job_messages,
-    "/fusion/status/1": status_messages,
+    STAGE.name: stage_messages,
+    RING.name: ring_messages,
+    GENERATE.name: generate_messages,
+    BLOB.name: blob_messages,
+    JOB.name: job_messages,
+    STATUS.name: status_messages,
 }
 
 
@@ -355,13 +356,13 @@ def test_a_stranger_on_every_protocol(peers: Peers, tmp_path: Path) -> None:
                 await answers(context, victim)
                 gateway = ("hello", {"job": jobs["serve"], "from": -1, "to": 0}, b"")
                 for protocol in MESSAGES:
-                    first = [gateway] if protocol == "/fusion/ring/1" else []
+                    first = [gateway] if protocol == RING.name else []
                     size = 400 << 20
                     taken = await asyncio.gather(*(enemy.dump(protocol, first, size) for _ in range(4)))
                     assert max(taken) < size // 4, (protocol, taken)
                 await answers(context, victim)
                 for protocol, messages in MESSAGES.items():
-                    job = jobs["serve" if protocol in ("/fusion/ring/1", "/fusion/generate/1") else "train"]
+                    job = jobs["serve" if protocol in (RING.name, GENERATE.name) else "train"]
                     every = list(messages(job, enemy.victim))
                     kinds = Counter[str]()
                     for at in range(0, len(every), 64):

@@ -1,4 +1,4 @@
-"""What the stages of a training job say to each other on `/fusion/stage/1`, one frame each.
+"""What the stages of a training job say to each other on `/fusion/stage/2`, one frame each.
 
 A stream carries one direction between two stages of one job: the sending stage opens it with `hello`, the receiver
 answers `welcome`, then only the opener speaks. Every frame carries the term that its sender holds its stage under.
