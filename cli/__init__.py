@@ -1,0 +1,20 @@
+"""The commands: they parse and print. What takes long is imported inside a command.
+
+main              `fusion-peer`
+start             lend this machine
+status            who is there, what runs where
+link_status       `status --links`
+train             launch a training job
+launch_progress   how far the swarm has taken a job over
+follow            how a job goes on, live
+jobs              what runs; watch, stop, export
+plan              where a job would run
+serve             put a model on the swarm
+generate          ask a model
+demo              all of it on this machine
+chaos             all of it, with kills
+client            how a command reaches the swarm, and who works in it
+job_client        what commands ask about jobs, and of their leads
+terminal/         what commands share: options, output, errors, the loop
+local/            peers as processes of this machine
+"""

@@ -1,0 +1,19 @@
+"""Bytes between peers: who a peer is, streams, signed records, claims, blobs, links. Knows no tensors and no jobs beyond
+their ids.
+
+errors        everything that can go wrong between peers, in one tree
+identity      the key on disk, the peer id made from it, signatures
+transport     what the rest knows of the wire: frames, streams, a transport; `call` for one question and one answer
+protocol      how a protocol is listed, with its cap; those of the swarm itself
+coordinates   round trips between peers who never met (Vivaldi)
+streams/      frames over libp2p, and all that makes one stream of them
+directory/    signed, short-lived records in a DHT; who is in the swarm
+control/      how commands on the same machine use a running peer
+claims/       who owns a stage: the election, leases, standbys
+blobs/        content-addressed bytes, fetched from several holders
+links/        what the links between peers are like
+memory/       transport and directory of one process, for tests
+
+Words: a peer is a process, known by its peer id; a record, what a peer says of itself, signed; a link, what two peers have between
+them; a term, the number that makes an older claim void.
+"""

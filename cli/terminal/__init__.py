@@ -1,0 +1,8 @@
+"""What commands share. Knows no swarm.
+
+options        options and how their values are read
+output         text for people, JSON for programs, one status line
+errors         from an exception to a line and an exit code
+loop           one event loop, and an end in order
+fast_imports   imports for less
+"""

@@ -1,0 +1,12 @@
+"""From a graph and cuts to stages. Knows nothing of who runs them.
+
+stage        a stage and its edges: the frozen values
+cuts         splitting a graph at any indices
+references   what arguments refer to: replacing, finding
+positional   which nodes are repeated in every stage instead of being sent
+crossing     what any cut would send, as a table
+costs        FLOPs and bytes of nodes and stages, by formula
+memory       what a stage needs in memory: the one formula
+
+Words: a cut is the index of the node at which a stage starts; a tie-group, the stages that hold one variable.
+"""

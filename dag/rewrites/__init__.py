@@ -1,0 +1,9 @@
+"""Graph -> Graph, pure. How features enter; never for one model's sake. What is not recognised stays, or is refused.
+
+clean           drop what changes no value; write views one way
+positions       whether each position is treated by itself
+masks           what an attention mask lets a position see, by evaluating it
+kv_cache        attention that reads earlier positions from a cache
+last_position   logits of the last position only
+fuse            one op for what exports spell out
+"""

@@ -1,0 +1,10 @@
+"""Somebody's model as a graph, on the launching machine alone. Peers need none of it.
+
+sources         where a model comes from: the built-in GPT, a Hugging Face directory, an exported job
+models          the built-in GPT
+huggingface     a causal language model in a directory
+capture         a module as a graph, through torch.export, without its weights
+lower           an exported program in the op-set
+aten_names      torch's names for operators and constants, in ours
+serving_graph   the graph that is served: KV cache, last position, fused norms
+"""

@@ -1,0 +1,9 @@
+"""A job into the swarm, and out of it. Runs on the launching machine.
+
+prepare        from a job file, a directory or a graph to blobs and a manifest
+pack           a job's text as blobs
+shard          from a placed graph to blobs and manifest
+launch         offered to the swarm, until the swarm holds all of it
+export_files   what goes along so that an export can be served
+export         a trained job as a directory with the model's own names
+"""

@@ -1,0 +1,10 @@
+"""One process of the swarm put together. The top of the runtime: nothing in it knows this room.
+
+network        a process's place in the swarm: streams, directory, blobs, claims
+assembly       what works on a peer, put together: for the product and for every harness
+announcement   what a peer says about itself
+peer           a volunteer's peer, opened and closed in order
+client         the swarm without lending anything
+capability     what this machine can do, measured at start
+peer_file      where the peer runs, for commands on this machine
+"""

@@ -1,0 +1,13 @@
+"""Between `dag/placement`, which knows numbers, and the swarm, which has records. Starts nothing.
+
+known_network     the swarm as placement sees it
+link_guess        what a link is probably like, until somebody measures it
+swarm_file        `swarm.toml`: a swarm that need not exist
+codec_choice      the codecs of a job's edges, from its links
+codec_placement   placement and codecs together, as each depends on the other
+stage_memory      what each stage needs on its peer
+place_job         where to run the stages, for the peers that there are
+placed_job        where the stages are to run, as a manifest says it
+plan              a placement for people
+offline_plan      a plan with nothing running
+"""

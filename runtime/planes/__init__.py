@@ -1,0 +1,11 @@
+"""What runs stages. A plane knows no peers, no protocol and no codecs.
+
+plane           what a plane promises: forward, backward, apply, state; decoding
+codegen         a graph as one Python function, with nothing of its text in it
+torch_ops       how that function calls each operator
+dropout         masks that are a function of (seed, step, microbatch, node)
+kv_cache        keys and values of past positions, and the attention that reads them
+learning_rate   the learning rate of each step, without torch
+optimizer       AdamW and SGD as data, with their schedules
+torch_plane     all of it on CPU or CUDA
+"""

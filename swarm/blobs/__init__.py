@@ -1,0 +1,10 @@
+"""Content-addressed bytes. Knows nothing of what is in them.
+
+index           what a blob is called: the hash of its list of chunks
+store           blobs on disk, under a quota
+fetch           one blob on its way here, from several holders
+upload_budget   how much a peer gives away, shared fairly
+blobs           all of it as one: put, announce, fetch, serve
+
+Words: a digest names a blob; a chunk is a MiB of it; a holder has the whole of it.
+"""

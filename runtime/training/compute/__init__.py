@@ -1,0 +1,6 @@
+"""One stage's part of a step. Knows stages and tensors, no peers and no streams.
+
+rad            remote automatic differentiation
+inbox          tensors that a stage waits for, checked against its plan
+stage_codecs   which codec each goes with, and what is remembered of it
+"""
