@@ -7,6 +7,7 @@
 #   make bench-network  train over slow links (root, Linux): docs/network.md; stop it whenever you like, it goes on from there
 #   make chaos    train on peers of this machine that are killed meanwhile, and compare with a quiet run
 #   make worlds   simulate the protocol in 100 000 worlds with faults (WORLDS=, SEED=)
+#   make pictures  draw docs/pictures anew, from real runs: the demo, a status, a minute of chaos (about ten minutes)
 #   make sweep    every way to go, in every phase: kills, frozen peers, cold starts, departures, a partition; placements
 # PYTHON=python3.12 picks an interpreter (3.11 or newer). PIP_ARGS is handed to pip, for a mirror or an index of its own.
 
@@ -28,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SEED ?= 1
 WORLDS ?= 100000
 
-.PHONY: help demo check test test-all bench bench-network chaos sweep worlds lint format clean install
+.PHONY: help demo check test test-all bench bench-network chaos pictures sweep worlds lint format clean install
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -68,6 +69,9 @@ bench-network: $(VENV)/.installed-dev
 # For example: make chaos ARGS="--minutes 5 --seed 7 --json"
 chaos: $(VENV)/.installed
 	@exec $(BIN)/fusion-peer chaos --stop-with $$PPID $(ARGS)
+
+pictures: $(VENV)/.installed
+	@exec $(BIN)/python docs/pictures.py $(ARGS)
 
 # Every part with the same SEED; each also runs alone (python tests/sweeps/training.py --help). Without root the
 # partition, which needs network namespaces, says that it is skipped.
