@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from support.turns import turn
 
 TESTS = Path(__file__).parent
@@ -28,7 +29,9 @@ PROCESSES = (
 HEAVY = (
     *("cli/test_plan.py", "dag/rewrites/test_families.py", "runtime/capture/test_exports.py"),
     *("runtime/capture/test_families.py", "runtime/capture/test_huggingface.py", "runtime/launch/"),
-    *("runtime/placing/test_plan.py", "runtime/training/test_compressed.py", "bench/test_convergence.py"),
+    *("runtime/placing/test_plan.py", "runtime/placing/test_offline_plan.py", "bench/", "cli/test_start.py"),
+    *("runtime/training/test_compressed.py", "runtime/training/test_takeover.py"),
+    *("runtime/training/test_training.py", "runtime/serving/test_gateway.py"),
 )
 TURNS = "FUSION_PEER_TEST_TURNS"  # the folder of the locks that the workers of a run share
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
@@ -42,6 +45,8 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(_watch)
+settings.register_profile("busy", deadline=None)  # how long an example takes says how busy the machine is
+settings.load_profile("busy")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""The p2pd process: started through the keeper in a private directory of its own, watched, and ended with us."""
+"""The p2pd process: started through the guard in a private directory of its own, watched, and ended with us."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ class Daemon:
         return daemon
 
     async def aclose(self) -> None:
-        """End p2pd and its keeper and remove their directory. Idempotent."""
+        """End p2pd and its guard and remove their directory. Idempotent."""
         _close_lifeline(self._process)
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
             self._reader = None
         await _reap(self._process)
-        shutil.rmtree(self.directory, ignore_errors=True)  # in case the keeper was killed
+        shutil.rmtree(self.directory, ignore_errors=True)  # in case the guard was killed
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -137,8 +137,8 @@ class Daemon:
                 continue
             if line is None:
                 raise TransportError(f"p2pd did not start: {self._reason()}")
-            if line.startswith("keeper: "):
-                self.pid = int(line.removeprefix("keeper: "))
+            if line.startswith("guard: "):
+                self.pid = int(line.removeprefix("guard: "))
             elif line.startswith("Peer ID:"):
                 return
 
@@ -169,7 +169,7 @@ class Daemon:
         said = [
             line
             for line in self._output
-            if not line.startswith(("keeper: ", "Control socket", "Peer ", "/ip"))
+            if not line.startswith(("guard: ", "Control socket", "Peer ", "/ip"))
         ]
         return (said[-1] if said else "it was killed")[-300:]
 
@@ -224,21 +224,21 @@ def make_private_directory(parent: Path | None) -> Path:
 
 
 def sweep(parent: Path) -> None:
-    """Remove private directories of ours in `parent` that no keeper holds any more."""
+    """Remove private directories of ours in `parent` that no guard holds any more."""
     for path in parent.glob(f"{PREFIX}*"):
         try:
             status = path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 continue
             if time.time() - status.st_mtime < _STALE_SECONDS:
-                continue  # perhaps its keeper is about to start
+                continue  # perhaps its guard is about to start
             descriptor = os.open(path / p2pd_guard.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(descriptor)
-        except OSError:  # held by a living keeper, or removed beside us
+        except OSError:  # held by a living guard, or removed beside us
             continue
 
 

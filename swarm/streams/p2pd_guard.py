@@ -1,10 +1,10 @@
 """A small process between us and p2pd, so that p2pd never outlives us. Run by path, imported by nothing.
 
-    python keeper.py DIRECTORY PROGRAM ARGUMENT...
+    python p2pd_guard.py DIRECTORY PROGRAM ARGUMENT...
 
-It starts the program in its own session (a terminal's Ctrl-C reaches neither), writes "keeper: PROGRAM's pid" to
+It starts the program in its own session (a terminal's Ctrl-C reaches neither), writes "guard: PROGRAM's pid" to
 its standard output, and then waits for the end of its standard input. We hold the other end of that pipe, so it
-ends when we close it and also when we are killed. Then, as when the program ends by itself, the keeper ends the
+ends when we close it and also when we are killed. Then, as when the program ends by itself, the guard ends the
 program and removes DIRECTORY with the sockets in it. Standard library only: it has to start in milliseconds.
 """
 
@@ -39,10 +39,10 @@ def main(directory: str, command: list[str]) -> int:
             command,
             stdin=subprocess.DEVNULL,
             pass_fds=(held_by_program,),
-            preexec_fn=_die_with_keeper if sys.platform == "linux" else None,
+            preexec_fn=_die_with_guard if sys.platform == "linux" else None,
         )
         os.close(held_by_program)
-        os.write(1, f"keeper: {program.pid}\n".encode())
+        os.write(1, f"guard: {program.pid}\n".encode())
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 1)  # from here on our caller reads the program's output, and its end
         os.dup2(null, 2)
@@ -69,8 +69,8 @@ def _end(program: subprocess.Popen[bytes]) -> None:
         program.wait()
 
 
-def _die_with_keeper() -> None:
-    """Linux: even a keeper killed by SIGKILL takes the program along."""
+def _die_with_guard() -> None:
+    """Linux: even a guard killed by SIGKILL takes the program along."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -22,7 +22,7 @@ from fusion.cli.local.fleet import FleetError, open_fleet
 
 pytestmark = pytest.mark.process
 
-# A peer with a process under it, as the libp2p daemon's keeper is one.
+# A peer with a process under it, as the libp2p daemon's guard is one.
 STAND_IN = """
 import json, pathlib, subprocess, sys, time
 words = sys.argv[1:]

@@ -159,9 +159,9 @@ def test_sigkill_of_the_whole_process_group(child: Child) -> None:
     assert soon(child.gone)
 
 
-def test_we_learn_that_p2pd_or_its_keeper_was_killed(place: Path) -> None:
+def test_we_learn_that_p2pd_or_its_guard_was_killed(place: Path) -> None:
     async def main() -> None:
-        for target in ("p2pd", "keeper"):
+        for target in ("p2pd", "guard"):
             async with two(place) as (one, other):
                 stream = await one.open(other.peer_id, ECHO)
                 daemon = one._daemon
