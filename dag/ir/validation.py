@@ -137,10 +137,10 @@ def _check_node(node: Node, types: dict[Ref, TensorType], symbols: frozenset[str
         expected = infer(node.op, node.args, types)
     except GraphError as error:
         raise GraphError(f"{where}: {error}") from None
-    if expected != node.results:
-        raise GraphError(f"{where}: {node.op} gives {_list(expected)}, not {_list(node.results)}")
     for result in node.results:
         check_type(result, symbols, where)
+    if expected != node.results:
+        raise GraphError(f"{where}: {node.op} gives {_list(expected)}, not {_list(node.results)}")
 
 
 def _check_constants(args: tuple[Arg, ...], symbols: frozenset[str], where: str, depth: int = 0) -> None:

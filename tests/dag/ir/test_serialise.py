@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusion.dag.ir import serialise
@@ -153,6 +153,7 @@ def test_any_valid_graph_round_trips(graph: Graph) -> None:
 VALID = serialise.encode(small_graph())
 
 
+@example([(203, 10)])  # a line break in a dtype
 @given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=6))
 @settings(max_examples=300, deadline=None)
 def test_damaged_bytes_are_refused_or_are_another_valid_graph(damage: list[tuple[int, int]]) -> None:

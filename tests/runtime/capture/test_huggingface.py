@@ -114,8 +114,9 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
 
     refused(r"no config\.json")
     (tmp_path / "config.json").write_text("{")
-    refused("cannot be used")
+    refused("cannot be read")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    (tmp_path / "model.safetensors").touch()
     refused("cannot be used")
     saved(tmp_path, gpt2())
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")

@@ -30,7 +30,7 @@ def test_two_processes_measure_their_link_and_tell_each_other() -> None:
         async with (
             P2PTransport.start(config) as transport,
             await HivemindDirectory.start(transport.p2p, identity) as directory,
-            LinkMonitor(transport, directory, transport.receive_log) as links,
+            LinkMonitor(transport, directory, transport.counter.receive_log) as links,
         ):
             child = await asyncio.create_subprocess_exec(
                 sys.executable, str(CHILD), str(place), "/ip4/127.0.0.1/tcp/0",
