@@ -1,6 +1,8 @@
-"""A peer at work: it looks for jobs in the directory, claims stages and runs them. What it knows of jobs is
-`fusion.runtime.hosting.jobs.board`'s, what it says of them `gossip`'s beside it; which stages to claim is decided by `fusion.runtime.hosting.claim_choice` and `fusion.swarm.claims.election`,
-which ones to stand by for by `fusion.runtime.hosting.standby_pool`. Who sees an owner vanish comes through `fusion.runtime.hosting.takeover`.
+"""A peer at work: it looks for jobs in the directory, claims stages and runs them.
+
+What it knows of jobs is the `board`'s in `fusion.runtime.hosting.jobs`, what it says of them `gossip`'s beside it. Which
+stages to claim is decided by `claim_choice` and `fusion.swarm.claims.election`, which ones to stand by for by
+`standby_pool`. Who sees an owner vanish comes through `takeover`.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ class Hosting:
             self._config.cool_down_seconds, self._config.longest_cool_down_seconds, clock
         )
         self._overtaken: CoolDown[Place] = CoolDown(OVERTAKEN_SECONDS, OVERTAKEN_SECONDS, clock)
-        self._departures = Handovers(context, services, self._config.departure, self._spawn, clock)
+        self._handovers = Handovers(context, services, self._config.departure, self._spawn, clock)
         self._hosts: dict[Place, Hosted] = {}
         self._claiming: list[Place] = []
         self._leaving = False
@@ -196,7 +198,7 @@ class Hosting:
         self._board.hear(records, ours, await self._leaderless(ours, claims))
         if self._leaving:
             return
-        self._departures.spread(self._hosts)
+        self._handovers.spread(self._hosts)
         vacancies = self._vacant(open_jobs, claims)
         busy = bool(self._hosts)
         if (busy or len(vacancies) > 1) and any(vacancy.score < 1.0 for vacancy in vacancies):
@@ -311,7 +313,7 @@ class Hosting:
             return False
         return (await self._succession.look(owner, *place)).kind == "holds"
 
-    # --- a stage whose owner is gone, or leaves: `fusion.runtime.hosting.takeover.Seat`
+    # --- a stage whose owner is gone, or leaves: `fusion.runtime.hosting.takeover.StageHolder`
 
     def holds(self, job: JobId, stage: int) -> int:
         """The term under which the stage runs here; 0 if it does not."""
@@ -361,7 +363,7 @@ class Hosting:
         """As in `fusion.runtime.job.context.TakeoverReports`."""
         hosted = self._hosts.get((job, stage))
         if hosted is not None and self._tasks is not None and not self._leaving:
-            self._departures.give_away((job, stage), hosted, peer)
+            self._handovers.give_away((job, stage), hosted, peer)
 
     async def _newest(self, record: JobRecord) -> JobRecord:
         with suppress(SwarmError, TimeoutError):
@@ -448,7 +450,7 @@ class Hosting:
     def _lost(self, claim: ClaimRecord) -> None:
         place = (claim.job, claim.stage)
         hosted = self._hosts.get(place)
-        if hosted is not None and not self._departures.passes(place):
+        if hosted is not None and not self._handovers.passes(place):
             log.warning("stage %d of %s now belongs to another peer", claim.stage, hosted.manifest.name)
             hosted.task.cancel()
 
@@ -473,7 +475,7 @@ class Hosting:
         with suppress(SwarmError, OSError):
             await self._gossip.last_word()  # whoever leads next should know all that we do
         await self._pool.aclose()
-        await self._departures.leave(self._hosts)
+        await self._handovers.leave(self._hosts)
 
     async def _release_all(self) -> None:
         with suppress(SwarmError, OSError):

@@ -140,7 +140,7 @@ class Prober:
         return True
 
     async def _held_back(self, neighbour: Neighbour, train: Train, known: float, rtt: float) -> bool:
-        """As in `link_trains`. The round trip is asked for again after a train that would tell of a cut: what fills the
+        """As in `packet_trains`. The round trip is asked for again after a train that would tell of a cut: what fills the
         way back may have begun after the train did."""
         if packet_trains.held_back(train, known, rtt):
             return True

@@ -1,6 +1,6 @@
 """The ready/commit/discard protocol of one training step, as two pure state machines.
 
-    lead (`step_lead`)                           every stage (`step_stage`), the lead's own too
+    lead (`lead`)                                every stage (`stage`), the lead's own too
     ------------------                           ----------------------------------------------
     has `join` of every stage at one step   <-   join      linked to its neighbours, state of step s
     begin (attempt, s)                      ->   runs its microbatches of step s
