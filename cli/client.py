@@ -73,7 +73,7 @@ async def join(
 @asynccontextmanager
 async def _join(home: Path, addresses: tuple[str, ...], peer: str | None) -> AsyncIterator[Context]:
     with lean_imports():  # only now: bad input should cost nothing
-        import fusion.swarm.directory.dht
+        import fusion.swarm.dht.directory
         import fusion.swarm.streams.p2p  # noqa: F401 - both are what `open_client` needs
         from fusion.runtime.peer.client import ClientConfig, open_client
 

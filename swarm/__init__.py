@@ -7,7 +7,8 @@ transport     what the rest knows of the wire: frames, streams, a transport; `ca
 protocol      how a protocol is listed, with its cap; those of the swarm itself
 coordinates   round trips between peers who never met (Vivaldi)
 streams/      frames over libp2p, and all that makes one stream of them
-directory/    signed, short-lived records in a DHT; who is in the swarm
+directory/    signed, short-lived records; who is in the swarm
+dht/          the directory over a Kademlia DHT that strangers may join
 control/      how commands on the same machine use a running peer
 claims/       who owns a stage: the election, leases, standbys
 blobs/        content-addressed bytes, fetched from several holders

@@ -23,7 +23,7 @@ MAY_IMPORT = {
 # The rooms of each layer, from the ground up: a room knows those before it and no other.
 ROOMS = {
     "dag": ("ir", "cutting", "rewrites", "placement"),
-    "swarm": ("", "streams", "directory", "control", "claims", "blobs", "links", "memory"),
+    "swarm": ("", "streams", "directory", "dht", "control", "claims", "blobs", "links", "memory"),
     "compression": ("",),
     "runtime": (
         *("job", "planes", "capture", "serving", "placing"),
@@ -45,7 +45,7 @@ LIBRARY_LAYERS = {
     "rich": {"cli"},
 }
 LIBRARY_FILES = {
-    "hivemind": {"swarm/streams/p2p.py", "swarm/directory/dht.py", "swarm/streams/peer_ids.py"},
+    "hivemind": {"swarm/streams/p2p.py", "swarm/dht/directory.py", "swarm/streams/peer_ids.py"},
     "transformers": {"runtime/capture/huggingface.py"},
 }
 # dag is arithmetic on frozen values.

@@ -74,7 +74,7 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
     Raises PeerUnreachable, in one line, if no peer of the swarm answers within `join_seconds`.
     """
     from fusion.runtime.peer.network import open_network
-    from fusion.swarm.directory.dht import DhtConfig
+    from fusion.swarm.dht.directory import DhtConfig
     from fusion.swarm.directory.membership import Membership, MembershipConfig
 
     config.home.mkdir(parents=True, exist_ok=True)

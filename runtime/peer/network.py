@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import Leases
-from fusion.swarm.directory.dht import DhtConfig, HivemindDirectory
+from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 

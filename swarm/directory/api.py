@@ -1,6 +1,6 @@
 """What the swarm knows about itself: peers, jobs, claims and blob providers, as signed records that soon expire.
 
-Two directories implement it: `fusion.swarm.directory.dht` (hivemind's Kademlia DHT) and `fusion.swarm.memory.network` (one process,
+Two directories implement it: `fusion.swarm.dht.directory` (hivemind's Kademlia DHT) and `fusion.swarm.memory.network` (one process,
 for unit tests). Both share the checks of `fusion.swarm.directory.records` and the rules below.
 """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import uvloop
 
-from fusion.swarm.directory.dht import HivemindDirectory
+from fusion.swarm.dht.directory import HivemindDirectory
 from fusion.swarm.identity import Identity
 from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport

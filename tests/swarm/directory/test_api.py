@@ -30,13 +30,13 @@ from support.directory_records import (
 )
 from support.processes import below
 
+from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
+from fusion.swarm.dht.guard import MAX_JOBS_PER_AUTHOR, StoreGuard
+from fusion.swarm.dht.lookup import LookupConfig, Node, NodeReply
+from fusion.swarm.dht.values import MAX_SUBKEYS, key_id, parse_values
 from fusion.swarm.directory.api import PEER_KEYS
-from fusion.swarm.directory.dht import DhtConfig, HivemindDirectory
-from fusion.swarm.directory.dht_guard import MAX_JOBS_PER_AUTHOR, StoreGuard
-from fusion.swarm.directory.dht_values import MAX_SUBKEYS, key_id, parse_values
 from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.keys import jobs_key, key_of, shard, subkey_of
-from fusion.swarm.directory.lookup import LookupConfig, Node, NodeReply
 from fusion.swarm.directory.records import Record
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS, MAX_RECORD_BYTES, RECORD_VERSION, seal
 from fusion.swarm.errors import PeerUnreachable, RecordError

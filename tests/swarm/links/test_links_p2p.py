@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from fusion.swarm.coordinates import Coordinate
-from fusion.swarm.directory.dht import HivemindDirectory
+from fusion.swarm.dht.directory import HivemindDirectory
 from fusion.swarm.identity import Identity
 from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport

@@ -21,7 +21,7 @@ import uvloop
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from support.processes import alive, state
 
-from fusion.swarm.directory.dht import DhtConfig, HivemindDirectory
+from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
 from fusion.swarm.errors import (
     PeerUnreachable,
     StreamBroken,

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from fusion.swarm.directory.dht_values import MAX_SUBKEYS, key_id, parse_subkey
+from fusion.swarm.dht.values import MAX_SUBKEYS, key_id, parse_subkey
 from fusion.swarm.directory.keys import key_of, subkey_of
 from fusion.swarm.directory.records import JobRecord
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS, unseal_anywhere

@@ -1,7 +1,7 @@
 """The directory over hivemind's Kademlia DHT, run inside our own event loop.
 
 hivemind keeps the routing table, serves other nodes and stores what they send, past the gate of
-`fusion.swarm.directory.dht_guard`. Asking is ours (`fusion.swarm.directory.lookup`), because what comes back must be taken record by record: one bad
+`fusion.swarm.dht.guard`. Asking is ours (`fusion.swarm.dht.lookup`), because what comes back must be taken record by record: one bad
 record must not hide the good ones beside it, and one hostile or dead node must not stop a search.
 
 A store keeps the record that expires last, so publishers keep the expiry of each record rising. Stores keep records
@@ -28,13 +28,13 @@ from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.proto import dht_pb2
 
+from fusion.swarm.dht.guard import StoreGuard
+from fusion.swarm.dht.holders import Holders
+from fusion.swarm.dht.lookup import Found, LookupConfig, Node, NodeReply, ask_all, lookup
+from fusion.swarm.dht.values import MAX_SUBKEYS, key_id, parse_values
 from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
-from fusion.swarm.directory.dht_guard import StoreGuard
-from fusion.swarm.directory.dht_values import MAX_SUBKEYS, key_id, parse_values
-from fusion.swarm.directory.holders import Holders
 from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, providers_key, shard, subkey_of
-from fusion.swarm.directory.lookup import Found, LookupConfig, Node, NodeReply, ask_all, lookup
 from fusion.swarm.directory.records import (
     ClaimRecord,
     Digest,

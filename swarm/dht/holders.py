@@ -1,6 +1,6 @@
 """Which nodes keep the keys of a DHT, as far as searches told, and which few of them to ask for many keys. Pure.
 
-A search (`fusion.swarm.directory.lookup`) asks several nodes near each key: where the keys are many, the whole swarm.
+A search (`fusion.swarm.dht.lookup`) asks several nodes near each key: where the keys are many, the whole swarm.
 Whoever keeps a key has what the others have that do, so between two searches one of them is enough, another one each
 time.
 """
@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from fusion.swarm.directory.lookup import Key, Node
+from fusion.swarm.dht.lookup import Key, Node
 
 
 class Holders:

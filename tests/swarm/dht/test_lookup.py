@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.swarm.directory.lookup import Found, LookupConfig, Node, NodeReply, lookup
+from fusion.swarm.dht.lookup import Found, LookupConfig, Node, NodeReply, lookup
 from fusion.swarm.transport import PeerId
 
 BITS = 160

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.swarm.directory.holders import Holders
-from fusion.swarm.directory.lookup import Node
+from fusion.swarm.dht.holders import Holders
+from fusion.swarm.dht.lookup import Node
 from fusion.swarm.transport import PeerId
 
 REPLICAS, SECONDS = 5, 60.0
