@@ -3,6 +3,7 @@ their ids.
 
 errors        everything that can go wrong between peers, in one tree
 identity      the key on disk, the peer id made from it, signatures
+clock         where a peer reads the time from
 transport     what the rest knows of the wire: frames, streams, a transport; `call` for one question and one answer
 protocol      how a protocol is listed, with its cap; those of the swarm itself
 coordinates   round trips between peers who never met (Vivaldi)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,7 +75,7 @@ class Hosting:
     """Claims stages for this peer and runs them until their job ends, they are lost, or the peer leaves.
 
     `fitness` is the score of our claims that nobody proposed, from 0 to below 1. `run` does it all; `beat` is one
-    heartbeat of it, for tests that drive `clock` (seconds that only rise) and `now` (unix seconds) themselves.
+    heartbeat of it, for tests that drive the context's clock themselves.
     """
 
     def __init__(
@@ -86,8 +84,6 @@ class Hosting:
         services: Mapping[str, Service],
         fitness: float,
         config: HostingConfig | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
         files: JobFiles | None = None,
     ) -> None:
         self.on_rest: Callable[[], object] = lambda: None  # called when a stage has ended here
@@ -95,13 +91,13 @@ class Hosting:
         self._services = services
         self._fitness = fitness
         self._config = config or HostingConfig()
-        self._clock = clock
+        self._clock = clock = context.clock.monotonic
         self._succession = context.succession if isinstance(context.succession, Takeovers) else None
-        self._pool = Pool(context, services, self._spawn, fitness, clock=clock)
+        self._pool = Pool(context, services, self._spawn, fitness)
         self._board = JobBoard(context.peer_id)
         kept = None if files is None else KeptWords(files, clock)
         self._gossip = JobGossip(context, services, self._board, self._pool.follow, kept)
-        self._server = JobServer(context, self._board, self._gossip, self.nudge, self._stopped, now)
+        self._server = JobServer(context, self._board, self._gossip, self.nudge, self._stopped)
         self._shelf = ManifestShelf(context.blobs, self._spawn, self.nudge, self._config.shelf, clock)
         self._vacancies = VacantStages(context.peer_id, fitness, clock)
         self._cooling: CoolDown[Place] = CoolDown(
@@ -237,7 +233,7 @@ class Hosting:
             for stage in range(manifest.stages)
             if (job, stage) not in self._hosts and (job in ours or manifest.needed_bytes(stage) <= free)
         ]
-        random.shuffle(places)  # where there are too many, others next time
+        self._context.random.shuffle(places)  # where there are too many, others next time
         places.sort(key=lambda place: (jobs[place[0]].proposed[place[1]] != us, place[0] not in ours))
         del places[self._config.places :]
         claims = await asyncio.gather(*(self._context.leases.claims(*place) for place in places))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +76,7 @@ class _Covered:
 
 class Pool:
     """`spawn` runs work beside everything else (it ends when the peer leaves); `fitness` is the score of our claims,
-    from 0 to below 1; `clock` gives seconds that only rise."""
+    from 0 to below 1."""
 
     def __init__(
         self,
@@ -86,14 +85,13 @@ class Pool:
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         fitness: float = 0.0,
         config: PoolConfig | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context = context
         self._services = services
         self._spawn = spawn
         self._fitness = fitness
         self._config = config or PoolConfig()
-        self._clock = clock
+        self._clock = clock = context.clock.monotonic
         self._covered: dict[Place, _Covered] = {}
         self._short_since: dict[Place, float] = {}
         self._shards: dict[

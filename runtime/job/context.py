@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Protocol
 
 from fusion.runtime.job.memory_budget import MemoryBudget
+from fusion.swarm.clock import Clock
 
 if TYPE_CHECKING:  # a client has no worker, and should not load torch for its name
     from fusion.runtime.job.worker import Worker
@@ -46,6 +48,8 @@ class Context:
     home: Path = Path(".")
     succession: TakeoverReports | None = None  # None in a client: it holds nothing
     links: LinkMonitor | None = None  # None in a client: it measures nothing
+    clock: Clock = Clock()  # noqa: RUF009 - frozen
+    random: Random = field(default_factory=SystemRandom)  # what must not be guessed is drawn from it, too
 
     @property
     def compute(self) -> Worker:

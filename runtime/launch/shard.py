@@ -5,10 +5,10 @@ nothing is sent.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random, SystemRandom
 
 import torch
 from safetensors.torch import save
@@ -24,6 +24,7 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
 
 Say = Callable[[str], None]  # gets one line each time the work enters another phase
+SYSTEM_RANDOM = SystemRandom()
 
 
 def silent(line: str) -> None:
@@ -57,7 +58,9 @@ class Prepared:
     plan: Plan | None = None  # of a training job that was placed here: what launching it will set going
 
 
-def prepare_graph(job: GraphJob, placed: Placed, store: BlobStore, say: Say = silent) -> Prepared:
+def prepare_graph(
+    job: GraphJob, placed: Placed, store: BlobStore, say: Say = silent, random: Random = SYSTEM_RANDOM
+) -> Prepared:
     """`placed`: where its stages are to run, and how (`fusion.runtime.placing.placed_job`). Blocking: run it in a
     thread."""
     config, parts, graph = placed.config, placed.parts, job.graph
@@ -79,7 +82,7 @@ def prepare_graph(job: GraphJob, placed: Placed, store: BlobStore, say: Say = si
         byte_level=job.byte_level,
         files=tuple((file, store.put(content)) for file, content in job.files.items()),
         trainer=job.trainer,
-        salt=secrets.token_hex(8),
+        salt=random.randbytes(8).hex(),
     )
     digest = JobId(store.put(manifests.encode(manifest)))
     blobs = [Digest(digest), manifest.graph, *manifest.weights, *(digest for _, digest in manifest.files)]

@@ -38,7 +38,7 @@ async def assemble(
     of claims that nobody proposed, from 0 to below 1."""
     training, serving = TrainingService(context), ServingService(context)
     services: dict[str, Service] = {"train": training, "serve": serving}
-    hosting = Hosting(context, services, fitness, files=JobFiles(context.home / "jobs"))
+    hosting = Hosting(context, services, fitness, files=JobFiles(context.home / "jobs", context.clock.unix))
     try:
         await training.start()
         await serving.start()

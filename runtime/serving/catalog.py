@@ -7,7 +7,6 @@ there is a better one; nobody looks twice within a heartbeat.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -71,12 +70,11 @@ class Catalog:
         ours: Callable[[JobId], Mapping[tuple[int, PeerId], int]] = lambda job: {},
         *,
         fresh_seconds: float = HEARTBEAT_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context = context
         self._ours = ours
         self._fresh_seconds = fresh_seconds
-        self._clock = clock
+        self._clock = context.clock.monotonic
         self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODELS)
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())
         self._looks: dict[JobId, _Look] = {}

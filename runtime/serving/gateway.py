@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -60,7 +58,9 @@ class Gateway:
     def __init__(self, context: Context, config: GatewayConfig | None = None) -> None:
         self._context = context
         self._config = config or GatewayConfig()
-        self._sessions = GatewaySessions(context.transport, reach_seconds=self._config.failover.reach_seconds)
+        self._sessions = GatewaySessions(
+            context.transport, self._config.failover.reach_seconds, context.clock.monotonic
+        )
         self._catalog = Catalog(context, self._sessions.through)
         self._answering = 0
         self._reports: dict[tuple[JobId, int, Hop], asyncio.Task[Hop | None]] = {}
@@ -77,7 +77,7 @@ class Gateway:
 
         Close the iterator (`contextlib.aclosing`) to stop: that frees the session on every stage.
         """
-        began = time.monotonic()
+        began = self._context.clock.monotonic()
         model = await self._catalog.find(request.model)
         if request.prompt is not None:
             prompt = await asyncio.to_thread(model.text.encode, request.prompt)
@@ -89,7 +89,7 @@ class Gateway:
             raise JobFailed(f"this peer answers {self._config.max_sessions} requests already; ask another")
         sampling = request.sampling
         if not request.seeded:
-            sampling = replace(sampling, seed=secrets.randbelow(MAX_SEED))
+            sampling = replace(sampling, seed=self._context.random.randrange(MAX_SEED))
         task = Task(
             model=model,
             prompt=prompt,
@@ -98,7 +98,9 @@ class Gateway:
             sampling=sampling,
             logits=request.logits,
         )
-        generation = Generation(task, self._sessions, self._catalog, self._suspect, self._config.failover)
+        generation = Generation(
+            self._context, task, self._sessions, self._catalog, self._suspect, self._config.failover
+        )
         tokens = list(request.answered)
         stream = model.text.stream(prompt)
         texts = [stream.push(token) for token in tokens]
@@ -121,7 +123,7 @@ class Gateway:
             finish=generation.finish,
             prompt_tokens=len(prompt),
             route=tuple(hop.peer for hop in generation.route),
-            seconds=time.monotonic() - began,
+            seconds=self._context.clock.monotonic() - began,
         )
 
     # --- owners that seem to have vanished

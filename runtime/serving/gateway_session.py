@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fusion.runtime.serving.catalog import ServedModel
@@ -79,9 +78,10 @@ class Event:
 class GatewaySessions:
     """The sessions of one gateway. What happens to each goes to the queue that it was opened with."""
 
-    def __init__(self, transport: Transport, *, reach_seconds: float) -> None:
+    def __init__(self, transport: Transport, reach_seconds: float, clock: Callable[[], float]) -> None:
         self._links = RingLinks(transport, on_frame=self._heard, on_end=self._lost)
         self._reach_seconds = reach_seconds
+        self._clock = clock
         self._sessions: dict[SessionId, GatewaySession] = {}
 
     async def aclose(self) -> None:
@@ -104,7 +104,7 @@ class GatewaySessions:
         except BaseException:
             self.close(session)
             raise
-        header, now = opening.to_header(), time.monotonic()
+        header, now = opening.to_header(), self._clock()
         for stage, link in session.links.items():
             session.heard[stage] = now
             link.post("open", header)
@@ -129,7 +129,7 @@ class GatewaySessions:
     def _heard(self, ends: LinkEnds, frame: Frame) -> None:
         if frame.kind in ("leaving", "loading"):  # said once for all sessions of the stage
             for session in self._through(ends):
-                session.heard[ends.stage] = time.monotonic()
+                session.heard[ends.stage] = self._clock()
                 if frame.kind == "leaving":
                     session.events.put_nowait(Event(session, ends.stage, frame))
             return
@@ -139,7 +139,7 @@ class GatewaySessions:
             return  # closed while the frame was under way
         if ends.stage not in found.links or found.route[ends.stage].peer != ends.peer:
             raise FrameError("a frame for a session of other stages")
-        found.heard[ends.stage] = time.monotonic()
+        found.heard[ends.stage] = self._clock()
         match frame.kind:
             case "pong":
                 found.ran[ends.stage] = whole(frame.header, "ran", 0)

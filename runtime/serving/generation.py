@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import secrets
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed, NoRoute
 from fusion.runtime.serving.catalog import Catalog, NoOwner, ServedModel
 from fusion.runtime.serving.failover import FailoverConfig, Fault, Faulted, Pulse, Trouble, explain, respond
@@ -75,6 +73,7 @@ class Generation:
 
     def __init__(
         self,
+        context: Context,
         task: Task,
         sessions: GatewaySessions,
         catalog: Catalog,
@@ -83,6 +82,7 @@ class Generation:
     ) -> None:
         self.route: tuple[Hop, ...] = ()
         self.finish = _ended(task)
+        self._clock, self._random = context.clock.monotonic, context.random
         self._task = task
         self._sessions = sessions
         self._catalog = catalog
@@ -94,7 +94,7 @@ class Generation:
         # Opened beside the current one, which a peer is about to leave; and what opens it.
         self._next: GatewaySession | None = None
         self._moving: asyncio.Task[None] | None = None
-        self._since = time.monotonic()  # of the last progress
+        self._since = self._clock()  # of the last progress
         self._trouble = Trouble(answered=bool(task.answered))
         self._pulse = Pulse(config, self._since)
         self._pace = Pace()
@@ -143,7 +143,7 @@ class Generation:
 
     def _ask(self) -> None:
         """Nothing came for too long: ask every stage, or see who has not answered. Faulted with what that shows."""
-        session, now = self._current, time.monotonic()
+        session, now = self._current, self._clock()
         assert session is not None
         if not self._pinged:
             self._pinged, self._ran = now, dict(session.ran)
@@ -194,7 +194,7 @@ class Generation:
         if position > len(self._known):
             raise Faulted(Fault("broken", f"{session.where(len(session.route) - 1)} left a token out"))
         self._known.append(token)
-        self._since = time.monotonic()
+        self._since = self._clock()
         self._pulse.token(self._since)
         if self._pace.token(self._since):
             log.debug("%s: tokens come slower", self._task.model.manifest.name)
@@ -218,7 +218,7 @@ class Generation:
             raise Faulted(Fault("absent", one_line(error))) from None
         self._current = await self._open(self.route)
         self._pinged = 0.0
-        self._pulse.begin(time.monotonic())
+        self._pulse.begin(self._clock())
         self._pace.begin()
 
     @property
@@ -230,7 +230,7 @@ class Generation:
     async def _open(self, route: tuple[Hop, ...]) -> GatewaySession:
         task = self._task
         opening = Opening(
-            session=SessionId(secrets.token_hex(8)),
+            session=SessionId(self._random.randbytes(8).hex()),
             route=route,
             prompt_length=len(self._known),
             max_tokens=self._errand.tokens,
@@ -243,7 +243,7 @@ class Generation:
         """Find out who runs the stages now; NoRoute or JobFailed where that has taken too long."""
         name = self._task.model.manifest.name
         self._trouble = self._trouble.with_fault(fault)
-        stalled = time.monotonic() - self._since
+        stalled = self._clock() - self._since
         job, before = self._task.model.job, self.route
         # All of them: the other stages of a route may be reached from nowhere else.
         left = [self._catalog.avoid(job, stage, before[stage].peer) for stage in fault.stages if before]
@@ -315,11 +315,11 @@ class Generation:
         """Move to a better way whenever there is one, for as long as the answer lasts."""
         model, looks = self._task.model, 0
         while True:
-            await asyncio.sleep(LOOK_SECONDS * random.uniform(0.8, 1.2))
+            await asyncio.sleep(LOOK_SECONDS * self._random.uniform(0.8, 1.2))
             looks += 1
             session = self._current
             runs = session is not None and not session.waiting and self._trouble is FLOWING
-            if not runs or session is None or self._moves or time.monotonic() < self._settled_at:
+            if not runs or session is None or self._moves or self._clock() < self._settled_at:
                 continue
             if looks % CHOICELESS_LOOKS and not self._catalog.has_choice(model.job):
                 continue
@@ -327,7 +327,7 @@ class Generation:
                 route = await self._catalog.better(model, self._errand, session.route)
                 if route is None or session is not self._current or self._moves:
                     continue
-                self._settled_at = time.monotonic() + SETTLE_SECONDS
+                self._settled_at = self._clock() + SETTLE_SECONDS
                 names = ", ".join(friendly_name(hop.peer) for hop in route)
                 log.info("%s: the way over %s is better", model.manifest.name, names)
                 self._moving = self._spawn(self._open_next(route))

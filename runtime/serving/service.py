@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -182,9 +181,10 @@ class ServingService:
         """The stage that the stream is for. One that is ours and not in memory yet is worth waiting for: whoever asks
         has learned of our claim and has nowhere else to go."""
         place = (ends.job, ends.stage)
-        until = time.monotonic() + LOADING_SECONDS
+        clock = self._context.clock.monotonic
+        until = clock() + LOADING_SECONDS
         while (hosted := self._hosted.get(place)) is None or not hosted.stage.running:
-            if self._context.leases.holds(*place) is None or time.monotonic() > until:
+            if self._context.leases.holds(*place) is None or clock() > until:
                 raise StaleTerm(f"stage {ends.stage} of job {ends.job[:12]} is not served here")
             began = self._began
             try:
@@ -311,10 +311,11 @@ class ServingService:
         self._context.leases.update(job, stage, ready=True, load=float(hosted.stage.sessions))
         self._began.set()
         self._began = asyncio.Event()
-        then, tokens = time.monotonic(), hosted.stage.tokens
+        clock = self._context.clock.monotonic
+        then, tokens = clock(), hosted.stage.tokens
         while True:
             await asyncio.sleep(LOAD_SECONDS)
-            now, tokens_now = time.monotonic(), hosted.stage.tokens
+            now, tokens_now = clock(), hosted.stage.tokens
             self._context.leases.update(job, stage, load=float(hosted.stage.sessions))
             hosted.tokens_per_second = (tokens_now - tokens) / (now - then)
             then, tokens = now, tokens_now

@@ -7,7 +7,6 @@ walk of a step:        rad completes -> ready -> lead -> commit -> apply -> the 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -44,7 +43,7 @@ class TrainingHost:
     ) -> None:
         plan, stage = loaded.plan, loaded.plan.stage.index
         here = Held(
-            job=job, stage=stage, term=term, incarnation=int(secrets.token_hex(7), 16), memory_bytes=plan.memory_bytes
+            job=job, stage=stage, term=term, incarnation=int.from_bytes(context.random.randbytes(7), "big"), memory_bytes=plan.memory_bytes
         )  # fmt: skip
         codecs = StageCodecs(config, context.codec_worker)
         codecs.load(loaded.residuals)

@@ -53,11 +53,12 @@ class StageWork:
         self._mailbox, self._partners = outbox.mailbox, outbox.partners
         self._spawn = spawn
         self._changed = changed
+        compute, clock = context.compute, context.clock.monotonic
         self._rad = Rad(
-            loaded.plan, config, loaded.plane, context.compute, loaded.batches, inbox, self._partners.post
+            loaded.plan, config, loaded.plane, compute, loaded.batches, inbox, self._partners.post, clock
         )
         self.snapshots = StageSnapshots(
-            loaded, inbox.codecs, context.compute, self._partners.holders, self._tell, spawn
+            loaded, inbox.codecs, compute, self._partners.holders, self._tell, spawn, clock
         )
         self.handover = StageHandover(outbox, self.snapshots)
         self._running: asyncio.Task[None] | None = None

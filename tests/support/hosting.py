@@ -23,6 +23,7 @@ from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.clock import Clock
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
@@ -176,6 +177,7 @@ class Swarm:
             worker=None,
             memory=MemoryBudget(memory_bytes),
             succession=Takeovers(transport, leases, self.checks),
+            clock=Clock(self.clock, self.clock),
         )
         service = Pretence(leases if self.pooled else None)
         departure = HandoverConfig(settle_seconds=0.05, look_seconds=0.01)
@@ -185,8 +187,6 @@ class Swarm:
             {"serve": service},
             FITNESS,
             HostingConfig(**config),
-            clock=self.clock,
-            now=self.clock,
             files=JobFiles(self.root / identity.peer_id / "jobs") if persistent else None,
         )
         await hosting.start()

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save as save_tensors
+from support.surroundings import PRODUCT, Surroundings
 
 from fusion.dag.cutting.cuts import legal_cuts, split
 from fusion.dag.ir import serialise
+from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.job.memory_budget import MemoryBudget
-from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.client import complete
 from fusion.runtime.serving.failover import FailoverConfig
 from fusion.runtime.serving.gateway import GatewayConfig
@@ -33,7 +34,6 @@ from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
-from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
@@ -122,11 +122,12 @@ class Peer:
         memory_bytes: int,
         failover: FailoverConfig,
         successors: Heirs,
+        given: Surroundings,
     ) -> None:
-        self.identity = Identity.generate()
+        self.identity = given.identity()
         self.id = self.identity.peer_id
         transport = MemoryTransport(network, self.id)
-        directory = MemoryDirectory(network, self.identity)
+        directory = MemoryDirectory(network, self.identity, given.clock.unix)
         store = BlobStore(home / self.id, quota_bytes=1 << 30)
         self.context = Context(
             peer_id=self.id,
@@ -134,10 +135,12 @@ class Peer:
             directory=directory,
             blobs=Blobs(store, transport, directory, BlobConfig(retry_seconds=0.01)),
             leases=Leases(self.id, directory, LeaseConfig(confirm_seconds=0.0)),
-            worker=Worker(),
+            worker=given.worker(),
             memory=MemoryBudget(memory_bytes),
             home=home,
             succession=successors,
+            clock=given.clock,
+            random=given.random,
         )
         self.service = ServingService(self.context, GatewayConfig(failover=failover))
         self.hosting: list[asyncio.Task[None]] = []
@@ -159,8 +162,9 @@ class Peer:
 
 
 class Swarm:
-    def __init__(self, network: MemoryNetwork) -> None:
+    def __init__(self, network: MemoryNetwork, given: Surroundings) -> None:
         self.network = network
+        self.given = given
         self.peers: list[Peer] = []
         self.owners: list[Peer] = []  # at first, by stage
         self.successors = Heirs(self)
@@ -173,14 +177,16 @@ class Swarm:
         *,
         cache: str = "kv",
         cuts: tuple[int, ...] | None = None,
+        made: tuple[Graph, torch.nn.Module] | None = None,
         **options: Any,
     ) -> JobId:
-        """Peer i runs stage i; the last peer of the swarm launches, and runs nothing."""
-        graph = captured(name, cache)
+        """Peer i runs stage i; the last peer of the swarm launches, and runs nothing. `made`: a graph and who has its
+        variables, where it is not the model of that name."""
+        graph, module = made or (captured(name, cache), model(name))
         legal = legal_cuts(graph)
         if cuts is None:
             cuts = tuple(legal[len(legal) * i // stages] for i in range(1, stages))
-        variables = variables_from_module(model(name))
+        variables = variables_from_module(module)
         blobs = self.peers[-1].context.blobs
         weights = []
         for stage in split(graph, cuts):
@@ -243,7 +249,7 @@ class Swarm:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[MemoryTransport]:
-        async with MemoryTransport(self.network, Identity.generate().peer_id) as transport:
+        async with MemoryTransport(self.network, self.given.identity().peer_id) as transport:
             yield transport
 
     async def freed(self) -> None:
@@ -254,10 +260,17 @@ class Swarm:
 
 @asynccontextmanager
 async def swarm_of(
-    count: int, home: Path, *, memory_bytes: int = 1 << 30, failover: FailoverConfig = IMPATIENT
+    count: int,
+    home: Path,
+    *,
+    memory_bytes: int = 1 << 30,
+    failover: FailoverConfig = IMPATIENT,
+    given: Surroundings = PRODUCT,
 ) -> AsyncIterator[Swarm]:
-    swarm = Swarm(MemoryNetwork())
-    swarm.peers = [Peer(swarm.network, home, memory_bytes, failover, swarm.successors) for _ in range(count)]
+    swarm = Swarm(MemoryNetwork(), given)
+    swarm.peers = [
+        Peer(swarm.network, home, memory_bytes, failover, swarm.successors, given) for _ in range(count)
+    ]
     for peer in swarm.peers:
         await peer.context.blobs.__aenter__()
         await peer.service.start()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.surroundings import PRODUCT, Surroundings
 from torch import nn
 from torch.nn import functional
 
@@ -26,7 +27,6 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import CompressionConfig, DataConfig, Manifest, OptimizerConfig, TrainConfig
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.job.worker import Worker
 from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
@@ -39,7 +39,6 @@ from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord
-from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
@@ -122,6 +121,7 @@ class Swarm:
     network: MemoryNetwork
     root: Path
     stack: AsyncExitStack
+    given: Surroundings
     peers: list[Peer] = field(default_factory=list)
 
     async def join(self, count: int) -> list[Peer]:
@@ -130,10 +130,11 @@ class Swarm:
         return joined
 
     async def _peer(self) -> Peer:
-        identity = Identity.generate()
+        given = self.given
+        identity = given.identity()
         home = self.root / identity.peer_id
         transport = MemoryTransport(self.network, identity.peer_id)
-        directory = MemoryDirectory(self.network, identity)
+        directory = MemoryDirectory(self.network, identity, given.clock.unix)
         store = BlobStore(home / "blobs", 1 << 30)
         blobs = await self.stack.enter_async_context(
             Blobs(store, transport, directory, BlobConfig(retry_seconds=0.05))
@@ -141,7 +142,7 @@ class Swarm:
         leases = await self.stack.enter_async_context(
             Leases(identity.peer_id, directory, LeaseConfig(heartbeat_seconds=0.2, confirm_seconds=0.0))
         )
-        worker = await self.stack.enter_async_context(Worker(1))
+        worker = await self.stack.enter_async_context(given.worker())
         successor = Takeovers(transport, leases)
         context = Context(
             peer_id=identity.peer_id,
@@ -150,9 +151,11 @@ class Swarm:
             blobs=blobs,
             leases=leases,
             worker=worker,
-            codec_worker=await self.stack.enter_async_context(Worker()),
+            codec_worker=await self.stack.enter_async_context(given.worker()),
             home=home,
             succession=successor,
+            clock=given.clock,
+            random=given.random,
         )
         peer = Peer(context, RecordedService(context))
         successor.attach(peer)
@@ -175,9 +178,9 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(root: Path, count: int) -> AsyncIterator[Swarm]:
+async def swarm(root: Path, count: int, given: Surroundings = PRODUCT) -> AsyncIterator[Swarm]:
     async with asyncio.timeout(60), AsyncExitStack() as stack:
-        made = Swarm(MemoryNetwork(), root, stack)
+        made = Swarm(MemoryNetwork(), root, stack, given)
         await made.join(count)
         yield made
         for peer in made.peers:
@@ -273,7 +276,9 @@ def job(
     digests = store.put(data), store.put(held_out)
     train = replace(train, data=replace(train.data, train=digests[0], held_out=digests[1]))
     job = GraphJob(name="test", graph=graph, variables=variables)
-    prepared = prepare_graph(job, as_asked(graph, train, cuts or _even(graph, stages)), store)
+    prepared = prepare_graph(
+        job, as_asked(graph, train, cuts or _even(graph, stages)), store, random=peer.context.random
+    )
     return Job(prepared, store.path(digests[0]), store.path(digests[1]))
 
 

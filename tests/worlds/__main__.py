@@ -22,10 +22,8 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in the sa
     os.execv(sys.executable, [sys.executable, *sys.argv])
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from worlds.virtual_time import cpu_seconds
-
-# isort: split
 from worlds import plants, runner
+from worlds.virtual_time import cpu_seconds
 
 SHOWN = 6  # kinds of failures, the log of one world each
 LINES = 200  # of a log, from its end

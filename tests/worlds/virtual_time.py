@@ -1,8 +1,5 @@
 """An asyncio loop whose time jumps to the next timer, and on which every simulated process has a lane of its own.
 
-Import it before anything of `fusion`: what reads a clock of the `time` module gets the virtual one while a world runs,
-default arguments included.
-
 A lane is what one process's event loop would be: its callbacks run in the order in which they were scheduled. Which
 lane runs next is drawn from the world's seed. A callback belongs to the lane that its context names, so a task stays
 in the lane in which it was made. A frozen lane keeps its callbacks for later (SIGSTOP); a dead one drops them, and not
@@ -21,23 +18,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-EPOCH_SECONDS = 1_700_000_000.0  # what time.time() says when a world begins
+from fusion.swarm.clock import Clock
+
+EPOCH_SECONDS = 1_700_000_000.0  # unix time when a world begins
 
 _lane: contextvars.ContextVar[Lane] = contextvars.ContextVar("lane")
 _running: VirtualLoop | None = None
-_real_perf_counter = time.perf_counter
-
-
-def _virtual(real: Callable[[], float], offset: float) -> Callable[[], float]:
-    def read() -> float:
-        return real() if _running is None else _running.now + offset
-
-    return read
-
-
-time.monotonic = _virtual(time.monotonic, 0.0)
-time.perf_counter = _virtual(time.perf_counter, 0.0)
-time.time = _virtual(time.time, EPOCH_SECONDS)
 
 
 class Lane:
@@ -115,6 +101,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def time(self) -> float:
         return self.now
+
+    @property
+    def clock(self) -> Clock:
+        """What a simulated peer reads the time from."""
+        return Clock(self.time, lambda: self.now + EPOCH_SECONDS)
 
     def call_soon(  # type: ignore[override]
         self,
@@ -293,4 +284,4 @@ def cpu_seconds() -> float:
 
 
 def wall_seconds() -> float:
-    return _real_perf_counter()
+    return time.perf_counter()

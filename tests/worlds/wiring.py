@@ -6,10 +6,8 @@ Everything else of `fusion.runtime` and `fusion.swarm` runs as it is.
 from __future__ import annotations
 
 import builtins
-import itertools
 import json
 import logging
-import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -36,13 +34,6 @@ from fusion.runtime.training.streams import partners
 from fusion.swarm.directory.records import JobRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.streams import handlers
-
-_tokens = itertools.count()
-
-
-def reset(seed: int) -> None:
-    global _tokens
-    _tokens = itertools.count(seed << 20)
 
 
 def context(**parts: Any) -> Context:
@@ -109,10 +100,6 @@ def _remembered(pure: Callable[..., Any]) -> Callable[..., Any]:
         return list(result) if isinstance(result, list) else result
 
     return call
-
-
-def _token_hex(size: int = 16) -> str:
-    return f"{next(_tokens):0{2 * size}x}"
 
 
 def replace_everywhere(original: Any, replacement: Any) -> None:
@@ -200,7 +187,6 @@ def install() -> None:
     hosts = logging.getLogger(Hosting.__module__)
     hosts.addHandler(Mistakes(logging.ERROR))
     hosts.propagate = False
-    secrets.token_hex = _token_hex  # type: ignore[assignment]
     _observe(partners.Partners, "_deliver", _took)
     _observe(stage_work.StageWork, "_act", _acts)
     _observe(training.TrainingService, "host", _hosts)

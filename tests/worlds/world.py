@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import random
 import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from worlds.virtual_time import EPOCH_SECONDS, Lane, VirtualLoop, cpu_seconds  # first: it replaces the clocks
-
-# isort: split
 from worlds import wiring
 from worlds.arithmetic import STATE, ChainPlane, WorldWorker, final_ledger, history, unpack
 from worlds.bulletin import Bulletin, WorldDirectory
@@ -21,6 +19,7 @@ from worlds.network import Network, WorldStream, WorldTransport
 from worlds.oracle import Oracle
 from worlds.process import STAGE_BYTES, Outcome, Process
 from worlds.scenario import Fault, Scenario
+from worlds.virtual_time import Lane, VirtualLoop, cpu_seconds
 
 from fusion.runtime.hosting.hosting import Hosting
 from fusion.runtime.job import manifest_wire as manifests
@@ -45,6 +44,17 @@ LOOK_SECONDS = 0.5
 _TRAIN = Digest("d" * 64)
 
 
+class Chance(random.Random):
+    """What the peers of a world draw from, all of them; keys are counted, so that none is drawn twice."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._keys = itertools.count(seed << 20)
+
+    def randbytes(self, n: int) -> bytes:
+        return (next(self._keys) % (1 << 8 * n)).to_bytes(n, "big")
+
+
 class World:
     current: World
 
@@ -61,6 +71,7 @@ class World:
         self.disks: list[Disk] = []
         self.rng = random.Random(plan.seed ^ 0x5EED)
         self.loop = VirtualLoop(random.Random(plan.seed ^ 0x100B), self._unhandled)
+        self.chance = Chance(plan.seed)
         self.network = Network(self.loop, random.Random(plan.seed ^ 0x2E7), plan.link_seconds)
         self.network.watch = self._watch
         self.bulletin = Bulletin(
@@ -107,8 +118,6 @@ class World:
 
     def run(self) -> Outcome:
         began = cpu_seconds()
-        random.seed(self.plan.seed)
-        wiring.reset(self.plan.seed)
         try:
             self._spawn(self.loop.world, self._launch())
             for index, seats in enumerate(self.plan.seats):
@@ -155,7 +164,7 @@ class World:
 
     async def _peer(self, process: Process) -> None:
         """What `fusion.runtime.peer.peer` does, in the same order."""
-        loop, peer_id = self.loop, process.peer_id
+        peer_id = process.peer_id
         await asyncio.sleep(0.3 * self.rng.random())
         transport = process.transport = WorldTransport(self.network, peer_id, process.lane)
         directory = WorldDirectory(self.bulletin, peer_id)
@@ -165,7 +174,8 @@ class World:
         worker = WorldWorker(self.rng, self.plan.compute_seconds * (0.5 + self.rng.random()))
         context = wiring.context(
             peer_id=peer_id, transport=transport, directory=directory, blobs=blobs, leases=leases, worker=worker,
-            memory=MemoryBudget(process.seats * STAGE_BYTES), home=WorldPath(process.disk, "home"),
+            memory=MemoryBudget(process.seats * STAGE_BYTES), home=WorldPath(process.disk, "home"), clock=self.loop.clock,
+            random=self.chance,
         )  # fmt: skip
         process.memory = context.memory
         service = process.service = TrainingService(context)
@@ -174,8 +184,6 @@ class World:
             context,
             {"train": service},
             fitness,
-            clock=loop.time,
-            now=lambda: loop.now + EPOCH_SECONDS,
             files=wiring.JobFiles(WorldPath(process.disk, "home/jobs")),  # type: ignore[arg-type]
         )
         await service.start()

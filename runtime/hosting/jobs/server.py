@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from fusion.runtime.hosting.jobs.board import JobBoard
@@ -31,7 +30,7 @@ STOP_WINDOW_SECONDS = 300.0  # how far the clock of whoever stops a job may be f
 
 class JobServer:
     """`nudged` is called when somebody asks us to look at the jobs now, `stopped` when a job that we lead was stopped
-    by whoever launched it. `now` gives unix seconds."""
+    by whoever launched it."""
 
     def __init__(
         self,
@@ -40,14 +39,12 @@ class JobServer:
         gossip: JobGossip,
         nudged: Callable[[], None],
         stopped: Callable[[JobId], None],
-        now: Callable[[], float] = time.time,
     ) -> None:
         self._context = context
         self._board = board
         self._gossip = gossip
         self._nudged = nudged
         self._stopped = stopped
-        self._now = now
 
     async def start(self) -> None:
         """Answer from now on."""
@@ -103,7 +100,7 @@ class JobServer:
             raise JobError(f"the job {record.name} is {record.state} already")
         if record is None or not self._board.leads(job):
             raise JobError(f"this peer does not lead the job {job[:12]}: ask its lead")
-        timely = isinstance(at, int | float) and abs(self._now() - at) <= STOP_WINDOW_SECONDS
+        timely = isinstance(at, int | float) and abs(self._context.clock.unix() - at) <= STOP_WINDOW_SECONDS
         if not isinstance(at, int | float) or not timely or not isinstance(signature, bytes):
             raise JobError(f"stop needs the time (within {STOP_WINDOW_SECONDS:.0f} s of now) and a signature")
         if not verify(PeerId(self._board.trainer(job)), signature, stop_request(job, at)):

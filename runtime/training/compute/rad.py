@@ -41,7 +41,7 @@ Tensors = dict[str, torch.Tensor]
 
 class Rad:
     """Runs the microbatches of one stage. `send(stage, kind, header, payload)` queues a tensor (`Partners.post`) and
-    returns at once."""
+    returns at once; `clock` gives seconds that only rise, on any thread."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class Rad:
         batches: Batches,
         inbox: Inbox,
         send: Send,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.inbox = inbox
         self._codecs = inbox.codecs  # what comes in says which elements go back
@@ -61,6 +62,7 @@ class Rad:
         self._worker = worker
         self._batches = batches
         self._send = send
+        self._clock = clock
         self._busy = 0.0  # seconds computed; written by the worker thread only
         self._losses: dict[int, float] = {}
         self._fed: dict[int, list[int]] = {}  # microbatch -> the samples that went into its forward
@@ -75,7 +77,7 @@ class Rad:
         self._codecs.advance(attempt, step)
         self._losses.clear()
         self._fed.clear()
-        began, busy = time.perf_counter(), self._busy
+        began, busy = self._clock(), self._busy
         gate = asyncio.Semaphore(AHEAD)
         async with _group() as group:
             for action in self._actions:
@@ -91,7 +93,7 @@ class Rad:
             fed=None
             if self._batches.samples is None
             else fed_digest(self._fed[m] for m in sorted(self._fed)),
-            busy=min(1.0, (self._busy - busy) / max(1e-9, time.perf_counter() - began)),
+            busy=min(1.0, (self._busy - busy) / max(1e-9, self._clock() - began)),
         )
 
     async def evaluate(self, attempt: Attempt, step: int) -> float | None:
@@ -233,11 +235,11 @@ class Rad:
 
     async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
         def timed() -> Any:
-            began = time.perf_counter()
+            began = self._clock()
             try:
                 return function(*args)
             finally:
-                self._busy += time.perf_counter() - began
+                self._busy += self._clock() - began
 
         return await self._worker.run(timed)
 

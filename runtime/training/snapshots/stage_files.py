@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,7 +76,7 @@ class StageFiles:
         self._scratch.mkdir(parents=True, exist_ok=True)
         path = (
             self._scratch
-            / f"{SCRATCH_PREFIX}{self._job[:12]}-{self._stage.index}-{secrets.token_hex(4)}.safetensors"
+            / f"{SCRATCH_PREFIX}{self._job[:12]}-{self._stage.index}-{self._context.random.randbytes(4).hex()}.safetensors"
         )
         abandoned = threading.Event()  # we are cancelled, but a thread cannot be
 

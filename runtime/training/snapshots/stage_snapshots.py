@@ -29,7 +29,8 @@ RETRY_SECONDS = 1.0  # before a snapshot that could not be saved or held is trie
 
 
 class StageSnapshots:
-    """`tell` sends to the lead, `spawn` starts a task that ends with the host, `owners` are those of all stages now."""
+    """`tell` sends to the lead, `spawn` starts a task that ends with the host, `owners` are those of all stages now,
+    `clock` gives seconds that only rise, on any thread."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class StageSnapshots:
         owners: Callable[[], dict[int, PeerId]],
         tell: Callable[[m.Message], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.newest, self.before = (
             loaded.start,
@@ -52,6 +54,7 @@ class StageSnapshots:
         self._owners = owners
         self._tell = tell
         self._spawn = spawn
+        self._clock = clock
         self._saving: asyncio.Task[None] | None = None
         self._save_step = -1  # the newest that we were asked to save
         self._replica: Digest | None = None  # the newest index that we were asked to hold
@@ -130,9 +133,9 @@ class StageSnapshots:
             return
 
     def _timed_state(self) -> tuple[Mapping[str, torch.Tensor], float]:
-        began = time.perf_counter()
+        began = self._clock()
         state = self._state_now()
-        return state, time.perf_counter() - began
+        return state, self._clock() - began
 
     def _state_now(self) -> dict[str, torch.Tensor]:
         """In the device's thread, between two steps."""

@@ -18,6 +18,7 @@ from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.clock import Clock
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
@@ -136,11 +137,11 @@ class Swarm:
         leases = Leases(identity.peer_id, directory, LeaseConfig(heartbeat_seconds=30.0, confirm_seconds=0.0))
         context = Context(
             peer_id=identity.peer_id, transport=transport, directory=directory, blobs=blobs, leases=leases, worker=None,
+            clock=Clock(self.clock, self.clock),
         )  # fmt: skip
         stock = Stock()
         pool = Pool(
             context, {"serve": stock, "train": stock}, self.tasks.create_task, 0.5, PoolConfig(**config),  # type: ignore[arg-type]
-            self.clock,
         )  # fmt: skip
         peer = Peer(context, stock, pool, self)
         self.peers.append(peer)

@@ -6,20 +6,20 @@ import asyncio
 import hashlib
 import itertools
 import random
-import secrets
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from recorder import Recorder
 from safetensors.torch import save
 from support import served, training
+from support.surroundings import Surroundings
 from torch import nn
 from worlds.virtual_time import VirtualLoop
 
@@ -35,6 +35,8 @@ from fusion.swarm.identity import Identity
 
 LIMIT_SECONDS = 600.0  # of virtual time
 DRAW = 5  # a job whose gradients are neither zero nor long
+P = ParamSpec("P")
+T = TypeVar("T")
 WIDTH, BATCH, VOCABULARY = 4, symbol("batch"), 16
 
 
@@ -61,43 +63,49 @@ class Loop(VirtualLoop):
 def record() -> str:
     """Every frame of both, as text."""
     torch.set_num_threads(1)
-    Worker.run = _computed  # type: ignore[method-assign, assignment]
     parts = []
     for number, course in enumerate((trained, answered)):
-        _same_chances(number)
+        torch.manual_seed(DRAW + number)
         with tempfile.TemporaryDirectory() as folder:
             recorder = Recorder(once=("/fusion/blob/1",))
-            _run(course(Path(folder), recorder))
+            loop = Loop(random.Random(0), _unhandled)
+            _run(loop, course(Path(folder), recorder, _surroundings(number, loop)))
             parts.append(f"# {course.__doc__}\n{recorder.text()}")
     return "\n".join(parts)
 
 
-async def _computed(worker: Worker, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`Worker.run` without its thread."""
-    return await asyncio.get_running_loop().run_in_executor(None, partial(function, *args, **kwargs))
+class LoopWorker(Worker):
+    """Computes on the loop, without a thread."""
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        run = partial(function, *args, **kwargs)
+        return cast("T", await asyncio.get_running_loop().run_in_executor(None, run))
 
 
-def _same_chances(seed: int) -> None:
+class Chances(random.Random):
+    """Keys are counted by who draws them: how often others do must not matter."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._drawn: Counter[Any] = Counter()
+
+    def randbytes(self, n: int) -> bytes:
+        caller = sys._getframe(1).f_code
+        self._drawn[caller] += 1
+        return self._drawn[caller].to_bytes(n, "big")
+
+
+def _surroundings(seed: int, loop: VirtualLoop) -> Surroundings:
     keys = itertools.count()
-    drawn: Counter[Any] = Counter()  # by who draws: how often others do must not matter
 
     def generate() -> Identity:
         key = hashlib.sha256(f"recorded {seed} {next(keys)}".encode()).digest()
         return Identity(Ed25519PrivateKey.from_private_bytes(key), None)
 
-    def token_hex(size: int = 16) -> str:
-        caller = sys._getframe(1).f_code
-        drawn[caller] += 1
-        return f"{drawn[caller]:0{2 * size}x}"
-
-    Identity.generate = generate  # type: ignore[method-assign]
-    secrets.token_hex = token_hex  # type: ignore[assignment]
-    random.seed(seed)
-    torch.manual_seed(DRAW + seed)
+    return Surroundings(clock=loop.clock, random=Chances(seed), identity=generate, worker=LoopWorker)
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    loop = Loop(random.Random(0), _unhandled)
+def _run(loop: VirtualLoop, work: Coroutine[Any, Any, None]) -> None:
     before = asyncio._get_running_loop()
     asyncio._set_running_loop(loop)
     try:
@@ -117,7 +125,7 @@ def _unhandled(lane: Any, text: str) -> None:
 # --- training
 
 
-async def trained(folder: Path, recorder: Recorder) -> None:
+async def trained(folder: Path, recorder: Recorder, given: Surroundings) -> None:
     """training: two steps of two microbatches; a value that skips a stage, a tied variable, two codecs"""
     graph, weights = _diamond(), {"a": _whole(WIDTH, WIDTH), "b": _whole(WIDTH, WIDTH)}
     # Values stay short enough for float32 to hold them exactly, in whatever order they are summed.
@@ -129,7 +137,7 @@ async def trained(folder: Path, recorder: Recorder) -> None:
         wires=(("relu/0", "fp16", "none"), ("relu_1/0", "none", "bf16")),
     )  # fmt: skip
     data = save({"x": _whole(8, WIDTH), "targets": _whole(8, WIDTH)})
-    async with training.swarm(folder, 3) as made:
+    async with training.swarm(folder, 3, given) as made:
         recorder.listen(made.network, [peer.context.peer_id for peer in made.peers])
         lead = made.peers[0]
         job = training.job(lead, graph, weights, train, 3, data, data, cuts=(2, 4))
@@ -158,7 +166,7 @@ def _diamond() -> Graph:
 # --- serving
 
 
-async def answered(folder: Path, recorder: Recorder) -> None:
+async def answered(folder: Path, recorder: Recorder, given: Surroundings) -> None:
     """serving: a prompt in two chunks, then five tokens, greedy"""
     shapes = {"tokens": (VOCABULARY, WIDTH), "positions": (served.MAX_SEQUENCE, WIDTH), "a": (WIDTH, WIDTH),
               "b": (WIDTH, WIDTH), "head": (VOCABULARY, WIDTH)}  # fmt: skip
@@ -166,11 +174,9 @@ async def answered(folder: Path, recorder: Recorder) -> None:
     for name, shape in shapes.items():
         module.register_parameter(name, nn.Parameter(_whole(*shape)))
     graph = serving_graph(_language(), cache="kv", maximum_sequence=served.MAX_SEQUENCE)
-    served.model = lambda name: module  # type: ignore[assignment]
-    served.captured = lambda name, cache: graph  # type: ignore[assignment]
-    async with served.swarm_of(4, folder) as made:
+    async with served.swarm_of(4, folder, given=given) as made:
         recorder.listen(made.network, [peer.id for peer in made.peers])
-        await made.serve("whole", 3, serve={"vocabulary": VOCABULARY})
+        await made.serve("whole", 3, made=(graph, module), serve={"vocabulary": VOCABULARY})
         prompt = tuple(range(1, 11))
         answer = await made.ask(model="whole", prompt_ids=prompt, max_tokens=5, sampling=Sampling())
         assert len(answer.tokens) == 5, answer

@@ -1,0 +1,22 @@
+"""What a peer of a test gets from outside: by default what the product has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random, SystemRandom
+
+from fusion.runtime.job.worker import Worker
+from fusion.swarm.clock import Clock
+from fusion.swarm.identity import Identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    clock: Clock = Clock()  # noqa: RUF009 - frozen
+    random: Random = field(default_factory=SystemRandom)
+    identity: Callable[[], Identity] = Identity.generate
+    worker: Callable[[], Worker] = Worker
+
+
+PRODUCT = Surroundings()
