@@ -17,4 +17,5 @@ cool_down        what failed is left alone for a while
 memory_budget    the memory that a peer lends, and what it is set aside for
 worker           the one thread of a device
 context          what the parts of one peer process share
+stage_graphs     the stages of a job's graph, read and cut once
 """

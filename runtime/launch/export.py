@@ -16,8 +16,8 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.model_files import WEIGHTS_FILE
+from fusion.runtime.job.stage_graphs import load_stages
 from fusion.runtime.training.compute.stage_codecs import residual_shapes
-from fusion.runtime.training.service import load_stages
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId

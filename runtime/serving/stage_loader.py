@@ -9,20 +9,16 @@ from math import prod
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from fusion.dag.cutting.cuts import split
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir import serialise
 from fusion.dag.ir.dims import bind
-from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.planes.torch_plane import TorchDecodingStage
 from fusion.runtime.serving.ring_frames import RingPlan, plan_ring
 from fusion.swarm.directory.records import Digest, JobId
-
-MAX_GRAPH_BYTES = 64 << 20
 
 Place = tuple[JobId, int]
 
@@ -42,6 +38,7 @@ class StageLoader:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._graphs = StageGraphs(context)
         self._loading: dict[Place, asyncio.Task[LoadedStage]] = {}
 
     async def load(self, place: Place, manifest: Manifest) -> LoadedStage:
@@ -80,12 +77,9 @@ class StageLoader:
         await asyncio.gather(*(self._context.blobs.fetch(digest) for digest in wanted))
 
     async def stages(self, manifest: Manifest) -> tuple[Stage, ...]:
-        """All stages of the job. Raises JobFailed for a graph that is none."""
-        data = await self._context.blobs.read(manifest.graph, MAX_GRAPH_BYTES)
-        try:
-            return await asyncio.to_thread(lambda: split(serialise.decode(data), manifest.cuts))
-        except GraphError as error:
-            raise JobFailed(f"the graph of {manifest.name}: {error}") from None
+        """All stages of the job. Raises BlobError, JobFailed for a graph that is none."""
+        stages, _ = await self._graphs.of(manifest)
+        return stages
 
     async def _load(self, stage: int, manifest: Manifest) -> LoadedStage:
         await self.fetch(manifest, stage)

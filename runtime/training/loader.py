@@ -9,13 +9,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from fusion.dag.cutting.cuts import split, tie_groups
-from fusion.dag.cutting.stage import Stage, TieGroup
-from fusion.dag.ir import serialise
-from fusion.dag.ir.errors import GraphError
+from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, TrainConfig
+from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
 from fusion.runtime.training.compute.inbox import StagePlan
 from fusion.runtime.training.data.batches import Batches
@@ -32,10 +30,8 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
-MAX_GRAPH_BYTES = 64 << 20
 BATON_SECONDS = 5.0  # for the state that an owner hands over; a snapshot is as good, some steps ago
 BATON_BYTES_PER_SECOND = 125e3  # and more, for what takes longer at the rate of a slow uplink
-REMEMBERED_GRAPHS = 8
 
 Place = tuple[JobId, int]
 
@@ -57,7 +53,7 @@ class StageLoader:
         self._context = context
         self._ahead: dict[Place, _Ahead] = {}
         self._running: set[Place] = set()
-        self._graphs: dict[JobId, tuple[tuple[Stage, ...], tuple[TieGroup, ...]]] = {}
+        self._graphs = StageGraphs(context)
 
     def is_ahead(self, job: JobId, index: int) -> bool:
         """Whether we stand by for the stage."""
@@ -71,7 +67,7 @@ class StageLoader:
         config, place = _training(manifest, index), (job, index)
         if place in self._running:
             raise JobError(f"stage {index} of {manifest.name} runs here")
-        plan = await self._plan(job, manifest, config, index)
+        plan = await self._plan(manifest, config, index)
         ahead = self._ahead.get(place)
         if ahead is None:
             files = StageFiles(self._context, job, manifest, plan.stage)
@@ -150,7 +146,7 @@ class StageLoader:
         near = self._owners(job, manifest)
         if loaded is None:
             plan, record = await asyncio.gather(
-                self._plan(job, manifest, config, index), self._context.directory.job(job)
+                self._plan(manifest, config, index), self._context.directory.job(job)
             )
             files = ahead.files if ahead is not None else StageFiles(self._context, job, manifest, plan.stage)
             point = _newest(_point(record), ahead.point if ahead is not None else None)
@@ -180,17 +176,8 @@ class StageLoader:
 
     # --- the parts of it
 
-    async def _plan(self, job: JobId, manifest: Manifest, config: TrainConfig, index: int) -> StagePlan:
-        known = self._graphs.pop(job, None)
-        if known is None:
-            try:
-                known = await load_stages(self._context, manifest)
-            except GraphError as error:
-                raise JobFailed(f"the graph of {manifest.name}: {error}") from None
-        self._graphs[job] = known
-        while len(self._graphs) > REMEMBERED_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
-        stages, ties = known
+    async def _plan(self, manifest: Manifest, config: TrainConfig, index: int) -> StagePlan:
+        stages, ties = await self._graphs.of(manifest)
         return StagePlan(
             stage=stages[index],
             stages=len(stages),
@@ -254,19 +241,6 @@ class StageLoader:
         found = {stage: winner(self._context.leases.recent(job, stage)) for stage in range(manifest.stages)}
         us = self._context.peer_id
         return {stage: owner.peer for stage, owner in found.items() if owner is not None and owner.peer != us}
-
-
-async def load_stages(context: Context, manifest: Manifest) -> tuple[tuple[Stage, ...], tuple[TieGroup, ...]]:
-    """The stages of a job's graph as its manifest cuts it, with the variables that several of them hold.
-    Raises BlobError, GraphError."""
-    hints = [peer for peer in manifest.proposed if peer]
-    data = await context.blobs.read(manifest.graph, MAX_GRAPH_BYTES, hints)
-
-    def cut() -> tuple[tuple[Stage, ...], tuple[TieGroup, ...]]:
-        stages = split(serialise.decode(data), manifest.cuts)
-        return stages, tie_groups(stages)
-
-    return await asyncio.to_thread(cut)
 
 
 def _training(manifest: Manifest, index: int) -> TrainConfig:

@@ -15,7 +15,7 @@ from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.host import TrainingHost
-from fusion.runtime.training.loader import Place, StageLoader, load_stages
+from fusion.runtime.training.loader import Place, StageLoader
 from fusion.runtime.training.snapshots.stage_files import sweep
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.handover_state import HandoverState
@@ -23,8 +23,6 @@ from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import FrameError
 from fusion.swarm.identity import is_peer_id
 from fusion.swarm.transport import PeerId, Stream
-
-__all__ = ["TrainingService", "load_stages"]
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from worlds.virtual_time import lane_now
 from fusion.runtime.hosting.hosting import Hosting
 from fusion.runtime.hosting.jobs import files
 from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job import stage_graphs
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build
@@ -175,7 +176,7 @@ _one_line = handlers.one_line
 
 def install() -> None:
     """Once per process."""
-    replace_everywhere(loader.load_stages, _load_stages)
+    replace_everywhere(stage_graphs.load_stages, _load_stages)
     replace_everywhere(loader.TorchTrainingStage, _plane)
     replace_everywhere(loader.Batches, WorldBatches)
     replace_everywhere(snapshot.save, _save)
