@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fusion.cli.terminal import options
-from fusion.cli.terminal.loop import configure_logging
+from fusion.cli.terminal.logs import configure_logging
 from fusion.cli.terminal.output import Output, bytes_text, seconds_text
 
 if TYPE_CHECKING:

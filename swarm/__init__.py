@@ -2,6 +2,7 @@
 their ids.
 
 errors        everything that can go wrong between peers, in one tree
+printable     text that others wrote, made harmless
 identity      the key on disk, the peer id made from it, signatures
 clock         where a peer reads the time from
 transport     what the rest knows of the wire: frames, streams, a transport; `call` for one question and one answer

@@ -15,10 +15,13 @@ from typing import Any
 
 import typer
 
+from fusion.swarm.printable import one_line
+
 # The root of what typer raises for a wrong command line; its module has moved between versions, its public leaf has not.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+LINE_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,15 @@ def explain(error: BaseException) -> Verdict:
     if isinstance(error, KeyboardInterrupt):
         return Verdict("interrupted", INTERRUPTED)
     if isinstance(error, USAGE_ERROR):
-        return Verdict(f"{one_line(error.format_message())} (fusion-peer COMMAND --help)", BAD_INPUT)
-    line = one_line(str(error))
+        return Verdict(
+            f"{one_line(error.format_message(), LINE_CHARACTERS)} (fusion-peer COMMAND --help)", BAD_INPUT
+        )
+    line = one_line(str(error), LINE_CHARACTERS)
     if isinstance(error, UnicodeError):
         return Verdict(f"not a text file in UTF-8: {line}", BAD_INPUT)
     if isinstance(error, OSError) and error.strerror:
-        line = one_line(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
+        said = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        line = one_line(said, LINE_CHARACTERS)
         if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
             return Verdict(line, BAD_INPUT)
     ours = type(error).__module__.startswith("fusion.")
@@ -61,10 +67,3 @@ def report(error: BaseException, *, debug: bool) -> int:
         traceback.print_exception(error, file=sys.stderr)
     print(f"fusion-peer: {verdict.message}", file=sys.stderr, flush=True)
     return verdict.code
-
-
-def one_line(text: str, limit: int = 500) -> str:
-    """Control characters and line breaks become spaces: text from another peer cannot paint the terminal."""
-    printable = "".join(c if c.isprintable() else " " for c in text)
-    flat = " ".join(printable.split())
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from fusion.cli.terminal.logs import configure_logging
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -97,11 +98,3 @@ def _tell_in_one_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
     """What nobody awaited, such as a library's own task that p2pd's end broke: a line, no traceback."""
     error = context.get("exception")
     log.debug("%s: %r", context.get("message", "in the event loop"), error, exc_info=error)
-
-
-def configure_logging(debug: bool) -> None:
-    """Log lines go to stderr, one line each: warnings, and with --debug everything of ours."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname).1s %(message)s"
-    )
-    logging.getLogger("fusion").setLevel(logging.DEBUG if debug else logging.WARNING)

@@ -1,7 +1,8 @@
 """What commands print: text for people or JSON for programs, and one status line that changes as work goes on.
 
 Text goes to stdout; so does JSON, one object a line. The status line goes to stderr and is rewritten in place on a
-terminal; elsewhere each line is a log line, and equal or too frequent ones are left out.
+terminal; elsewhere each line is a log line, and equal or too frequent ones are left out. What other peers wrote passes
+through here as well: characters that could paint over the terminal are replaced (`fusion.swarm.printable`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
+
+from fusion.swarm.printable import printable
 
 QUIET_SECONDS = 5.0  # between two status lines where they cannot be rewritten in place
 
@@ -31,28 +34,33 @@ class Output:
     def say(self, text: str = "") -> None:
         if not self.as_json:
             self._clear()
-            print(text, file=self.stdout, flush=True)
+            print(printable(text, "\n"), file=self.stdout, flush=True)
 
     def note(self, text: str) -> None:
         """A lasting line about the work, beside the result: stderr, for people only."""
         if not self.as_json:
             self._clear()
-            print(text, file=self.stderr, flush=True)
+            print(printable(text, "\n"), file=self.stderr, flush=True)
 
     def emit(self, record: dict[str, Any]) -> None:
         """One JSON object on a line of its own; nothing where text was asked for."""
         if self.as_json:
-            print(json.dumps(record, ensure_ascii=False, default=str), file=self.stdout, flush=True)
+            line = json.dumps(record, ensure_ascii=False, default=str)
+            if self.stdout.isatty() and not line.isprintable():
+                line = json.dumps(record, default=str)
+            print(line, file=self.stdout, flush=True)
 
     def write(self, text: str) -> None:
-        """A piece of text as it comes, with no line break of ours: a generated token."""
+        """A piece of text as it comes, with no line break of ours: a generated token. Harmless on a terminal, as it is
+        in a pipe or a file."""
         if not self.as_json:
             self._clear()
-            self.stdout.write(text)
+            self.stdout.write(printable(text, "\n\t") if self.stdout.isatty() else text)
             self.stdout.flush()
 
     def status(self, text: str, *, important: bool = False) -> None:
         """What is going on now. `important` lines are printed even where others would be too frequent."""
+        text = printable(text)
         if self.as_json or text == self._shown:
             return
         if self.stderr.isatty():
@@ -90,7 +98,7 @@ class Output:
         for column in columns:
             table.add_column(column)
         for row in found:
-            table.add_row(*map(escape, row))
+            table.add_row(*(escape(printable(cell, "\n")) for cell in row))
         self._clear()
         # A pipe has no width: cutting cells at 80 there would lose what a script looks for.
         width = None if self.stdout.isatty() else 200

@@ -20,8 +20,9 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.claims.election import successors, winner
 from fusion.swarm.claims.leases import Leases
-from fusion.swarm.directory.records import ClaimRecord, JobId, one_line
+from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import SwarmError
+from fusion.swarm.printable import one_line
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)

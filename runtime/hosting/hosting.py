@@ -39,9 +39,9 @@ from fusion.runtime.job.progress import Progress
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import GLANCE_SECONDS, HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import ENDED, newest_jobs
-from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, one_line
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
 from fusion.swarm.errors import StaleTerm, SwarmError
-from fusion.swarm.streams import handlers
+from fusion.swarm.printable import error_line, one_line
 from fusion.swarm.transport import PeerId
 
 __all__ = ["Hosting", "HostingConfig", "Service", "stop_request"]
@@ -481,7 +481,7 @@ class Hosting:
         releases = (self._context.leases.release(*place) for place in self._hosts)
         for error in await asyncio.gather(self._pool.aclose(), *releases, return_exceptions=True):
             if isinstance(error, BaseException):
-                log.warning("a stage was not released: %s", handlers.one_line(error))
+                log.warning("a stage was not released: %s", error_line(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None, "hosting is not running"

@@ -33,8 +33,9 @@ from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.claims.election import stands_by, winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import job_order
-from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, one_line
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
+from fusion.swarm.printable import one_line
 
 log = logging.getLogger(__name__)
 

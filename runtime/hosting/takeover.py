@@ -28,8 +28,9 @@ import msgpack
 from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.claims.election import is_idle, successors, winner
 from fusion.swarm.claims.leases import Leases
-from fusion.swarm.directory.records import ClaimRecord, JobId, one_line
+from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed, SwarmError
+from fusion.swarm.printable import one_line
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,9 @@ from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.blobs.blobs import Blobs
-from fusion.swarm.directory.records import Digest, JobId, JobRecord, one_line
+from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
+from fusion.swarm.printable import one_line
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)

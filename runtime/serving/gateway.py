@@ -35,7 +35,7 @@ from fusion.runtime.serving.request import (
 from fusion.runtime.serving.session import Hop
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
-from fusion.swarm.streams.handlers import one_line
+from fusion.swarm.printable import error_line
 from fusion.swarm.transport import Frame, Stream
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Gateway:
             async with asyncio.timeout(self._config.report_seconds):
                 claim = await self._context.succession.suspect(job, stage, hop.peer, hop.term)
         except (SwarmError, TimeoutError) as error:
-            log.info("stage %d of job %.8s: nobody could take it over: %s", stage, job, one_line(error))
+            log.info("stage %d of job %.8s: nobody could take it over: %s", stage, job, error_line(error))
             return None
         return None if claim is None or claim.term < hop.term else Hop(claim.peer, claim.term)
 

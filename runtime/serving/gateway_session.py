@@ -20,7 +20,7 @@ from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.streams.handlers import one_line
+from fusion.swarm.printable import error_line
 from fusion.swarm.transport import Frame, PeerId, Transport
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class GatewaySessions:
             async with asyncio.timeout(self._reach_seconds):
                 session.links[stage] = await self._links.to(ends)
         except (SwarmError, TimeoutError) as error:
-            reason = "timed out" if isinstance(error, TimeoutError) else one_line(error)
+            reason = "timed out" if isinstance(error, TimeoutError) else error_line(error)
             message = f"{session.where(stage)} cannot be reached: {reason}"
             raise Faulted(Fault("vanished", message, (stage,))) from None
 

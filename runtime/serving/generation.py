@@ -31,7 +31,7 @@ from fusion.runtime.serving.route_choice import RemainingWork
 from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.streams.handlers import one_line
+from fusion.swarm.printable import error_line
 from fusion.swarm.transport import Frame
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class Generation:
         except NoOwner as error:
             raise Faulted(Fault("absent", str(error), (error.stage,))) from None
         except SwarmError as error:  # the directory is out of reach for now
-            raise Faulted(Fault("absent", one_line(error))) from None
+            raise Faulted(Fault("absent", error_line(error))) from None
         self._current = await self._open(self.route)
         self._pinged = 0.0
         self._pulse.begin(self._clock())
@@ -332,7 +332,7 @@ class Generation:
                 log.info("%s: the way over %s is better", model.manifest.name, names)
                 self._moving = self._spawn(self._open_next(route))
             except (NoRoute, JobFailed, SwarmError) as error:
-                log.debug("no better way: %s", one_line(error))
+                log.debug("no better way: %s", error_line(error))
 
     async def _open_next(self, route: tuple[Hop, ...]) -> None:
         try:

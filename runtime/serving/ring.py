@@ -27,7 +27,7 @@ from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
 from fusion.runtime.serving.stage_session import StageRunner, StageSession, Work
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.streams.handlers import one_line
+from fusion.swarm.printable import error_line
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport
 
 log = logging.getLogger(__name__)
@@ -223,14 +223,14 @@ class RingStage:
                 links[stage] = await self._link(opening, stage)
             except SwarmError as error:
                 where = self._where(stage, opening.route[stage].peer)
-                message = f"{where} cannot be reached from {self._here}: {one_line(error)}"
+                message = f"{where} cannot be reached from {self._here}: {error_line(error)}"
                 self._fail(session, message, "vanished", stage)
                 return
         try:
             await self._worker.run(self._runner.reserve, session.id, opening.capacity)
         except PLANE_ERRORS as error:
             reason: FaultKind = "full" if isinstance(error, MemoryError) else "broken"
-            self._fail(session, f"{self._here}: {one_line(error)}", reason)
+            self._fail(session, f"{self._here}: {error_line(error)}", reason)
             return
         for stage, link in links.items():
             if link.ended.is_set():  # while we waited for another
@@ -350,8 +350,8 @@ class RingStage:
         try:
             outcome = await self._worker.run(self._runner.run, work)
         except PLANE_ERRORS as error:
-            log.warning("session %s: %s", session.id, one_line(error))
-            self._fail(session, f"{self._here}: {one_line(error)}", "broken")
+            log.warning("session %s: %s", session.id, error_line(error))
+            self._fail(session, f"{self._here}: {error_line(error)}", "broken")
             return
         if session.closed:
             return

@@ -20,7 +20,7 @@ from fusion.runtime.job.protocol import RING
 from fusion.runtime.serving.request import whole
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import StreamBroken, StreamClosed, SwarmError
-from fusion.swarm.streams.handlers import one_line
+from fusion.swarm.printable import error_line
 from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, Transport, checked
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class RingLink:
         except (StreamClosed, StreamBroken) as error:
             self._end(str(error))
         except (SwarmError, ValueError) as error:
-            log.warning("%s from %s: %s", self.stream.protocol, self.stream.remote, one_line(error))
+            log.warning("%s from %s: %s", self.stream.protocol, self.stream.remote, error_line(error))
             self._end(str(error))
 
     def _end(self, reason: str) -> None:

@@ -20,7 +20,7 @@ from fusion.runtime.serving.stage_loader import LoadedStage, StageLoader, weight
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError
-from fusion.swarm.streams.handlers import one_line
+from fusion.swarm.printable import error_line
 from fusion.swarm.transport import Stream
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class ServingService:
                 tasks.create_task(self._report(job, stage, hosted))
                 tasks.create_task(self._keep_copy(manifest, stage))
         except ExceptionGroup as group:  # the first cause, as callers of any other coroutine would see it
-            raise RuntimeError(one_line(group.exceptions[0])) from group
+            raise RuntimeError(error_line(group.exceptions[0])) from group
         finally:
             del self._hosted[place]
 

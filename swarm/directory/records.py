@@ -112,12 +112,6 @@ def author_of(record: Record) -> PeerId:
     return record.author if isinstance(record, JobRecord) else record.peer
 
 
-def one_line(text: str, limit: int = 300) -> str:
-    """`text` as a record may carry it in `message`: printable, on one line, cut at `limit` characters."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
 def check_fields(record: Record) -> None:
     """Raises RecordError naming the first field whose value no record may carry."""
     for name, check in _CHECKS[type(record)].items():

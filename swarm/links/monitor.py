@@ -33,8 +33,8 @@ from fusion.swarm.links.table import (
     tie_break,
 )
 from fusion.swarm.links.view import LinkView, link_view
+from fusion.swarm.printable import error_line
 from fusion.swarm.protocol import PROBE
-from fusion.swarm.streams.handlers import one_line
 from fusion.swarm.streams.link_estimate import RateEstimate, Sample
 from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.transport import PeerId, Transport
@@ -284,7 +284,7 @@ class LinkMonitor:
             if record.pairs:
                 await self._directory.publish(record, ttl_seconds=3 * self._config.publish_seconds)
         except SwarmError as error:
-            logger.debug("links: %s", one_line(error))
+            logger.debug("links: %s", error_line(error))
         finally:
             self._publishing = False
 
@@ -345,7 +345,7 @@ class LinkMonitor:
         return [neighbour for neighbour in wanted if neighbour.muted_until <= now]
 
     def _mute(self, neighbour: Neighbour, error: BaseException) -> None:
-        logger.debug("no answer to a probe of %s: %s", neighbour.peer, one_line(error))
+        logger.debug("no answer to a probe of %s: %s", neighbour.peer, error_line(error))
         neighbour.line.drop()
         seconds = min(self._config.first_mute_seconds * 2.0**neighbour.failures, self._config.mute_seconds)
         neighbour.failures += 1
@@ -359,7 +359,7 @@ class LinkMonitor:
             try:
                 await step()
             except SwarmError as error:
-                logger.debug("links: %s", one_line(error))
+                logger.debug("links: %s", error_line(error))
 
     async def _moment(self, *works: Coroutine[Any, Any, None]) -> None:
         """Wait for these, but not for long: what hangs on a slow link must not hold up the timing of the others."""

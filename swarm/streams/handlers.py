@@ -12,12 +12,12 @@ from collections import Counter
 from contextlib import suppress
 
 from fusion.swarm.errors import StreamBroken, StreamClosed, TransportError
+from fusion.swarm.printable import error_line
 from fusion.swarm.transport import Handler, PeerId, Stream
 
 logger = logging.getLogger(__name__)
 
 ERROR_SECONDS = 5.0  # how long the other end may take to accept our last words
-_LINE_CHARACTERS = 300
 
 
 class Handlers:
@@ -80,7 +80,7 @@ async def run(handler: Handler, stream: Stream) -> None:
         stream.abort()
         raise
     except Exception as error:  # the boundary between peers: whatever one stream does, the peer goes on
-        line = one_line(error)
+        line = error_line(error)
         gone = isinstance(error, (StreamClosed, StreamBroken))
         logger.log(
             logging.DEBUG if gone else logging.WARNING, "%s from %s: %s", stream.protocol, stream.remote, line
@@ -94,11 +94,3 @@ async def run(handler: Handler, stream: Stream) -> None:
     except asyncio.CancelledError:
         stream.abort()
         raise
-
-
-def one_line(error: BaseException) -> str:
-    """The error's text as one line of bounded length; its type's name in front where the text alone says little."""
-    text = " ".join(str(error).split())[:_LINE_CHARACTERS]
-    if not text:
-        return type(error).__name__
-    return text if isinstance(error, (TransportError, ValueError)) else f"{type(error).__name__}: {text}"

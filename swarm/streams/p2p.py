@@ -27,12 +27,13 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from fusion.swarm.errors import DaemonDied, PeerUnreachable, StreamBroken, StreamClosed, TransportError
 from fusion.swarm.identity import Identity
+from fusion.swarm.printable import error_line
 from fusion.swarm.streams.dial_workaround import detour
 from fusion.swarm.streams.dialer import Dialer, accepts, tcp_target
 from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.frames import FrameLimits
-from fusion.swarm.streams.handlers import Handlers, one_line
+from fusion.swarm.streams.handlers import Handlers
 from fusion.swarm.streams.memory_stream import stream_pair
 from fusion.swarm.streams.p2pd import Daemon
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
@@ -123,7 +124,7 @@ class P2PTransport:
             else:
                 await daemon.aclose()
             if isinstance(error, (OSError, P2PDaemonError, asyncio.IncompleteReadError)):
-                raise TransportError(f"p2pd does not answer: {one_line(error)}") from error
+                raise TransportError(f"p2pd does not answer: {error_line(error)}") from error
             raise
         return transport
 
@@ -345,7 +346,7 @@ class P2PTransport:
                 writer.write(framed(request))
                 await read_pbmsg_safe(reader, response)
         except (OSError, asyncio.IncompleteReadError, DecodeError) as error:
-            raise TransportError(f"p2pd does not answer: {one_line(error)}") from error
+            raise TransportError(f"p2pd does not answer: {error_line(error)}") from error
         finally:
             if writer is not None:
                 writer.close()

@@ -149,7 +149,7 @@ _FORESEEN = (SwarmError, JobError, ValueError, TimeoutError, OSError)
 
 
 def _told_apart(error: BaseException) -> str:
-    """`handlers.one_line`, which every handler's error goes through: one of ours, or a mistake in the code."""
+    """`handlers.error_line`, which every handler's error goes through: one of ours, or a mistake in the code."""
     from worlds.world import World
 
     if not isinstance(error, _FORESEEN):
@@ -171,7 +171,7 @@ class Mistakes(logging.Handler):
             World.current.oracle.broken(f"sound: {lane_now().name}: {record.getMessage()}")
 
 
-_one_line = handlers.one_line
+_one_line = handlers.error_line
 
 
 def install() -> None:
@@ -184,7 +184,7 @@ def install() -> None:
     replace_everywhere(snapshot.load_state, _load_state)
     for pure in (manifests.decode, snapshot.decode_index, samples.sample_indices):
         replace_everywhere(pure, _remembered(pure))  # every peer asks for the same values
-    replace_everywhere(handlers.one_line, _told_apart)
+    replace_everywhere(handlers.error_line, _told_apart)
     hosts = logging.getLogger(Hosting.__module__)
     hosts.addHandler(Mistakes(logging.ERROR))
     hosts.propagate = False

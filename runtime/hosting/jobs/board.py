@@ -16,7 +16,8 @@ from cachetools import FIFOCache
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.job_order import ENDED, job_order
-from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, one_line
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.printable import one_line
 from fusion.swarm.transport import PeerId
 
 REMEMBERED_WORDS = 100

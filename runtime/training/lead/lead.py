@@ -23,7 +23,8 @@ from fusion.runtime.training.step import protocol as steps
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.runtime.training.step.run_statistics import CLEAN
-from fusion.swarm.directory.records import Digest, JobId, one_line
+from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.printable import one_line
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from fusion.runtime.training.lead.tuning import Job, Sight, better_codecs, runni
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.links.view import LinkView
-from fusion.swarm.streams.handlers import one_line
+from fusion.swarm.printable import error_line
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Tuner:
                 await self._look(links)
             except Exception as error:
                 # Made of what many strangers say of themselves: whatever is wrong with it, the steps go on.
-                log.warning("the links of job %.8s: %s", self._lead.progress.job, one_line(error))
+                log.warning("the links of job %.8s: %s", self._lead.progress.job, error_line(error))
                 log.debug("where it happened", exc_info=error)
 
     def _due(self, calm_seconds: float) -> bool:

@@ -108,3 +108,28 @@ def test_speeds() -> None:
 )  # fmt: skip
 def test_durations(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize("stream", ["a terminal", "a pipe"])
+def test_generated_text_is_harmless_on_a_terminal_and_itself_in_a_pipe(stream: str) -> None:
+    evil = "def f():\n\treturn 1\x1b]52;c;cm0=\x07\u202e"
+    out = Output(stdout=Terminal() if stream == "a terminal" else io.StringIO(), stderr=io.StringIO())
+    out.write(evil)
+    assert text(out.stdout) == (
+        "def f():\n\treturn 1\ufffd]52;c;cm0=\ufffd\ufffd" if stream == "a terminal" else evil
+    )
+
+
+def test_no_line_of_ours_carries_what_paints_over_a_terminal() -> None:
+    evil = "\x1b[2J\x9b\u202e"
+    out = Output(stdout=Terminal(), stderr=Terminal(), clock=Clock())
+    out.say(evil)
+    out.note(evil)
+    out.status(evil)
+    out.end_status()
+    out.table("title", ("column",), [(evil,)])
+    Output(as_json=True, stdout=out.stdout, stderr=out.stderr).emit({"text": evil})
+    for stream in (out.stdout, out.stderr):
+        said = text(stream)
+        assert "[2J" in said
+        assert not any(part in said for part in ("\x1b[2J", "\x9b", "\u202e"))

@@ -20,7 +20,7 @@ from support.directory_records import (
 )
 
 from fusion.swarm.directory.keys import SHARDS, key_of, shard, subkey_of
-from fusion.swarm.directory.records import MAX_PAIRS, MAX_TERM, Pair, Record, one_line
+from fusion.swarm.directory.records import MAX_PAIRS, MAX_TERM, Pair, Record
 from fusion.swarm.directory.sealing import (
     CLOCK_TOLERANCE_SECONDS,
     MAX_RECORD_BYTES,
@@ -32,6 +32,7 @@ from fusion.swarm.directory.sealing import (
 )
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
+from fusion.swarm.printable import one_line
 
 NOW = 1_700_000_000.0
 ALICE, MALLORY = Identity.generate(), Identity.generate()
