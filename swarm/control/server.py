@@ -99,7 +99,7 @@ class ControlServer:
     def _incoming(self) -> FrameStream:
         stream = FrameStream(LIMITS, self._counter, self._accept, allowed=UNASKED_BYTES)
         if len(self._streams) >= self._config.connections:  # those that have said nothing yet count as well
-            asyncio.get_running_loop().call_soon(stream.drop)
+            stream.abort()
             return stream
         late = asyncio.get_running_loop().call_later(self._config.first_seconds, stream.drop)
         self._streams[stream] = late

@@ -68,6 +68,8 @@ class FrameStream(asyncio.BufferedProtocol):
         )  # uvloop's own class does not inherit from asyncio's
         # No buffer of our own: a send returns when the kernel has taken all of it.
         self._socket.set_write_buffer_limits(high=0)
+        if self._closed:
+            self.drop()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._parser.room()
