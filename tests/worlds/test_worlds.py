@@ -28,8 +28,8 @@ def worlds(*arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
-        pytest.param(1, 150, marks=pytest.mark.program),
-        (151, 850),
+        pytest.param(1, 80, marks=pytest.mark.program),
+        (81, 920),
         *(pytest.param(seed, 500, marks=pytest.mark.slow) for seed in (1001, 1501, 2001)),
     ],
 )

@@ -261,6 +261,7 @@ def test_bombs_cost_little(name: str) -> None:
     assert peak < 2 * len(BOMBS[name]) + 8 * 2**20
 
 
+@pytest.mark.heavy
 def test_many_parts_are_refused_before_they_fill_memory() -> None:
     node = msgpack.packb(["x", "aten.zeros", [[1] + [1] * 1000, None], [["float32", [1] * 8]]])
     data = HEAD + b"\x90\x90\xdd" + (200_000).to_bytes(4, "big") + node * 4_500

@@ -129,6 +129,7 @@ def test_every_scheduler_keeps_the_number_of_stages_and_the_pins(scheduler):
     assert len(found.owners) == 3 and (found.owners[0], found.owners[-1]) == ("s1p1", "s0p0")
 
 
+@pytest.mark.heavy
 def test_many_devices_and_many_nodes():
     graph = with_skips(120, 64, np.random.default_rng(0))
     network = large_network(40, 5, seed=1, flops=1e8)

@@ -180,6 +180,7 @@ def best_of_all(graph, found_in, microbatches):
     )  # fmt: skip
 
 
+@pytest.mark.heavy
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.sampled_from([4, 16, 64, 200]), min_size=4, max_size=5),

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from fusion.dag.ir.errors import PlacementError
+from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.capture import capture_language_model
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
@@ -21,11 +22,6 @@ from fusion.swarm.directory.records import Digest, PeerRecord
 from fusion.swarm.transport import PeerId
 
 SEQUENCE = 32
-GRAPH = capture_language_model(
-    GPT(GPTConfig(vocabulary=256, blocks=2, width=32, heads=2, sequence=SEQUENCE)),
-    training=True,
-    maximum_sequence=SEQUENCE,
-)
 TRAIN = TrainConfig(
     steps=1,
     microbatches=8,
@@ -38,6 +34,12 @@ TRAIN = TrainConfig(
 MIB = 1 << 20
 
 
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    shape = GPTConfig(vocabulary=256, blocks=2, width=32, heads=2, sequence=SEQUENCE)
+    return capture_language_model(GPT(shape), training=True, maximum_sequence=SEQUENCE)
+
+
 def peer(name: str, memory: int) -> PeerRecord:
     return PeerRecord(
         peer=PeerId(name), name=f"quiet-{name}", addresses=(), role="peer", device="cpu", flops_per_second=1e9,
@@ -47,15 +49,17 @@ def peer(name: str, memory: int) -> PeerRecord:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("feedback", [False, True])
-def test_every_stage_fits_its_owner_or_the_job_is_refused(schedule: str, feedback: bool) -> None:
+def test_every_stage_fits_its_owner_or_the_job_is_refused(
+    graph: Graph, schedule: str, feedback: bool
+) -> None:
     compression = CompressionConfig(kind="uniform", codec="int8", error_feedback=feedback)
     config = replace(TRAIN, schedule=schedule, compression=compression)  # type: ignore[arg-type]
-    (whole,) = place_job(GRAPH, config, [peer("a", 1 << 40)], (), 1).memory_bytes
+    (whole,) = place_job(graph, config, [peer("a", 1 << 40)], (), 1).memory_bytes
     outcomes = set()
     for share in (0.1, 0.45, 0.6, 0.8, 1.05):
         peers = [peer(name, int(share * whole)) for name in "abc"]
         try:
-            found = place_job(GRAPH, config, peers, ())
+            found = place_job(graph, config, peers, ())
         except PlacementError as error:
             assert "it needs at least" in str(error) and "quiet-a" in str(error) and "\n" not in str(error)
             outcomes.add("refused")
@@ -67,25 +71,25 @@ def test_every_stage_fits_its_owner_or_the_job_is_refused(schedule: str, feedbac
     assert outcomes == {"refused", "placed"}
 
 
-def test_the_placement_a_caller_asks_for_is_refused_where_a_stage_fits_nobody() -> None:
-    cuts = (len(GRAPH.nodes) // 2,)
-    roomy = as_asked(GRAPH, TRAIN, cuts)
+def test_the_placement_a_caller_asks_for_is_refused_where_a_stage_fits_nobody(graph: Graph) -> None:
+    cuts = (len(graph.nodes) // 2,)
+    roomy = as_asked(graph, TRAIN, cuts)
     owners, need = (PeerId("a"), PeerId("b")), roomy.memory_bytes[1]
     with pytest.raises(PlacementError, match=r"stage 1 needs [\d.]+ MiB: its peer quiet-b offers [\d.]+ MiB"):
-        as_asked(GRAPH, TRAIN, cuts, owners, [peer("a", 1 << 40), peer("b", need - 1)])
+        as_asked(graph, TRAIN, cuts, owners, [peer("a", 1 << 40), peer("b", need - 1)])
     with pytest.raises(PlacementError, match=r"stage \d needs [\d.]+ MiB: no peer offers more than"):
-        as_asked(GRAPH, TRAIN, cuts, peers=[peer("a", need // 4)])
-    assert as_asked(GRAPH, TRAIN, cuts, owners, [peer("a", 1 << 40)]).memory_bytes == roomy.memory_bytes
+        as_asked(graph, TRAIN, cuts, peers=[peer("a", need // 4)])
+    assert as_asked(graph, TRAIN, cuts, owners, [peer("a", 1 << 40)]).memory_bytes == roomy.memory_bytes
 
 
-def test_the_search_and_the_manifest_say_the_same() -> None:
+def test_the_search_and_the_manifest_say_the_same(graph: Graph) -> None:
     for config in (TRAIN, replace(TRAIN, optimizer=OptimizerConfig(kind="sgd"), schedule="gpipe")):
-        found = place_job(GRAPH, config, [peer(name, 1 << 30) for name in "ab"], (), 2)
+        found = place_job(graph, config, [peer(name, 1 << 30) for name in "ab"], (), 2)
         assert found.plan is not None
         assert found.memory_bytes == tuple(stage.memory_bytes for stage in found.plan.stages)
 
 
-def test_a_served_stage_needs_its_weights_a_session_and_what_runs() -> None:
+def test_a_served_stage_needs_its_weights_a_session_and_what_runs(graph: Graph) -> None:
     captured = capture_language_model(
         GPT(GPTConfig(vocabulary=256, blocks=2, width=32, heads=2, sequence=SEQUENCE)),
         training=False,

@@ -146,7 +146,10 @@ def own_gradients(case: Case, microbatches: int) -> tuple[float, dict[str, torch
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 3), (3, 8), (4, 2)])
+@pytest.mark.parametrize(
+    ("stages", "microbatches"),
+    [(1, 1), (2, 3), *(pytest.param(*each, marks=pytest.mark.heavy) for each in [(3, 8), (4, 2)])],
+)
 @pytest.mark.parametrize("name", ["chain", "diamond", "tied", "dropout", "gpt2"])
 def test_gradients_are_those_of_one_process(name: str, stages: int, microbatches: int, device: str) -> None:
     case = make(name)
