@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from box import calibrate, kernel, link_accuracy, link_cost
 from box.network import Box
 from box.network_file import read_network
-from support.endings import end_as_if_interrupted
+from support.endings import interruptible
 
 
 def main() -> int:
@@ -41,7 +41,6 @@ def main() -> int:
     running.add_argument("host")
     running.add_argument("argv", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
-    end_as_if_interrupted()
     reason = kernel.unavailable()
     if reason:
         print(f"skipped: {reason}", file=sys.stderr)
@@ -63,4 +62,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

@@ -103,8 +103,8 @@ async def status(context: Context, peer: PeerId) -> Frame:
 
 def test_a_job_outlives_its_launcher_and_becomes_a_model_that_answers(peers: Peers, tmp_path: Path) -> None:
     swarm = peers.swarm(3)
-    steps = 1500
-    job = write_job(tmp_path / "job.toml", "life", steps=steps, snapshot_every=250)
+    steps = 700
+    job = write_job(tmp_path / "job.toml", "life", steps=steps, snapshot_every=100)
     laptop = tmp_path / "laptop"
     began = peers.run("train", str(job), "--detach", "--home", str(laptop), "--peer", swarm[0].address)
     assert began[-1]["event"] == "held" and began[-1]["job"] == began[0]["job"]

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from reports import tell
 from safetensors.torch import save_file
-from support.endings import end_as_if_interrupted
+from support.endings import interruptible
 from sweeps.rounds import Row, summary, until_killed
 
 from fusion.cli.chaos import last_lines
@@ -298,7 +298,6 @@ def _report(
 
 
 def main() -> int:
-    end_as_if_interrupted()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--together-kills", type=int, default=20)
@@ -311,4 +310,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from runs import Row, options_of, report, running
+from support.endings import interruptible
 from theatre import Theatre, calm
 from training import RECOVER_SECONDS, Sweep, say
 
@@ -131,4 +132,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from box import kernel
 from box.network import Box
 from box.spec import Host, NetworkSpec
-from support.endings import end_as_if_interrupted
+from support.endings import interruptible
 
 from fusion.cli.local import chaos_job
 from fusion.cli.local.chaos_swarm import Swarm
@@ -36,7 +36,6 @@ POOL_SECONDS = 30.0
 
 
 def main() -> int:
-    end_as_if_interrupted()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -188,4 +187,4 @@ def _words(swarm: Swarm) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

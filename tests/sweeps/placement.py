@@ -24,6 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from support.endings import interruptible
 from support.instances import SIZES, Instance, instances, large_network, with_skips
 
 from fusion.dag.cutting.cuts import legal_cuts, split
@@ -186,4 +187,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

@@ -16,7 +16,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from reports import tell
-from support.endings import end_as_if_interrupted
 from theatre import ARMED, Theatre, end_launcher, launch
 from training import BEGIN_SECONDS, RECOVER_SECONDS, Sweep, compare, quiet_truth, say
 
@@ -43,7 +42,6 @@ def options_of(doc: str | None, *, stages: int, standbys: int, run_seconds: floa
 
 def report(options: argparse.Namespace, acts: Sequence[tuple[str, Act]]) -> int:
     """Play the acts, a run each, print what came of them; 0 where everything held."""
-    end_as_if_interrupted()
     return tell(asyncio.run(_report(options, acts)), options.json)
 
 

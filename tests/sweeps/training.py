@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kills import PHASES, ROLES, Kill, kills, trap_phase
 from reports import tell
-from support.endings import end_as_if_interrupted
+from support.endings import interruptible
 from theatre import ARMED, CALM_STEPS, Theatre, arm, calm, end_launcher, launch, ready_standbys
 
 from fusion.cli.chaos import last_lines
@@ -362,7 +362,6 @@ def _report(found: Sweep, options: argparse.Namespace, seconds: float) -> dict[s
 
 
 def main() -> int:
-    end_as_if_interrupted()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
@@ -377,4 +376,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))
