@@ -72,13 +72,9 @@ def legal_cuts(graph: Graph) -> tuple[int, ...]:
     return tuple(i + 1 for i in fixed[:-1] if not barred[i + 1])
 
 
-def crossing_bytes(graph: Graph, cut: int, sizes: Mapping[str, int]) -> int:
-    """Bytes of the values made before `cut` and read after it, each counted once (forward, one microbatch)."""
-    return int(crossings(graph, sizes)[0][cut])
-
-
 def crossings(graph: Graph, sizes: Mapping[str, int]) -> tuple[Bytes, Bytes]:
-    """For each cut 0 .. len(nodes): bytes that cross it forward, and bytes of gradients that cross it backward."""
+    """For each cut 0 .. len(nodes): bytes that cross it forward, and bytes of gradients that cross it backward, in one
+    microbatch, each value counted once however many read it."""
     forward = np.zeros(len(graph.nodes) + 2, dtype=np.int64)
     backward = forward.copy()
     repeated, gradient, index = repeatable(graph), differentiable(graph), graph.node_index

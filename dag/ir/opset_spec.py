@@ -117,10 +117,6 @@ class OpSpec:
     bilinear: bool = False  # each saved argument is read again only for the gradient of another one
     differentiable: bool = True
 
-    @property
-    def defaults(self) -> dict[str, Arg]:
-        return {p.name: p.default for p in self.parameters if not isinstance(p.default, _Required)}
-
     def call(self, args: tuple[Arg, ...], types: Mapping[Ref, TensorType]) -> Call:
         """The arguments by name, checked against the parameters. GraphError on a wrong number or sort of argument."""
         if len(args) != len(self.parameters):

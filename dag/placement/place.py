@@ -66,15 +66,13 @@ def place(
     scheduler: Scheduler = "op-fence",
     pins: Mapping[int, str] | None = None,
     wire: CodecCost | None = None,
-    incumbent: Placement | None = None,
     memory: MemoryConfig = MemoryConfig(),  # noqa: B008 - frozen
     gpipe: bool = False,
 ) -> Placement:
     """The fastest placement found, of exactly `stages` stages on as many devices, or, with None, of as many as help.
 
     `sizes` are those of one microbatch. "op-fence" asks the others as well, and is never slower by the model than any
-    of them, nor than the `incumbent`, a placement of the same graph that runs already; the others stand alone, for
-    comparison. `pins` says whom stage 0 and stage -1 must run on, `wire` what every floating value costs to send,
+    of them; the others stand alone, for comparison. `pins` says whom stage 0 and stage -1 must run on, `wire` what every floating value costs to send,
     `gpipe` that the job will run that schedule, which holds all microbatches at once.
     PlacementError if there are too few devices or cuts, the model does not fit their memory, or a pin cannot be kept.
     """
@@ -82,7 +80,7 @@ def place(
         raise PlacementError(f"microbatches must be at least 1, not {microbatches}")
     if not network.devices:
         raise PlacementError("there is no peer to place the model on")
-    kept = {*(pins or {}).values(), *(incumbent.owners if incumbent else ())} & network.index.keys()
+    kept = set((pins or {}).values()) & network.index.keys()
     options = space(
         graph,
         shortlist(network, kept),
@@ -104,45 +102,20 @@ def place(
         raise PlacementError(f"1 stage cannot run on both {(pins or {})[0]:.80} and {(pins or {})[-1]:.80}")
     proposed = [choice for find in _SCHEDULERS[scheduler] if (choice := find(options)) is not None]
     ranked = sorted(((options.outlook(c), c) for c in proposed), key=lambda item: (item[0].seconds, item[1]))
-    best: Placement | None = None
-    if ranked and np.isfinite(ranked[0][0].seconds):
-        outlook, choice = ranked[0]
-        if scheduler == "op-fence" and choice != proposed[0]:
-            outlook, choice = improve(options, ranked[0], _TRIES)
-        best = _predicted(
-            graph,
-            options,
-            network,
-            sizes,
-            wire,
-            memory,
-            cuts=tuple(options.segments.bounds[b] for b in choice.bounds[1:-1]),
-            owners=tuple(options.network.devices[d].peer for d in choice.order),
-            schedule=outlook.schedule,
-            depth=outlook.depth,
-        )
-    if incumbent is not None and _may_stay(incumbent, options):
-        stays = _predicted(
-            graph,
-            options,
-            network,
-            sizes,
-            wire,
-            memory,
-            cuts=incumbent.cuts,
-            owners=incumbent.owners,
-            schedule=incumbent.schedule,
-            depth=incumbent.depth,
-        )
-        fits = all(
-            held <= network.device(owner).memory_bytes
-            for held, owner in zip(stays.memory_bytes, stays.owners, strict=True)
-        )
-        if fits and (best is None or stays.predicted_seconds <= best.predicted_seconds):
-            best = stays
-    if best is None:
+    if not ranked or not np.isfinite(ranked[0][0].seconds):
         raise _misfit(options, stages, microbatches)
-    return best
+    outlook, choice = ranked[0]
+    if scheduler == "op-fence" and choice != proposed[0]:
+        outlook, choice = improve(options, ranked[0], _TRIES)
+    bare = Layout(
+        cuts=tuple(options.segments.bounds[b] for b in choice.bounds[1:-1]),
+        owners=tuple(options.network.devices[d].peer for d in choice.order),
+        microbatches=microbatches,
+        training=training,
+        schedule=outlook.schedule,
+        depth=outlook.depth,
+    )
+    return _predicted(graph, bare, options, network, sizes, wire, memory)
 
 
 def _exact(options: Space) -> Choice | None:
@@ -160,21 +133,14 @@ _SCHEDULERS: dict[Scheduler, tuple[Callable[[Space], Choice | None], ...]] = {
 
 def _predicted(
     graph: Graph,
+    bare: Layout,
     options: Space,
     network: Network,
     sizes: Mapping[str, int],
     wire: CodecCost | None,
     memory: MemoryConfig,
-    *,
-    cuts: tuple[int, ...],
-    owners: tuple[str, ...],
-    schedule: Schedule,
-    depth: int,
 ) -> Placement:
-    training, microbatches = options.training, options.microbatches
-    bare = Layout(
-        cuts=cuts, owners=owners, microbatches=microbatches, training=training, schedule=schedule, depth=depth
-    )
+    cuts, owners, training, microbatches = bare.cuts, bare.owners, bare.training, bare.microbatches
     wires = {} if wire is None else uniform(graph, sizes, wire)
     line = pipeline(graph, bare, network, sizes, wires, memory)
     found = step_seconds(line)
@@ -193,8 +159,8 @@ def _predicted(
         left_out=tuple(d.peer for d in network.devices if d.peer not in busy),
         microbatches=microbatches,
         training=training,
-        schedule=schedule,
-        depth=depth,
+        schedule=bare.schedule,
+        depth=bare.depth,
         predicted_seconds=found.seconds,
         stage_seconds=tuple(
             s.forward_seconds + s.backward_seconds + s.update_seconds / microbatches for s in line.stages
@@ -203,15 +169,6 @@ def _predicted(
         sent_bytes=tuple(int(b) for b in segments.forward_bytes[1:-1]),
         prediction=found,
     )
-
-
-def _may_stay(incumbent: Placement, options: Space) -> bool:
-    """Whether a placement that was made for other devices is one of the choices now."""
-    index = options.network.index
-    if not all(owner in index for owner in incumbent.owners):
-        return False
-    same = (incumbent.microbatches, incumbent.training) == (options.microbatches, options.training)
-    return same and options.allowed(tuple(index[owner] for owner in incumbent.owners))
 
 
 def _misfit(options: Space, stages: int | None, microbatches: int) -> DoesNotFit:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusion.dag.cutting.cuts import (
     candidate_cuts,
-    crossing_bytes,
+    crossings,
     differentiable,
     legal_cuts,
     split,
@@ -214,7 +214,7 @@ def test_crossing_bytes_are_those_of_the_edges(graph, data):
     cut = data.draw(st.integers(1, len(graph.nodes) - 1))
     edges = split(graph, (cut,))[0].sends
     total = sum(4 * int(np.prod([bind(d, SIZES) for d in e.type.shape])) for e in edges)
-    assert crossing_bytes(graph, cut, SIZES) == total
+    assert crossings(graph, SIZES)[0][cut] == total
 
 
 def chain(blocks):

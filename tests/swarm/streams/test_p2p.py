@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import uvloop
@@ -17,6 +13,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 from hivemind.proto import p2pd_pb2
 from hypothesis import given
 from hypothesis import strategies as st
+from support.p2p_pair import LOOPBACK, two
 
 from fusion.swarm.errors import (
     FrameError,
@@ -34,7 +31,6 @@ from fusion.swarm.transport import PeerId, Stream, call
 
 pytestmark = pytest.mark.process
 
-LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ECHO = "/fusion/echo/1"
 NOBODY = Identity.generate().peer_id
 
@@ -51,32 +47,12 @@ async def echo(stream: Stream) -> None:
             await stream.send(frame.kind, frame.header, (frame.payload,))
 
 
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory whose path leaves room for UNIX sockets, as pytest's own often does not."""
-    with tempfile.TemporaryDirectory(prefix="p2p-") as path:
-        yield Path(path)
-
-
-@asynccontextmanager
-async def two(directory: Path, **settings: Any) -> AsyncIterator[tuple[P2PTransport, P2PTransport]]:
-    """Two transports in this process, the first connected to the second, which echoes."""
-    configs = [
-        P2PConfig(identity=Identity.generate(), listen=LOOPBACK, runtime_dir=directory, **settings)
-        for _ in range(2)
-    ]
-    async with P2PTransport.start(configs[0]) as one, P2PTransport.start(configs[1]) as other:
-        await other.serve(ECHO, echo)
-        assert await one.connect(other.addresses[0]) == other.peer_id
-        yield one, other
-
-
 # What crosses the wire.
 
 
 def test_frames_between_two_peers(place: Path) -> None:
     async def main() -> None:
-        async with two(place) as (one, other):
+        async with two(place, ECHO, echo) as (one, other):
             big = os.urandom(5_000_000)
             stream = await one.open(other.peer_id, ECHO)
             assert (stream.remote, stream.protocol) == (other.peer_id, ECHO)
@@ -116,7 +92,7 @@ def test_messages_to_p2pd_are_written_as_hivemind_reads_them(size: int) -> None:
 
 def test_it_runs_on_plain_asyncio_too(place: Path) -> None:
     async def main() -> None:
-        async with two(place) as (one, other):
+        async with two(place, ECHO, echo) as (one, other):
             reply = await call(one, other.peer_id, ECHO, "echo", {}, (bytes(2_000_000),))
             assert len(reply.payload) == 2_000_000
 
@@ -126,7 +102,7 @@ def test_it_runs_on_plain_asyncio_too(place: Path) -> None:
 
 def test_what_cannot_be_reached(place: Path) -> None:
     async def main() -> None:
-        async with two(place, dial_seconds=5.0) as (one, other):
+        async with two(place, ECHO, echo, dial_seconds=5.0) as (one, other):
             for attempt in (
                 one.open(other.peer_id, "/fusion/nothing/1"),
                 one.open(NOBODY, ECHO),
@@ -153,7 +129,7 @@ def test_what_cannot_be_reached(place: Path) -> None:
 
 def test_a_stream_to_ourselves_stays_here(place: Path) -> None:
     async def main() -> None:
-        async with two(place) as (_, other):
+        async with two(place, ECHO, echo) as (_, other):
             assert await other.connect(other.addresses[0]) == other.peer_id
             reply = await call(other, other.peer_id, ECHO, "echo", {"a": 1}, (b"xyz",))
             assert (reply.header, bytes(reply.payload)) == ({"a": 1}, b"xyz")
@@ -163,7 +139,7 @@ def test_a_stream_to_ourselves_stays_here(place: Path) -> None:
 
 def test_a_clean_end_and_a_broken_one_differ(place: Path) -> None:
     async def main() -> None:
-        async with two(place) as (one, other):
+        async with two(place, ECHO, echo) as (one, other):
             ends: asyncio.Queue[tuple[type, int]] = asyncio.Queue()
 
             async def drain(stream: Stream) -> None:
@@ -204,7 +180,7 @@ def test_a_clean_end_and_a_broken_one_differ(place: Path) -> None:
 
 def test_what_was_sent_before_a_close_arrives(place: Path) -> None:
     async def main() -> None:
-        async with two(place) as (one, other):
+        async with two(place, ECHO, echo) as (one, other):
             got: list[int] = []
 
             async def note(stream: Stream) -> None:
@@ -222,7 +198,7 @@ def test_what_was_sent_before_a_close_arrives(place: Path) -> None:
 
 def test_a_frame_over_the_caps_ends_the_stream(place: Path) -> None:
     async def main() -> None:
-        async with two(place, limits=FrameLimits(payload_bytes=1_000_000)) as (one, other):
+        async with two(place, ECHO, echo, limits=FrameLimits(payload_bytes=1_000_000)) as (one, other):
             stream = await one.open(other.peer_id, ECHO)
             with pytest.raises(FrameError):
                 await stream.send("k", {}, (bytes(1_000_001),))
@@ -238,7 +214,7 @@ def test_a_frame_over_the_caps_ends_the_stream(place: Path) -> None:
 
 def test_a_strangers_large_payload_is_not_even_read(place: Path) -> None:
     async def main() -> None:
-        async with two(place) as (one, other):
+        async with two(place, ECHO, echo) as (one, other):
             ends: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
 
             async def careful(stream: Stream) -> None:
@@ -270,7 +246,7 @@ def test_a_strangers_large_payload_is_not_even_read(place: Path) -> None:
 
 def test_a_sender_waits_for_a_reader_that_does_not_read(place: Path) -> None:
     async def main() -> None:
-        async with two(place) as (one, other):
+        async with two(place, ECHO, echo) as (one, other):
             release = asyncio.Event()
             taken = 0
 

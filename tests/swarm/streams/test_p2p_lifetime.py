@@ -8,17 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import uvloop
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from support.p2p_pair import LOOPBACK, two
 from support.processes import alive, state
 
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
@@ -33,7 +31,6 @@ from fusion.swarm.transport import Stream
 
 pytestmark = pytest.mark.process
 
-LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ECHO = "/fusion/echo/1"
 GONE_SECONDS = 2.0
 SLOW = DhtConfig(call_seconds=60.0)
@@ -43,26 +40,6 @@ async def echo(stream: Stream) -> None:
     while True:
         frame = await stream.receive()
         await stream.send(frame.kind, frame.header, (frame.payload,))
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory whose path leaves room for UNIX sockets, as pytest's own often does not."""
-    with tempfile.TemporaryDirectory(prefix="p2p-") as path:
-        yield Path(path)
-
-
-@asynccontextmanager
-async def two(directory: Path, **settings: Any) -> AsyncIterator[tuple[P2PTransport, P2PTransport]]:
-    """Two transports in this process, the first connected to the second, which echoes."""
-    configs = [
-        P2PConfig(identity=Identity.generate(), listen=LOOPBACK, runtime_dir=directory, **settings)
-        for _ in range(2)
-    ]
-    async with P2PTransport.start(configs[0]) as one, P2PTransport.start(configs[1]) as other:
-        await other.serve(ECHO, echo)
-        assert await one.connect(other.addresses[0]) == other.peer_id
-        yield one, other
 
 
 def soon(condition: Callable[[], bool], seconds: float = GONE_SECONDS) -> bool:
@@ -162,7 +139,7 @@ def test_sigkill_of_the_whole_process_group(child: Child) -> None:
 def test_we_learn_that_p2pd_or_its_guard_was_killed(place: Path) -> None:
     async def main() -> None:
         for target in ("p2pd", "guard"):
-            async with two(place) as (one, other):
+            async with two(place, ECHO, echo) as (one, other):
                 stream = await one.open(other.peer_id, ECHO)
                 daemon = one._daemon
                 pid = daemon.pid if target == "p2pd" else psutil.Process(daemon.pid).ppid()
@@ -185,7 +162,7 @@ def test_calls_of_the_dht_fail_at_once_when_p2pd_is_dead(place: Path) -> None:
     """hivemind would leave each to its time-out, and a peer that is opened anew would wait for all of them."""
 
     async def main() -> None:
-        async with two(place) as (one, other):
+        async with two(place, ECHO, echo) as (one, other):
             far = await HivemindDirectory.start(other.p2p, other._config.identity, SLOW)
             near = await HivemindDirectory.start(one.p2p, one._config.identity, SLOW)
             assert await near.join(other.peer_id)
@@ -241,7 +218,7 @@ def test_a_peer_that_is_back_is_reached_at_once(place: Path) -> None:
 
 def test_closing_in_the_middle_of_everything(place: Path) -> None:
     async def main() -> None:
-        async with two(place) as (one, other):
+        async with two(place, ECHO, echo) as (one, other):
             streams = [await one.open(other.peer_id, ECHO) for _ in range(5)]
             sends = [asyncio.create_task(stream.send("k", {}, (bytes(20_000_000),))) for stream in streams]
             await asyncio.sleep(0.05)

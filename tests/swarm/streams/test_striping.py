@@ -13,38 +13,31 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from support.p2p_pair import two
 
 from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed
-from fusion.swarm.identity import Identity
 from fusion.swarm.streams import striping
 from fusion.swarm.streams.frames import DEFAULT_LIMITS
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
 from fusion.swarm.transport import Handler, Stream
 
 pytestmark = pytest.mark.process
 
-LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 PROTOCOL = "/fusion/lanes-test/1"
 
 
 @asynccontextmanager
-async def two(handler: Handler) -> AsyncIterator[tuple[P2PTransport, P2PTransport]]:
+async def pair(handler: Handler) -> AsyncIterator[tuple[P2PTransport, P2PTransport]]:
     with tempfile.TemporaryDirectory(prefix="p2p-") as place:
-        configs = [
-            P2PConfig(identity=Identity.generate(), listen=LOOPBACK, runtime_dir=Path(place))
-            for _ in range(2)
-        ]
-        async with P2PTransport.start(configs[0]) as one, P2PTransport.start(configs[1]) as other:
-            await other.serve(PROTOCOL, handler)
-            await one.connect(other.addresses[0])
-            yield one, other
+        async with two(Path(place), PROTOCOL, handler) as ends:
+            yield ends
 
 
 def over(handler: Handler, work: Callable[[Stream], Awaitable[None]], count: int = 4) -> None:
     """`work` on a stream of so many lanes to a peer that handles it with `handler`."""
 
     async def main() -> None:
-        async with asyncio.timeout(60), two(handler) as (one, other):
+        async with asyncio.timeout(60), pair(handler) as (one, other):
             await work(await one.open(other.peer_id, PROTOCOL, stripes=count))
 
     uvloop.run(main())
@@ -331,7 +324,7 @@ def test_lanes_that_make_no_stream_are_refused(
     monkeypatch.setattr(striping, "GATHER_SECONDS", 0.3)
 
     async def main() -> None:
-        async with asyncio.timeout(30), two(echo) as (one, other):
+        async with asyncio.timeout(30), pair(echo) as (one, other):
             lane = await one._open(other.peer_id, PROTOCOL + striping.SUFFIX)
             await lane.send(*first)
             frame = await lane.receive()
@@ -345,7 +338,7 @@ def test_lanes_that_make_no_stream_are_refused(
 
 def test_one_lane_twice_and_other_counts_do_not_mix() -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), two(echo) as (one, other):
+        async with asyncio.timeout(30), pair(echo) as (one, other):
             first = await one._open(other.peer_id, PROTOCOL + striping.SUFFIX)
             await first.send("lane", {"key": "k", "lane": 0, "of": 2})
             gathering = other._handlers._handlers[PROTOCOL + striping.SUFFIX].__self__  # type: ignore[attr-defined]
@@ -366,7 +359,7 @@ def test_one_lane_twice_and_other_counts_do_not_mix() -> None:
 
 def test_a_peer_that_does_not_speak_it_or_is_gone() -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), two(echo) as (one, other):
+        async with asyncio.timeout(60), pair(echo) as (one, other):
             with pytest.raises(PeerUnreachable):
                 await one.open(other.peer_id, "/fusion/no-such/1", stripes=3)
             here = await other.open(other.peer_id, PROTOCOL, stripes=3)
