@@ -43,7 +43,6 @@ class Context:
     codec_worker: Worker | None = (
         None  # the thread that tensors are encoded and decoded in, beside the device's
     )
-    device: str = "cpu"
     memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(4 << 30))  # that the volunteer lends
     home: Path = Path(".")
     succession: TakeoverReports | None = None  # None in a client: it holds nothing

@@ -13,8 +13,13 @@ from fusion.runtime.hosting.hosting import Hosting
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.job.context import Context
+from fusion.runtime.job.stage_graphs import StageGraphs
+from fusion.runtime.planes.plane import Plane
 from fusion.runtime.serving.service import ServingService
+from fusion.runtime.serving.stage_loader import StageLoader as ServingLoader
+from fusion.runtime.training.loader import StageLoader as TrainingLoader
 from fusion.runtime.training.service import TrainingService
+from fusion.runtime.training.stage_source import StageSource
 from fusion.swarm.errors import SwarmError
 
 LEAVE_SECONDS = 14.0  # for all stages together; see HAND_OVER_SECONDS in `fusion.cli.start`
@@ -32,11 +37,13 @@ class Assembly:
 
 @asynccontextmanager
 async def assemble(
-    context: Context, fitness: float, reachable: Callable[[], bool] = lambda: True
+    context: Context, plane: Plane, fitness: float, reachable: Callable[[], bool] = lambda: True
 ) -> AsyncIterator[Assembly]:
     """Train, serve and host until the block ends; then hand over, while others are `reachable`. `fitness` is the score
     of claims that nobody proposed, from 0 to below 1."""
-    training, serving = TrainingService(context), ServingService(context)
+    graphs = StageGraphs(context)
+    training = TrainingService(context, TrainingLoader(context, plane, StageSource(context, graphs)))
+    serving = ServingService(context, ServingLoader(context, plane, graphs))
     services: dict[str, Service] = {"train": training, "serve": serving}
     hosting = Hosting(context, services, fitness, files=JobFiles(context.home / "jobs", context.clock.unix))
     try:

@@ -26,6 +26,7 @@ from fusion.runtime.peer.capability import Capability, measure
 from fusion.runtime.peer.client import BLOB_QUOTA_BYTES, CACHED_PEERS_FILE, keep_torch_cache
 from fusion.runtime.peer.network import open_network
 from fusion.runtime.peer.peer_file import RunningPeer, written_down
+from fusion.runtime.planes.choice import TORCH, choose
 from fusion.swarm.blobs.blobs import BlobConfig
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.control.server import ControlServer
@@ -111,6 +112,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     ):
         transport, directory = network.transport, network.directory
         capability = await worker.run(measure, config.device, threads, config.memory_bytes)
+        plane = choose(TORCH, config.device)
         context = Context(
             peer_id=identity.peer_id,
             transport=transport,
@@ -119,7 +121,6 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             leases=network.leases,
             worker=worker,
             codec_worker=codec_worker,
-            device=config.device,
             memory=MemoryBudget(capability.memory_bytes),
             home=config.home,
             succession=Takeovers(transport, network.leases),
@@ -132,7 +133,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
 
         ways = MembershipConfig(bootstrap=config.bootstrap, cache_path=config.home / CACHED_PEERS_FILE)
         membership = Membership(transport, directory, directory, lambda: peer.record(), ways, meet)
-        async with assemble(context, _fitness(capability), lambda: transport.alive) as parts:
+        async with assemble(context, plane, _fitness(capability), lambda: transport.alive) as parts:
             peer = Peer(context, transport, capability, membership, parts)
             await transport.serve(
                 STATUS.name, lambda stream: tell_status(stream, context, parts.hosting.hosted)

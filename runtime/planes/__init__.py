@@ -1,6 +1,7 @@
 """What runs stages. A plane knows no peers, no protocol and no codecs.
 
 plane           what a plane promises: forward, backward, apply, state; decoding
+choice          the planes that there are, by name
 codegen         a graph as one Python function, with nothing of its text in it
 torch_ops       how that function calls each operator
 dropout         masks that are a function of (seed, step, microbatch, node)

@@ -1,4 +1,5 @@
-"""An execution plane: what runs the stages of the DAG on one device. Implemented by `fusion.runtime.planes.torch_plane`.
+"""An execution plane: what runs the stages of the DAG on one device. `fusion.runtime.planes.choice` knows those that
+there are by name, and whoever loads stages is given one.
 
 All methods are blocking and run in the device's one worker thread (`fusion.runtime.job.worker`). Tensors at this
 boundary are torch CPU or device tensors; the plane moves what it is given to its device.
@@ -13,6 +14,7 @@ from typing import Protocol
 import torch
 
 from fusion.dag.cutting.stage import Stage
+from fusion.runtime.job.manifest import OptimizerConfig
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -82,3 +84,14 @@ class DecodingStage(Protocol):
         """Free the session; unknown sessions are ignored."""
 
     def used_bytes(self) -> int: ...
+
+
+class Plane(Protocol):
+    """What makes the stages of one device. `variables` holds every variable of the stage's graph by name; JobError for
+    one that is missing or of another shape or dtype."""
+
+    def training(self, stage: Stage, variables: Tensors, optimizer: OptimizerConfig) -> TrainingStage:
+        """The stage with a copy of the variables and an optimizer that has not begun."""
+
+    def decoding(self, stage: Stage, variables: Tensors) -> DecodingStage:
+        """The stage with the variables on the device, and no session."""

@@ -224,6 +224,19 @@ class TorchDecodingStage:
         return sum(cache.bytes for cache in self._sessions.values())
 
 
+class TorchPlane:
+    """Implements `fusion.runtime.planes.plane.Plane` on "cpu", "cuda" or "cuda:<index>"."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+
+    def training(self, stage: Stage, variables: Tensors, optimizer: OptimizerConfig) -> TorchTrainingStage:
+        return TorchTrainingStage(stage, variables, optimizer, self._device)
+
+    def decoding(self, stage: Stage, variables: Tensors) -> TorchDecodingStage:
+        return TorchDecodingStage(stage, variables, self._device)
+
+
 def _select(program: Program, inputs: Tensors, device: torch.device) -> list[torch.Tensor]:
     try:
         return [inputs[name].to(device) for name in program.inputs]

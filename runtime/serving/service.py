@@ -51,12 +51,12 @@ class ServingService:
     `prepare` is called for ready to run. Of these an idle peer serves what is in its memory, beside the owner: the
     owner's death then costs a session a move, and the stage the time that a claim takes."""
 
-    def __init__(self, context: Context, gateway: GatewayConfig | None = None) -> None:
+    def __init__(self, context: Context, loader: StageLoader, gateway: GatewayConfig | None = None) -> None:
         self._context = context
         self.gateway = Gateway(context, gateway)
         self._hosted: dict[Place, _Hosted] = {}
         self._warm: dict[Place, LoadedStage] = {}
-        self._loader = StageLoader(context)
+        self._loader = loader
         self._replicas: dict[Place, asyncio.Task[None]] = {}
         self._began = asyncio.Event()  # set, and replaced, whenever a stage begins to run here
 

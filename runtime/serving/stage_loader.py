@@ -16,7 +16,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.stage_graphs import StageGraphs
-from fusion.runtime.planes.torch_plane import TorchDecodingStage
+from fusion.runtime.planes.plane import DecodingStage, Plane
 from fusion.runtime.serving.ring_frames import RingPlan, plan_ring
 from fusion.swarm.directory.records import Digest, JobId
 
@@ -28,7 +28,7 @@ class LoadedStage:
     """A stage in memory: hosted, or warm for when we have to."""
 
     plan: RingPlan
-    plane: TorchDecodingStage
+    plane: DecodingStage
     weights: Digest
     weights_bytes: int
 
@@ -36,9 +36,10 @@ class LoadedStage:
 class StageLoader:
     """Loads each stage once, however many wait for it."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, plane: Plane, graphs: StageGraphs) -> None:
         self._context = context
-        self._graphs = StageGraphs(context)
+        self._plane = plane
+        self._graphs = graphs
         self._loading: dict[Place, asyncio.Task[LoadedStage]] = {}
 
     async def load(self, place: Place, manifest: Manifest) -> LoadedStage:
@@ -89,10 +90,9 @@ class StageLoader:
         except JobError as error:
             raise JobFailed(str(error)) from None
         path = await self._context.blobs.fetch(manifest.weights[stage])
-        device = self._context.device
         try:
             plane = await self._context.compute.run(
-                lambda: TorchDecodingStage(stages[stage], load_file(path), device=device)
+                lambda: self._plane.decoding(stages[stage], load_file(path))
             )
         except (SafetensorError, ValueError, KeyError) as error:
             raise JobFailed(f"the weights of stage {stage} of {manifest.name}: {error}") from None

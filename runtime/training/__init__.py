@@ -11,7 +11,9 @@ stage_loop       its loop: message by message, to its part in the steps or to th
 stage_messages   the way of its control messages: mailbox and outbox
 stage_work       its part in the steps, carried out
 stage_handover   its way to the next owner
-loader           stages on their way into memory
+stage_source     what a stage is made of, from the swarm
+stage_builder    from that and a state to a stage in memory
+loader           which stages are in memory, and which on their way
 service          training jobs on this peer
 
 Words: a step is one committed update; an attempt, one try at it; a microbatch, a part of its samples; a partner, a stage that a stage

@@ -33,9 +33,9 @@ BATON_PEER = "peer"  # in a baton's header: who has its blob
 
 
 class TrainingService:
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, loader: StageLoader) -> None:
         self._context = context
-        self._loader = StageLoader(context)
+        self._loader = loader
         self._hosts: dict[Place, TrainingHost] = {}
         self._loading: set[Place] = set()
         self._came = asyncio.Event()  # set, and replaced, whenever a stage has been loaded or cannot be

@@ -24,12 +24,14 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.job.memory_budget import MemoryBudget
+from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.serving.client import complete
 from fusion.runtime.serving.failover import FailoverConfig
 from fusion.runtime.serving.gateway import GatewayConfig
 from fusion.runtime.serving.request import Answer, GenerateRequest, Sampling
 from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.service import ServingService
+from fusion.runtime.serving.stage_loader import StageLoader
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
@@ -142,7 +144,11 @@ class Peer:
             clock=given.clock,
             random=given.random,
         )
-        self.service = ServingService(self.context, GatewayConfig(failover=failover))
+        self.service = ServingService(
+            self.context,
+            StageLoader(self.context, given.plane, StageGraphs(self.context)),
+            GatewayConfig(failover=failover),
+        )
         self.hosting: list[asyncio.Task[None]] = []
 
     @property

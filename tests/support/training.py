@@ -27,14 +27,18 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import CompressionConfig, DataConfig, Manifest, OptimizerConfig, TrainConfig
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.spec import GPTConfig
+from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
+from fusion.runtime.planes.plane import Plane
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.host import TrainingHost
+from fusion.runtime.training.loader import StageLoader
 from fusion.runtime.training.service import TrainingService
+from fusion.runtime.training.stage_source import StageSource
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
@@ -53,8 +57,9 @@ LANGUAGE = ("input_ids", "position_ids", "targets")
 class RecordedService(TrainingService):
     """Remembers the stages that it ran: how a job ended is otherwise for the peer's board of jobs to know."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
+    def __init__(self, context: Context, plane: Plane) -> None:
+        source = StageSource(context, StageGraphs(context))
+        super().__init__(context, StageLoader(context, plane, source))
         self.ran: dict[tuple[JobId, int], TrainingHost] = {}
 
     async def _load(self, job: JobId, manifest: Manifest, stage: int, *rest: Any) -> TrainingHost:
@@ -157,7 +162,7 @@ class Swarm:
             clock=given.clock,
             random=given.random,
         )
-        peer = Peer(context, RecordedService(context))
+        peer = Peer(context, RecordedService(context, given.plane))
         successor.attach(peer)
         await successor.start()
         await peer.service.start()

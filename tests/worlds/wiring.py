@@ -9,27 +9,30 @@ import builtins
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from worlds.arithmetic import VARIABLE, WorldBatches, first_state, pack, stages_of, unpack
-from worlds.disk import WorldPath
 from worlds.virtual_time import lane_now
 
+from fusion.dag.cutting.stage import Stage
 from fusion.runtime.hosting.hosting import Hosting
 from fusion.runtime.hosting.jobs import files
 from fusion.runtime.job import manifest_wire as manifests
-from fusion.runtime.job import stage_graphs
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build
-from fusion.runtime.training import loader, stage_work
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.stage_graphs import StageGraphs, Stages
 from fusion.runtime.training import service as training
+from fusion.runtime.training import stage_work
 from fusion.runtime.training.data import samples
 from fusion.runtime.training.snapshots import snapshot
+from fusion.runtime.training.stage_source import StageSource
 from fusion.runtime.training.step import protocol as steps
 from fusion.runtime.training.streams import partners
 from fusion.swarm.directory.records import JobRecord
@@ -67,29 +70,34 @@ class JobFiles(files.JobFiles):
         return tuple(build(JobRecord, json.loads(path.read_bytes())["record"], "record") for path in paths)
 
 
+class WorldGraphs(StageGraphs):
+    def __init__(self) -> None:
+        return
+
+    async def of(self, manifest: Manifest) -> Stages:
+        return stages_of(manifest.stages), ()
+
+
+class WorldShards:
+    """Implements `fusion.runtime.training.snapshots.stage_files.Shards` over a simulated disk."""
+
+    def save(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+        path.write_bytes(pack(tensors))
+
+    def load_weights(self, path: Path, stage: Stage) -> dict[str, torch.Tensor]:
+        return unpack(path.read_bytes())
+
+    def load_state(
+        self, path: Path, stage: Stage, residuals: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, torch.Tensor]:
+        return unpack(path.read_bytes())
+
+
+def stage_source(context: Context) -> StageSource:
+    return StageSource(context, WorldGraphs(), WorldBatches, WorldShards())
+
+
 # --- replacements
-
-
-async def _load_stages(context: Context, manifest: Any) -> tuple[Any, Any]:
-    return stages_of(manifest.stages), ()
-
-
-def _plane(stage: Any, variables: Any, optimizer: Any, **_: Any) -> Any:
-    from worlds.world import World
-
-    return World.current.plane(stage, variables, lane_now())
-
-
-def _save(tensors: Any, path: WorldPath, metadata: Any = None) -> None:
-    path.write_bytes(pack(tensors))
-
-
-def _load_weights(path: WorldPath, stage: Any) -> dict[str, torch.Tensor]:
-    return unpack(path.read_bytes())
-
-
-def _load_state(path: WorldPath, stage: Any, *_: Any) -> dict[str, torch.Tensor]:
-    return unpack(path.read_bytes())
 
 
 def _remembered(pure: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,12 +184,6 @@ _one_line = handlers.error_line
 
 def install() -> None:
     """Once per process."""
-    replace_everywhere(stage_graphs.load_stages, _load_stages)
-    replace_everywhere(loader.TorchTrainingStage, _plane)
-    replace_everywhere(loader.Batches, WorldBatches)
-    replace_everywhere(snapshot.save, _save)
-    replace_everywhere(snapshot.load_weights, _load_weights)
-    replace_everywhere(snapshot.load_state, _load_state)
     for pure in (manifests.decode, snapshot.decode_index, samples.sample_indices):
         replace_everywhere(pure, _remembered(pure))  # every peer asks for the same values
     replace_everywhere(handlers.error_line, _told_apart)

@@ -21,11 +21,14 @@ from worlds.process import STAGE_BYTES, Outcome, Process
 from worlds.scenario import Fault, Scenario
 from worlds.virtual_time import Lane, VirtualLoop, cpu_seconds
 
+from fusion.dag.cutting.stage import Stage
 from fusion.runtime.hosting.hosting import Hosting
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.manifest import DataConfig, Manifest, OptimizerConfig, TrainConfig
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.protocol import STAGE
+from fusion.runtime.planes.plane import DecodingStage, Tensors
+from fusion.runtime.training.loader import StageLoader
 from fusion.runtime.training.service import TrainingService
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.claims.election import winner
@@ -178,7 +181,10 @@ class World:
             random=self.chance,
         )  # fmt: skip
         process.memory = context.memory
-        service = process.service = TrainingService(context)
+        plane = WorldPlane(peer_id, self.plan.microbatches, self.oracle)
+        service = process.service = TrainingService(
+            context, StageLoader(context, plane, wiring.stage_source(context))
+        )
         fitness = 0.1 + 0.8 * self.rng.random()
         hosting = process.hosting = Hosting(
             context,
@@ -465,15 +471,25 @@ class World:
     def process_of(self, lane: Lane) -> Process:
         return self._by_lane[lane]
 
-    # --- what `wiring` reports
 
-    def plane(self, stage: Any, weights: Any, lane: Lane) -> ChainPlane:
-        peer = self.process_of(lane).peer_id
+class WorldPlane:
+    """Implements `fusion.runtime.planes.plane.Plane` for a peer, whose updates the oracle looks at."""
+
+    def __init__(self, peer: PeerId, microbatches: int, oracle: Oracle) -> None:
+        self._peer = peer
+        self._microbatches = microbatches
+        self._oracle = oracle
+
+    def training(self, stage: Stage, variables: Tensors, optimizer: OptimizerConfig) -> ChainPlane:
+        peer, oracle = self._peer, self._oracle
         return ChainPlane(
-            stage, weights, self.plan.microbatches,
-            lambda plane, before, after: self.oracle.applied(peer, plane, before, after),
-            lambda text: self.oracle.broken(f"history: stage {stage.index} at {peer} {text}"),
+            stage, variables, self._microbatches,
+            lambda plane, before, after: oracle.applied(peer, plane, before, after),
+            lambda text: oracle.broken(f"history: stage {stage.index} at {peer} {text}"),
         )  # fmt: skip
+
+    def decoding(self, stage: Stage, variables: Tensors) -> DecodingStage:
+        raise NotImplementedError("nothing is served in a world")
 
 
 def _name(index: int) -> PeerId:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -26,12 +27,29 @@ SCRATCH_PREFIX = "shard-"
 KEPT = 2  # snapshots that stay on disk: somebody may be fetching the one before the newest
 
 
+class Shards(Protocol):
+    """How the state of a stage lies in a blob: `snapshot` says what each does, and does it."""
+
+    def save(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None: ...
+
+    def load_weights(self, path: Path, stage: Stage) -> dict[str, torch.Tensor]: ...
+
+    def load_state(
+        self, path: Path, stage: Stage, residuals: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, torch.Tensor]: ...
+
+
 class StageFiles:
-    def __init__(self, context: Context, job: JobId, manifest: Manifest, stage: Stage) -> None:
+    """`shards` reads and writes the blobs of states."""
+
+    def __init__(
+        self, context: Context, job: JobId, manifest: Manifest, stage: Stage, shards: Shards = snapshot
+    ) -> None:
         self._context = context
         self._job = job
         self._manifest = manifest
         self._stage = stage
+        self._shards = shards
         self._residuals = {} if manifest.train is None else residual_shapes(stage, manifest.train)
         self._scratch = scratch_folder(context)
         self._by_step: dict[int, set[Digest]] = {}  # blobs of snapshots that we wrote or fetched
@@ -50,17 +68,17 @@ class StageFiles:
         if point.digest is None:
             proposed = [peer for peer in self._manifest.proposed if peer]
             path = await blobs.fetch(self._manifest.weights[stage.index], proposed)
-            weights = await asyncio.to_thread(snapshot.load_weights, path, stage)
+            weights = await asyncio.to_thread(self._shards.load_weights, path, stage)
             return {snapshot.VARIABLE + name: tensor for name, tensor in weights.items()}
         digest = await self._shard_of(point.digest, owners)
         path = await blobs.fetch(digest, self._near(stage.index, owners))
-        return await asyncio.to_thread(snapshot.load_state, path, stage, self._residuals)
+        return await asyncio.to_thread(self._shards.load_state, path, stage, self._residuals)
 
     async def load_shard(self, digest: Digest, step: int, near: Sequence[PeerId]) -> dict[str, torch.Tensor]:
         """The state of our stage at `step` from one shard, which the peers of `near` hold. Raises BlobError, JobError."""
         path = await self._context.blobs.fetch(digest, near)
         self._keep(step, digest)
-        return await asyncio.to_thread(snapshot.load_state, path, self._stage, self._residuals)
+        return await asyncio.to_thread(self._shards.load_state, path, self._stage, self._residuals)
 
     async def fetch(self, point: Checkpoint, owners: Mapping[int, PeerId]) -> None:
         """Bring here what `load` would read. Raises BlobError, JobError."""
@@ -81,7 +99,7 @@ class StageFiles:
         abandoned = threading.Event()  # we are cancelled, but a thread cannot be
 
         def write() -> None:
-            snapshot.save(state, path)
+            self._shards.save(state, path)
             if abandoned.is_set():
                 path.unlink(missing_ok=True)
 

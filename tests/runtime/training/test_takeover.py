@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.surroundings import Surroundings
 from support.training import (
     LONG,
     TINY,
@@ -30,7 +31,7 @@ from support.training import (
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.launch.launch import launch
-from fusion.runtime.training import loader
+from fusion.runtime.planes.torch_plane import TorchPlane, TorchTrainingStage
 from fusion.runtime.training.step.messages import CommitMessage
 from fusion.runtime.training.streams.fence import Overtaken
 from fusion.swarm.directory.records import JobId
@@ -197,30 +198,36 @@ async def started(made: Swarm, stages: int, owners: list[Peer]) -> tuple[Job, to
     return work, module
 
 
+class Filling(TorchPlane):
+    """Takes no more stages once it is full."""
+
+    full = False
+
+    def training(self, *parts: Any) -> TorchTrainingStage:
+        assert not self.full, "the stage was loaded when it had to be there"
+        return super().training(*parts)
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_warm_standby_follows_a_killed_owner_at_once(
-    tmp_path: Path, victim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_standby_follows_a_killed_owner_at_once(tmp_path: Path, victim: int) -> None:
     """Its neighbours ask for it; it neither reads a weight nor compiles anything then; the run ends as if nothing had
     happened. The claim of the dead owner is still in the directory."""
 
     async def main() -> None:
-        async with swarm(tmp_path / "rough", 4) as made:
+        plane = Filling()
+        async with swarm(tmp_path / "rough", 4, Surroundings(plane=plane)) as made:
             *owners, spare = made.peers
             work, module = await started(made, 3, owners)
             known = await reached(owners[0], work, 4, snapshot_step=3)
             assert await spare.stand_by(work.prepared, victim, record_of(owners[0], work, known)) >= 3
 
-            def cold(*_: Any, **__: Any) -> None:
-                raise AssertionError("the stage was loaded when it had to be there")
-
-            monkeypatch.setattr(loader, "TorchTrainingStage", cold)
+            plane.full = True
             await made.kill(owners[victim])
             lead = spare if victim == 0 else owners[0]
             await until(lambda: victim in spare.tasks)
             left = await reached(spare, work, 0)
             await reached(lead, work, max(left.step, known.step) + 3)
-            monkeypatch.undo()
+            plane.full = False
             losses = await stopped(made, lead, work)
         assert_bit_identical(losses, await undisturbed(tmp_path / "calm", module, 3, max(losses) + 1))
 

@@ -1,0 +1,85 @@
+"""From the parts of a training stage and a state to the stage in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.planes.plane import Plane
+from fusion.runtime.training.lead.tuning import state_bytes
+from fusion.runtime.training.snapshots import snapshot
+from fusion.runtime.training.snapshots.loaded_stage import Loaded
+from fusion.runtime.training.stage_source import StageParts
+from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.handover_state import HandoverState
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import PeerId
+
+log = logging.getLogger(__name__)
+
+BATON_SECONDS = 5.0  # for the state that an owner hands over; a snapshot is as good, some steps ago
+BATON_BYTES_PER_SECOND = 125e3  # and more, for what takes longer at the rate of a slow uplink
+
+
+class StageBuilder:
+    """Stages of `plane`, which computes in the context's worker thread."""
+
+    def __init__(self, context: Context, plane: Plane) -> None:
+        self._context = context
+        self._plane = plane
+
+    async def build(self, parts: StageParts, point: Checkpoint) -> Loaded:
+        """In the state of the snapshot `point`, or as the job begins where it names none. Raises BlobError, JobError."""
+        state = await parts.files.load(point, parts.near)
+        plane = await self._context.compute.run(
+            self._plane.training, parts.plan.stage, snapshot.variables(state), parts.config.optimizer
+        )
+        if point.digest is not None:
+            await self._context.compute.run(plane.load_state, state)
+        return Loaded(
+            plan=parts.plan,
+            plane=plane,
+            batches=parts.batches,
+            files=parts.files,
+            start=point,
+            residuals=snapshot.residuals(state),
+        )
+
+    async def resume(self, parts: StageParts, point: Checkpoint) -> Loaded:
+        """As `build`; as the job begins where the snapshot cannot be had."""
+        try:
+            return await self.build(parts, point)
+        except (SwarmError, JobError) as error:
+            if point.digest is None:
+                raise
+            # The lead takes everybody back to one that can be had, this one again or the one before.
+            log.warning(
+                "stage %d begins anew, without step %d: %s", parts.plan.stage.index, point.step, error
+            )
+            return await self.build(parts, Checkpoint())
+
+    async def advance(self, loaded: Loaded, point: Checkpoint, near: Mapping[int, PeerId]) -> Loaded:
+        """The stage at another snapshot, in the same memory. Raises BlobError, JobError."""
+        state = await loaded.files.load(point, near)
+        await self._context.compute.run(loaded.plane.load_state, state)
+        return replace(loaded, start=point, residuals=snapshot.residuals(state))
+
+    async def take_over(self, loaded: Loaded, baton: HandoverState, peer: PeerId | None) -> Loaded:
+        """The stage in the state of `baton`, whose blob `peer` has; as it is where that cannot be had in time."""
+        try:
+            size = state_bytes(loaded.plan.stage)
+            async with asyncio.timeout(BATON_SECONDS + size / BATON_BYTES_PER_SECOND):
+                near = [peer] if peer is not None else []
+                state = await loaded.files.load_shard(baton.shard, baton.step, near)
+        except (SwarmError, JobError, TimeoutError) as error:
+            stage = loaded.plan.stage.index
+            log.warning(
+                "stage %d goes on from a snapshot, not from what its last owner left: %s", stage, error
+            )
+            return loaded
+        await self._context.compute.run(loaded.plane.load_state, state)
+        return replace(loaded, start=baton.point, baton=baton, residuals=snapshot.residuals(state))

@@ -1,0 +1,90 @@
+"""What a training stage is made of, from the swarm: its part of the graph, its data, its blobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import Manifest, TrainConfig
+from fusion.runtime.job.stage_graphs import StageGraphs
+from fusion.runtime.training.compute.inbox import StagePlan
+from fusion.runtime.training.data.batches import Batches
+from fusion.runtime.training.snapshots import snapshot
+from fusion.runtime.training.snapshots.stage_files import Shards, StageFiles
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.transport import PeerId
+
+MakeBatches = Callable[[TrainConfig, Sequence[str], Path | None, Path | None], Batches]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParts:
+    """Everything but the state."""
+
+    config: TrainConfig
+    plan: StagePlan
+    files: StageFiles
+    batches: Batches
+    near: Mapping[int, PeerId]  # who held each stage when we last looked, but for us
+
+
+class StageSource:
+    """`batches` reads the data blobs, `shards` reads and writes those of states."""
+
+    def __init__(
+        self, context: Context, graphs: StageGraphs, batches: MakeBatches = Batches, shards: Shards = snapshot
+    ) -> None:
+        self._context = context
+        self._graphs = graphs
+        self._make_batches = batches
+        self._shards = shards
+
+    async def plan(self, manifest: Manifest, index: int) -> StagePlan:
+        """Raises BlobError, JobFailed."""
+        config = trained(manifest, index)
+        stages, ties = await self._graphs.of(manifest)
+        return StagePlan(
+            stage=stages[index],
+            stages=len(stages),
+            ties=tuple(group for group in ties if index in group.stages),
+            sizes={"batch": config.microbatch_size, "sequence": config.sequence},
+            memory_bytes=manifest.memory_bytes,
+            whole=stages if index == 0 else (),
+        )
+
+    def files(self, job: JobId, manifest: Manifest, plan: StagePlan) -> StageFiles:
+        return StageFiles(self._context, job, manifest, plan.stage, self._shards)
+
+    async def parts(
+        self, manifest: Manifest, plan: StagePlan, files: StageFiles, near: Mapping[int, PeerId]
+    ) -> StageParts:
+        """With the data on this disk. Raises BlobError, JobError."""
+        config = trained(manifest, plan.stage.index)
+        received = {edge.name for edge in plan.stage.receives}
+        inputs = [i.name for i in plan.stage.graph.inputs if i.name not in received]
+        train = held_out = None
+        if Batches.needs_blobs(config, inputs):
+            hints = list(dict.fromkeys([*near.values(), *(peer for peer in manifest.proposed if peer)]))
+            train = await self._context.blobs.fetch(config.data.train, hints)
+            if config.data.held_out is not None:
+                held_out = await self._context.blobs.fetch(config.data.held_out, hints)
+        batches = await asyncio.to_thread(self._make_batches, config, inputs, train, held_out)
+        return StageParts(config=config, plan=plan, files=files, batches=batches, near=near)
+
+    def owners(self, job: JobId, manifest: Manifest) -> dict[int, PeerId]:
+        """Who held each stage when we last looked, but for us."""
+        found = {stage: winner(self._context.leases.recent(job, stage)) for stage in range(manifest.stages)}
+        us = self._context.peer_id
+        return {stage: owner.peer for stage, owner in found.items() if owner is not None and owner.peer != us}
+
+
+def trained(manifest: Manifest, index: int) -> TrainConfig:
+    """How the job is trained; JobError where `index` is no stage of a training job."""
+    if manifest.train is None or not 0 <= index < manifest.stages:
+        raise JobError(f"stage {index} of {manifest.name} is no stage of a training job")
+    return manifest.train
