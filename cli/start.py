@@ -52,6 +52,12 @@ def start(
         str | None,
         typer.Option("--memory", metavar="SIZE", help="Memory to lend, e.g. 4GiB (half of what is free)."),
     ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            "--disk", metavar="SIZE", help="Disk to lend for weights, data and snapshots, e.g. 20GiB (50GiB)."
+        ),
+    ] = None,
     device: Annotated[Device, typer.Option("--device", help="What computes.")] = Device.cpu,
     upload: Annotated[
         float | None,
@@ -76,7 +82,9 @@ def start(
     if upload is not None:
         chosen["upload_mbps"] = upload
     if memory is not None:
-        chosen["memory_bytes"] = options.parse_size(memory)
+        chosen["memory_bytes"] = options.parse_size(memory, "--memory")
+    if disk is not None:
+        chosen["blob_quota_bytes"] = options.parse_size(disk, "--disk")
     folder, addresses = options.home_folder(home), options.bootstrap_addresses(bootstrap)
     output.status("starting ...")
     with lean_imports():

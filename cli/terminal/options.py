@@ -42,9 +42,9 @@ StopWith = Annotated[
 ]
 
 
-def parse_size(text: str) -> int:
-    """The bytes that --memory means. ValueError for what is no size, or less than one byte."""
-    return size_text.parse_size(text, "--memory")
+def parse_size(text: str, option: str) -> int:
+    """The bytes that the value of `option` means. ValueError for what is no size, or less than one byte."""
+    return size_text.parse_size(text, option)
 
 
 def parse_ids(text: str) -> tuple[int, ...]:

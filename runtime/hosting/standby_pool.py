@@ -354,6 +354,7 @@ class Pool:
                 log.warning("the snapshot of %s: %s", manifest.name, one_line(str(error)))
                 continue
             self._shards[job] = (digest, index.step, index.shards)
+        blobs.hold(self, {shard for *_, shards in self._shards.values() for shard in shards})
 
 
 def _version(record: JobRecord) -> tuple[Digest | None, int]:

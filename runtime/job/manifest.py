@@ -112,6 +112,13 @@ class Manifest:
     def stages(self) -> int:
         return len(self.cuts) + 1
 
+    def blobs(self) -> frozenset[Digest]:
+        """Every blob that the job begins with."""
+        named = [self.graph, *self.weights, *(digest for _, digest in self.files), self.tokenizer]
+        if self.train is not None:
+            named += [self.train.data.train, self.train.data.held_out]
+        return frozenset(digest for digest in named if digest is not None)
+
     def needed_bytes(self, stage: int) -> int:
         """Of memory that a stage takes on its peer; 0 where the launcher did not say."""
         return self.memory_bytes[stage] if self.memory_bytes else 0

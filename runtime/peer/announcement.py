@@ -38,13 +38,17 @@ def record_of(context: Context, capability: Capability, started_at: float) -> Pe
     )
 
 
+TOLD_PEERS = 256  # in one answer, which has to fit into a header
+
+
 async def tell_status(stream: Stream, context: Context, hosted: Sequence[tuple[JobId, int]]) -> None:
     """What `fusion-peer status` shows of one peer beyond its record."""
     frame = await stream.receive()
     if frame.kind != "status":
         raise ValueError(f"{STATUS.name} knows status, not {frame.kind[:40]!r}")
     counts = context.transport.traffic().items()
-    traffic = {other: [count.sent_bytes, count.received_bytes] for other, count in counts}
+    most = sorted(counts, key=lambda each: each[1].sent_bytes + each[1].received_bytes, reverse=True)
+    traffic = {other: [count.sent_bytes, count.received_bytes] for other, count in most[:TOLD_PEERS]}
     places = [[job, stage] for job, stage in hosted]
     header = {"name": friendly_name(context.peer_id), "hosted": places, "traffic": traffic}
     await stream.send("status", header)

@@ -28,6 +28,7 @@ from fusion.runtime.peer.network import open_network
 from fusion.runtime.peer.peer_file import RunningPeer, written_down
 from fusion.runtime.planes.choice import TORCH, choose
 from fusion.swarm.blobs.blobs import BlobConfig
+from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.control.server import ControlServer
 from fusion.swarm.directory.membership import Membership, MembershipConfig
@@ -51,7 +52,7 @@ class PeerConfig:
     threads: int | None = None  # None: one per core
     memory_bytes: int | None = None  # None: half of what is free
     device: str = "cpu"
-    blob_quota_bytes: int = BLOB_QUOTA_BYTES
+    blob_quota_bytes: int = BLOB_QUOTA_BYTES  # of the disk, for weights, data and snapshots of jobs
     upload_mbps: float | None = None  # for blobs that others fetch; None: unlimited
 
     def __post_init__(self) -> None:
@@ -59,6 +60,8 @@ class PeerConfig:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ValueError(f"memory must be positive, not {self.memory_bytes}")
+        if self.blob_quota_bytes < 1:
+            raise ValueError(f"disk must be positive, not {self.blob_quota_bytes}")
         if self.upload_mbps is not None and not self.upload_mbps > 0:
             raise ValueError(f"upload_mbps must be positive, not {self.upload_mbps}")
 
@@ -103,7 +106,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     keep_torch_cache(config.home)
     identity = Identity.load_or_create(config.home / "identity")
     threads = config.threads or os.cpu_count() or 1
-    store = BlobStore(config.home / "blobs", config.blob_quota_bytes)
+    store = BlobStore(config.home / "blobs", config.blob_quota_bytes, Needs())
     async with (
         Worker(threads, config.device) as worker,
         Worker() as codec_worker,

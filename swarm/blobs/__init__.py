@@ -1,6 +1,7 @@
 """Content-addressed bytes. Knows nothing of what is in them.
 
 index           what a blob is called: the hash of its list of chunks
+eviction        what a store may delete, and what is worth telling the swarm of
 store           blobs on disk, under a quota
 fetch           one blob on its way here, from several holders
 upload_budget   how much a peer gives away, shared fairly

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -41,12 +41,13 @@ class BlobConfig:
     retry_seconds: float = 1.0  # between rounds
     chunk_seconds: float = 30.0  # a holder that sends no chunk for so long is left
     announce_seconds: float = 20.0
+    announced: int = 1024  # blobs that the swarm is told of, at most
     offer: bool = True  # False: the swarm is not told what we hold
     uploads: int = 8  # chunks read from disk at once for others
     upload_bytes_per_second: float | None = None  # to all others together; None: as much as the network takes
 
     def __post_init__(self) -> None:
-        for name in ("holders", "attempts", "chunk_seconds", "announce_seconds", "uploads"):
+        for name in ("holders", "attempts", "chunk_seconds", "announce_seconds", "announced", "uploads"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.upload_bytes_per_second is not None and self.upload_bytes_per_second <= 0:
@@ -101,6 +102,11 @@ class Blobs:
 
     def has(self, digest: Digest) -> bool:
         return self.store.has(digest)
+
+    def hold(self, holder: object, digests: Iterable[Digest]) -> None:
+        """`holder` needs these blobs for as long as it exists, or says otherwise: they are not deleted to make room."""
+        if self.store.needs is not None:
+            self.store.needs.hold(holder, digests)
 
     async def put(self, data: bytes | Path) -> Digest:
         """Keep the bytes, or a copy of the file; the swarm is told in the background that we hold them.
@@ -244,8 +250,12 @@ class Blobs:
 
     async def _announce_for_ever(self) -> None:
         while True:
-            for digest in self.store.digests():
+            for digest in self.store.to_announce(self._config.announced):
                 await self._announce(digest)
+            try:
+                await asyncio.to_thread(self.store.sweep)
+            except SwarmError as error:
+                logger.warning("%s", error)
             await asyncio.sleep(self._config.announce_seconds)
 
     async def _serve(self, stream: Stream) -> None:

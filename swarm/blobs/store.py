@@ -12,14 +12,20 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from fusion.swarm.blobs.eviction import KEPT_SECONDS, Held, Needs, outdated, to_announce, victims
 from fusion.swarm.blobs.index import CHUNK_BYTES, BlobIndex, decode_index, index_of
 from fusion.swarm.directory.records import Digest, is_digest
 from fusion.swarm.errors import BlobError, QuotaExceeded
+
+SPARED_BYTES = 1 << 30  # of the disk that are left to others, or a twentieth of it where that is less
+STAMP_SECONDS = 300.0  # the disk learns of a blob's use at most so often
 
 
 class BadChunk(BlobError):
@@ -29,15 +35,29 @@ class BadChunk(BlobError):
 class BlobStore:
     """Whole blobs by digest. Safe to use from several threads; one store per folder and process."""
 
-    def __init__(self, root: Path, quota_bytes: int) -> None:
-        """Raises BlobError (one line) if the folder cannot be used, ValueError for a quota below zero."""
+    def __init__(
+        self,
+        root: Path,
+        quota_bytes: int,
+        needs: Needs | None = None,
+        *,
+        now: Callable[[], float] = time.time,
+        spare_bytes: Callable[[Path], int] | None = None,
+    ) -> None:
+        """`needs` None: every blob is needed, nothing is deleted to make room. `now`: unix seconds; `spare_bytes`: how
+        much may still be written to the disk of a folder. Raises BlobError (one line) if the folder cannot be used,
+        ValueError for a quota below zero."""
         if quota_bytes < 0:
             raise ValueError(f"quota_bytes must be at least 0, not {quota_bytes}")
         self.root = root
         self.quota_bytes = quota_bytes
+        self.needs = needs
+        self._now = now
+        self._spare_bytes = spare_bytes or _spare_bytes
         self._partial = root / "partial"
         self._lock = threading.Lock()
-        self._sizes: dict[Digest, int] = {}
+        self._held: dict[Digest, Held] = {}
+        self._stamped: dict[Digest, float] = {}  # the use that the disk knows of
         self._resumable: dict[Digest, int] = {}  # partial blobs that nobody is fetching now, oldest first
         self._reserved = 0  # of partial blobs being fetched and files being written
         with _disk_errors(f"cannot use {root}"):
@@ -47,26 +67,27 @@ class BlobStore:
     @property
     def used_bytes(self) -> int:
         with self._lock:
-            return sum(self._sizes.values()) + sum(self._resumable.values()) + self._reserved
+            return self._used()
 
-    def digests(self) -> dict[Digest, int]:
-        """Size in bytes of every whole blob."""
+    def held(self) -> dict[Digest, Held]:
+        """Every whole blob."""
         with self._lock:
-            return dict(self._sizes)
+            return dict(self._held)
 
     def has(self, digest: Digest) -> bool:
-        return digest in self._sizes
+        return digest in self._held
 
     def size(self, digest: Digest) -> int:
         """Raises BlobError for a blob that is not here."""
         with self._lock:
-            if digest not in self._sizes:
+            if digest not in self._held:
                 raise BlobError(f"blob {digest[:8]} is not here")
-            return self._sizes[digest]
+            return self._held[digest].size_bytes
 
     def path(self, digest: Digest) -> Path:
-        """The file with the blob's bytes; it must not be changed. Raises BlobError for a blob that is not here."""
-        self.size(digest)
+        """The file with the blob's bytes, for a use of our own; it must not be changed. Raises BlobError for a blob that
+        is not here."""
+        self._use(digest, self.size(digest))
         return self.root / digest
 
     def index(self, digest: Digest) -> bytes:
@@ -125,10 +146,38 @@ class BlobStore:
     def delete(self, digest: Digest) -> None:
         """Forget a blob; one that is not here is ignored."""
         with self._lock:
-            self._sizes.pop(digest, None)
+            self._held.pop(digest, None)
+            self._stamped.pop(digest, None)
         with _disk_errors(f"cannot delete blob {digest[:8]}"):
             (self.root / f"{digest}.index").unlink(missing_ok=True)
             (self.root / digest).unlink(missing_ok=True)
+
+    def to_announce(self, limit: int) -> list[Digest]:
+        """The blobs that the swarm should hear of, at most `limit`."""
+        held = self.held()
+        needed = held if self.needs is None else self.needs.all()
+        return to_announce(held, needed, limit, self._now())
+
+    def sweep(self) -> None:
+        """Delete what nobody has needed or used for a day. Raises BlobError."""
+        if self.needs is not None:
+            for digest in outdated(self.held(), self.needs.all(), self._now()):
+                self.delete(digest)
+
+    def _use(self, digest: Digest, size: int) -> None:
+        """Somebody here has it in use now. The disk learns of it too, so that a restart does not forget."""
+        now = self._now()
+        with self._lock:
+            self._held[digest] = Held(size, now)
+            if now - self._stamped.get(digest, 0.0) < STAMP_SECONDS:
+                return
+            self._stamped[digest] = now
+        with contextlib.suppress(OSError):
+            os.utime(self.root / f"{digest}.index", (now, now))
+
+    def _used(self) -> int:
+        whole = sum(blob.size_bytes for blob in self._held.values())
+        return whole + sum(self._resumable.values()) + self._reserved
 
     def _end_partial(self, partial: PartialBlob, complete: bool) -> None:
         digest, size = partial.index.digest, partial.index.size_bytes
@@ -151,24 +200,35 @@ class BlobStore:
             file.write(index.encode())
             _settle(file.fileno())
         os.replace(scratch, self.root / f"{digest}.index")
-        with self._lock:
-            self._sizes[digest] = index.size_bytes
+        self._use(digest, index.size_bytes)
         return digest
 
     def _reserve(self, size: int) -> None:
-        """Count `size` bytes as used. Half-fetched blobs that nobody waits for make room first."""
+        """Count `size` bytes as used. Half-fetched blobs that nobody waits for make room first, then whole ones that
+        nobody needs."""
         while True:
+            with _disk_errors(f"cannot use {self.root}"):
+                spare = self._spare_bytes(self.root)
             with self._lock:
-                used = sum(self._sizes.values()) + sum(self._resumable.values()) + self._reserved
-                if used + size <= self.quota_bytes:
+                used = self._used()
+                # What is reserved will be written: the disk does not know of it yet.
+                missing = max(used + size - self.quota_bytes, self._reserved + size - spare)
+                if missing <= 0:
                     self._reserved += size
                     return
-                victim = next(iter(self._resumable), None)
-            if victim is None:
+                half = next(iter(self._resumable), None)
+                held = dict(self._held)
+            if half is not None:
+                self._forget_partial(half)
+                continue
+            chosen = [] if self.needs is None else victims(held, self.needs.all(), missing, self._now())
+            if not chosen:
                 raise QuotaExceeded(
-                    f"a blob of {size} bytes does not fit: {used} of {self.quota_bytes} bytes in {self.root} are used"
+                    f"a blob of {size} bytes does not fit: {used} of {self.quota_bytes} bytes in {self.root} are used, "
+                    f"{max(spare, 0)} may be written to the disk"
                 )
-            self._forget_partial(victim)
+            for digest in chosen:
+                self.delete(digest)
 
     def _forget_partial(self, digest: Digest) -> None:
         with self._lock:
@@ -186,20 +246,24 @@ class BlobStore:
                 continue
             try:
                 index = decode_index(file.read_bytes(), digest)
+                used_at = file.stat().st_mtime
                 whole = (self.root / digest).stat().st_size == index.size_bytes
             except (BlobError, FileNotFoundError):
                 whole = False
             if whole:
-                self._sizes[digest] = index.size_bytes
+                self._held[digest] = Held(index.size_bytes, used_at)
             else:
                 self.delete(digest)
         for file in self.root.iterdir():  # the crash came between the data and its index
-            if is_digest(file.name) and file.name not in self._sizes:
+            if is_digest(file.name) and file.name not in self._held:
                 file.unlink(missing_ok=True)
         for file in self._partial.iterdir():
             digest = Digest(file.name)
             if is_digest(digest):
-                self._resumable[digest] = file.stat().st_size
+                if self._now() - file.stat().st_mtime >= KEPT_SECONDS:
+                    self._forget_partial(digest)
+                else:
+                    self._resumable[digest] = file.stat().st_size
 
 
 class PartialBlob:
@@ -294,6 +358,11 @@ def _copied(source: bytes | Path, file: BinaryIO, size: int) -> Iterator[bytes |
         for at in range(0, size, CHUNK_BYTES):
             file.write(view[at : at + CHUNK_BYTES])
             yield view[at : at + CHUNK_BYTES]
+
+
+def _spare_bytes(folder: Path) -> int:
+    disk = shutil.disk_usage(folder)
+    return disk.free - min(SPARED_BYTES, disk.total // 20)
 
 
 def _settle(descriptor: int) -> None:

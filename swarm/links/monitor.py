@@ -265,7 +265,9 @@ class LinkMonitor:
     def _note_traffic(self, now: float, seconds: float) -> None:
         """Whoever we send much to is a neighbour."""
         total = 0
-        for peer, count in self._transport.traffic().items():
+        traffic = self._transport.traffic()
+        self._sent = {peer: sent for peer, sent in self._sent.items() if peer in traffic}
+        for peer, count in traffic.items():
             neighbour = self._table.find(peer)
             sent = count.sent_bytes - (0 if neighbour is None else neighbour.line.sent_bytes)
             before = self._sent.get(peer, 0)

@@ -7,19 +7,35 @@ from collections.abc import Mapping
 from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.transport import PeerId, Traffic
 
+MAX_PEERS = (
+    1024  # every command is a peer of its own, and ids are free: those with the fewest bytes are forgotten
+)
+
 
 class TrafficCounter:
-    """Bytes of frames per peer since the start."""
+    """Bytes of frames per peer, since the start or since the peer was forgotten."""
 
     def __init__(self) -> None:
         self.receive_log = ReceiveLog()
         self._bytes: dict[PeerId, list[int]] = {}
 
     def sent(self, peer: PeerId, size: int) -> None:
-        self._bytes.setdefault(peer, [0, 0])[0] += size
+        self._of(peer)[0] += size
 
     def received(self, peer: PeerId, size: int) -> None:
-        self._bytes.setdefault(peer, [0, 0])[1] += size
+        self._of(peer)[1] += size
 
     def snapshot(self) -> Mapping[PeerId, Traffic]:
         return {peer: Traffic(*both) for peer, both in self._bytes.items()}
+
+    def _of(self, peer: PeerId) -> list[int]:
+        both = self._bytes.get(peer)
+        if both is None:
+            if len(self._bytes) >= MAX_PEERS:
+                few = sorted(self._bytes, key=lambda known: sum(self._bytes[known]))
+                for known in few[
+                    : MAX_PEERS // 8
+                ]:  # not one by one: a thousand ids must not cost a thousand sorts
+                    del self._bytes[known]
+            both = self._bytes[peer] = [0, 0]
+        return both

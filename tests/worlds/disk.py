@@ -11,7 +11,7 @@ import asyncio
 import fnmatch
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -167,9 +167,6 @@ class WorldStore:
         self.disk.blobs.setdefault(digest, self.content(digest))
         return BlobPath(self.disk, digest)
 
-    def digests(self) -> dict[Digest, int]:
-        return {digest: len(data) for digest, data in self.disk.blobs.items()}
-
     def delete(self, digest: Digest) -> None:
         self.disk.blobs.pop(digest, None)
 
@@ -211,6 +208,9 @@ class WorldBlobs:
 
     def has(self, digest: Digest) -> bool:
         return self.store.has(digest)
+
+    def hold(self, holder: object, digests: Iterable[Digest]) -> None:
+        """Nothing is deleted to make room."""
 
     async def put(self, data: Any) -> Digest:
         await self._take()

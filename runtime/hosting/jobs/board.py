@@ -262,6 +262,15 @@ class JobBoard:
         others = (self._words[job] for job in self.concerned if job in self._words and job not in self._led)
         return (*self.led, *others)
 
+    def needed_blobs(self) -> frozenset[Digest]:
+        """What the jobs of `to_keep` need, as far as their manifests and records name it."""
+        named: set[Digest] = set()
+        for record in self.to_keep():
+            named |= {Digest(record.job)} | ({record.snapshot} if record.snapshot is not None else set())
+            if (known := self._open.get(record.job)) is not None:
+                named |= known[1].blobs()
+        return frozenset(named)
+
     def gone(self, job: JobId) -> bool:
         """Whether nobody needs our word on the job any more, not even where everybody starts again."""
         word = self.word(job)

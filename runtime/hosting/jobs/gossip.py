@@ -148,6 +148,7 @@ class JobGossip:
             await self._say(record if self._board.leads(job) else self._repeat(record))
 
     async def _keep(self) -> None:
+        self._context.blobs.hold(self, self._board.needed_blobs())
         if self._files is not None:
             await self._files.keep(map(self._newest, self._board.to_keep()), self._board.gone)
 

@@ -128,6 +128,7 @@ class StageFiles:
         for step in steps[KEPT:]:
             for digest in self._by_step.pop(step) - kept:
                 await self._context.blobs.drop(digest)
+        self._hold()
 
     async def hold_copies(self) -> None:
         """What somebody other than the launcher has to hold: the initial weights of the stage before us, for the time
@@ -160,6 +161,10 @@ class StageFiles:
 
     def _keep(self, step: int, *digests: Digest) -> None:
         self._by_step.setdefault(step, set()).update(digests)
+        self._hold()
+
+    def _hold(self) -> None:
+        self._context.blobs.hold(self, set().union(*self._by_step.values()))
 
 
 def copies_at(stage: int, stages: int, owners: Mapping[int, PeerId]) -> list[int]:

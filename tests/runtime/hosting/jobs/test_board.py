@@ -151,3 +151,15 @@ def test_the_board_believes_the_newest_of_what_it_heard(records: list[JobRecord]
     for record in records:
         board.hear([record], {JOB}, ())
     assert board.word(JOB) == max(records, key=job_order, default=None)
+
+
+def test_the_blobs_of_a_job_are_needed_for_as_long_as_it_concerns_us() -> None:
+    board, record = JobBoard(US), word()
+    board.see({JOB: (record, MANIFEST)})
+    assert board.needed_blobs() == frozenset()
+    board.hear([record], {JOB}, ())
+    assert board.needed_blobs() == {JOB, MANIFEST.graph, *MANIFEST.weights, SNAPSHOT}
+    board.hear([replace(record, snapshot=LAST, snapshot_step=20)], {JOB}, ())
+    assert LAST in board.needed_blobs() and SNAPSHOT not in board.needed_blobs()
+    board.hear([record], (), ())
+    assert board.needed_blobs() == frozenset()

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.swarm.blobs.eviction import (
+    FRESH_SECONDS,
+    KEPT_SECONDS,
+    Held,
+    Needs,
+    outdated,
+    to_announce,
+    victims,
+)
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.directory.records import Digest
+from fusion.swarm.errors import QuotaExceeded
+
+NOW = 1e9
+DIGESTS = [Digest(f"{n:064x}") for n in range(12)]
+STORES = st.dictionaries(
+    st.sampled_from(DIGESTS),
+    st.builds(Held, st.integers(0, 100), st.floats(NOW - 2 * KEPT_SECONDS, NOW)),
+)
+NEEDED = st.sets(st.sampled_from(DIGESTS))
+
+
+class Holder:
+    pass
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(STORES, NEEDED, st.integers(1, 500))
+def test_only_what_nobody_needs_makes_room_and_no_more_than_asked(
+    held: dict[Digest, Held], needed: set[Digest], wanted: int
+) -> None:
+    chosen = victims(held, needed, wanted, NOW)
+    free = {d: b for d, b in held.items() if d not in needed and NOW - b.used_at >= FRESH_SECONDS}
+    assert set(chosen) <= set(free)
+    if not chosen:
+        assert sum(blob.size_bytes for blob in free.values()) < wanted
+        return
+    assert sum(free[d].size_bytes for d in chosen) >= wanted > sum(free[d].size_bytes for d in chosen[:-1])
+    kept = [free[d].used_at for d in set(free) - set(chosen)]
+    assert all(free[d].used_at <= at for d in chosen for at in kept)
+
+
+@given(STORES, NEEDED)
+def test_a_day_after_its_last_use_nothing_is_left_but_what_is_needed(
+    held: dict[Digest, Held], needed: set[Digest]
+) -> None:
+    gone = outdated(held, needed, NOW + KEPT_SECONDS)
+    assert set(held) - set(gone) == set(held) & needed
+
+
+@given(STORES, NEEDED, st.integers(1, 20))
+def test_what_is_needed_is_announced_first(held: dict[Digest, Held], needed: set[Digest], limit: int) -> None:
+    told = to_announce(held, needed, limit, NOW)
+    assert len(told) <= limit
+    here = set(held) & needed
+    assert set(told) >= here or (len(told) == limit and set(told) <= here)
+
+
+def test_ten_thousand_blobs_that_nobody_uses_are_announced_to_nobody() -> None:
+    held = {Digest(f"{n:064x}"): Held(1, NOW - FRESH_SECONDS) for n in range(10_000)}
+    assert to_announce(held, {DIGESTS[3]}, 1024, NOW) == [DIGESTS[3]]
+
+
+def test_a_holder_that_is_gone_needs_nothing() -> None:
+    needs, one, other = Needs(), Holder(), Holder()
+    needs.hold(one, DIGESTS[:2])
+    needs.hold(other, DIGESTS[1:3])
+    needs.hold(other, DIGESTS[1:2])
+    assert needs.all() == set(DIGESTS[:2])
+    del one
+    gc.collect()
+    assert needs.all() == {DIGESTS[1]}
+
+
+def test_a_full_store_makes_room_and_keeps_what_is_needed(tmp_path: Path) -> None:
+    clock, needs, us = Clock(), Needs(), Holder()
+    store = BlobStore(tmp_path, 1000, needs, now=clock)
+    old, needed, last = store.put(b"a" * 300), store.put(b"b" * 300), store.put(b"c" * 300)
+    needs.hold(us, [needed])
+    with pytest.raises(QuotaExceeded):  # all of them may be in use
+        store.put(b"d" * 400)
+    clock.now += FRESH_SECONDS
+    store.path(old)
+    store.put(b"d" * 400)
+    assert store.has(old) and store.has(needed) and not store.has(last)
+    with pytest.raises(QuotaExceeded, match="1000 of 1000"):
+        store.put(b"e" * 701)
+
+
+def test_what_is_left_to_others_of_the_disk_is_not_used(tmp_path: Path) -> None:
+    clock, needs = Clock(), Needs()
+    free = [1000]
+    store = BlobStore(tmp_path, 1 << 30, needs, now=clock, spare_bytes=lambda _: free[0])
+    first = store.put(b"a" * 600)
+    free[0] = 400
+    with pytest.raises(QuotaExceeded, match="400 may be written to the disk"):
+        store.put(b"b" * 500)
+    clock.now += FRESH_SECONDS
+    free[0] = 1000  # once it is gone; here the folder's disk is not really full
+    store.put(b"b" * 500)
+    assert store.has(first)
+
+
+def test_a_restart_knows_what_was_used_when_and_sweeps_what_is_a_day_old(tmp_path: Path) -> None:
+    clock, needs = Clock(), Needs()
+    store = BlobStore(tmp_path, 1000, needs, now=clock)
+    old, used = store.put(b"a"), store.put(b"b")
+    clock.now += KEPT_SECONDS - 1
+    store.path(used)
+    partial = tmp_path / "partial" / DIGESTS[0]
+    partial.write_bytes(b"half")
+    os.utime(partial, (NOW, NOW))
+    clock.now += 1
+    again = BlobStore(tmp_path, 1000, needs, now=clock)
+    again.sweep()
+    assert not again.has(old) and again.has(used)
+    assert not partial.exists()
+    assert BlobStore(tmp_path, 1000, now=clock).used_bytes == 1  # and without needs nothing goes
