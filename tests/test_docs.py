@@ -59,7 +59,7 @@ def test_every_protocol_has_a_section(protocol: WireProtocol) -> None:
 
 
 def test_the_messages_of_a_step() -> None:
-    told = {f"| `{kind}` | {names(made)} |" for kind, made in messages._CONTROL.items()}
+    told = {f"| `{kind}` | {names(made)} |" for kind, made in messages.KINDS.items()}
     _missing("docs/protocols.md", told)
     for made in (messages.Hello, messages.TensorHeader):
         assert f"{{{names(made)}}}" in " ".join(text("docs/protocols.md").split())

@@ -139,12 +139,12 @@ def pipeline(
     placement: Placed,
     network: Network,
     sizes: Mapping[str, int],
-    wires: EdgeCosts | None = None,
+    edge_costs: EdgeCosts | None = None,
     memory: MemoryConfig = MemoryConfig(),  # noqa: B008 - frozen
 ) -> Pipeline:
     """The edges are those of `split(graph, placement.cuts)`; one that skips stages goes straight to each consumer.
     `sizes` are those of one microbatch. PlacementError if an owner is not in the network."""
-    wires = wires or {}
+    edge_costs = edge_costs or {}
     missing = [owner for owner in placement.owners if owner not in network.index]
     if missing:
         raise PlacementError(f"{missing[0]:.80} owns a stage and is not in the network")
@@ -181,8 +181,8 @@ def pipeline(
                 producer=int(producer),
                 consumer=int(consumer),
                 elements=int(table.elements[v]),
-                forward=wires.get((name, "forward"), dense),
-                backward=wires.get((name, "backward"), dense) if returns else None,
+                forward=edge_costs.get((name, "forward"), dense),
+                backward=edge_costs.get((name, "backward"), dense) if returns else None,
             )
         )
     return Pipeline(

@@ -141,8 +141,8 @@ def _predicted(
     memory: MemoryConfig,
 ) -> Placement:
     cuts, owners, training, microbatches = bare.cuts, bare.owners, bare.training, bare.microbatches
-    wires = {} if wire is None else uniform(graph, sizes, wire)
-    line = pipeline(graph, bare, network, sizes, wires, memory)
+    edge_costs = {} if wire is None else uniform(graph, sizes, wire)
+    line = pipeline(graph, bare, network, sizes, edge_costs, memory)
     found = step_seconds(line)
     spare = [d for d in options.network.devices if d.peer not in owners]
     segments = measure(graph, cuts, sizes, training, memory)

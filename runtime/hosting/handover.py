@@ -181,8 +181,8 @@ async def pass_on(
         if not order:
             return False
         async with asyncio.timeout(config.pass_seconds):
-            baton = await service.pass_on(*place)
-        heir = await succession.hand_over(*place, claim.term, baton, order)
+            handover = await service.pass_on(*place)
+        heir = await succession.hand_over(*place, claim.term, handover, order)
         if heir is None:
             return False
         await _until_ready(heir, leases, config)

@@ -322,7 +322,7 @@ class Hosting:
         return bool(self._hosts or self._claiming)
 
     async def take_over(
-        self, job: JobId, stage: int, over: int, baton: Mapping[str, Any] | None
+        self, job: JobId, stage: int, over: int, handover: Mapping[str, Any] | None
     ) -> ClaimRecord | None:
         """Claim the stage above the term `over`, which is known to be free, and begin to host it. None where we cannot
         or another was first."""
@@ -338,13 +338,13 @@ class Hosting:
         newest = asyncio.ensure_future(self._newest(record)) if stage == 0 else None
         try:
             claim = await self._context.leases.claim(
-                job, stage, self._fitness, over=over, confirm=baton is None
+                job, stage, self._fitness, over=over, confirm=handover is None
             )
             if claim is None:
                 return None
             if newest is not None:
                 record = await newest  # whoever leads must know the newest snapshot
-            self._begin(place, record, manifest, baton)
+            self._begin(place, record, manifest, handover)
         except SwarmError as error:
             log.warning("stage %d of %s not claimed: %s", stage, manifest.name, error)
             return None
@@ -375,7 +375,7 @@ class Hosting:
         place: Place,
         record: JobRecord,
         manifest: Manifest,
-        baton: Mapping[str, Any] | None = None,
+        handover: Mapping[str, Any] | None = None,
     ) -> None:
         """Run a stage that we have claimed. It may have been begun by another way, or lost already."""
         claim = self._context.leases.holds(*place)
@@ -383,13 +383,13 @@ class Hosting:
         if over or place in self._hosts or claim is None:
             return
         self._vacancies.filled(place)
-        task = self._spawn(self._host(claim, record, manifest, baton))
+        task = self._spawn(self._host(claim, record, manifest, handover))
         self._hosts[place] = Hosted(task, manifest)
         self._pool.promoted(place)
         task.add_done_callback(lambda _: self._ended(place))
 
     async def _host(
-        self, claim: ClaimRecord, record: JobRecord, manifest: Manifest, baton: Mapping[str, Any] | None
+        self, claim: ClaimRecord, record: JobRecord, manifest: Manifest, handover: Mapping[str, Any] | None
     ) -> None:
         job, stage, began = claim.job, claim.stage, self._clock()
         log.info("stage %d of %s is ours (term %d)", stage, manifest.name, claim.term)
@@ -398,7 +398,7 @@ class Hosting:
         final: list[Progress] = []
         try:
             await self._services[manifest.kind].host(
-                job, manifest, stage, claim.term, baton, left=final.append
+                job, manifest, stage, claim.term, handover, left=final.append
             )
             self._end(job)
             log.info("stage %d of %s has ended", stage, manifest.name)

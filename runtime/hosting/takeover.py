@@ -5,9 +5,9 @@ whether the owner is there, and takes the stage over only if it is gone. The ans
 
 A standby with stages of its own asks those without first (`yours`): whoever is asked so asks nobody else.
 
-/fusion/hold/1   suspect {job, stage, peer, term, yours} -> owner {claim} | alive {term} | frozen {} | no {message}
+/fusion/hold/2   suspect {job, stage, peer, term, yours} -> owner {claim} | alive {term} | frozen {} | no {message}
                  holds   {job, stage}             -> holds {term}, 0 where the stage is not held
-                 take    {job, stage, term, baton} -> taking {claim} | no {message}; from the stage's owner, who leaves
+                 take    {job, stage, term, handover} -> taking {claim} | no {message}; from the stage's owner, who leaves
 
 An owner that cannot be dialled, or whose stream breaks, twice in a row, is gone. One that says nothing is frozen or asleep,
 and keeps its stage until its claim has run out in the directory: then it is gone as well.
@@ -35,7 +35,7 @@ from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call
 
 log = logging.getLogger(__name__)
 
-MAX_BATON_BYTES = 16 * 1024
+MAX_HANDOVER_BYTES = 16 * 1024
 LOOKS = 2  # at an owner, before it is gone
 TERM_LEAP = 1024  # how far above the terms that we know a report's may lie: nobody may use them up
 
@@ -54,7 +54,7 @@ class StageHolder(Protocol):
         """Whether a stage runs here, or is about to."""
 
     async def take_over(
-        self, job: JobId, stage: int, over: int, baton: Mapping[str, Any] | None
+        self, job: JobId, stage: int, over: int, handover: Mapping[str, Any] | None
     ) -> ClaimRecord | None:
         """Claim the stage above the term `over` and begin to host it; our claim, or None where we did not get it."""
 
@@ -339,11 +339,11 @@ class Takeovers:
             self._seat.give_away(job, stage, peer)
 
     async def hand_over(
-        self, job: JobId, stage: int, term: int, baton: Mapping[str, Any], order: Sequence[PeerId]
+        self, job: JobId, stage: int, term: int, handover: Mapping[str, Any], order: Sequence[PeerId]
     ) -> ClaimRecord | None:
         """Give the stage, which we own under `term`, to the first of these peers that takes it; its claim."""
-        header = {"job": job, "stage": stage, "term": term, "baton": dict(baton)}
-        if len(msgpack.packb(header)) > MAX_BATON_BYTES:
+        header = {"job": job, "stage": stage, "term": term, "handover": dict(handover)}
+        if len(msgpack.packb(header)) > MAX_HANDOVER_BYTES:
             log.warning("stage %d of job %.8s: too much to hand over", stage, job)
             return None
         for peer in order:
@@ -358,18 +358,18 @@ class Takeovers:
             log.info("stage %d of job %.8s not handed to %s: %s", stage, job, peer, one_line(reason))
         return None
 
-    async def _take(self, remote: PeerId, place: Place, term: int, baton: object) -> SuspectReply:
-        if self._seat is None or not isinstance(baton, dict):
+    async def _take(self, remote: PeerId, place: Place, term: int, handover: object) -> SuspectReply:
+        if self._seat is None or not isinstance(handover, dict):
             return SuspectReply("no", message="nothing is taken over here")
-        if len(msgpack.packb(baton)) > MAX_BATON_BYTES:
-            return SuspectReply("no", message=f"a baton is at most {MAX_BATON_BYTES} bytes")
+        if len(msgpack.packb(handover)) > MAX_HANDOVER_BYTES:
+            return SuspectReply("no", message=f"a handover is at most {MAX_HANDOVER_BYTES} bytes")
         for claims in (self._leases.recent(*place), await self._claims(place)):
             owner = winner(claims)
             if owner is not None and (owner.peer, owner.term) == (remote, term):
                 break
         else:
             return SuspectReply("no", message=f"{remote} does not own the stage under term {term}")
-        await self._seat.take_over(*place, term, baton)
+        await self._seat.take_over(*place, term, handover)
         return self._own(place) or SuspectReply("no", message="the stage could not be taken over here")
 
     # --- what others ask
@@ -387,7 +387,7 @@ class Takeovers:
             answer = await self._succeed(place, peer, term, yours=frame.header.get("yours") is True)
             kind: str = answer.kind
         elif frame.kind == "take":
-            answer = await self._take(stream.remote, place, term, frame.header.get("baton"))
+            answer = await self._take(stream.remote, place, term, frame.header.get("handover"))
             kind = "taking" if answer.kind == "owner" else answer.kind
         else:
             raise ValueError(f"{HOLD.name} knows suspect, holds and take, not {frame.kind[:40]!r}")

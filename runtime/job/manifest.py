@@ -8,7 +8,7 @@ from typing import Literal
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.transport import PeerId
 
-MANIFEST_VERSION = 2  # 1 had no compression
+MANIFEST_VERSION = 3  # 1 had no compression, 2 other names
 
 # (edge, codec of its values, codec of the gradients that come back), see `fusion.compression.spec`; or a tied variable
 # and the codec of its gradient. What is not named goes as it is.
@@ -74,7 +74,7 @@ class TrainConfig:
     evaluate_every: int = 0  # 0: only at the end
     evaluate_batches: int = 8
     compression: CompressionConfig = CompressionConfig()
-    wires: EdgeCodecs = ()  # what the job begins with
+    codecs: EdgeCodecs = ()  # what the job begins with
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,11 +126,13 @@ def _validate_train(train: TrainConfig) -> None:
     validate_optimizer(train.optimizer, "train.optimizer.")
     validate_compression(train.compression, "train.compression.")
     _require(
-        len({edge for edge, _, _ in train.wires}) == len(train.wires), "train.wires", "one line for each edge"
+        len({edge for edge, _, _ in train.codecs}) == len(train.codecs),
+        "train.codecs",
+        "one line for each edge",
     )
-    for edge, *chosen in train.wires:
+    for edge, *chosen in train.codecs:
         for text in chosen:
-            _check_codec(text, f"train.wires.{edge:.80}")
+            _check_codec(text, f"train.codecs.{edge:.80}")
 
 
 def validate_compression(config: CompressionConfig, where: str = "compression.") -> None:

@@ -10,7 +10,7 @@ from fusion.swarm.protocol import SWARM_PROTOCOLS, WireProtocol
 MAX_PROMPT_BYTES = 8 << 20  # a million token ids, or that many characters and more
 
 STAGE = WireProtocol(
-    name="/fusion/stage/2",
+    name="/fusion/stage/3",
     about="training: tensors and the steps' messages, from one stage of a job to another",
     payload_bytes=None,
     stripes=4,  # activations one way, gradients the other, at once
@@ -27,7 +27,7 @@ GENERATE = WireProtocol(
 )
 JOB = WireProtocol(name="/fusion/job/1", about="launch, watch and stop a job; the news of a snapshot")
 HOLD = WireProtocol(
-    name="/fusion/hold/1", about="who holds a stage; an owner that is gone or leaves, and its successor"
+    name="/fusion/hold/2", about="who holds a stage; an owner that is gone or leaves, and its successor"
 )
 STATUS = WireProtocol(name="/fusion/status/1", about="what a peer shows beyond its record")
 

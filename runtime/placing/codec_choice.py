@@ -139,15 +139,15 @@ def fastest_codecs(
 
 
 def codec_costs(
-    wires: EdgeCodecs,
+    codecs: EdgeCodecs,
     edges: Sequence[Edge],
     sizes: Mapping[str, int],
     speeds: Mapping[str, CodecSpeed],
     reuse_mask: bool,
 ) -> pipeline.EdgeCosts:
-    """What `wires` makes of the edges, for the step model: bytes exactly as they are sent. A family that `speeds` does not
+    """What `codecs` makes of the edges, for the step model: bytes exactly as they are sent. A family that `speeds` does not
     have takes no time."""
-    table = {name: (specs.parse(forward), specs.parse(backward)) for name, forward, backward in wires}
+    table = {name: (specs.parse(forward), specs.parse(backward)) for name, forward, backward in codecs}
     found: dict[tuple[str, str], CodecCost] = {}
     for edge in edges:
         elements, itemsize = elements_of(edge.type, sizes), DTYPE_BYTES[edge.type.dtype]

@@ -35,8 +35,8 @@ _DEEPER = 0.01  # for a smaller share of the step no more memory is taken
 @dataclass(frozen=True, kw_only=True)
 class CodecPlacement:
     placement: Placement  # with the schedule that a job takes
-    wires: EdgeCodecs
-    costs: pipelines.EdgeCosts  # of `wires`
+    codecs: EdgeCodecs
+    costs: pipelines.EdgeCosts  # of `codecs`
 
 
 def place_with_codecs(
@@ -79,7 +79,7 @@ def as_launched(found: Placement, asked: Schedule, fits: Callable[[Placement], b
 
 
 def codec_families(compression: CompressionConfig) -> tuple[str, ...]:
-    """Those whose speed choosing wires for the job asks for."""
+    """Those whose speed choosing codecs for the job asks for."""
     match compression.kind:
         case "none":
             return ()
@@ -105,25 +105,25 @@ def _wired(
     dense = lay(runs)
     busiest = max(stage.forward_seconds + stage.backward_seconds for stage in dense.stages)
 
-    def simulated(wires: EdgeCodecs, depth: int = runs.depth) -> float:
-        costs = codec_costs(wires, edges, sizes, speeds, compression.reuse_mask)
+    def simulated(codecs: EdgeCodecs, depth: int = runs.depth) -> float:
+        costs = codec_costs(codecs, edges, sizes, speeds, compression.reuse_mask)
         deep = replace(runs, depth=depth)
-        return simulate(lay(deep, wires=costs)).step_seconds
+        return simulate(lay(deep, edge_costs=costs)).step_seconds
 
-    wires = fastest_codecs(
+    codecs = fastest_codecs(
         edges, ties, sizes, runs.owners, network, compression, speeds, busiest, simulated
     )  # fmt: skip
-    seconds = simulated(wires)
+    seconds = simulated(codecs)
     # With less to send latency weighs more, and more microbatches under way hide it.
     for depth in range(runs.depth + 1, _DEEPEST + 1):
         deep = replace(runs, depth=depth)
         if runs.schedule != "1f1b" or not _fits(lay(deep)):
             break
-        took = simulated(wires, depth)
+        took = simulated(codecs, depth)
         if took < seconds * (1 - _DEEPER):
             runs, seconds = deep, took
-    costs = codec_costs(wires, edges, sizes, speeds, compression.reuse_mask)
-    return seconds, CodecPlacement(placement=runs, wires=wires, costs=costs)
+    costs = codec_costs(codecs, edges, sizes, speeds, compression.reuse_mask)
+    return seconds, CodecPlacement(placement=runs, codecs=codecs, costs=costs)
 
 
 def _fits(pipe: Pipeline) -> bool:
@@ -146,13 +146,13 @@ def _assumed(compression: CompressionConfig, speeds: Mapping[str, CodecSpeed]) -
             bytes_per_element = spec.payload_bytes(_ELEMENTS, _ITEMSIZE) / _ELEMENTS
             return [_cost(spec.family, bytes_per_element, speeds)]
     gentle = [family for family in GENTLE if family in compression.families]
-    wires: list[CodecCost | None] = [None]
+    assumed: list[CodecCost | None] = [None]
     for family in dict.fromkeys((*gentle[:1], *gentle[-1:])):
         bytes_per_element = specs.Spec(family=family).payload_bytes(_ELEMENTS, _ITEMSIZE) / _ELEMENTS
-        wires.append(_cost(family, max(bytes_per_element, _ITEMSIZE / compression.ratio), speeds))
+        assumed.append(_cost(family, max(bytes_per_element, _ITEMSIZE / compression.ratio), speeds))
     if "topk" in compression.families:
-        wires.append(_cost("topk", _ITEMSIZE / compression.ratio, speeds))
-    return wires
+        assumed.append(_cost("topk", _ITEMSIZE / compression.ratio, speeds))
+    return assumed
 
 
 def _cost(family: str, bytes_per_element: float, speeds: Mapping[str, CodecSpeed]) -> CodecCost:

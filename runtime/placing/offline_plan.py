@@ -52,7 +52,7 @@ def plan_training(spec: JobSpec, swarm: SwarmFile, scheduler: Scheduler = "op-fe
         network,
         sizes,
         memory,
-        wires=found.costs,
+        edge_costs=found.costs,
         compression=spec.compression,
         known=lambda a, b: swarm.pair(a, b).known,
     )

@@ -80,7 +80,7 @@ def _training(
         stages=stages,
     )
     runs = found.placement
-    config = replace(config, schedule=runs.schedule, depth=runs.depth, wires=found.wires)
+    config = replace(config, schedule=runs.schedule, depth=runs.depth, codecs=found.codecs)
     placed = as_asked(graph, config, runs.cuts, tuple(map(PeerId, runs.owners)), peers)
     plan = planned(
         graph,
@@ -88,7 +88,7 @@ def _training(
         swarm.network,
         sizes,
         memory,
-        wires=found.costs,
+        edge_costs=found.costs,
         compression=config.compression,
         known=swarm.known,
     )

@@ -87,12 +87,12 @@ def planned(
     sizes: Mapping[str, int],
     memory: MemoryConfig,
     *,
-    wires: EdgeCosts | None = None,
+    edge_costs: EdgeCosts | None = None,
     compression: CompressionConfig | None = None,
     known: Callable[[str, str], bool] = lambda a, b: True,
 ) -> Plan:
     """`sizes` are those of one microbatch; `known` tells which ordered pairs of peers `network` does not guess."""
-    pipe = pipeline(graph, placement, network, sizes, wires, memory)
+    pipe = pipeline(graph, placement, network, sizes, edge_costs, memory)
     prediction, trace = step_seconds(pipe), simulate(pipe)
     flops = [c.forward_flops + c.backward_flops * placement.training for c in node_costs(graph, sizes)]
     bounds = list(pairwise((0, *placement.cuts, len(graph.nodes))))

@@ -78,7 +78,7 @@ class ServingService:
         manifest: Manifest,
         stage: int,
         term: int,
-        baton: Mapping[str, Any] | None = None,
+        handover: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
         """Serve one stage until cancelled. Raises JobFailed for a job that no peer could serve (its graph, its

@@ -29,7 +29,7 @@ class _Ahead:
 
     files: StageFiles
     memory_bytes: int
-    point: Checkpoint | None = None  # what is on disk
+    checkpoint: Checkpoint | None = None  # what is on disk
     loaded: Loaded | None = None
     taken: bool = False  # hosted or forgotten: nobody else touches it any more
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the worker writes into the plane
@@ -60,17 +60,17 @@ class StageLoader:
         if ahead is None:
             files = self._source.files(job, manifest, plan)
             ahead = self._ahead[place] = _Ahead(files, manifest.needed_bytes(index))
-        point = _newest(_point(record), ahead.point)
+        checkpoint = _newest(_checkpoint(record), ahead.checkpoint)
         near = self._source.owners(job, manifest)
-        await ahead.files.fetch(point, near)
+        await ahead.files.fetch(checkpoint, near)
         parts = await self._source.parts(manifest, plan, ahead.files, near)
-        ahead.point = point
+        ahead.checkpoint = checkpoint
         async with ahead.lock:
-            if not ahead.taken and (ahead.loaded is None or not _same(ahead.loaded.start, point)):
-                await self._warm(place, ahead, parts, point)
+            if not ahead.taken and (ahead.loaded is None or not _same(ahead.loaded.start, checkpoint)):
+                await self._warm(place, ahead, parts, checkpoint)
         if not ahead.taken:
-            await ahead.files.forget_before(point)
-        return point.step
+            await ahead.files.forget_before(checkpoint)
+        return checkpoint.step
 
     def _keep(self, place: Place, ahead: _Ahead) -> bool:
         """Set memory aside for it if there is room. Whatever runs here may take it away at any moment."""
@@ -80,15 +80,15 @@ class StageLoader:
 
         return self._context.memory.keep(place, ahead.memory_bytes, give_up)
 
-    async def _warm(self, place: Place, ahead: _Ahead, parts: StageParts, point: Checkpoint) -> None:
+    async def _warm(self, place: Place, ahead: _Ahead, parts: StageParts, checkpoint: Checkpoint) -> None:
         before, ahead.loaded = ahead.loaded, None  # nobody may have it half written
         if before is None and not self._keep(place, ahead):
             return
         try:
             if before is None:
-                loaded = await self._builder.build(parts, point)
+                loaded = await self._builder.build(parts, checkpoint)
             else:
-                loaded = await self._builder.advance(before, point, parts.near)
+                loaded = await self._builder.advance(before, checkpoint, parts.near)
             if not ahead.taken:
                 ahead.loaded = loaded
                 if not self._context.memory.keeps(place):  # it was given up meanwhile
@@ -111,10 +111,10 @@ class StageLoader:
         job: JobId,
         manifest: Manifest,
         index: int,
-        baton: HandoverState | None = None,
+        handover: HandoverState | None = None,
         peer: PeerId | None = None,
     ) -> Loaded:
-        """The stage in memory: in the state of `baton`, whose blob `peer` has, or else of the newest snapshot that we
+        """The stage in memory: in the state of `handover`, whose blob `peer` has, or else of the newest snapshot that we
         know of (the lead says if there is a newer one). `release` it in the end. Raises SwarmError, JobError, JobFailed,
         MemoryError."""
         trained(manifest, index)  # or it cannot be loaded at all
@@ -133,10 +133,10 @@ class StageLoader:
                 self._source.plan(manifest, index), self._context.directory.job(job)
             )
             files = ahead.files if ahead is not None else self._source.files(job, manifest, plan)
-            point = _newest(_point(record), ahead.point if ahead is not None else None)
+            checkpoint = _newest(_checkpoint(record), ahead.checkpoint if ahead is not None else None)
             parts = await self._source.parts(manifest, plan, files, near)
-            loaded = await self._builder.resume(parts, point)
-        return loaded if baton is None else await self._builder.take_over(loaded, baton, peer)
+            loaded = await self._builder.resume(parts, checkpoint)
+        return loaded if handover is None else await self._builder.take_over(loaded, handover, peer)
 
     def release(self, job: JobId, index: int) -> None:
         """The stage runs here no more."""
@@ -144,15 +144,15 @@ class StageLoader:
         self._context.memory.release((job, index))
 
 
-def _point(record: JobRecord | None) -> Checkpoint:
+def _checkpoint(record: JobRecord | None) -> Checkpoint:
     if record is None or record.snapshot is None:
         return Checkpoint()
     return Checkpoint(step=record.snapshot_step, digest=record.snapshot)
 
 
-def _newest(point: Checkpoint, other: Checkpoint | None) -> Checkpoint:
-    return point if other is None else max(point, other, key=lambda each: each.rank)
+def _newest(checkpoint: Checkpoint, other: Checkpoint | None) -> Checkpoint:
+    return checkpoint if other is None else max(checkpoint, other, key=lambda each: each.rank)
 
 
-def _same(point: Checkpoint, other: Checkpoint) -> bool:
-    return (point.step, point.digest) == (other.step, other.digest)
+def _same(checkpoint: Checkpoint, other: Checkpoint) -> bool:
+    return (checkpoint.step, checkpoint.digest) == (other.step, other.digest)

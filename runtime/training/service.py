@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0
 LOADING_SECONDS = 5.0  # that a neighbour's hello waits for a stage which is being loaded here
 CLAIMING_SECONDS = 1.0  # and for one that we stand by for
-BATON_PEER = "peer"  # in a baton's header: who has its blob
+HANDOVER_PEER = "peer"  # in a handover's header: who has its blob
 
 
 class TrainingService:
@@ -52,16 +52,16 @@ class TrainingService:
         manifest: Manifest,
         stage: int,
         term: int,
-        baton: Mapping[str, Any] | None = None,
+        handover: Mapping[str, Any] | None = None,
         *,
         left: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         """Run one stage under our claim's `term` until its job ends (returns), we are cancelled, or it fails: raises
         JobFailed for the whole job; JobError, SwarmError, MemoryError or RuntimeError where only we cannot go on.
-        `baton`: what the owner before gave us when it left (`pass_on`); `left` is told how the job stood when our
+        `handover`: what the owner before gave us when it left (`pass_on`); `left` is told how the job stood when our
         stage had come to its end, however it did."""
         try:
-            host = await self._load(job, manifest, stage, term, baton)
+            host = await self._load(job, manifest, stage, term, handover)
             try:
                 await host.run()
             except JobFailed as error:
@@ -77,11 +77,11 @@ class TrainingService:
             self._loader.release(job, stage)
 
     async def _load(
-        self, job: JobId, manifest: Manifest, stage: int, term: int, baton: Mapping[str, Any] | None
+        self, job: JobId, manifest: Manifest, stage: int, term: int, handover: Mapping[str, Any] | None
     ) -> TrainingHost:
         self._loading.add((job, stage))
         try:
-            loaded = await self._loader.load(job, manifest, stage, *_read(baton))
+            loaded = await self._loader.load(job, manifest, stage, *_read(handover))
             assert manifest.train is not None, "it would not have loaded"
             host = TrainingHost(self._context, job, manifest.train, term, loaded, lambda: self._signal(job))
             self._hosts[job, stage] = host
@@ -103,12 +103,12 @@ class TrainingService:
         self._loader.forget(job, stage)
 
     async def pass_on(self, job: JobId, stage: int) -> Mapping[str, Any]:
-        """Stop a stage that runs here at a step boundary, for a successor: the baton that its `host` wants. JobError
+        """Stop a stage that runs here at a step boundary, for a successor: the handover that its `host` wants. JobError
         where it cannot."""
         host = self._hosts.get((job, stage))
         if host is None:
             raise JobError(f"stage {stage} of job {job[:12]} does not run here")
-        return {**(await host.handover.pass_on()).to_header(), BATON_PEER: self._context.peer_id}
+        return {**(await host.handover.pass_on()).to_header(), HANDOVER_PEER: self._context.peer_id}
 
     def stay(self, job: JobId, stage: int) -> None:
         """Nobody took the stage that `pass_on` stopped: it goes on here."""
@@ -182,12 +182,12 @@ class TrainingService:
             event.set()
 
 
-def _read(baton: Mapping[str, Any] | None) -> tuple[HandoverState | None, PeerId | None]:
+def _read(handover: Mapping[str, Any] | None) -> tuple[HandoverState | None, PeerId | None]:
     """What a leaving owner said, and who it is; nothing where it makes no sense: a snapshot will do."""
-    if baton is None:
+    if handover is None:
         return None, None
-    words = dict(baton)
-    peer = words.pop(BATON_PEER, None)
+    words = dict(handover)
+    peer = words.pop(HANDOVER_PEER, None)
     try:
         return HandoverState.read(words), PeerId(peer) if is_peer_id(peer) else None
     except JobError as error:

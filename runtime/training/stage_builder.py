@@ -21,8 +21,8 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
-BATON_SECONDS = 5.0  # for the state that an owner hands over; a snapshot is as good, some steps ago
-BATON_BYTES_PER_SECOND = 125e3  # and more, for what takes longer at the rate of a slow uplink
+HANDOVER_SECONDS = 5.0  # for the state that an owner hands over; a snapshot is as good, some steps ago
+HANDOVER_BYTES_PER_SECOND = 125e3  # and more, for what takes longer at the rate of a slow uplink
 
 
 class StageBuilder:
@@ -32,49 +32,49 @@ class StageBuilder:
         self._context = context
         self._plane = plane
 
-    async def build(self, parts: StageParts, point: Checkpoint) -> Loaded:
-        """In the state of the snapshot `point`, or as the job begins where it names none. Raises BlobError, JobError."""
-        state = await parts.files.load(point, parts.near)
+    async def build(self, parts: StageParts, checkpoint: Checkpoint) -> Loaded:
+        """In the state of the snapshot `checkpoint`, or as the job begins where it names none. Raises BlobError, JobError."""
+        state = await parts.files.load(checkpoint, parts.near)
         plane = await self._context.compute.run(
             self._plane.training, parts.plan.stage, snapshot.variables(state), parts.config.optimizer
         )
-        if point.digest is not None:
+        if checkpoint.digest is not None:
             await self._context.compute.run(plane.load_state, state)
         return Loaded(
             plan=parts.plan,
             plane=plane,
             batches=parts.batches,
             files=parts.files,
-            start=point,
+            start=checkpoint,
             residuals=snapshot.residuals(state),
         )
 
-    async def resume(self, parts: StageParts, point: Checkpoint) -> Loaded:
+    async def resume(self, parts: StageParts, checkpoint: Checkpoint) -> Loaded:
         """As `build`; as the job begins where the snapshot cannot be had."""
         try:
-            return await self.build(parts, point)
+            return await self.build(parts, checkpoint)
         except (SwarmError, JobError) as error:
-            if point.digest is None:
+            if checkpoint.digest is None:
                 raise
             # The lead takes everybody back to one that can be had, this one again or the one before.
             log.warning(
-                "stage %d begins anew, without step %d: %s", parts.plan.stage.index, point.step, error
+                "stage %d begins anew, without step %d: %s", parts.plan.stage.index, checkpoint.step, error
             )
             return await self.build(parts, Checkpoint())
 
-    async def advance(self, loaded: Loaded, point: Checkpoint, near: Mapping[int, PeerId]) -> Loaded:
+    async def advance(self, loaded: Loaded, checkpoint: Checkpoint, near: Mapping[int, PeerId]) -> Loaded:
         """The stage at another snapshot, in the same memory. Raises BlobError, JobError."""
-        state = await loaded.files.load(point, near)
+        state = await loaded.files.load(checkpoint, near)
         await self._context.compute.run(loaded.plane.load_state, state)
-        return replace(loaded, start=point, residuals=snapshot.residuals(state))
+        return replace(loaded, start=checkpoint, residuals=snapshot.residuals(state))
 
-    async def take_over(self, loaded: Loaded, baton: HandoverState, peer: PeerId | None) -> Loaded:
-        """The stage in the state of `baton`, whose blob `peer` has; as it is where that cannot be had in time."""
+    async def take_over(self, loaded: Loaded, handover: HandoverState, peer: PeerId | None) -> Loaded:
+        """The stage in the state of `handover`, whose blob `peer` has; as it is where that cannot be had in time."""
         try:
             size = state_bytes(loaded.plan.stage)
-            async with asyncio.timeout(BATON_SECONDS + size / BATON_BYTES_PER_SECOND):
+            async with asyncio.timeout(HANDOVER_SECONDS + size / HANDOVER_BYTES_PER_SECOND):
                 near = [peer] if peer is not None else []
-                state = await loaded.files.load_shard(baton.shard, baton.step, near)
+                state = await loaded.files.load_shard(handover.shard, handover.step, near)
         except (SwarmError, JobError, TimeoutError) as error:
             stage = loaded.plan.stage.index
             log.warning(
@@ -82,4 +82,6 @@ class StageBuilder:
             )
             return loaded
         await self._context.compute.run(loaded.plane.load_state, state)
-        return replace(loaded, start=baton.point, baton=baton, residuals=snapshot.residuals(state))
+        return replace(
+            loaded, start=handover.checkpoint, handover=handover, residuals=snapshot.residuals(state)
+        )

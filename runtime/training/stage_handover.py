@@ -53,12 +53,12 @@ class StageHandover:
             return
         await self._outbox.partners.flush()  # what the others still need of the step that was committed
         lead = self._outbox.lead
-        ledger, tally = (UNTRAINED, statistics()) if lead is None else lead.books
+        ledger, known = (UNTRAINED, statistics()) if lead is None else lead.books
         if self._passing is None:  # nobody waits for it any more
             self._mailbox.put(Stay())
         elif not self._passing.done():
-            wires = None if lead is None else lead.chosen
             handover = HandoverState(
-                step=step, shard=shard, point=self._snapshots.newest, ledger=ledger, tally=tally, wires=wires
+                step=step, shard=shard, checkpoint=self._snapshots.newest, ledger=ledger, statistics=known,
+                codecs=None if lead is None else lead.chosen,
             )  # fmt: skip
             self._passing.set_result(handover)

@@ -6,7 +6,7 @@ import asyncio
 
 from fusion.runtime.training.lead.lead import Lead
 from fusion.runtime.training.step import messages as m
-from fusion.runtime.training.step import protocol as steps
+from fusion.runtime.training.step.events import StageEvent
 from fusion.runtime.training.streams.partners import Partners
 from fusion.swarm.errors import StaleTerm
 
@@ -16,20 +16,19 @@ class Mailbox:
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
-        self._events: asyncio.Queue[tuple[int, m.Message | steps.StageEvent]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, m.Message | StageEvent]] = asyncio.Queue()
 
     def receive(self, source: int, message: m.Message) -> None:
         """From a partner. StaleTerm for what only a lead may say, or is for a lead to hear."""
-        kind = m.kind_of(message)
-        if (kind in m.FROM_LEAD) != (source == 0) or (self._stage != 0 and source != 0):
-            raise StaleTerm(f"stage {source} may not send {kind} to stage {self._stage}")
+        if isinstance(message, m.FromLead) != (source == 0) or (self._stage != 0 and source != 0):
+            raise StaleTerm(f"stage {source} may not send {m.kind_of(message)} to stage {self._stage}")
         self._events.put_nowait((source, message))
 
-    def put(self, event: m.Message | steps.StageEvent) -> None:
+    def put(self, event: m.Message | StageEvent) -> None:
         """Of our own peer."""
         self._events.put_nowait((self._stage, event))
 
-    async def get(self) -> tuple[int, m.Message | steps.StageEvent]:
+    async def get(self) -> tuple[int, m.Message | StageEvent]:
         return await self._events.get()
 
 
@@ -46,7 +45,7 @@ class Outbox:
         """To any stage, our own too; returns at once."""
         if target != self._stage:
             self.partners.send(target, message)
-        elif m.kind_of(message) in m.FROM_LEAD:
+        elif isinstance(message, m.FromLead):
             self.mailbox.put(message)
         else:
             # Our lead hears of our own links before it hears of anything that came over them since: what it tells a

@@ -152,7 +152,7 @@ def placed(plan: Study, graph: Graph) -> Placement:
     )
 
 
-def wires(plan: Study, graph: Graph, compression: CompressionConfig) -> EdgeCodecs:
+def edge_codecs(plan: Study, graph: Graph, compression: CompressionConfig) -> EdgeCodecs:
     found = placed(plan, graph)
     parts = split(graph, found.cuts)
     # Nothing is spared for being hidden behind computing: the ratio is what is looked at.
@@ -165,7 +165,9 @@ async def train(
     plan: Study, graph: Graph, seed: int, compression: CompressionConfig, folder: Path
 ) -> dict[str, Any]:
     """One run: (step, validation loss) points, the training loss of each step, bytes sent a step."""
-    config = replace(plan.train, seed=seed, compression=compression, wires=wires(plan, graph, compression))
+    config = replace(
+        plan.train, seed=seed, compression=compression, codecs=edge_codecs(plan, graph, compression)
+    )
     torch.manual_seed(seed)
     line = Line(
         graph,
@@ -188,7 +190,7 @@ async def train(
         "validation": validation,
         "losses": losses,
         "sent_bytes": training_bytes / config.steps,
-        "wires": config.wires,
+        "codecs": config.codecs,
         "seconds": time.monotonic() - began,
     }
 
@@ -214,7 +216,7 @@ def table(runs: Mapping[str, Mapping[str, Any]], names: list[str]) -> list[tuple
         final = [own[s]["validation"][-1][1] for s in seeds]
         base = [dense[s]["validation"][-1][1] for s in seeds]
         sent = mean(own[s]["sent_bytes"] / dense[s]["sent_bytes"] for s in seeds)
-        used = sorted({spec for _, *ways in own[seeds[0]]["wires"] for spec in ways})
+        used = sorted({spec for _, *ways in own[seeds[0]]["codecs"] for spec in ways})
         rows.append(
             (
                 name, str(len(seeds)), f"{mean(final):.4f}", ", ".join(f"{loss:.3f}" for loss in final),

@@ -272,7 +272,7 @@ def distinct(bench: Bench, cases: Sequence[Case]) -> list[Case]:
             one.placement.cuts,
             one.placement.owners,
             one.placement.depth,
-            one.wires,
+            one.codecs,
         )
         found.setdefault(runs, case)
     return list(found.values())

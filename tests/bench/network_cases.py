@@ -203,10 +203,10 @@ def predicted(
     bound is that of the network's whole rates; `machine` None: every peer has one of its own."""
     found, network = placed(bench, case), bench.network
     edges = edges_of(split(bench.graph, found.placement.cuts))
-    costs = codec_costs(found.wires, edges, bench.sizes, speeds, CODECS[case.codec].reuse_mask)
+    costs = codec_costs(found.codecs, edges, bench.sizes, speeds, CODECS[case.codec].reuse_mask)
 
-    def line(of: Network, wires: EdgeCosts | None) -> Pipeline:
-        return _calibrated(pipeline(bench.graph, found.placement, of, bench.sizes, wires), stage_seconds)
+    def line(of: Network, edge_costs: EdgeCosts | None) -> Pipeline:
+        return _calibrated(pipeline(bench.graph, found.placement, of, bench.sizes, edge_costs), stage_seconds)
 
     goodput, shared = (machine.goodput, machine.shared) if machine else (1.0, ALONE)
     whole, real = line(network, costs), line(_slower(network, found.placement.owners, goodput), costs)

@@ -113,7 +113,7 @@ def rows(bench: Bench, results: Results, cases: Sequence[Case]) -> list[Row]:
                 scheduler=case.scheduler,
                 codec=case.codec,
                 peers=len(arranged.placement.owners),
-                codecs=_codecs(arranged.wires),
+                codecs=_codecs(arranged.codecs),
                 seconds=step_seconds(jobs),
                 least_seconds=min(medians),
                 most_seconds=max(medians),
@@ -154,9 +154,9 @@ def _target(data: dict[str, Any], base: Case) -> float | None:
     return float(found[0]["validation"][-1][2]) if found else None
 
 
-def _codecs(wires: Sequence[tuple[str, str, str]]) -> str:
+def _codecs(codecs: Sequence[tuple[str, str, str]]) -> str:
     """Each codec that is sent with, forward and backward alike named once."""
-    names = {name for _, *ways in wires for name in ways}
+    names = {name for _, *ways in codecs for name in ways}
     return ", ".join(sorted(names)) or "none"
 
 

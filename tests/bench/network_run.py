@@ -170,7 +170,7 @@ class Testbed:
             evaluate_every=bench.evaluate_every if evaluate else 0,
             evaluate_batches=bench.evaluate_batches,
             compression=CODECS["dense" if alone else case.codec],
-            wires=() if alone else found.wires,
+            codecs=() if alone else found.codecs,
         )
         proposed = [PeerId(self.peers[owner].peer_id) for owner in found.placement.owners]
         job = GraphJob(

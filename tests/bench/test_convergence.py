@@ -75,7 +75,7 @@ def test_a_ratio_is_one_of_bytes(ratio: int) -> None:
 
 def test_the_table_compares_runs_of_the_same_seeds() -> None:
     def run(loss: float, sent: float) -> dict[str, Any]:
-        return {"validation": [(0, 5.0), (3, loss)], "sent_bytes": sent, "wires": [["e", "int8", "none"]]}
+        return {"validation": [(0, 5.0), (3, loss)], "sent_bytes": sent, "codecs": [["e", "int8", "none"]]}
 
     runs = {"dense": {"0": run(2.0, 8.0), "1": run(3.0, 8.0)}, "int8": {"1": run(3.3, 2.0)}}
     rows = convergence.table(runs, ["dense", "int8", "int4"])

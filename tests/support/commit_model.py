@@ -1,4 +1,4 @@
-"""The two machines of `fusion.runtime.training.step.protocol` for all stages of a job, over a network that a seed drives.
+"""The two machines of `fusion.runtime.training.step` for all stages of a job, over a network that a seed drives.
 
 A link carries messages in order or breaks, and then both ends notice, each at a time of its own. Beyond what a
 transport does, copies of messages come again later, for as long as both ends are the owners that they were. Stages
@@ -14,9 +14,13 @@ from typing import Any
 
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.training.data.ledger import Ledger
-from fusion.runtime.training.step import protocol as s
+from fusion.runtime.training.step import events as e
+from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
-from fusion.runtime.training.step.lead import expected
+from fusion.runtime.training.step.lead import LeadState, expected, lead
+from fusion.runtime.training.step.run_statistics import Attempt, Interruptions, RunStatistics
+from fusion.runtime.training.step.snapshot_books import SnapshotBooks
+from fusion.runtime.training.step.stage import StageState, stage
 from fusion.swarm.directory.records import Digest
 
 SAMPLES = 11
@@ -33,13 +37,13 @@ def ledger_of(config: TrainConfig, step: int) -> Ledger:
 
 @dataclass
 class Owner:
-    state: s.StageState
+    state: StageState
     newest: Checkpoint
     before: Checkpoint = START
     alive: bool = True
     applied: list[int] = field(default_factory=list)  # the steps that its parameters are made of
-    work: s.Run | None = None
-    local: list[s.StageEvent] = field(default_factory=list)  # what its own peer tells it, in order
+    work: e.Run | None = None
+    local: list[e.StageEvent] = field(default_factory=list)  # what its own peer tells it, in order
 
 
 @dataclass
@@ -48,28 +52,28 @@ class Model:
     stages: int
     chance: random.Random
     copies: float = 0.1  # of the messages come again later
-    lead: s.LeadState = field(init=False)
+    lead: LeadState = field(init=False)
     owners: list[Owner] = field(init=False)
     up: set[frozenset[int]] = field(default_factory=set)  # pairs of stages with a link
     to_stage: list[list[Any]] = field(init=False)
     to_lead: list[list[Any]] = field(init=False)
     late: list[tuple[bool, int, int, int, Any]] = field(default_factory=list)
-    ready: set[tuple[int, s.Attempt, int]] = field(default_factory=set)
-    commits: dict[tuple[s.Attempt, int], s.Commit] = field(default_factory=dict)
+    ready: set[tuple[int, Attempt, int]] = field(default_factory=set)
+    commits: dict[tuple[Attempt, int], m.Commit] = field(default_factory=dict)
     saving: tuple[int, set[int]] = (-1, set())
     record: Checkpoint = START  # what a new owner starts from
     announced: Checkpoint = START  # by the lead of now
     discards: int = 0
     restores: int = 0
-    batons: dict[int, tuple[int, list[int], Checkpoint, s.LeadState | None, s.RunStatistics]] = field(
+    handovers: dict[int, tuple[int, list[int], Checkpoint, LeadState | None, RunStatistics]] = field(
         default_factory=dict
     )
 
     def __post_init__(self) -> None:
-        self.owners = [Owner(s.StageState(step=0, stage=i), START) for i in range(self.stages)]
+        self.owners = [Owner(StageState(step=0, stage=i), START) for i in range(self.stages)]
         self.to_stage = [[] for _ in range(self.stages)]
         self.to_lead = [[] for _ in range(self.stages)]
-        self.lead = s.LeadState(config=self.config, stages=self.stages, term=1, samples=SAMPLES)
+        self.lead = LeadState(config=self.config, stages=self.stages, term=1, samples=SAMPLES)
         for i in range(self.stages):
             self.link(i)
 
@@ -92,10 +96,10 @@ class Model:
             return
         linked = all(frozenset((i, j)) in self.up for j in self.partners(i))
         links = tuple((j, self.owners[j].state.term) for j in sorted(self.partners(i)))
-        known = [e for e in owner.local if isinstance(e, s.Linked | s.Unlinked)]
-        now = isinstance(known[-1], s.Linked) if known else owner.state.linked
+        known = [event for event in owner.local if isinstance(event, e.Linked | e.Unlinked)]
+        now = isinstance(known[-1], e.Linked) if known else owner.state.linked
         if linked != now:
-            owner.local.append(s.Linked(links) if linked else s.Unlinked())
+            owner.local.append(e.Linked(links) if linked else e.Unlinked())
 
     def cut(self, i: int, j: int) -> None:
         self.up.discard(frozenset((i, j)))
@@ -130,39 +134,39 @@ class Model:
                 queue.clear()
 
     def succeed(self, i: int) -> None:
-        """The next owner, from the baton if there is one, else from the newest snapshot."""
+        """The next owner, from the handover if there is one, else from the newest snapshot."""
         term = self.owners[i].state.term + 1
-        baton = self.batons.pop(i, None)
-        if baton is None:
-            state = s.StageState(step=self.record.step, stage=i, term=term)
+        handover = self.handovers.pop(i, None)
+        if handover is None:
+            state = StageState(step=self.record.step, stage=i, term=term)
             self.owners[i] = Owner(state, self.record, applied=list(range(self.record.step)))
         else:
-            step, applied, point, _, tally = baton
-            state = s.StageState(step=step, stage=i, term=term, tally=tally)
-            self.owners[i] = Owner(state, point, applied=list(applied))
+            step, applied, checkpoint, _, statistics = handover
+            state = StageState(step=step, stage=i, term=term, statistics=statistics)
+            self.owners[i] = Owner(state, checkpoint, applied=list(applied))
         if i == 0:
             self.saving, self.announced = (-1, set()), START
-            old = None if baton is None else baton[3]
-            self.lead = s.LeadState(
+            old = None if handover is None else handover[3]
+            self.lead = LeadState(
                 config=self.config, stages=self.stages, term=term, samples=SAMPLES,
-                snapshots=s.SnapshotBooks(newest=self.owners[0].newest),
+                snapshots=SnapshotBooks(newest=self.owners[0].newest),
                 ledger=self.record.ledger if old is None else old.ledger,
-                interruptions=s.Interruptions(
-                    tally=s.RunStatistics() if old is None else old.tally, heir=old is not None
+                interruptions=Interruptions(
+                    statistics=RunStatistics() if old is None else old.statistics, counted=old is not None
                 ),
             )  # fmt: skip
         self.link(i)
 
     def leave(self, i: int | None = None) -> None:
         i = self.chance.randrange(self.stages) if i is None else i
-        if self.owners[i].alive and i not in self.batons:
-            self.owners[i].local.append(s.Leave())
+        if self.owners[i].alive and i not in self.handovers:
+            self.owners[i].local.append(e.Leave())
 
     def passed(self) -> list[int]:
         """The stages whose owner has handed over and can go: what it had sent has arrived, long before its successor
         is there."""
         waiting = any(self.to_stage)
-        return [i for i in self.batons if self.owners[i].alive and not waiting]
+        return [i for i in self.handovers if self.owners[i].alive and not waiting]
 
     # --- messages
 
@@ -175,44 +179,44 @@ class Model:
             if step == self.saving[0]:
                 self.saving[1].add(i)
                 if len(self.saving[1]) == self.stages:
-                    point = Checkpoint(
+                    checkpoint = Checkpoint(
                         step=step, digest=Digest(f"{step:064}"), ledger=ledger_of(self.config, step)
                     )
                     self.saving = (-1, set())
-                    self.record = max(self.record, point, key=lambda p: p.rank)
-                    self.lead_event(s.Saved(point))
+                    self.record = max(self.record, checkpoint, key=lambda p: p.rank)
+                    self.lead_event(m.Saved(checkpoint))
                     assert self.lead.snapshots.newest.rank >= self.announced.rank
                     self.announced = self.lead.snapshots.newest
                     for j in range(self.stages):
-                        self.tell(j, point)
+                        self.tell(j, checkpoint)
             return
-        self.lead_event(message)
+        self.lead_event(message, i)
 
-    def lead_event(self, event: s.LeadEvent) -> None:
-        self.lead, actions = s.lead(self.lead, event)
+    def lead_event(self, event: e.LeadEvent, i: int = 0) -> None:
+        self.lead, actions = lead(self.lead, event, i)
         for action in actions:
             match action:
-                case s.Committed():
+                case e.Committed():
                     continue
-                case s.Fail() | s.FellBack():
+                case e.Fail() | e.FellBack():
                     raise AssertionError(action)
-                case s.Hold(_, stage, _):
+                case m.Hold(_, stage, _):
                     self.tell(stage, action)
                     continue
-                case s.Commit(attempt, step, _, _, _):
+                case m.Commit(attempt, step, _, _, _):
                     for j in range(self.stages):
                         assert (j, attempt, step) in self.ready, "a commit without every ready"
                     assert self.commits.setdefault((attempt, step), action) == action, "two commits"
                     assert self.lead.ledger == ledger_of(self.config, step + 1)
-                case s.Begin(_, step, _):
+                case m.Begin(_, step, _):
                     assert self.lead.ledger == ledger_of(self.config, step)
                     self.saving = (-1, set())
-                case s.Restore(_, point):
-                    assert point.rank >= self.announced.rank, "a durable point retreats"
+                case m.Restore(_, checkpoint):
+                    assert checkpoint.rank >= self.announced.rank, "a durable snapshot retreats"
                     self.restores += 1
-                case s.Discard():
+                case m.Discard():
                     self.discards += 1
-            if isinstance(action, s.Begin | s.Commit) and action.after.snapshot:
+            if isinstance(action, m.Begin | m.Commit) and action.after.snapshot:
                 self.saving = (self.lead.step, set())
             for j in range(self.stages):
                 self.tell(j, action)
@@ -232,40 +236,40 @@ class Model:
                 owner.newest, owner.before = message, owner.newest
             return
         before = owner.state
-        owner.state, actions = s.stage(before, message)
+        owner.state, actions = stage(before, message)
         for action in actions:
             match action:
-                case s.Join(step, entry, links, attempt, abandoned, tally):
-                    assert step == len(owner.applied)
-                    joined = s.Joined(
-                        stage=i, step=step, entry=entry, links=links, attempt=attempt, abandoned=abandoned,
-                        newest=owner.newest, before=owner.before, tally=tally,
-                    )  # fmt: skip
-                    self.say(i, joined)
-                case s.Suspect(entry):
-                    self.say(i, s.Lost(i, entry))
-                case s.Run(_, step, _):
+                case m.Join():
+                    assert action.step == len(owner.applied)
+                    self.say(i, replace(action, newest=owner.newest, before=owner.before))
+                case m.Suspect() | m.Leaving():
+                    self.say(i, action)
+                case e.Run(_, step, _):
                     assert step == len(owner.applied), "a step on another base"
                     owner.work = action
-                case s.SendReady(attempt, step, report):
+                case m.Ready(attempt, step):
                     self.ready.add((i, attempt, step))
-                    self.say(i, s.Ready(i, attempt, step, report))
-                case s.Apply():
+                    self.say(i, action)
+                case e.Apply():
                     assert len(owner.applied) == before.step == owner.state.step - 1
                     owner.applied.append(before.step)
-                case s.Drop():
+                case e.Drop():
                     owner.work = None
-                case s.Load(attempt, point):
-                    owner.newest = point
-                    owner.local.append(s.Restored(attempt, point.step))
-                    owner.applied = list(range(point.step))
-                case s.SendLeaving(entry):
-                    self.say(i, s.Leaving(i, entry))
-                case s.HandOver(step):
+                case e.Load(attempt, checkpoint):
+                    owner.newest = checkpoint
+                    owner.local.append(e.Restored(attempt, checkpoint.step))
+                    owner.applied = list(range(checkpoint.step))
+                case e.HandOver(step):
                     assert step == len(owner.applied)
                     lead = self.lead if i == 0 else None
-                    self.batons[i] = (step, list(owner.applied), owner.newest, lead, owner.state.tally)
-                case s.Lack():
+                    self.handovers[i] = (
+                        step,
+                        list(owner.applied),
+                        owner.newest,
+                        lead,
+                        owner.state.statistics,
+                    )
+                case m.Lack():
                     raise AssertionError(action)
 
     def complete(self, i: int) -> None:
@@ -276,12 +280,10 @@ class Model:
         if run.after.snapshot:
             self.say(i, ("shard", run.step))
         if run.after.finish:
-            owner.work = replace(run, after=s.After(finish=True))
+            owner.work = replace(run, after=m.After(finish=True))
             return
-        report = s.StageReport(
-            squared_norm=1.0, fed=expected(self.config, run.step, SAMPLES) if i == 0 else None
-        )
-        self.stage_hears(i, s.Completed(run.attempt, run.step, report))
+        fed = expected(self.config, run.step, SAMPLES) if i == 0 else None
+        self.stage_hears(i, e.Completed(m.Ready(run.attempt, run.step, squared_norm=1.0, fed=fed)))
 
     # --- chance
 

@@ -41,7 +41,7 @@ class Pretence:
 
     def __init__(self, leases: Leases | None = None) -> None:
         self.leases = leases
-        self.batons: dict[Place, Any] = {}
+        self.handovers: dict[Place, Any] = {}
         self.prepared: list[Place] = []
         self.passed_on: list[Place] = []
         self.stayed: list[Place] = []
@@ -57,14 +57,14 @@ class Pretence:
         manifest: Manifest,
         stage: int,
         term: int,
-        baton: Any = None,
+        handover: Any = None,
         *,
         left: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         place = (job, stage)
         self.begun.append(place)
         self.terms[place] = term
-        self.batons[place] = baton
+        self.handovers[place] = handover
         self.on_host(job, term)
         if self.leases is not None:
             self.leases.update(job, stage, ready=True)

@@ -111,12 +111,12 @@ class Peer:
         return bool(self.tasks)
 
     async def take_over(
-        self, job: JobId, stage: int, over: int, baton: Mapping[str, Any] | None
+        self, job: JobId, stage: int, over: int, handover: Mapping[str, Any] | None
     ) -> ClaimRecord | None:
-        claim = await self.context.leases.claim(job, stage, 0.5, over=over, confirm=baton is None)
+        claim = await self.context.leases.claim(job, stage, 0.5, over=over, confirm=handover is None)
         if claim is not None:
             self.tasks[stage] = asyncio.create_task(
-                self.service.host(job, self.work[job], stage, claim.term, baton)
+                self.service.host(job, self.work[job], stage, claim.term, handover)
             )
         return claim
 
@@ -247,12 +247,12 @@ def compressed(
     """`train` with these codecs on every edge and every tied variable of `language_job`."""
     graph = captured(module)
     parts = split(graph, _even(graph, stages))
-    wires = [(edge.name, forward, backward) for part in parts for edge in part.sends]
-    wires += [(group.variable, "int8", "none") for group in tie_groups(parts)]
+    codecs = [(edge.name, forward, backward) for part in parts for edge in part.sends]
+    codecs += [(group.variable, "int8", "none") for group in tie_groups(parts)]
     families = ("bf16", "fp16", "int8", "int4", "topk")
     return replace(
         train,
-        wires=tuple(wires),
+        codecs=tuple(codecs),
         compression=CompressionConfig(kind="adaptive", families=families, live=False, **how),
     )
 

@@ -131,7 +131,7 @@ def install() -> None:
     wrap(TorchTrainingStage, "discard", "recovery")
     wrap(StripedStream, "send", "ready", lambda _, kind, *__, **___: kind == "ready")
     wrap(StripedStream, "send", "commit-sent", lambda _, kind, *__, **___: kind == "commit")
-    wrap(Lead, "receive", "ready", lambda _, __, message: isinstance(message, m.ReadyMessage))
+    wrap(Lead, "receive", "ready", lambda _, __, message: isinstance(message, m.Ready))
     wrap(StageFiles, "save", "snapshot")
     wrap(StageFiles, "replicate", "snapshot")
     wrap(TrainingService, "host", "takeover")

@@ -50,7 +50,7 @@ class Oracle:
         self.violations.append(text)
 
     def said(self, peer: PeerId, source: int, kind: str, header: Mapping[str, Any]) -> None:
-        """A frame of `/fusion/stage/2` is on its way from the host of stage `source`."""
+        """A frame of `/fusion/stage/3` is on its way from the host of stage `source`."""
         if kind == "ready":
             self._ready.setdefault((*header["attempt"], header["step"]), set()).add(source)
         elif kind == "commit":

@@ -11,7 +11,7 @@ from worlds import wiring
 from worlds.arithmetic import STATE
 
 from fusion.runtime.training.snapshots import stage_files
-from fusion.runtime.training.step import events, lead
+from fusion.runtime.training.step import lead, messages
 from fusion.runtime.training.streams import fence, partners
 from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.transport import PeerId
@@ -39,16 +39,16 @@ def commit_without_every_ready() -> None:
     """The lead commits when all stages but one are ready."""
     real = lead.lead
 
-    def hasty(state: Any, event: Any) -> Any:
-        state, actions = real(state, event)
+    def hasty(state: Any, event: Any, stage: int = 0) -> Any:
+        state, actions = real(state, event, stage)
         if (
-            isinstance(event, events.Ready)
+            isinstance(event, messages.Ready)
             and state.phase == "running"
             and len(state.ready) == state.stages - 1
         ):
             missing = next(s for s in range(state.stages) if s not in state.ready)
-            report = replace(event.report, fed=state.ready[min(state.ready)].fed)
-            state, more = real(state, events.Ready(missing, state.attempt, state.step, report))
+            ready = replace(event, fed=state.ready[min(state.ready)].fed)
+            state, more = real(state, ready, missing)
             actions = (*actions, *more)
         return state, actions
 
@@ -59,10 +59,10 @@ def promote_from_the_wrong_step() -> None:
     """Whoever loads a snapshot gets the initial weights and takes them for the snapshot's."""
     real = stage_files.StageFiles.load
 
-    async def load(self: Any, point: Any, owners: Any) -> dict[str, torch.Tensor]:
-        state = await real(self, point, owners)
-        if point.digest is not None and STATE in state:
-            return await real(self, type(point)(), owners)
+    async def load(self: Any, checkpoint: Any, owners: Any) -> dict[str, torch.Tensor]:
+        state = await real(self, checkpoint, owners)
+        if checkpoint.digest is not None and STATE in state:
+            return await real(self, type(checkpoint)(), owners)
         return state
 
     stage_files.StageFiles.load = load  # type: ignore[method-assign]

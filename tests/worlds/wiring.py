@@ -33,7 +33,7 @@ from fusion.runtime.training import stage_work
 from fusion.runtime.training.data import samples
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.stage_source import StageSource
-from fusion.runtime.training.step import protocol as steps
+from fusion.runtime.training.step import events
 from fusion.runtime.training.streams import partners
 from fusion.swarm.directory.records import JobRecord
 from fusion.swarm.errors import SwarmError
@@ -141,7 +141,7 @@ def _took(streams: Any, source: int, frame: Any) -> None:
 def _acts(work: Any, action: Any) -> None:
     from worlds.world import World
 
-    if isinstance(action, steps.Apply):
+    if isinstance(action, events.Apply):
         state = work.state
         World.current.oracle.commits(work._context.peer_id, state.stage, state.attempt, state.step - 1)
 

@@ -435,7 +435,7 @@ class World:
                 self.oracle.said(stream.local, stream.said["source"], kind, header)
                 if kind == "restore":
                     self.oracle.restores(
-                        stream.local, header["term"], header["point"]["step"], self._to_be_had
+                        stream.local, header["term"], header["checkpoint"]["step"], self._to_be_had
                     )
         for fault in self._waiting:
             if fault.trigger == kind and self._counted(fault):

@@ -21,12 +21,12 @@ class Service(Protocol):
         manifest: Manifest,
         stage: int,
         term: int,
-        baton: Mapping[str, Any] | None = None,
+        handover: Mapping[str, Any] | None = None,
         *,
         left: Callable[[Progress], None] = unheard,
     ) -> None:
         """Run one stage under our claim's `term` until its job ends (returns), it is cancelled, or it fails: raises
-        JobFailed for the whole job, anything else where only this peer cannot go on. `baton`: what the owner before
+        JobFailed for the whole job, anything else where only this peer cannot go on. `handover`: what the owner before
         said when it handed the stage over (`pass_on`). However it comes to its end, `left` is told how the job stood
         then, where the stage knows."""
 

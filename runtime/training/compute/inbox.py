@@ -22,7 +22,7 @@ from fusion.runtime.job.fields import build
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.training.compute.stage_codecs import DENSE, Sent, StageCodecs
 from fusion.runtime.training.step.messages import TENSOR_KINDS, TensorHeader
-from fusion.runtime.training.step.protocol import NO_ATTEMPT, Attempt
+from fusion.runtime.training.step.run_statistics import NO_ATTEMPT, Attempt
 from fusion.swarm.errors import FrameError
 from fusion.swarm.transport import Frame
 

@@ -28,7 +28,7 @@ from fusion.runtime.training.compute.inbox import Inbox, Key, StagePlan
 from fusion.runtime.training.compute.stage_codecs import Sent
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.data.ledger import fed_digest
-from fusion.runtime.training.step.events import StageReport
+from fusion.runtime.training.step.messages import Ready
 from fusion.runtime.training.step.run_statistics import Attempt
 from fusion.swarm.transport import Buffer
 
@@ -70,7 +70,7 @@ class Rad:
         # A tied variable is held several times; its gradient counts once in the norm, at the lowest stage.
         self._uncounted = frozenset(t.variable for t in plan.ties if t.stages[0] != plan.stage.index)
 
-    async def step(self, attempt: Attempt, step: int) -> StageReport:
+    async def step(self, attempt: Attempt, step: int) -> Ready:
         """Forward and backward of every microbatch of `step`, gradients summed over tie-groups. Cancelling it leaves
         gradients and stashes behind, for `TrainingStage.discard`."""
         self.inbox.advance(attempt, step)
@@ -87,7 +87,9 @@ class Rad:
         await self._sum_ties(attempt, step)
         squared_norm = await self._compute(self._plane.squared_norm, self._uncounted)
         losses = [self._losses[m] for m in sorted(self._losses)]
-        return StageReport(
+        return Ready(
+            attempt,
+            step,
             squared_norm=squared_norm,
             loss=sum(losses) / len(losses) if losses else None,
             fed=None

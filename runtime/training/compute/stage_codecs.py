@@ -7,7 +7,7 @@
                  member of the tie-group ends with the same sum
     evaluation   never sparse: it is to say how good the weights are, and they are served whole
 
-The job's table (`TrainConfig.wires`, `After.wires`) says what is sent; what is received says itself what it is, and has
+The job's table (`TrainConfig.codecs`, `After.codecs`) says what is sent; what is received says itself what it is, and has
 to be of a kind that the job allows. Encoding and decoding run in a thread of their own, beside the arithmetic, in the
 order in which they were asked for, so that error feedback depends on the schedule alone.
 """
@@ -58,11 +58,11 @@ class StageCodecs:
         self._feedback = ErrorFeedback()
         # Of each sparse activation of the steps under way: its codec, and the elements that it had.
         self._masks: dict[_Place, tuple[str, torch.Tensor]] = {}
-        self.use(config.wires)
+        self.use(config.codecs)
 
-    def use(self, wires: EdgeCodecs) -> None:
+    def use(self, codecs: EdgeCodecs) -> None:
         """From now on tensors are sent by this table."""
-        self._table = {edge: (forward, backward) for edge, forward, backward in wires}
+        self._table = {edge: (forward, backward) for edge, forward, backward in codecs}
 
     def check(self, spec: str) -> None:
         """ValueError for a codec that this job does not have."""

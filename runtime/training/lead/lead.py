@@ -1,6 +1,6 @@
 """The lead of a job: the owner of stage 0, which holds the data placeholder. Elected like any other stage owner.
 
-The rules of a step are `fusion.runtime.training.step.protocol.lead` and those of a snapshot `fusion.runtime.training.snapshots.snapshot.Collector`, both
+The rules of a step are `fusion.runtime.training.step.lead` and those of a snapshot `fusion.runtime.training.snapshots.snapshot.Collector`, both
 pure, as is when to take the next (`fusion.runtime.training.snapshots.snapshot_period`); here they meet messages, the blobs of snapshot indices, and the figures that people watch.
 """
 
@@ -15,14 +15,17 @@ from typing import Any, Literal
 
 from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.lead.tuning import in_words
 from fusion.runtime.training.snapshots.snapshot import Collector, encode_index
 from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod
+from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
-from fusion.runtime.training.step import protocol as steps
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.handover_state import HandoverState
-from fusion.runtime.training.step.run_statistics import CLEAN
+from fusion.runtime.training.step.lead import LeadState, after, lead
+from fusion.runtime.training.step.run_statistics import CLEAN, Interruptions, RunStatistics
+from fusion.runtime.training.step.snapshot_books import SnapshotBooks
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.printable import one_line
 from fusion.swarm.transport import PeerId
@@ -30,7 +33,7 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 SPEED_STEPS = 8  # the speed shown is that of so many steps
-BATON_WIRES = 8192  # characters of a table that is handed on; the next lead can choose anew
+MAX_HANDOVER_CODECS = 8192  # characters of a table that is handed on; the next lead can choose anew
 PACE_STEPS = 2  # committed in a row, before it is known how fast the job is
 
 
@@ -47,7 +50,7 @@ class Lead:
     """`send(stage, message)` reaches every stage, the lead's own too, and returns at once; `spawn` runs a coroutine
     beside the loop; `put` stores a blob; `changed` is called when the progress did; `clock` counts seconds.
 
-    `newest` is the snapshot that our stage was loaded from, or knows of beside the `baton` that it took over with;
+    `newest` is the snapshot that our stage was loaded from, or knows of beside the `handover` that it took over with;
     `samples`: in the training data, None where our stage reads none of it; `edges`: names of those of the job."""
 
     def __init__(
@@ -57,7 +60,7 @@ class Lead:
         stages: int,
         term: int,
         newest: Checkpoint,
-        baton: HandoverState | None = None,
+        handover: HandoverState | None = None,
         *,
         samples: int | None,
         edges: Sequence[str] = (),
@@ -69,7 +72,7 @@ class Lead:
     ) -> None:
         self.losses: list[tuple[int, float]] = []  # (step, loss) of the steps that this lead committed
         self._job = job
-        self._handed_over = baton
+        self._handed_over = handover
         self._config = config
         self._stages = stages
         self._send = send
@@ -77,22 +80,22 @@ class Lead:
         self._put = put
         self._changed = changed
         self._clock = clock
-        self._state = steps.LeadState(
+        self._state = LeadState(
             config=config,
             stages=stages,
             term=term,
             samples=samples,
-            ledger=newest.ledger if baton is None else baton.ledger,
-            snapshots=steps.SnapshotBooks(newest=newest),
-            interruptions=steps.Interruptions(
-                tally=CLEAN if baton is None else baton.tally, heir=baton is not None
+            ledger=newest.ledger if handover is None else handover.ledger,
+            snapshots=SnapshotBooks(newest=newest),
+            interruptions=Interruptions(
+                statistics=CLEAN if handover is None else handover.statistics, counted=handover is not None
             ),
-            wires=None if baton is None else baton.wires,
+            codecs=None if handover is None else handover.codecs,
         )
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None
         self._period = SnapshotPeriod(began=clock(), taken=clock())
-        self._watched = clock()  # until when the tally counts the seconds
+        self._watched = clock()  # until when the statistics counts the seconds
         self._finishing = False
         self._times: deque[float] = deque(maxlen=SPEED_STEPS + 1)
         self._computed: deque[tuple[float, ...]] = deque(maxlen=SPEED_STEPS)  # as `Pace.compute_seconds`
@@ -100,15 +103,15 @@ class Lead:
         self.progress = Progress(
             job=job, state="running", steps=config.steps, stages=stages,
             snapshot=newest.digest, snapshot_step=newest.step,
-            step=newest.step if baton is None else baton.step,
-            codecs=self._codecs(),
+            step=newest.step if handover is None else handover.step,
+            codecs=self._codecs_in_words(),
         )  # fmt: skip
         self._tell_books()
 
-    def learn(self, point: Checkpoint) -> None:
+    def learn(self, checkpoint: Checkpoint) -> None:
         """The snapshot that our stage was loaded from, now with its ledger; before anything is received."""
-        ledger = point.ledger if self._handed_over is None else self._handed_over.ledger
-        books = replace(self._state.snapshots, newest=point)
+        ledger = checkpoint.ledger if self._handed_over is None else self._handed_over.ledger
+        books = replace(self._state.snapshots, newest=checkpoint)
         self._state = replace(self._state, snapshots=books, ledger=ledger)
         self._period = SnapshotPeriod(began=self._clock(), taken=self._clock())
         self._watched = self._clock()
@@ -122,9 +125,9 @@ class Lead:
         return "waiting for all stages to find each other" if self._state.phase == "gathering" else ""
 
     @property
-    def books(self) -> tuple[steps.Ledger, steps.RunStatistics]:
+    def books(self) -> tuple[Ledger, RunStatistics]:
         """What the next lead needs, if we hand over."""
-        return self._state.ledger, self._state.tally
+        return self._state.ledger, self._state.statistics
 
     @property
     def pace(self) -> Pace | None:
@@ -139,29 +142,30 @@ class Lead:
         )
 
     @property
-    def wires(self) -> EdgeCodecs:
+    def codecs(self) -> EdgeCodecs:
         """What tensors are sent as, from the next step on at the latest."""
-        return self._config.wires if self._state.wires is None else self._state.wires
+        return self._config.codecs if self._state.codecs is None else self._state.codecs
 
     @property
     def chosen(self) -> EdgeCodecs | None:
-        """The table that the next lead would not know of, if it is no longer than a baton can carry."""
-        wires = self._state.wires or ()
-        return self._state.wires if sum(len(word) for way in wires for word in way) <= BATON_WIRES else None
+        """The table that the next lead would not know of, if it is no longer than a handover can carry."""
+        codecs = self._state.codecs
+        length = sum(len(word) for way in codecs or () for word in way)
+        return codecs if length <= MAX_HANDOVER_CODECS else None
 
-    def rewire(self, wires: EdgeCodecs) -> None:
+    def change_codecs(self, codecs: EdgeCodecs) -> None:
         """Send tensors by that table from the next step on."""
-        self._event(steps.ChangeCodecs(wires))
-        self.tell(codecs=self._codecs())
-        log.info("step %d: codecs are %s", self._state.step, self._codecs())
+        self._event(e.ChangeCodecs(codecs))
+        self.tell(codecs=self._codecs_in_words())
+        log.info("step %d: codecs are %s", self._state.step, self._codecs_in_words())
 
     def move(self, stage: int, peer: PeerId) -> None:
         """Have the owner of a stage hand it to that peer at a step boundary."""
-        self._send(stage, m.MoveMessage(peer=peer))
+        self._send(stage, m.Move(peer))
 
     def stop(self) -> None:
         """End the job after the step that is under way, with a snapshot."""
-        self._event(steps.Stop())
+        self._event(e.Stop())
 
     def tell(self, **fields: object) -> None:
         """Change what the progress says."""
@@ -175,121 +179,110 @@ class Lead:
     def receive(self, stage: int, message: m.Message) -> None:
         """A control message from a stage. ValueError for one that only the lead may send."""
         match message:
-            case m.JoinMessage():
+            case m.Join():
                 self._watch()
-                self._event(
-                    steps.Joined(
-                        stage=stage, step=message.step, entry=message.entry, links=message.links,
-                        attempt=message.attempt,
-                        abandoned=message.abandoned, newest=message.newest, before=message.before,
-                        tally=message.tally,
-                    )
-                )  # fmt: skip
+                self._event(message, stage)
                 self._tell_books()
-            case m.SuspectMessage(text=text, entry=entry):
-                log.info("stage %d: %s", stage, text)
-                self._event(steps.Lost(stage, entry))
+            case m.Suspect():
+                log.info("stage %d: %s", stage, message.text)
+                self._event(message, stage)
                 self._tell_books()
-            case m.ReadyMessage(attempt=attempt, step=step, report=report):
+            case m.Ready():
                 self._look_at_the_clock()
-                self._event(steps.Ready(stage, attempt, step, report))
-            case m.EvaluatedMessage(step=step, loss=loss):
+                self._event(message, stage)
+            case m.Evaluated(step, loss):
                 self.tell(validation_loss=loss, validation_step=step)
-            case m.ShardMessage(step=step, digest=digest, seconds=seconds):
+            case m.Shard(step, digest, seconds):
                 self._shard(stage, step, digest, seconds)
-            case m.HeldMessage(step=step, index=index):
+            case m.Held(step, index):
                 self._held(stage, step, index)
-            case m.FailedMessage(text=text, attempt=attempt):
-                log.warning("stage %d failed: %s", stage, text)
-                self._event(steps.Failed(stage, attempt, text))
-            case m.LeavingMessage(entry=entry):
+            case m.Failed():
+                log.warning("stage %d failed: %s", stage, message.text)
+                self._event(message, stage)
+            case m.Leaving():
                 log.info("the owner of stage %d is leaving", stage)
-                self._event(steps.Leaving(stage, entry))
-            case m.LackMessage(attempt=attempt, text=text):
-                log.warning("stage %d cannot go back: %s", stage, text)
-                self._event(steps.Lacking(stage, attempt))
+                self._event(message, stage)
+            case m.Lack():
+                log.warning("stage %d cannot go back: %s", stage, message.text)
+                self._event(message, stage)
             case _:
-                raise ValueError(f"{type(message).__name__} is for the lead to send")
+                raise ValueError(f"{m.kind_of(message)} is for the lead to send")
 
     # --- steps
 
-    def _event(self, event: steps.LeadEvent) -> None:
-        self._state, actions = steps.lead(self._state, event)
+    def _event(self, event: e.LeadEvent, stage: int = 0) -> None:
+        self._state, actions = lead(self._state, event, stage)
         for action in actions:
             self._act(action)
 
-    def _act(self, action: steps.LeadAction) -> None:
+    def _act(self, action: e.LeadAction) -> None:
         match action:
-            case steps.Begin(attempt, step, after, tally):
+            case m.Begin(_, step, after, statistics):
                 now = self._clock()
                 self._times.clear()
                 self._times.append(now)
                 self._computed.clear()
-                self._period = self._period.seen(now, tally.seconds, tally.losses).give_up()
+                self._period = self._period.seen(now, statistics.seconds, statistics.losses).give_up()
                 # Whoever was saving may be gone, and the next owner does not know of it.
                 self._collector, self._index = Collector(stages=self._stages), None
                 self._snapshot(after)
-                self._everyone(m.BeginMessage(attempt=attempt, step=step, after=after, tally=tally))
+                self._everyone(action)
                 self.tell(step=step, attempts=self._state.count, message="", **self._books())
-            case steps.Commit(attempt, step, rate, clip, after):
-                self._snapshot(after)
-                self._everyone(
-                    m.CommitMessage(
-                        attempt=attempt, step=step, learning_rate=rate, clip_factor=clip, after=after
-                    )
-                )
-            case steps.Committed():
-                self._committed(action)
-            case steps.Discard(attempt):
-                self._everyone(m.DiscardMessage(attempt=attempt))
-            case steps.Hold(attempt, stage, entry):
-                self._send(stage, m.HoldMessage(attempt=attempt, stage=stage, entry=entry))
-            case steps.Restore(attempt, point):
-                log.info("not everybody has the state of one step: back to step %d", point.step)
+            case m.Commit():
+                self._snapshot(action.after)
+                self._everyone(action)
+            case m.Discard():
+                self._everyone(action)
+            case m.Hold():
+                self._send(action.stage, action)
+            case m.Restore(_, checkpoint):
+                log.info("not everybody has the state of one step: back to step %d", checkpoint.step)
                 self._period = self._period.restored(self._clock())
-                self._everyone(m.RestoreMessage(attempt=attempt, point=point))
-                self.tell(snapshot=point.digest, snapshot_step=point.step)
-            case steps.FellBack(lost):
+                self._everyone(action)
+                self.tell(snapshot=checkpoint.digest, snapshot_step=checkpoint.step)
+            case e.Committed():
+                self._committed(action)
+            case e.FellBack(lost):
                 log.warning(
                     "nobody holds the snapshot of step %d any more: back to the one before", lost.step
                 )
-            case steps.Fail(message):
-                self.finish("failed", message)
+            case e.Fail(text):
+                self.finish("failed", text)
 
     def _look_at_the_clock(self) -> None:
         now = self._clock()
         if self._period.overdue(now):
             log.warning("the snapshot of step %d was not held in time", self._collector.step)
             self._period = self._period.give_up()
-            self._event(steps.SnapshotLost())
+            self._event(e.SnapshotLost())
         if self._config.snapshot_every == 0 and self._period.due(now):
-            self._event(steps.SnapshotDue())
+            self._event(e.SnapshotDue())
 
     def _watch(self) -> None:
         """Count the time that this job was watched."""
-        now, tally = self._clock(), self._state.tally
-        tally = replace(tally, seconds=tally.seconds + now - self._watched)
-        self._state, self._watched = self._state.count_on(tally), now
+        now, statistics = self._clock(), self._state.statistics
+        statistics = replace(statistics, seconds=statistics.seconds + now - self._watched)
+        self._state, self._watched = self._state.count_on(statistics), now
 
     def _books(self) -> dict[str, object]:
-        ledger, tally = self.books
-        recent = tuple(pair for pair in tally.recent if pair[0] < ledger.steps)
+        ledger, statistics = self.books
+        recent = tuple(pair for pair in statistics.recent if pair[0] < ledger.steps)
         return {
-            "samples": ledger.samples, "ledger": ledger.head, "discarded": tally.discarded,
-            "replayed": tally.replayed, "losses": tally.losses, "recoveries": tally.recoveries,
+            "samples": ledger.samples, "ledger": ledger.head, "discarded": statistics.discarded,
+            "replayed": statistics.replayed, "losses": statistics.losses, "recoveries": statistics.recoveries,
             "recent": recent, "loss": recent[-1][1] if recent else None,
         }  # fmt: skip
 
     def _tell_books(self) -> None:
-        point = self._state.snapshots.newest
-        self.tell(snapshot=point.digest, snapshot_step=point.step, **self._books())
+        checkpoint = self._state.snapshots.newest
+        self.tell(snapshot=checkpoint.digest, snapshot_step=checkpoint.step, **self._books())
 
     def _everyone(self, message: m.Message) -> None:
         # The others first: our own stage starts to compute at once, theirs have a link to cross.
         for stage in (*range(1, self._stages), 0):
             self._send(stage, message)
 
-    def _committed(self, committed: steps.Committed) -> None:
+    def _committed(self, committed: e.Committed) -> None:
         reports = [committed.reports[s] for s in range(self._stages)]
         self._times.append(self._clock())
         took, config = self._times[-1] - self._times[-2], self._config
@@ -297,7 +290,7 @@ class Lead:
         self._computed.append(tuple(_share(r.busy) * took / config.microbatches for r in reports))
         tokens = config.microbatches * config.microbatch_size * max(1, config.sequence)
         seconds = self._times[-1] - self._times[0]
-        self.losses += [pair for pair in self._state.tally.recent if pair[0] == committed.step]
+        self.losses += [pair for pair in self._state.statistics.recent if pair[0] == committed.step]
         self.tell(
             step=committed.step + 1,
             tokens_per_second=tokens * (len(self._times) - 1) / seconds if seconds > 0 else 0.0,
@@ -307,12 +300,12 @@ class Lead:
             **self._books(),
         )
 
-    def _codecs(self) -> str:
-        return "" if self._config.compression.kind == "none" else in_words(self.wires, self._edges)
+    def _codecs_in_words(self) -> str:
+        return "" if self._config.compression.kind == "none" else in_words(self.codecs, self._edges)
 
     # --- snapshots
 
-    def _snapshot(self, after: steps.After) -> None:
+    def _snapshot(self, after: m.After) -> None:
         """Whether everybody is told to save the state of the step that the ledger is of."""
         if after.snapshot:
             self._collector = Collector(stages=self._stages, ledger=self._state.ledger)
@@ -330,25 +323,23 @@ class Lead:
         index = await self._put(encode_index(collector.index(self._job)))
         if self._collector.shards == collector.shards and self._collector.ledger == collector.ledger:
             self._index = index
-            self._everyone(m.ReplicateMessage(step=collector.step, index=index))
+            self._everyone(m.Replicate(collector.step, index))
 
     def _held(self, stage: int, step: int, index: Digest) -> None:
         if index != self._index or self._collector.durable:
             return
         self._collector = self._collector.held(stage, step)
         if self._collector.durable:
-            point = self._collector.index(self._job).point(index)
+            saved = m.Saved(self._collector.index(self._job).checkpoint(index))
             self._period = self._period.durable(self._clock(), self._collector.seconds)
-            self._event(steps.Saved(point))
-            self._everyone(m.SavedMessage(point=point))
-            self.tell(snapshot=point.digest, snapshot_step=point.step)
+            self._event(saved)
+            self._everyone(saved)
+            self.tell(snapshot=index, snapshot_step=saved.checkpoint.step)
             if self._state.phase == "running" and self._ends_at(step):
                 self.finish("done" if step >= self._config.steps else "stopped")
 
     def _ends_at(self, step: int) -> bool:
-        return (
-            step == self._state.step and steps.after(self._config, step, stopping=self._state.stopping).finish
-        )
+        return step == self._state.step and after(self._config, step, stopping=self._state.stopping).finish
 
     # --- the end
 
@@ -359,7 +350,7 @@ class Lead:
             self.tell(state=state, error=text[:300], message="")
             # All that is known of the job, but who held as many stages as it may have: we may be killed any moment.
             figures = replace(self.progress, owners=(), busy=())
-            self._everyone(m.FinishMessage(state=state, text=text[:300], progress=figures))
+            self._everyone(m.Finish(state, text[:300], figures))
 
 
 def _share(said: float) -> float:

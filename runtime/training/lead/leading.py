@@ -37,13 +37,15 @@ class Leading:
         plan, clock = loaded.plan, asyncio.get_running_loop().time
         job = job_of(config, plan.whole, plan.memory_bytes or (0,) * plan.stages)
         self.lead = Lead(
-            here.job, config, plan.stages, here.term, loaded.start, loaded.baton,
+            here.job, config, plan.stages, here.term, loaded.start, loaded.handover,
             samples=loaded.batches.samples, edges=[edge.name for edge in job.edges], send=send, spawn=spawn,
             put=loaded.files.put, changed=changed, clock=clock,
         )  # fmt: skip
         self._stages = plan.stages
         self._partners = partners
-        self._tuner = Tuner(context, job, self.lead, partners.holders, clock, moved=loaded.baton is not None)
+        self._tuner = Tuner(
+            context, job, self.lead, partners.holders, clock, moved=loaded.handover is not None
+        )
 
     def start(self, group: asyncio.TaskGroup) -> None:
         group.create_task(self._explain_waiting())

@@ -42,7 +42,7 @@ CANDIDATES = 16  # idle peers that are looked at, those of which most is known
 
 @dataclass(frozen=True)
 class _Advice:
-    wires: EdgeCodecs | None = None
+    codecs: EdgeCodecs | None = None
     move: Move | None = None
 
 
@@ -116,8 +116,8 @@ class Tuner:
         advice = await asyncio.to_thread(self._advise, pace, held, idle, peers, view, speeds)
         if self._lead.pace is None or self._owners() != owners:
             return
-        if advice.wires is not None:
-            self._lead.rewire(advice.wires)
+        if advice.codecs is not None:
+            self._lead.change_codecs(advice.codecs)
         elif (move := advice.move) is not None:
             self._moved_at, self._wanted = self._clock(), ()
             log.info(
@@ -140,10 +140,10 @@ class Tuner:
             owners=owners, network=known.network, compute_seconds=pace.compute_seconds, speeds=speeds
         )
         if self.follows:
-            wires = better_codecs(self._job, self._lead.wires, sight, self._known)
-            if wires is not None:
+            codecs = better_codecs(self._job, self._lead.codecs, sight, self._known)
+            if codecs is not None:
                 self._known = sight
-                return _Advice(wires=wires)
+                return _Advice(codecs=codecs)
         return _Advice(move=self._move(pace, sight, known, idle))
 
     def _move(self, pace: Pace, sight: Sight, known: KnownNetwork, idle: Sequence[PeerId]) -> Move | None:
@@ -152,7 +152,7 @@ class Tuner:
         if not idle:
             return None
         move = best_move(
-            running(self._job, sight, self._lead.wires),
+            running(self._job, sight, self._lead.codecs),
             idle,
             state_bytes=self._job.state_bytes,
             steps_left=pace.steps_left,

@@ -80,10 +80,10 @@ def state_bytes(stage: Stage) -> int:
     return sum(type_bytes(v.type) * (3 if v.trainable else 1) for v in stage.graph.variables)
 
 
-def running(job: Job, sight: Sight, wires: EdgeCodecs) -> Pipeline:
+def running(job: Job, sight: Sight, codecs: EdgeCodecs) -> Pipeline:
     """The job as it runs now, with that table; ties are a part of each microbatch's traffic."""
     config = job.config
-    costs = codec_costs(wires, job.edges, job.sizes, sight.speeds, config.compression.reuse_mask)
+    costs = codec_costs(codecs, job.edges, job.sizes, sight.speeds, config.compression.reuse_mask)
     flows = []
     for edge in job.edges:
         dense, elements = DENSE[edge.type.dtype], elements_of(edge.type, job.sizes)
@@ -98,7 +98,7 @@ def running(job: Job, sight: Sight, wires: EdgeCodecs) -> Pipeline:
                     backward=costs.get((edge.name, "backward"), dense) if edge.needs_gradient else None,
                 )
             )
-    table = {name: forward for name, forward, _ in wires}
+    table = {name: forward for name, forward, _ in codecs}
     for tie in job.ties:
         bytes_ = parse(table.get(tie.variable, "none")).payload_bytes(tie.elements, tie.itemsize)
         share = CodecCost(
@@ -132,16 +132,16 @@ def running(job: Job, sight: Sight, wires: EdgeCodecs) -> Pipeline:
     )
 
 
-def better_codecs(job: Job, wires: EdgeCodecs, now: Sight, known: Sight | None = None) -> EdgeCodecs | None:
-    """The table to go on with instead of `wires`, or None where that one does. `known`: what it was chosen with; None
+def better_codecs(job: Job, codecs: EdgeCodecs, now: Sight, known: Sight | None = None) -> EdgeCodecs | None:
+    """The table to go on with instead of `codecs`, or None where that one does. `known`: what it was chosen with; None
     where that is not known."""
     if known is not None and not changed(job, known, now):
         return None
     found = fastest_codecs(
         job.edges, job.ties, job.sizes, now.owners, now.network, job.config.compression, now.speeds,
-        max(now.compute_seconds, default=0.0), lambda wires: step_seconds(running(job, now, wires)).seconds,
+        max(now.compute_seconds, default=0.0), lambda codecs: step_seconds(running(job, now, codecs)).seconds,
     )  # fmt: skip
-    if found == wires or not pays(running(job, now, wires), running(job, now, found)):
+    if found == codecs or not pays(running(job, now, codecs), running(job, now, found)):
         return None
     return found
 
@@ -182,13 +182,13 @@ def _kinder(new: Iterable[Flow], old: Iterable[Flow]) -> bool:
     return all(a >= b for a, b in sizes) and any(a > SAME * b for a, b in sizes)
 
 
-def in_words(wires: EdgeCodecs, edges: Sequence[str]) -> str:
+def in_words(codecs: EdgeCodecs, edges: Sequence[str]) -> str:
     """One line for people: `int8 on 3, topk:0.05 on 1 of 5 edges`; nothing where there are no edges."""
     if not edges:
         return ""
     names = frozenset(edges)
     kinds = Counter(
-        there if there == back else f"{there}/{back}" for name, there, back in wires if name in names
+        there if there == back else f"{there}/{back}" for name, there, back in codecs if name in names
     )
     if not kinds:
         return f"none on {len(names)} of {len(names)} edges"

@@ -28,14 +28,14 @@ class Loaded:
     residuals: Mapping[str, torch.Tensor] = field(
         default_factory=dict
     )  # see `fusion.compression.error_feedback`
-    baton: HandoverState | None = None  # the owner before handed over: the state is that of the baton's step
+    handover: HandoverState | None = None  # the owner before handed over: the state is that of its step
 
     @property
     def statistics(self) -> RunStatistics:
         """Of the job, as far as they came with the state."""
-        return CLEAN if self.baton is None else self.baton.tally
+        return CLEAN if self.handover is None else self.handover.statistics
 
     @property
     def step(self) -> int:
         """That the state is of."""
-        return self.start.step if self.baton is None else self.baton.step
+        return self.start.step if self.handover is None else self.handover.step

@@ -42,7 +42,7 @@ class Index:
     ledger: Ledger  # of `step`
     version: int = INDEX_VERSION
 
-    def point(self, digest: Digest) -> Checkpoint:
+    def checkpoint(self, digest: Digest) -> Checkpoint:
         """What the index, whose blob has this digest, says that everybody can go back to."""
         return Checkpoint(step=self.step, digest=digest, ledger=self.ledger)
 

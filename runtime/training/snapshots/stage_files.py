@@ -57,20 +57,20 @@ class StageFiles:
     async def put(self, data: bytes) -> Digest:
         return await self._context.blobs.put(data)
 
-    async def point(self, index_digest: Digest) -> Checkpoint:
+    async def checkpoint(self, index_digest: Digest) -> Checkpoint:
         """The snapshot with this index, its ledger included. Raises BlobError, JobError."""
-        return (await self._index(index_digest, {})).point(index_digest)
+        return (await self._index(index_digest, {})).checkpoint(index_digest)
 
-    async def load(self, point: Checkpoint, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
-        """The state of our stage at a snapshot, or its initial weights where `point` names none, as
+    async def load(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
+        """The state of our stage at a snapshot, or its initial weights where `checkpoint` names none, as
         `TrainingStage.load_state` takes it. Raises BlobError, JobError."""
         blobs, stage = self._context.blobs, self._stage
-        if point.digest is None:
+        if checkpoint.digest is None:
             proposed = [peer for peer in self._manifest.proposed if peer]
             path = await blobs.fetch(self._manifest.weights[stage.index], proposed)
             weights = await asyncio.to_thread(self._shards.load_weights, path, stage)
             return {snapshot.VARIABLE + name: tensor for name, tensor in weights.items()}
-        digest = await self._shard_of(point.digest, owners)
+        digest = await self._shard_of(checkpoint.digest, owners)
         path = await blobs.fetch(digest, self._near(stage.index, owners))
         return await asyncio.to_thread(self._shards.load_state, path, stage, self._residuals)
 
@@ -80,13 +80,13 @@ class StageFiles:
         self._keep(step, digest)
         return await asyncio.to_thread(self._shards.load_state, path, self._stage, self._residuals)
 
-    async def fetch(self, point: Checkpoint, owners: Mapping[int, PeerId]) -> None:
+    async def fetch(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> None:
         """Bring here what `load` would read. Raises BlobError, JobError."""
-        if point.digest is None:
+        if checkpoint.digest is None:
             proposed = [peer for peer in self._manifest.proposed if peer]
             await self._context.blobs.fetch(self._manifest.weights[self._stage.index], proposed)
             return
-        digest = await self._shard_of(point.digest, owners)
+        digest = await self._shard_of(checkpoint.digest, owners)
         await self._context.blobs.fetch(digest, self._near(self._stage.index, owners))
 
     async def save(self, step: int, state: Mapping[str, torch.Tensor]) -> Digest:
@@ -121,9 +121,9 @@ class StageFiles:
             await self._context.blobs.fetch(index.shards[stage], self._near(stage, owners))
             self._keep(index.step, index_digest, index.shards[stage])
 
-    async def forget_before(self, point: Checkpoint) -> None:
+    async def forget_before(self, checkpoint: Checkpoint) -> None:
         """Delete what belongs to snapshots older than the newest few."""
-        steps = sorted((step for step in self._by_step if step <= point.step), reverse=True)
+        steps = sorted((step for step in self._by_step if step <= checkpoint.step), reverse=True)
         kept = set().union(*(self._by_step[step] for step in steps[:KEPT]))
         for step in steps[KEPT:]:
             for digest in self._by_step.pop(step) - kept:

@@ -89,7 +89,7 @@ class StageSnapshots:
                 log.warning("stage %d could not hold the snapshot of step %d: %s", self._stage, step, error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._tell(m.HeldMessage(step=step, index=index))
+            self._tell(m.Held(step, index))
             return
 
     async def complete(self) -> bool:
@@ -97,25 +97,27 @@ class StageSnapshots:
         raises BlobError, JobError."""
         if self.newest.digest is None or self.newest.sound:
             return False
-        self.newest = await self._files.point(self.newest.digest)
+        self.newest = await self._files.checkpoint(self.newest.digest)
         return True
 
-    def saved(self, point: Checkpoint) -> None:
+    def saved(self, checkpoint: Checkpoint) -> None:
         """All stages hold that snapshot."""
-        if point.rank > self.newest.rank:
-            self.newest, self.before = point, self.newest
-        self._spawn(self._files.forget_before(point))
+        if checkpoint.rank > self.newest.rank:
+            self.newest, self.before = checkpoint, self.newest
+        self._spawn(self._files.forget_before(checkpoint))
 
-    def go_back(self, point: Checkpoint) -> None:
+    def go_back(self, checkpoint: Checkpoint) -> None:
         """Everybody is about to `restore` it."""
-        if point.rank < self.newest.rank:
-            log.warning("stage %d goes back beyond the newest snapshot, to step %d", self._stage, point.step)
-        self.newest = point
+        if checkpoint.rank < self.newest.rank:
+            log.warning(
+                "stage %d goes back beyond the newest snapshot, to step %d", self._stage, checkpoint.step
+            )
+        self.newest = checkpoint
 
-    async def restore(self, point: Checkpoint) -> None:
-        """Go back to `point`. JobError where it cannot be had."""
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        """Go back to `checkpoint`. JobError where it cannot be had."""
         try:
-            state = await self._files.load(point, self._owners())
+            state = await self._files.load(checkpoint, self._owners())
         except (SwarmError, OSError) as error:
             raise JobError(str(error)) from None
         await self._compute.run(self._plane.load_state, state)
@@ -129,7 +131,7 @@ class StageSnapshots:
                 log.warning("stage %d could not save step %d: %s", self._stage, step, error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._tell(m.ShardMessage(step=step, digest=digest, seconds=seconds))
+            self._tell(m.Shard(step, digest, seconds))
             return
 
     def _timed_state(self) -> tuple[Mapping[str, torch.Tensor], float]:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from fusion.runtime.training.step.events import Entry, Joined, Links
+from fusion.runtime.training.step.messages import Join, JoinId, Links
+
+
+def supersedes(join_id: JoinId, known: JoinId) -> bool:
+    """Whether a join is newer than another of the same stage. Of two hosts under one term the one that speaks last is
+    the newer: the streams of the other have ended with its process."""
+    if join_id[0] != known[0]:
+        return join_id[0] > known[0]
+    return join_id[1] != known[1] or join_id[2] > known[2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attendance:
     joined: Mapping[int, int] = field(default_factory=dict)  # stage -> the step its state is of
-    entries: Mapping[int, Entry] = field(default_factory=dict)  # stage -> its newest join
+    join_ids: Mapping[int, JoinId] = field(default_factory=dict)  # stage -> its newest join
     links: Mapping[int, Links] = field(default_factory=dict)  # stage -> whom it was linked to then
     leaving: frozenset[int] = frozenset()  # want to be handed over
     held: frozenset[int] = frozenset()  # handed over: their next owner is no loss
@@ -21,21 +29,20 @@ class Attendance:
         """Whether every stage is linked to the owners that have joined: one that still has a link to the owner before
         will lose it, and with it whatever had begun."""
         return all(
-            self.entries[partner][0] == term for links in self.links.values() for partner, term in links
+            self.join_ids[partner][0] == term for links in self.links.values() for partner, term in links
         )
 
-    def replaced(self, event: Joined) -> bool:
+    def replaced(self, stage: int, join_id: JoinId) -> bool:
         """Whether another owner joins than did before, and nobody handed over to it."""
-        known = self.entries.get(event.stage)
-        return known is not None and event.entry[:2] != known[:2] and event.stage not in self.held
+        known = self.join_ids.get(stage)
+        return known is not None and join_id[:2] != known[:2] and stage not in self.held
 
-    def join(self, event: Joined) -> Attendance:
-        stage = event.stage
+    def join(self, stage: int, message: Join) -> Attendance:
         return replace(
             self,
-            joined={**self.joined, stage: event.step},
-            entries={**self.entries, stage: event.entry},
-            links={**self.links, stage: event.links},
+            joined={**self.joined, stage: message.step},
+            join_ids={**self.join_ids, stage: message.join_id},
+            links={**self.links, stage: message.links},
             held=self.held - {stage},
         )
 

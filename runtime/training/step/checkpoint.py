@@ -23,7 +23,7 @@ class Checkpoint:
 
     @property
     def rank(self) -> tuple[int, str]:
-        """Orders points from old to new."""
+        """Orders checkpoints from old to new."""
         return (self.step, self.digest or "")
 
 

@@ -23,21 +23,21 @@ from fusion.swarm.directory.records import Digest, is_digest
 class HandoverState:
     step: int  # that the state is of
     shard: Digest  # blob: the stage's state at `step`, as in a snapshot; the leaving peer holds it
-    point: Checkpoint  # the newest snapshot that all stages hold
+    checkpoint: Checkpoint  # the newest snapshot that all stages hold
     ledger: Ledger = UNTRAINED  # of `step`; from the lead only
-    tally: RunStatistics = CLEAN
-    wires: EdgeCodecs | None = None  # that the lead has chosen since the job began; from the lead only
+    statistics: RunStatistics = CLEAN
+    codecs: EdgeCodecs | None = None  # that the lead has chosen since the job began; from the lead only
 
     def to_header(self) -> dict[str, Any]:
         return plain(self)
 
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> HandoverState:
-        """JobError for anything that is not a baton."""
+        """JobError for anything that is not a handover state."""
         try:
-            baton = build(cls, header, "baton")
+            handover = build(cls, header, "handover")
         except ValueError as error:
             raise JobError(str(error)) from None
-        if baton.step < 0 or not is_digest(baton.shard):
-            raise JobError("baton: a step of at least 0 and the digest of a blob")
-        return baton
+        if handover.step < 0 or not is_digest(handover.shard):
+            raise JobError("handover: a step of at least 0 and the digest of a blob")
+        return handover

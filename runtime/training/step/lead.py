@@ -1,4 +1,4 @@
-"""The lead's side of the commit protocol (`fusion.runtime.training.step.protocol`), pure."""
+"""The lead's side of the commit protocol (`fusion.runtime.training.step`), pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
 from fusion.runtime.training.data.ledger import UNTRAINED, Ledger, fed_digest
 from fusion.runtime.training.data.samples import sample_indices
 from fusion.runtime.training.step import events as e
-from fusion.runtime.training.step.attendance import Attendance
+from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step.attendance import Attendance, supersedes
 from fusion.runtime.training.step.run_statistics import NO_ATTEMPT, Attempt, Interruptions, RunStatistics
 from fusion.runtime.training.step.snapshot_books import SnapshotBooks
 
@@ -29,11 +30,11 @@ class LeadState:
     phase: Literal["gathering", "running", "ended"] = "gathering"
     ledger: Ledger = UNTRAINED  # of the state that our own stage has: the next step is ledger.steps
     here: Attendance = field(default_factory=Attendance)
-    ready: Mapping[int, e.StageReport] = field(default_factory=dict)
+    ready: Mapping[int, m.Ready] = field(default_factory=dict)
     snapshots: SnapshotBooks = field(default_factory=SnapshotBooks)
     interruptions: Interruptions = field(default_factory=Interruptions)
-    wires: EdgeCodecs | None = None  # chosen since the job began; None: those that it began with
-    rewired: bool = False  # nobody has been told yet
+    codecs: EdgeCodecs | None = None  # chosen since the job began; None: those that it began with
+    codecs_changed: bool = False  # nobody has been told yet
     stopping: bool = False
     restoring: Attempt = NO_ATTEMPT  # the restore that was asked for last: others may hand over meanwhile
 
@@ -47,12 +48,12 @@ class LeadState:
         return (self.term, self.count)
 
     @property
-    def tally(self) -> RunStatistics:
-        return self.interruptions.tally
+    def statistics(self) -> RunStatistics:
+        return self.interruptions.statistics
 
-    def count_on(self, tally: RunStatistics) -> LeadState:
+    def count_on(self, statistics: RunStatistics) -> LeadState:
         """With those statistics of the job so far."""
-        return replace(self, interruptions=replace(self.interruptions, tally=tally))
+        return replace(self, interruptions=replace(self.interruptions, statistics=statistics))
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -63,67 +64,83 @@ class LeadState:
 Result = tuple[LeadState, tuple[e.LeadAction, ...]]
 
 
-def lead(state: LeadState, event: e.LeadEvent) -> Result:
+def lead(state: LeadState, event: e.LeadEvent, stage: int = 0) -> Result:
+    """`stage`: that a message is from."""
     if state.phase == "ended":
         return state, ()
     match event:
-        case e.Joined():
-            return _join(state, event)
-        case e.Lost(stage, entry):
-            if entry != state.here.entries.get(stage):  # it has joined again since
+        case m.Join():
+            return _join(state, stage, event)
+        case m.Suspect(join_id):
+            if join_id != state.here.join_ids.get(stage):  # it has joined again since
                 return state, ()
             return _lose(state, stage)
-        case e.Ready(stage, attempt, step, report):
+        case m.Ready(attempt, step):
             if state.phase != "running" or (attempt, step) != (state.attempt, state.step):
                 return state, ()
-            state = replace(state, ready={**state.ready, stage: report})
+            state = replace(state, ready={**state.ready, stage: event})
             return _commit(state) if len(state.ready) == state.stages else (state, ())
-        case e.Failed(stage, attempt, text):
+        case m.Failed(attempt, text):
             if state.phase != "running" or attempt != state.attempt:
                 return state, ()
-            state = state.count_on(state.tally.fail(state.step))
-            if state.tally.failed[1] >= MAX_FAILURES:
+            state = state.count_on(state.statistics.fail(state.step))
+            if state.statistics.failed[1] >= MAX_FAILURES:
                 return replace(state, phase="ended"), (e.Fail(f"stage {stage}: {text}"),)
             return _lose(state, stage)
-        case e.Leaving(stage, entry):
+        case m.Leaving(join_id):
             # It asks again whenever it joins.
-            if stage in state.here.held or entry != state.here.entries.get(stage):
+            if stage in state.here.held or join_id != state.here.join_ids.get(stage):
                 return state, ()
             return _hold(replace(state, here=state.here.leave(stage)))
-        case e.Lacking(stage, attempt):
+        case m.Lack(attempt):
             return _lack(state, stage, attempt)
-        case e.Saved(point):
-            return replace(state, snapshots=state.snapshots.saved(point)), ()
+        case m.Saved(checkpoint):
+            return replace(state, snapshots=state.snapshots.saved(checkpoint)), ()
         case e.SnapshotLost():
             return replace(state, snapshots=replace(state.snapshots, saving=False)), ()
         case e.SnapshotDue():
             return replace(state, snapshots=replace(state.snapshots, due=True)), ()
-        case e.ChangeCodecs(wires):
-            return replace(state, wires=wires, rewired=True), ()
+        case e.ChangeCodecs(codecs):
+            return replace(state, codecs=codecs, codecs_changed=True), ()
         case e.Stop():
             return replace(state, stopping=True), ()
+
+
+def after(config: TrainConfig, step: int, *, stopping: bool = False, due: bool = False) -> m.After:
+    """What follows the commit that makes the state that of `step`; `due`: a snapshot is."""
+    finish = stopping or step >= config.steps
+    held_out = config.data.held_out is not None
+    return m.After(
+        evaluate=held_out and step > 0 and (finish or _every(config.evaluate_every, step)),
+        snapshot=finish or (step > 0 and (due or _every(config.snapshot_every, step))),
+        finish=finish,
+    )
+
+
+def _every(period: int, step: int) -> bool:
+    return period > 0 and step % period == 0
 
 
 # --- who is here
 
 
-def _join(state: LeadState, event: e.Joined) -> Result:
-    stage, known = event.stage, state.here.entries.get(event.stage)
-    if known is not None and not e.supersedes(event.entry, known):
+def _join(state: LeadState, stage: int, join: m.Join) -> Result:
+    known = state.here.join_ids.get(stage)
+    if known is not None and not supersedes(join.join_id, known):
         return state, ()
     # A stage that joins again has been away: what it had of the running step is lost.
     state, actions = _lose(replace(state, here=state.here.stay(stage)), stage)
-    interruptions = state.interruptions.merge(event.tally)
-    if state.here.replaced(event):
+    interruptions = state.interruptions.merge(join.statistics)
+    if state.here.replaced(stage, join.join_id):
         interruptions = interruptions.lose()
-    if 0 < event.attempt[0] < state.term:
+    if 0 < join.attempt[0] < state.term:
         interruptions = interruptions.lose_lead()
-    if event.abandoned:  # nobody told it so: the lead of that attempt is no more
-        interruptions = interruptions.discard(event.attempt)
+    if join.abandoned:  # nobody told it so: the lead of that attempt is no more
+        interruptions = interruptions.discard(join.attempt)
     state = replace(
         state,
-        here=state.here.join(event),
-        snapshots=state.snapshots.learn(event.newest).learn(event.before),
+        here=state.here.join(stage, join),
+        snapshots=state.snapshots.learn(join.newest).learn(join.before),
         interruptions=interruptions,
     )
     state, more = _gather(state)
@@ -136,7 +153,7 @@ def _lose(state: LeadState, stage: int) -> Result:
     state = replace(state, phase="gathering", here=state.here.lose(stage), ready={})
     if not running:
         return state, ()
-    discard = e.Discard(state.attempt)
+    discard = m.Discard(state.attempt)
     interruptions = replace(state.interruptions.discard(state.attempt), broken=True)
     state, actions = _hold(replace(state, interruptions=interruptions))
     return state, (discard, *actions)
@@ -151,33 +168,33 @@ def _gather(state: LeadState) -> Result:
     step, config, snapshots = state.step, state.config, state.snapshots
     # What was asked for at this step and is not whole yet will not be: the others have begun anew.
     due = snapshots.newest.step != step and (snapshots.due or snapshots.asked == step)
-    following = e.after(config, step, stopping=state.stopping, due=due)
+    following = after(config, step, stopping=state.stopping, due=due)
     if snapshots.newest.step == step and not following.finish:
         following = replace(following, snapshot=False)  # we have just come back to it
     # A new owner knows only what the job began with, and others may have heard of a choice of the lead before us.
-    following = replace(following, wires=config.wires if state.wires is None else state.wires)
+    following = replace(following, codecs=config.codecs if state.codecs is None else state.codecs)
     state = replace(
         state,
         phase="running",
         count=state.count + 1,
-        rewired=False,
+        codecs_changed=False,
         snapshots=replace(snapshots, saving=False),
         interruptions=state.interruptions.recover(),
     )
     state = _asked(state, following)
-    return state, (e.Begin(state.attempt, step, following, state.tally),)
+    return state, (m.Begin(state.attempt, step, following, state.statistics),)
 
 
 def _restore(state: LeadState) -> Result:
-    point = state.snapshots.newest
+    checkpoint = state.snapshots.newest
     state = replace(
         state,
         here=replace(state.here, joined={}),
         count=state.count + 1,
-        ledger=point.ledger,
+        ledger=checkpoint.ledger,
         interruptions=replace(state.interruptions, broken=True),
     )
-    return replace(state, restoring=state.attempt), (e.Restore(state.attempt, point),)
+    return replace(state, restoring=state.attempt), (m.Restore(state.attempt, checkpoint),)
 
 
 def _lack(state: LeadState, stage: int, attempt: Attempt) -> Result:
@@ -211,21 +228,21 @@ def _commit(state: LeadState) -> Result:
         ledger=ledger,
         here=replace(state.here, joined=dict.fromkeys(range(state.stages), step + 1)),
         ready={},
-    ).count_on(state.tally.commit(step, loss))
-    following = e.after(config, step + 1, stopping=state.stopping, due=state.snapshots.due)
+    ).count_on(state.statistics.commit(step, loss))
+    following = after(config, step + 1, stopping=state.stopping, due=state.snapshots.due)
     if following.snapshot and state.snapshots.saving and not following.finish:
         # One after the other: a job whose steps are quicker than its disks would never get one whole.
         following = replace(following, snapshot=False)
         state = replace(state, snapshots=replace(state.snapshots, due=True))
     if state.here.leaving and not following.finish:
         # What is due now is due when the next attempt begins.
-        following = e.After(hold=tuple(sorted(state.here.leaving)))
+        following = m.After(hold=tuple(sorted(state.here.leaving)))
         state = replace(state, here=state.here.part(), phase="gathering")
-    elif state.rewired:
-        following = replace(following, wires=state.wires)
-        state = replace(state, rewired=False)
+    elif state.codecs_changed:
+        following = replace(following, codecs=state.codecs)
+        state = replace(state, codecs_changed=False)
     state = _asked(state, following)
-    commit = e.Commit(
+    commit = m.Commit(
         state.attempt,
         step,
         learning_rate(config.optimizer, step, config.steps),
@@ -235,7 +252,7 @@ def _commit(state: LeadState) -> Result:
     return state, (commit, e.Committed(step, reports))
 
 
-def _asked(state: LeadState, following: e.After) -> LeadState:
+def _asked(state: LeadState, following: m.After) -> LeadState:
     if not following.snapshot:
         return state
     return replace(state, snapshots=state.snapshots.ask(state.step))
@@ -260,11 +277,11 @@ def expected(config: TrainConfig, step: int, samples: int) -> str:
 
 def _refuse(state: LeadState, text: str) -> Result:
     """Everybody is here and ready, but the step is wrong: run it again."""
-    tally = state.tally.discard(state.attempt).fail(state.step)
-    if tally.failed[1] >= MAX_FAILURES:
-        return replace(state.count_on(tally), phase="ended"), (e.Fail(text),)
-    discard = e.Discard(state.attempt)
-    interruptions = replace(state.interruptions, tally=tally, broken=True)
+    statistics = state.statistics.discard(state.attempt).fail(state.step)
+    if statistics.failed[1] >= MAX_FAILURES:
+        return replace(state.count_on(statistics), phase="ended"), (e.Fail(text),)
+    discard = m.Discard(state.attempt)
+    interruptions = replace(state.interruptions, statistics=statistics, broken=True)
     state, actions = _gather(replace(state, phase="gathering", ready={}, interruptions=interruptions))
     return state, (discard, *actions)
 
@@ -278,4 +295,4 @@ def _hold(state: LeadState) -> Result:
     if state.phase != "gathering" or not here.leaving or 0 not in here.joined:
         return state, ()
     state = replace(state, here=here.part(), count=state.count + 1)
-    return state, tuple(e.Hold(state.attempt, s, here.entries[s]) for s in sorted(here.leaving))
+    return state, tuple(m.Hold(state.attempt, s, here.join_ids[s]) for s in sorted(here.leaving))

@@ -1,4 +1,4 @@
-"""What the stages of a training job say to each other on `/fusion/stage/2`, one frame each.
+"""What the stages of a training job say to each other on `/fusion/stage/3`, one frame each.
 
 A stream carries one direction between two stages of one job: the sending stage opens it with `hello`, the receiver
 answers `welcome`, then only the opener speaks. Every frame carries the term that its sender holds its stage under.
@@ -8,24 +8,31 @@ answers `welcome`, then only the opener speaks. Every frame carries the term tha
     restore replicate saved move finish
     join suspect ready evaluated     the others to the lead
     shard held failed leaving lack
+
+A message is what the two machines of this folder take in and give out: its kind is the name of its class, and the
+fields of its header are its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fusion.runtime.job.fields import build, plain
+from fusion.runtime.job.manifest import EdgeCodecs
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
-from fusion.runtime.training.step.events import NO_ENTRY, After, Entry, Links, StageReport
 from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import Frame, PeerId
 
 TENSOR_KINDS = ("activation", "gradient", "tie")
+
+# (term of the stage's owner, the incarnation that its host drew when it was loaded, how often it has joined since). A
+# peer that starts anew may find its claim still its own: then another host follows under the same term.
+JoinId = tuple[int, int, int]
+Links = tuple[tuple[int, int], ...]  # (stage, term of its owner) at the other end of each link of a stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +44,7 @@ class Hello:
     target: int
     term: int
     target_term: int  # the term under which the opener believes the receiver to hold its stage
-    host: int = 0  # drawn when the opener began its stage: not twice, even where it used a term twice
+    incarnation: int = 0  # drawn when the opener began its stage: not twice, even where it used a term twice
     claim: bytes = (
         b""  # of the opener, sealed (`Leases.sealed`): the receiver need not look for it in the directory
     )
@@ -60,19 +67,34 @@ class TensorHeader:
     evaluate: bool = False  # of the held-out data, forward only
 
 
-# --- control, the lead to the others
-
-
 @dataclass(frozen=True, kw_only=True)
-class BeginMessage:
+class After:
+    """What every stage does once its state is that of a step, before it begins the step."""
+
+    evaluate: bool = False
+    snapshot: bool = False
+    finish: bool = False  # no further step begins
+    hold: tuple[int, ...] = ()  # stages that are handed over now: nothing begins until they have joined anew
+    codecs: EdgeCodecs | None = None  # what tensors are sent as from now on; None: as before
+
+
+# --- the lead to the others
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Do what `after` says, then run the microbatches of `step`."""
+
     attempt: Attempt
     step: int
     after: After
-    tally: RunStatistics = CLEAN
+    statistics: RunStatistics = CLEAN
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommitMessage:
+@dataclass(frozen=True)
+class Commit:
+    """Apply the gradients of `step`; `after` says what precedes the next step, which begins at once."""
+
     attempt: Attempt
     step: int
     learning_rate: float
@@ -80,50 +102,54 @@ class CommitMessage:
     after: After
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiscardMessage:
+@dataclass(frozen=True)
+class Discard:
+    """Drop gradients; the state is still that of the step before."""
+
     attempt: Attempt
 
 
-@dataclass(frozen=True, kw_only=True)
-class HoldMessage:
-    """No step is under way: hand your stage over, if `entry` is your newest join."""
+@dataclass(frozen=True)
+class Hold:
+    """To a stage that leaves while no step is under way: hand over the state as it is."""
 
     attempt: Attempt
     stage: int
-    entry: Entry
+    join_id: JoinId  # its join that this answers: one that has joined again since asks again
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestoreMessage:
+@dataclass(frozen=True)
+class Restore:
+    """Everybody back to `checkpoint`."""
+
     attempt: Attempt
-    point: Checkpoint
+    checkpoint: Checkpoint
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicateMessage:
+@dataclass(frozen=True)
+class Replicate:
     """All shards are saved: hold the index, and the shard of the stage before you beside your own."""
 
     step: int
     index: Digest
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedMessage:
+@dataclass(frozen=True)
+class Saved:
     """Every shard of this snapshot lies on two peers (where there are two): it is the newest to go back to."""
 
-    point: Checkpoint
+    checkpoint: Checkpoint
 
 
-@dataclass(frozen=True, kw_only=True)
-class MoveMessage:
+@dataclass(frozen=True)
+class Move:
     """Hand your stage to that idle peer at the next step boundary, if it takes it."""
 
     peer: PeerId
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinishMessage:
+@dataclass(frozen=True)
+class Finish:
     """The job has ended, and how it went: from now on any stage can tell whoever asks."""
 
     state: Literal["done", "stopped", "failed"]
@@ -131,120 +157,112 @@ class FinishMessage:
     progress: Progress | None = None
 
 
-# --- control, the others to the lead
+# --- the others to the lead
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinMessage:
-    step: int
-    newest: Checkpoint  # the newest snapshot that this stage knows to be held
-    before: Checkpoint = START  # the one before it
-    entry: Entry = NO_ENTRY
+class Join:
+    """A stage is linked to its partners and has the state of `step`."""
+
+    step: int  # -1: it has none
+    join_id: JoinId
     links: Links = ()  # the term under which each stage that it works with is held, as it knows
-    attempt: Attempt = NO_ATTEMPT
-    abandoned: bool = False
-    tally: RunStatistics = CLEAN
+    attempt: Attempt = NO_ATTEMPT  # the newest that it has heard of
+    abandoned: bool = False  # it dropped a step of that attempt before the lead said so
+    newest: Checkpoint = START  # the newest snapshot that the stage knows to be held
+    before: Checkpoint = START  # the one before it
+    statistics: RunStatistics = CLEAN
 
 
-@dataclass(frozen=True, kw_only=True)
-class SuspectMessage:
-    text: str
-    entry: Entry = NO_ENTRY
+@dataclass(frozen=True)
+class Suspect:
+    """The stage, or a link that it needs, is gone after its join: discard what is under way."""
+
+    join_id: JoinId
+    text: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadyMessage:
+@dataclass(frozen=True)
+class Ready:
+    """The gradients of `step` are complete, and summed over the tie-groups."""
+
     attempt: Attempt
     step: int
-    report: StageReport
+    squared_norm: float = 0.0
+    loss: float | None = None  # mean over the microbatches, from the stage that makes it
+    # `fusion.runtime.training.data.ledger.fed_digest` of the samples it read; None where it reads none
+    fed: str | None = None
+    busy: float = 0.0  # share of the step's time that the stage computed
+    sent_bytes: int = 0  # payload since the stage was loaded
+    received_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedMessage:
+@dataclass(frozen=True)
+class Evaluated:
+    """The loss on held-out data, with the state of `step`."""
+
     step: int
     loss: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardMessage:
+@dataclass(frozen=True)
+class Shard:
+    """Our part of the snapshot is saved."""
+
     step: int
     digest: Digest
     seconds: float = 0.0  # that saving kept the device from the steps
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeldMessage:
+@dataclass(frozen=True)
+class Held:
+    """We hold what `replicate` asked for."""
+
     step: int
     index: Digest
 
 
-@dataclass(frozen=True, kw_only=True)
-class FailedMessage:
+@dataclass(frozen=True)
+class Failed:
     """Our arithmetic failed in this attempt; we give the stage up."""
 
+    attempt: Attempt
     text: str
-    attempt: Attempt = NO_ATTEMPT
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeavingMessage:
+@dataclass(frozen=True)
+class Leaving:
     """Our peer leaves: hand the stage over at the next step boundary."""
 
-    entry: Entry
+    join_id: JoinId
 
 
-@dataclass(frozen=True, kw_only=True)
-class LackMessage:
+@dataclass(frozen=True)
+class Lack:
     """Nobody holds our shard of what the restore `attempt` asked for."""
 
     attempt: Attempt
     text: str
 
 
-_CONTROL: Mapping[str, type[Any]] = {
-    "begin": BeginMessage,
-    "commit": CommitMessage,
-    "discard": DiscardMessage,
-    "hold": HoldMessage,
-    "restore": RestoreMessage,
-    "replicate": ReplicateMessage,
-    "saved": SavedMessage,
-    "move": MoveMessage,
-    "finish": FinishMessage,
-    "join": JoinMessage,
-    "suspect": SuspectMessage,
-    "ready": ReadyMessage,
-    "evaluated": EvaluatedMessage,
-    "shard": ShardMessage,
-    "held": HeldMessage,
-    "failed": FailedMessage,
-    "leaving": LeavingMessage,
-    "lack": LackMessage,
-}
-_KIND: Mapping[type[Any], str] = {made: kind for kind, made in _CONTROL.items()}
-FROM_LEAD = frozenset(
-    {"begin", "commit", "discard", "hold", "restore", "replicate", "saved", "move", "finish"}
-)
-
-Message = (
-    BeginMessage | CommitMessage | DiscardMessage | HoldMessage | RestoreMessage | ReplicateMessage | SavedMessage
-    | MoveMessage | FinishMessage | JoinMessage | SuspectMessage | ReadyMessage | EvaluatedMessage | ShardMessage | HeldMessage
-    | FailedMessage | LeavingMessage | LackMessage
-)  # fmt: skip
+FromLead = Begin | Commit | Discard | Hold | Restore | Replicate | Saved | Move | Finish
+ToLead = Join | Suspect | Ready | Evaluated | Shard | Held | Failed | Leaving | Lack
+Message = FromLead | ToLead
+KINDS: dict[str, type[Any]] = {made.__name__.lower(): made for made in get_args(Message)}
 
 
 def kind_of(message: Message) -> str:
-    return _KIND[type(message)]
+    return type(message).__name__.lower()
 
 
 def encode(message: Message, term: int) -> tuple[str, dict[str, Any]]:
-    """Kind and header of the frame that carries a control message."""
+    """Kind and header of the frame that carries a message."""
     return kind_of(message), {"term": term, **plain(message)}
 
 
 def decode(frame: Frame) -> Message:
-    """The control message of a frame. ValueError names what is wrong with it."""
-    made = _CONTROL.get(frame.kind)
+    """The message of a frame. ValueError names what is wrong with it."""
+    made = KINDS.get(frame.kind)
     if made is None:
         raise ValueError(f"{STAGE.name} knows no {frame.kind[:40]!r}")
     header = {key: value for key, value in frame.header.items() if key != "term"}

@@ -77,24 +77,24 @@ CLEAN = RunStatistics()
 class Interruptions:
     """The lead's count of them."""
 
-    tally: RunStatistics = CLEAN
+    statistics: RunStatistics = CLEAN
     broken: bool = False  # work was interrupted and has not gone on yet
-    heir: bool = False  # whether the loss of the lead before us needs no counting (any more)
+    counted: bool = False  # whether the loss of the lead before us needs no counting (any more)
 
     def lose(self) -> Interruptions:
         """The owner of a stage vanished."""
-        return replace(self, tally=self.tally.lose(), broken=True)
+        return replace(self, statistics=self.statistics.lose(), broken=True)
 
     def lose_lead(self) -> Interruptions:
-        return self if self.heir else replace(self.lose(), heir=True)
+        return self if self.counted else replace(self.lose(), counted=True)
 
     def discard(self, attempt: Attempt) -> Interruptions:
-        return replace(self, tally=self.tally.discard(attempt))
+        return replace(self, statistics=self.statistics.discard(attempt))
 
     def merge(self, other: RunStatistics) -> Interruptions:
-        return replace(self, tally=self.tally.merge(other))
+        return replace(self, statistics=self.statistics.merge(other))
 
     def recover(self) -> Interruptions:
         """Work goes on: whoever led before is of no more account."""
-        tally = self.tally.recover() if self.broken else self.tally
-        return Interruptions(tally=tally, heir=True)
+        statistics = self.statistics.recover() if self.broken else self.statistics
+        return Interruptions(statistics=statistics, counted=True)

@@ -19,18 +19,18 @@ class SnapshotBooks:
     asked: int = -1  # the step of which one was asked for last
     saving: bool = False  # it is under way: no other one is asked for
 
-    def learn(self, point: Checkpoint) -> SnapshotBooks:
+    def learn(self, checkpoint: Checkpoint) -> SnapshotBooks:
         """That it is held. The newest snapshot never gets older."""
-        if not point.sound or point in self.gone:
+        if not checkpoint.sound or checkpoint in self.gone:
             return self
-        if point.rank <= self.newest.rank:
-            between = self.before.rank < point.rank < self.newest.rank
-            return replace(self, before=point) if between else self
-        return replace(self, newest=point, before=self.newest, lacks=0)
+        if checkpoint.rank <= self.newest.rank:
+            between = self.before.rank < checkpoint.rank < self.newest.rank
+            return replace(self, before=checkpoint) if between else self
+        return replace(self, newest=checkpoint, before=self.newest, lacks=0)
 
-    def saved(self, point: Checkpoint) -> SnapshotBooks:
+    def saved(self, checkpoint: Checkpoint) -> SnapshotBooks:
         """What was asked for is held."""
-        return replace(self.learn(point), saving=self.saving and point.step != self.asked)
+        return replace(self.learn(checkpoint), saving=self.saving and checkpoint.step != self.asked)
 
     def lack(self) -> SnapshotBooks:
         """A stage found nobody with its shard of the newest. After LACKS times the one before it is the newest; the

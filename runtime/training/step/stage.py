@@ -1,4 +1,4 @@
-"""Every stage's side of the commit protocol (`fusion.runtime.training.step.protocol`), pure."""
+"""Every stage's side of the commit protocol (`fusion.runtime.training.step`), pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fusion.runtime.training.step import events as e
+from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 
 
@@ -14,23 +15,23 @@ class StageState:
     step: int  # the step that the parameters are of; -1: of none
     stage: int = 0
     term: int = 1  # that we hold the stage under
-    host: int = 0  # drawn at random, tells us from another host under the same term
+    incarnation: int = 0  # drawn at random, tells us from another host under the same term
     joins: int = 0
     attempt: Attempt = NO_ATTEMPT  # the newest that we have heard of
     loading: Attempt = NO_ATTEMPT  # the restore that we carry out while restoring
     relinked: bool = False  # since then: the lead may be another, which never asked for it
     linked: bool = False
-    links: e.Links = ()  # to whom, while linked
+    links: m.Links = ()  # to whom, while linked
     phase: Literal["idle", "running", "ready", "restoring", "handing over"] = "idle"
     leaving: bool = False
     loss: float | None = None  # of the step that we are ready with, where we make it
     abandoned: bool = False  # we dropped a step of `attempt` before the lead said so
-    tally: RunStatistics = CLEAN
+    statistics: RunStatistics = CLEAN
 
     @property
-    def entry(self) -> e.Entry:
+    def join_id(self) -> m.JoinId:
         """Of our newest join."""
-        return (self.term, self.host, self.joins)
+        return (self.term, self.incarnation, self.joins)
 
 
 def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.StageAction, ...]]:
@@ -42,50 +43,50 @@ def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.S
             return (state, ()) if state.phase in ("restoring", "handing over") else _join(state)
         case e.Unlinked():
             return _unlink(state)
-        case e.Begin():
+        case m.Begin():
             return _begin(state, event)
-        case e.Completed(attempt, step, report):
-            if state.phase != "running" or (attempt, step) != (state.attempt, state.step):
+        case e.Completed(ready):
+            if state.phase != "running" or (ready.attempt, ready.step) != (state.attempt, state.step):
                 return state, ()
-            return replace(state, phase="ready", loss=report.loss), (e.SendReady(attempt, step, report),)
-        case e.Commit():
+            return replace(state, phase="ready", loss=ready.loss), (ready,)
+        case m.Commit():
             return _commit(state, event)
-        case e.Discard(attempt):
+        case m.Discard(attempt):
             if attempt < state.attempt:
                 return state, ()
             state, actions = _idle(state)
             return replace(
-                state, attempt=attempt, abandoned=False, tally=state.tally.discard(attempt)
+                state, attempt=attempt, abandoned=False, statistics=state.statistics.discard(attempt)
             ), actions
-        case e.Hold(attempt, target, entry):
-            due = (target, entry) == (state.stage, state.entry) and state.leaving
+        case m.Hold(attempt, target, join_id):
+            due = (target, join_id) == (state.stage, state.join_id) and state.leaving
             if attempt <= state.attempt or not due or state.phase != "idle":
                 return state, ()
             return replace(state, attempt=attempt, phase="handing over"), (e.HandOver(state.step),)
-        case e.Restore(attempt, point):
+        case m.Restore(attempt, checkpoint):
             if attempt <= state.attempt or state.phase == "handing over":
                 return state, ()
             state, actions = _idle(state)
             state = replace(
                 state, attempt=attempt, loading=attempt, relinked=False, abandoned=False, phase="restoring"
             )
-            return state, (*actions, e.Load(attempt, point))
+            return state, (*actions, e.Load(attempt, checkpoint))
         case e.Restored(attempt, step):
             if state.phase != "restoring" or attempt != state.loading:
                 return state, ()
             state = replace(state, step=step, phase="idle")
             return _join(state) if state.linked else (state, ())
-        case e.LoadFailed(attempt):
+        case e.LoadFailed(attempt, text):
             if state.phase != "restoring" or attempt != state.loading:
                 return state, ()
             # What was loaded of it in part is no state at all.
             state = replace(state, step=-1, phase="idle")
             if not state.linked:
                 return state, ()
-            return _join(state) if state.relinked else (state, (e.Lack(attempt),))
+            return _join(state) if state.relinked else (state, (m.Lack(attempt, text),))
         case e.Leave():
             state = replace(state, leaving=True)
-            return state, ((e.SendLeaving(state.entry),) if state.linked else ())
+            return state, ((m.Leaving(state.join_id),) if state.linked else ())
         case e.Stay():
             away = state.phase == "handing over"
             state = replace(state, leaving=False, phase="idle" if away else state.phase)
@@ -94,8 +95,11 @@ def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.S
 
 def _join(state: StageState) -> tuple[StageState, tuple[e.StageAction, ...]]:
     state = replace(state, joins=state.joins + 1)
-    join = e.Join(state.step, state.entry, state.links, state.attempt, state.abandoned, state.tally)
-    return state, (join, e.SendLeaving(state.entry)) if state.leaving else (join,)
+    join = m.Join(
+        step=state.step, join_id=state.join_id, links=state.links, attempt=state.attempt,
+        abandoned=state.abandoned, statistics=state.statistics,
+    )  # fmt: skip
+    return state, (join, m.Leaving(state.join_id)) if state.leaving else (join,)
 
 
 def _unlink(state: StageState) -> tuple[StageState, tuple[e.StageAction, ...]]:
@@ -103,16 +107,18 @@ def _unlink(state: StageState) -> tuple[StageState, tuple[e.StageAction, ...]]:
         return state, ()
     working = state.phase in ("running", "ready")
     state, actions = _idle(replace(state, linked=False, abandoned=state.abandoned or working))
-    return state, (*actions, e.Suspect(state.entry))
+    return state, (*actions, m.Suspect(state.join_id))
 
 
-def _begin(state: StageState, event: e.Begin) -> tuple[StageState, tuple[e.StageAction, ...]]:
+def _begin(state: StageState, event: m.Begin) -> tuple[StageState, tuple[e.StageAction, ...]]:
     attempt, step = event.attempt, event.step
     if attempt <= state.attempt or state.phase == "handing over":
         return state, ()
     state, actions = _idle(state)
     # Heard of, whether we can follow or not: a copy of it that comes late must not begin what is over by then.
-    state = replace(state, attempt=attempt, abandoned=False, tally=state.tally.merge(event.tally))
+    state = replace(
+        state, attempt=attempt, abandoned=False, statistics=state.statistics.merge(event.statistics)
+    )
     if not state.linked or state.phase == "restoring":
         return state, ()
     if step != state.step:  # the lead has mistaken us: tell it again where we are
@@ -121,11 +127,11 @@ def _begin(state: StageState, event: e.Begin) -> tuple[StageState, tuple[e.Stage
     return replace(state, phase="running"), (*actions, e.Run(attempt, step, event.after))
 
 
-def _commit(state: StageState, event: e.Commit) -> tuple[StageState, tuple[e.StageAction, ...]]:
+def _commit(state: StageState, event: m.Commit) -> tuple[StageState, tuple[e.StageAction, ...]]:
     attempt, step, following = event.attempt, event.step, event.after
     if state.phase != "ready" or (attempt, step) != (state.attempt, state.step):
         return state, ()
-    state = replace(state, step=step + 1, tally=state.tally.commit(step, state.loss))
+    state = replace(state, step=step + 1, statistics=state.statistics.commit(step, state.loss))
     apply = e.Apply(event.learning_rate, event.clip_factor)
     if state.stage in following.hold:
         return replace(state, phase="handing over"), (apply, e.HandOver(step + 1))

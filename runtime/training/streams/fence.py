@@ -41,7 +41,7 @@ class _Holder:
 
     term: int
     peer: PeerId
-    host: int  # of the several times that the peer may have begun the stage
+    incarnation: int  # of the several times that the peer may have begun the stage
 
 
 class Fence:
@@ -76,13 +76,13 @@ class Fence:
         holder = self._holder
         if holder is None or hello.term > holder.term:
             return
-        if _Holder(hello.term, peer, hello.host) != holder:
+        if _Holder(hello.term, peer, hello.incarnation) != holder:
             raise Overtaken(self._partner, hello.term, holder.term)
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """From now on nobody speaks for the partner but this peer, until a higher term comes. Raises Overtaken."""
         self.check(peer, hello)
-        self._holder = _Holder(hello.term, peer, hello.host)
+        self._holder = _Holder(hello.term, peer, hello.incarnation)
 
     async def claim_of(self, peer: PeerId, hello: Hello) -> ClaimRecord:
         """The claim under which the other end speaks. Later where it is not welcome yet; StaleTerm where it never will

@@ -185,7 +185,7 @@ class Partner:
             try:
                 hello = Hello(
                     job=here.job, source=here.stage, target=self.stage, term=here.term, target_term=claim.term,
-                    host=here.incarnation, claim=leases.sealed(here.job, here.stage) or b"",
+                    incarnation=here.incarnation, claim=leases.sealed(here.job, here.stage) or b"",
                 )  # fmt: skip
                 await stream.send("hello", plain(hello))
                 reply = checked(await stream.receive())

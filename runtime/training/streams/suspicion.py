@@ -60,14 +60,14 @@ class Suspicion:
         assert succession is not None
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                heir = await succession.suspect(self._job, self._partner, claim.peer, claim.term)
+                successor = await succession.suspect(self._job, self._partner, claim.peer, claim.term)
         except (SwarmError, ValueError, TimeoutError) as error:
             log.debug(
                 "stage %d: nobody to replace the owner of stage %d: %s", self._stage, self._partner, error
             )
             return
-        if heir is not None:
-            self._heard(heir, claim.term)
+        if successor is not None:
+            self._heard(successor, claim.term)
 
     def _asked(self, task: asyncio.Task[None]) -> None:
         if self._asking is task:

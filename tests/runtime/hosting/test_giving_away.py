@@ -31,7 +31,7 @@ def test_a_stage_goes_to_the_peer_that_was_named(tmp_path: Path) -> None:
             owner.context.succession.give_away(job, 0, other.id)
             await over(owner, (job, 0))
             assert owner.service.passed_on == [(job, 0)] and owner.service.stayed == []
-            assert other.hosting.hosted == ((job, 0),) and other.service.batons[job, 0] == {"step": 7}
+            assert other.hosting.hosted == ((job, 0),) and other.service.handovers[job, 0] == {"step": 7}
             await owner.look()  # it was proposed to it, and yet
             assert owner.hosting.hosted == ()
 

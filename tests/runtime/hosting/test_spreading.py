@@ -75,7 +75,7 @@ def test_a_second_stage_of_a_job_is_handed_to_an_idle_peer_that_comes(tmp_path: 
             await until(lambda: len(comer.service.prepared) == 2)
             await round_of(made, comer, only)
             await over(only, (job, 1))
-            assert only.service.passed_on == [(job, 1)] and comer.service.batons[job, 1] == {"step": 7}
+            assert only.service.passed_on == [(job, 1)] and comer.service.handovers[job, 1] == {"step": 7}
             assert only.hosting.hosted == ((job, 0),) and comer.hosting.hosted == ((job, 1),)
             for _ in range(3):
                 made.clock.advance(20.0)

@@ -259,7 +259,7 @@ def test_a_peer_that_does_not_stand_by_takes_nothing_over(tmp_path: Path) -> Non
         ("suspect", {"job": "x", "stage": -1, "peer": "p", "term": 1}),
         ("suspect", {"job": "x", "stage": 0, "peer": "p", "term": "1"}),
         ("holds", {"stage": 2.5}),
-        ("take", {"job": "x", "stage": 0, "term": 2**40, "baton": {}}),
+        ("take", {"job": "x", "stage": 0, "term": 2**40, "handover": {}}),
         ("dance", {"stage": 0, "term": 0}),
     ],
 )
@@ -367,7 +367,7 @@ def test_an_owner_that_leaves_hands_over_what_it_says(tmp_path: Path) -> None:
             job, owner, (first, second) = await one_job(made, 2)
             await owner.hosting.leave()
             assert owner.service.passed_on == [(job, 0)] and owner.service.running == {}
-            assert first.service.batons[job, 0] == {"step": 7} and first.service.terms[job, 0] == 2
+            assert first.service.handovers[job, 0] == {"step": 7} and first.service.terms[job, 0] == 2
             assert (job, 0) in first.service.running and second.service.begun == []
             await owner.leave()
             await owner.context.leases.aclose()
@@ -382,13 +382,15 @@ def test_only_the_owner_can_hand_a_stage_over(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, owner, (first,) = await one_job(made, 1)
-            header = {"job": job, "stage": 0, "term": 1, "baton": {}}
+            header = {"job": job, "stage": 0, "term": 1, "handover": {}}
             reply = await call(made.client(), first.id, HOLD.name, "take", header)
             assert reply.kind == "no" and "does not own" in reply.header["message"]
             owned = owner.context.transport
             reply = await call(owned, first.id, HOLD.name, "take", {**header, "term": 3})
             assert reply.kind == "no"
-            reply = await call(owned, first.id, HOLD.name, "take", {**header, "baton": {"x": b"0" * 20_000}})
+            reply = await call(
+                owned, first.id, HOLD.name, "take", {**header, "handover": {"x": b"0" * 20_000}}
+            )
             assert reply.kind == "no" and "16384" in reply.header["message"]
             assert first.service.begun == []
 

@@ -67,7 +67,7 @@ def _with(path: str, value: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        ("version", 3, "version 3"),
+        ("version", 4, "version 4"),
         ("version", None, "version None"),
         ("name", "x\nimport os", "name"),
         ("name", "", "name"),
@@ -103,10 +103,10 @@ def _with(path: str, value: object) -> dict[str, Any]:
         ("train.compression.codec", "topk:2", "train.compression.codec"),
         ("train.compression.ratio", 0.5, "train.compression.ratio"),
         ("train.compression.families", ["none"], "train.compression.families"),
-        ("train.wires", [["a/0", "int8"]], "train.wires[0]"),
-        ("train.wires", [["a/0", "int8", "int9"]], "train.wires.a/0"),
-        ("train.wires", [["a/0", "topk:0.10", "none"]], "'topk:0.1'"),
-        ("train.wires", [["a/0", "int8", "none"]] * 2, "train.wires"),
+        ("train.codecs", [["a/0", "int8"]], "train.codecs[0]"),
+        ("train.codecs", [["a/0", "int8", "int9"]], "train.codecs.a/0"),
+        ("train.codecs", [["a/0", "topk:0.10", "none"]], "'topk:0.1'"),
+        ("train.codecs", [["a/0", "int8", "none"]] * 2, "train.codecs"),
     ],
 )
 def test_an_unsound_manifest_is_refused_by_name(path: str, value: object, says: str) -> None:

@@ -192,7 +192,7 @@ def test_codecs_are_chosen_for_the_links_that_were_measured(job_file: Path, stor
     train, plan = prepared.manifest.train, prepared.plan
     assert train is not None and plan is not None
     assert train.compression == CompressionConfig(kind="adaptive")
-    assert train.wires and {codec for _, *both in train.wires for codec in both} <= {"none", "bf16", "int8"}
+    assert train.codecs and {codec for _, *both in train.codecs for codec in both} <= {"none", "bf16", "int8"}
     assert all(link.known and link.mbps == pytest.approx(0.2) for link in plan.links)
     assert all(link.rtt_ms == pytest.approx(40) for link in plan.links)
     assert {codec for link in plan.links for codec in link.codecs} & {"bf16", "int8"}
@@ -201,12 +201,12 @@ def test_codecs_are_chosen_for_the_links_that_were_measured(job_file: Path, stor
 
     job_file.write_text(JOB)
     dense = prepare_training(spec.load(job_file), peers, store, links=links)
-    assert dense.manifest.train is not None and dense.manifest.train.wires == ()
+    assert dense.manifest.train is not None and dense.manifest.train.codecs == ()
     assert prepared.predicted_seconds < dense.predicted_seconds
     # Nothing was measured, and all are on one machine: that is faster than any codec.
     job_file.write_text(JOB + '[compression]\nkind = "adaptive"\n')
     guessed = prepare_training(spec.load(job_file), peers, store)
-    assert guessed.manifest.train is not None and guessed.manifest.train.wires == ()
+    assert guessed.manifest.train is not None and guessed.manifest.train.codecs == ()
     assert guessed.plan is not None and not any(link.known for link in guessed.plan.links)
 
 
@@ -218,9 +218,9 @@ def test_a_uniform_codec_is_on_every_edge_and_error_feedback_needs_memory(
     job_file.write_text(uniform)
     plain = prepared_job(job_file, store, peers).manifest
     assert plain.train is not None
-    edges = [both for name, *both in plain.train.wires if name != "tokens.weight"]
+    edges = [both for name, *both in plain.train.codecs if name != "tokens.weight"]
     assert edges and all(both == ["int4", "int4"] for both in edges)
-    assert ("tokens.weight", "int4", "none") in plain.train.wires  # both stages hold it
+    assert ("tokens.weight", "int4", "none") in plain.train.codecs  # both stages hold it
     # At the same cuts: codecs are timed anew for each placement.
     feedback = replace(plain.train, compression=replace(plain.train.compression, error_feedback=True))
     kept = as_asked(serialise.decode(store.path(plain.graph).read_bytes()), feedback, plain.cuts)

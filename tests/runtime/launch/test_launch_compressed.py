@@ -52,9 +52,9 @@ def test_the_manifest_carries_the_codecs_and_the_stages_send_by_them(tmp_path: P
             )
             train = manifests.decode(context.blobs.store.path(prepared.job).read_bytes()).train  # type: ignore[arg-type]
             assert train is not None and prepared.plan is not None
-            sparse = [way for way in train.wires if way[1].startswith("topk:")]
+            sparse = [way for way in train.codecs if way[1].startswith("topk:")]
             assert sparse and all(forward == backward for _, forward, backward in sparse)
-            assert ("tokens.weight", "int8", "none") in train.wires
+            assert ("tokens.weight", "int8", "none") in train.codecs
 
             owners = [1 + ids.index(owner) for owner in prepared.manifest.proposed]
             progress = await run(made, Job(prepared, tmp_path, tmp_path), owners)

@@ -77,10 +77,10 @@ def choose(
 
 
 def busy(
-    edges: list[Edge], network: Network, wires: EdgeCodecs, *, reuse_mask: bool = True
+    edges: list[Edge], network: Network, codecs: EdgeCodecs, *, reuse_mask: bool = True
 ) -> dict[tuple[str, str], float]:
     """Seconds that each link is busy with a microbatch, by (from, to)."""
-    costs, found = codec_costs(wires, edges, SIZES, FREE, reuse_mask), {}
+    costs, found = codec_costs(codecs, edges, SIZES, FREE, reuse_mask), {}
     for one in edges:
         elements = SIZES["batch"] * one.type.shape[1]
         for consumer in one.consumers:
@@ -203,23 +203,23 @@ def test_ties_are_never_sparse() -> None:
 
 def test_costs_are_what_is_sent() -> None:
     edges, elements = [edge(0, 1), edge(1, 2), edge(2, 3, elements=1)], 4 << 16
-    wires: EdgeCodecs = (
+    codecs: EdgeCodecs = (
         ("v0to1/0", "topk:0.01", "topk:0.01"),
         ("v1to2/0", "int8", "none"),
         ("v2to3/0", "int4", "int4"),
         ("w", "int8", "none"),
     )
-    costs = codec_costs(wires, edges, SIZES, REFERENCE, True)
+    costs = codec_costs(codecs, edges, SIZES, REFERENCE, True)
     topk = parse("topk:0.01")
     there, back = costs["v0to1/0", "forward"], costs["v0to1/0", "backward"]
     assert there.bytes(elements) == pytest.approx(topk.payload_bytes(elements, 4), rel=1e-12)
     assert back.bytes(elements) == pytest.approx(topk.payload_bytes_at(elements, 4), rel=1e-12)
     assert there.name == back.name == "topk:0.01"
-    unmasked = codec_costs(wires, edges, SIZES, REFERENCE, False)["v0to1/0", "backward"]
+    unmasked = codec_costs(codecs, edges, SIZES, REFERENCE, False)["v0to1/0", "backward"]
     assert unmasked == there
     assert there.encode_seconds_per_element == 4 / REFERENCE["topk"].encode_bytes_per_second
     assert costs["v1to2/0", "backward"] == DENSE["float32"]
-    assert codec_costs(wires, edges, SIZES, {}, True)["v1to2/0", "forward"].encode_seconds_per_element == 0.0
+    assert codec_costs(codecs, edges, SIZES, {}, True)["v1to2/0", "forward"].encode_seconds_per_element == 0.0
     assert ("w", "forward") not in costs
     half = codec_costs((("v0to1/0", "fp16", "fp16"),), [edge(0, 1, dtype="float16")], SIZES, REFERENCE, True)
     assert half["v0to1/0", "forward"] == DENSE["float16"]  # it would not be smaller

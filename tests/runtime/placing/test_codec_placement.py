@@ -52,9 +52,9 @@ def seconds(found: CodecPlacement, network: Network) -> float:
 def test_codecs_make_the_step_shorter_and_may_let_more_devices_take_part() -> None:
     network = swarm(4)
     dense = placed(network, CompressionConfig())
-    assert dense.wires == () and dense.costs == {}
+    assert dense.codecs == () and dense.costs == {}
     wired = placed(network)
-    assert wired.wires and all(forward == backward for _, forward, backward in wired.wires)
+    assert wired.codecs and all(forward == backward for _, forward, backward in wired.codecs)
     assert seconds(wired, network) < seconds(dense, network)
     free, alone = placed(network, stages=None), placed(network, CompressionConfig(), stages=None)
     assert seconds(free, network) <= seconds(alone, network)
@@ -63,18 +63,18 @@ def test_codecs_make_the_step_shorter_and_may_let_more_devices_take_part() -> No
 
 def test_a_uniform_codec_is_taken_as_it_is() -> None:
     wired = placed(swarm(4), CompressionConfig(kind="uniform", codec="int4"))
-    assert wired.wires and {way[1:] for way in wired.wires} == {("int4", "int4")}
+    assert wired.codecs and {way[1:] for way in wired.codecs} == {("int4", "int4")}
 
 
 @pytest.mark.parametrize("network", [swarm(40_000), swarm(100, gflops=0.001)])
 def test_fast_links_and_slow_devices_leave_everything_dense(network: Network) -> None:
     wired = placed(network)
-    assert wired.wires == () and wired.costs == {}
+    assert wired.codecs == () and wired.costs == {}
 
 
 def test_slow_codecs_leave_everything_dense() -> None:
     slow = CodecSpeed(encode_bytes_per_second=1e5, decode_bytes_per_second=1e5)
-    assert placed(swarm(4), speeds=dict.fromkeys(REFERENCE, slow)).wires == ()
+    assert placed(swarm(4), speeds=dict.fromkeys(REFERENCE, slow)).codecs == ()
 
 
 def test_only_the_speeds_that_matter_are_measured() -> None:

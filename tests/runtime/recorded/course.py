@@ -134,7 +134,7 @@ async def trained(folder: Path, recorder: Recorder, given: Surroundings) -> None
         optimizer=OptimizerConfig(kind="sgd", learning_rate=2.0, clip_norm=None),
         data=DataConfig(kind="arrays", train=Digest("")),
         compression=CompressionConfig(kind="adaptive", families=("fp16", "bf16"), live=False),
-        wires=(("relu/0", "fp16", "none"), ("relu_1/0", "none", "bf16")),
+        codecs=(("relu/0", "fp16", "none"), ("relu_1/0", "none", "bf16")),
     )  # fmt: skip
     data = save({"x": _whole(8, WIDTH), "targets": _whole(8, WIDTH)})
     async with training.swarm(folder, 3, given) as made:

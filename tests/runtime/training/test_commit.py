@@ -34,7 +34,7 @@ from fusion.runtime.training.data.ledger import UNTRAINED, Ledger
 from fusion.runtime.training.lead import lead as leads
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod
-from fusion.runtime.training.step import protocol as steps
+from fusion.runtime.training.step.events import Linked, Unlinked
 from fusion.runtime.training.step.lead import expected
 
 
@@ -90,14 +90,14 @@ def test_the_lead_is_handed_over_with_its_books_and_nothing_shows(tmp_path: Path
             job = work.prepared.job
             left = await reached(lead, work, 5, snapshot_step=3)
             await spare.stand_by(work.prepared, 0, record_of(lead, work, left))
-            baton = await lead.service.pass_on(job, 0)
+            handover = await lead.service.pass_on(job, 0)
             early = dict(lead.service.losses(job))
-            await spare.take_over(job, 0, lead.holds(job, 0), baton)
+            await spare.take_over(job, 0, lead.holds(job, 0), handover)
             await until(lambda: spare.holds(job, 0) > 0)
-            await reached(spare, work, int(baton["step"]) + 3)
+            await reached(spare, work, int(handover["step"]) + 3)
             lead.tasks.pop(0).cancel()
             losses = await stopped(made, spare, work)
-            assert min(losses) == baton["step"] == max(early) + 1
+            assert min(losses) == handover["step"] == max(early) + 1
             ended = progress_at(spare, work)
             assert (ended.discarded, ended.replayed, ended.losses, ended.recoveries) == (0, 0, 0, 0)
             assert_books(ended, work)
@@ -163,21 +163,21 @@ def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before
             host = other.service._hosts[work.prepared.job, 1]
             load, lost, loaded, shown = host._loaded.files.load, [], [], []
 
-            async def broken(point: leads.Checkpoint, owners: object) -> object:
+            async def broken(checkpoint: leads.Checkpoint, owners: object) -> object:
                 if not lost:
-                    lost.append(point)
-                if point == lost[0]:
+                    lost.append(checkpoint)
+                if checkpoint == lost[0]:
                     raise snapshot.JobError("nobody announces it")
-                loaded.append(point)
+                loaded.append(checkpoint)
                 shown.append(progress_at(lead, work).snapshot_step)
-                return await load(point, owners)  # type: ignore[arg-type]
+                return await load(checkpoint, owners)  # type: ignore[arg-type]
 
             monkeypatch.setattr(host._loaded.files, "load", broken)
             # The other stage joins at another step: everybody goes back.
             at = progress_at(lead, work).step
             host._work.state = replace(host._work.state, step=0)
             links = tuple(host.partners.linked_terms.items())
-            for event in (steps.Unlinked(), steps.Linked(links)):
+            for event in (Unlinked(), Linked(links)):
                 host._mailbox.put(event)
             await until(lambda: bool(loaded))
             assert 0 < shown[0] == loaded[0].step < lost[0].step

@@ -120,10 +120,10 @@ def test_a_killed_stage_changes_nothing_and_neither_does_one_that_is_handed_over
             await reached(lead, work, left.step + 3)
             job = work.prepared.job
             await until(lambda: spare.holds(job, 2) > 0)
-            baton = await spare.service.pass_on(job, 2)
+            handover = await spare.service.pass_on(job, 2)
             heir.work[job] = work.prepared.manifest
-            assert await heir.take_over(job, 2, spare.holds(job, 2), baton) is not None
-            await reached(lead, work, int(baton["step"]) + 3)
+            assert await heir.take_over(job, 2, spare.holds(job, 2), handover) is not None
+            await reached(lead, work, int(handover["step"]) + 3)
             spare.tasks.pop(2).cancel()
             losses = await stopped(made, lead, work)
         assert_bit_identical(losses, await undisturbed(tmp_path / "calm", module, 3, max(losses) + 1, train))
@@ -150,10 +150,10 @@ def test_what_a_codec_left_out_is_lost_without_a_snapshot_of_it(
             await reached(lead, work, 4)
             monkeypatch.setattr(snapshot, "residuals", lambda state: {})
             job = work.prepared.job
-            baton = await before.service.pass_on(job, 1)
+            handover = await before.service.pass_on(job, 1)
             heir.work[job] = work.prepared.manifest
-            await heir.take_over(job, 1, before.holds(job, 1), baton)
-            await reached(lead, work, int(baton["step"]) + 4)
+            await heir.take_over(job, 1, before.holds(job, 1), handover)
+            await reached(lead, work, int(handover["step"]) + 4)
             before.tasks.pop(1).cancel()
             losses = await stopped(made, lead, work)
         monkeypatch.undo()

@@ -32,7 +32,7 @@ from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.launch.launch import launch
 from fusion.runtime.planes.torch_plane import TorchPlane, TorchTrainingStage
-from fusion.runtime.training.step.messages import CommitMessage
+from fusion.runtime.training.step.messages import Commit
 from fusion.runtime.training.streams.fence import Overtaken
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError
@@ -132,7 +132,7 @@ def test_a_stage_that_missed_a_commit_and_is_back_before_its_lead_has_a_link_to_
             lost: list[int] = []
 
             def send(target: int, message: Any, send: Any = links.send) -> None:
-                if isinstance(message, CommitMessage) and not lost:
+                if isinstance(message, Commit) and not lost:
                     lost.append(message.step)
                     partner = links._partners[target]
                     partner.outgoing.stream.abort()
@@ -346,10 +346,10 @@ def test_a_stage_is_handed_over_without_a_step_lost(tmp_path: Path, caplog: pyte
             job = work.prepared.job
             left = await reached(owners[0], work, 5)
             await spare.stand_by(work.prepared, 1, record_of(owners[0], work, left))
-            baton = await owners[1].service.pass_on(job, 1)
-            await spare.take_over(job, 1, owners[1].holds(job, 1), baton)
+            handover = await owners[1].service.pass_on(job, 1)
+            await spare.take_over(job, 1, owners[1].holds(job, 1), handover)
             await until(lambda: spare.holds(job, 1) > 0)
-            await reached(owners[0], work, int(baton["step"]) + 3)
+            await reached(owners[0], work, int(handover["step"]) + 3)
             assert owners[0].service.progress(job).discarded == 0  # type: ignore[union-attr]
             owners[1].tasks.pop(1).cancel()
             losses = await stopped(made, owners[0], work)

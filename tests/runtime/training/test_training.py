@@ -188,17 +188,17 @@ def test_an_owner_of_a_term_that_is_over_is_refused(tmp_path: Path) -> None:
             assert "under term 5, not 4" in await say(old, target_term=4)
             assert "is here under term 5" in await say(old, target_term=6)
             assert "has nothing to say" in await say(old, source=7)
-            host = old.service._hosts[job_id, 1]._work.state.host
-            assert (await say(old, host=host + 1)).startswith(
+            incarnation = old.service._hosts[job_id, 1]._work.state.incarnation
+            assert (await say(old, incarnation=incarnation + 1)).startswith(
                 "stale"
             )  # it began anew under a term it had used
-            assert "a frame of term 0 on a stream of term 1" in await say(old, host=host)
+            assert "a frame of term 0 on a stream of term 1" in await say(old, incarnation=incarnation)
             # The stage goes to another peer at a higher term: what the old owner says now is refused.
             intruder.context.leases.observe(job_id, 1, 1)
             claim = (await intruder.context.leases.claims(job_id, 1))[0]
             taken = replace(claim, peer=intruder.context.peer_id, term=2)
             await intruder.context.directory.publish(taken)
-            assert "under term 2, not 1" in await say(old, host=host)
+            assert "under term 2, not 1" in await say(old, incarnation=incarnation)
             await until(lambda: old.context.leases.holds(job_id, 1) is None)
 
     asyncio.run(main())

@@ -36,7 +36,7 @@ def config(*wire: str, **compression: Any) -> TrainConfig:
     made = CompressionConfig(
         kind="adaptive", families=("bf16", "fp16", "int8", "int4", "topk"), **compression
     )
-    return replace(CONFIG, compression=made, wires=(("e/0", forward, backward),))
+    return replace(CONFIG, compression=made, codecs=(("e/0", forward, backward),))
 
 
 def payload(sent: Sent) -> Sent:

@@ -60,13 +60,13 @@ class FakeLinks:
 class FakeLead:
     def __init__(self, pace: Pace | None = PACE) -> None:
         self.pace = pace
-        self.wires: EdgeCodecs = ()
+        self.codecs: EdgeCodecs = ()
         self.moves: list[tuple[int, str]] = []
-        self.rewirings = 0
+        self.changes = 0
         self.progress = SimpleNamespace(job="job")
 
-    def rewire(self, wires: EdgeCodecs) -> None:
-        self.wires, self.rewirings = wires, self.rewirings + 1
+    def change_codecs(self, codecs: EdgeCodecs) -> None:
+        self.codecs, self.changes = codecs, self.changes + 1
 
     def move(self, stage: int, peer: PeerId) -> None:
         self.moves.append((stage, peer))
@@ -119,21 +119,21 @@ def test_codecs_are_chosen_for_a_slow_link_once() -> None:
     links, lead = FakeLinks(*OWNERS.values(), slow=OWNERS[1], mbps=5.0), FakeLead()
     links.failures = 2  # nobody minds
     looks(links, lead, job("adaptive"), seconds=1.0)
-    assert {name: there for name, there, _ in lead.wires} == {"x0/0": "int8", "x1/0": "int8"}
-    assert lead.rewirings == 1 and lead.moves == []
+    assert {name: there for name, there, _ in lead.codecs} == {"x0/0": "int8", "x1/0": "int8"}
+    assert lead.changes == 1 and lead.moves == []
 
 
 @pytest.mark.parametrize("kind", ["none", "uniform"])
 def test_only_a_job_whose_codecs_follow_its_links_gets_others(kind: str) -> None:
     lead = FakeLead()
     looks(FakeLinks(*OWNERS.values(), slow=OWNERS[1], mbps=5.0), lead, job(kind))
-    assert lead.rewirings == 0
+    assert lead.changes == 0
     still = job("adaptive")
     still = replace(
         still, config=replace(still.config, compression=replace(still.config.compression, live=False))
     )
     looks(FakeLinks(*OWNERS.values(), IDLE, slow=OWNERS[1], mbps=2.0), lead, still)
-    assert lead.rewirings == 0 and lead.moves == []
+    assert lead.changes == 0 and lead.moves == []
 
 
 def test_a_stage_is_moved_once_a_minute() -> None:

@@ -108,7 +108,7 @@ def test_a_link_cut_to_a_tenth_is_compressed_and_one_that_is_well_again_is_not()
     before = chosen(work, well)
     after = better_codecs(work, before, slow, well)
     assert after is not None and {edge: there for edge, there, _ in after}["x0/0"] != "none"
-    busy = [step_seconds(running(work, slow, wires)).bound_seconds for wires in (before, after)]
+    busy = [step_seconds(running(work, slow, codecs)).bound_seconds for codecs in (before, after)]
     assert GAIN * busy[1] < busy[0]
     fast = sight({(a, b): 1e4 for a in range(3) for b in range(3)}, compute=0.02)
     assert better_codecs(work, after, fast, slow) == ()  # nothing takes longer, and nothing is taken away
@@ -136,12 +136,12 @@ def test_noise_alone_never_changes_a_table_twice(families: tuple[str, ...]) -> N
         draw = random.Random(seed)
         rates = {(a, b): 10 ** draw.uniform(0.5, 3.5) for a in range(3) for b in range(3) if a != b}
         true = sight(rates, compute=10 ** draw.uniform(-4, -1), up=10 ** draw.uniform(1, 4))
-        wires, known, changes = chosen(work, sight({})), None, 0
+        codecs, known, changes = chosen(work, sight({})), None, 0
         for _ in range(25):
             now = noisy(true, draw)
-            found = better_codecs(work, wires, now, known)
+            found = better_codecs(work, codecs, now, known)
             if found is not None:
-                wires, known, changes = found, now, changes + 1
+                codecs, known, changes = found, now, changes + 1
         assert changes <= 1, f"seed {seed}"
         count += changes
     assert count > 20
@@ -165,5 +165,5 @@ def test_codecs_in_words() -> None:
     edges = ("a", "b", "c")
     assert in_words((), ()) == ""
     assert in_words((), edges) == "none on 3 of 3 edges"
-    wires = (("a", "int8", "int8"), ("b", "int8", "int8"), ("c", "topk:0.05", "int8"), ("w", "int8", "none"))
-    assert in_words(wires, edges) == "int8 on 2, topk:0.05/int8 on 1 of 3 edges"
+    codecs = (("a", "int8", "int8"), ("b", "int8", "int8"), ("c", "topk:0.05", "int8"), ("w", "int8", "none"))
+    assert in_words(codecs, edges) == "int8 on 2, topk:0.05/int8 on 1 of 3 edges"

@@ -38,7 +38,10 @@ def test_an_index_round_trips_and_belongs_to_its_job() -> None:
     index = snapshot.Index(job=JOB, step=7, shards=(D[1], D[2]), ledger=LEDGER)
     data = snapshot.encode_index(index)
     assert snapshot.decode_index(data, JOB, 2) == index
-    assert index.point(D[3]) == Checkpoint(step=7, digest=D[3], ledger=LEDGER) and index.point(D[3]).sound
+    assert (
+        index.checkpoint(D[3]) == Checkpoint(step=7, digest=D[3], ledger=LEDGER)
+        and index.checkpoint(D[3]).sound
+    )
     with pytest.raises(JobError, match="another job"):
         snapshot.decode_index(data, JobId("b" * 64), 2)
     with pytest.raises(JobError):

@@ -63,7 +63,7 @@ class Files:
     async def replicate(self, index: Digest, owners: Mapping[int, PeerId]) -> None:
         self._try(index)
 
-    async def load(self, point: Checkpoint, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
+    async def load(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
         return {"variable/w": torch.tensor(7.0), "codec/edge": torch.tensor(0.25)}
 
     def _try(self, what: int | Digest) -> None:
@@ -90,9 +90,9 @@ class Stand:
     @property
     def heard(self) -> list[tuple[int, Digest]]:
         return [
-            (t.step, t.digest if isinstance(t, m.ShardMessage) else t.index)
+            (t.step, t.digest if isinstance(t, m.Shard) else t.index)
             for t in self.told
-            if isinstance(t, m.ShardMessage | m.HeldMessage)
+            if isinstance(t, m.Shard | m.Held)
         ]
 
 

@@ -33,31 +33,31 @@ def test_merging_knows_no_order_and_takes_nothing_twice(
 
 
 def test_a_step_that_was_committed_before_is_a_replay() -> None:
-    tally = CLEAN
+    counts = CLEAN
     for step in (0, 1, 2, 1, 2, 3):
-        tally = tally.commit(step)
-    assert (tally.high, tally.replayed) == (4, 2)
+        counts = counts.commit(step)
+    assert (counts.high, counts.replayed) == (4, 2)
 
 
 def test_the_losses_of_the_last_steps_are_kept() -> None:
     """The stage that makes them knows them, and so does whoever merges with it."""
-    tally = CLEAN
+    counts = CLEAN
     for step in range(RECENT + 6):
-        tally = tally.commit(step, 1.0 / (step + 1))
-    tally = tally.commit(RECENT + 5, 0.5).commit(
+        counts = counts.commit(step, 1.0 / (step + 1))
+    counts = counts.commit(RECENT + 5, 0.5).commit(
         RECENT + 6
     )  # a replay; one that another stage knows the loss of
-    merged = CLEAN.commit(RECENT + 6, 0.25).merge(tally)
+    merged = CLEAN.commit(RECENT + 6, 0.25).merge(counts)
     assert [step for step, _ in merged.recent] == list(range(7, RECENT + 7))
     assert merged.recent[-2:] == ((RECENT + 5, 0.5), (RECENT + 6, 0.25))
 
 
 def test_an_attempt_is_discarded_once() -> None:
-    tally = CLEAN.discard((1, 2)).discard((1, 2)).discard((1, 1))
-    assert tally.discarded == 1
-    assert tally.discard((2, 1)).discarded == 2
+    counts = CLEAN.discard((1, 2)).discard((1, 2)).discard((1, 1))
+    assert counts.discarded == 1
+    assert counts.discard((2, 1)).discarded == 2
 
 
 def test_failures_count_by_step() -> None:
-    tally = CLEAN.fail(3).fail(3)
-    assert tally.failed == (3, 2) and tally.fail(4).failed == (4, 1)
+    counts = CLEAN.fail(3).fail(3)
+    assert counts.failed == (3, 2) and counts.fail(4).failed == (4, 1)

@@ -91,15 +91,15 @@ def test_a_term_used_twice_by_one_peer_is_told_apart() -> None:
             one, two = made.nodes
             await one.host(0, [1])
             await two.context.leases.claim(JOB, 1, 0.5)
-            assert await say_hello(two, one, host=8) == "welcome: 1"
+            assert await say_hello(two, one, incarnation=8) == "welcome: 1"
             assert (
-                await say_hello(two, one, host=7) == "stale: 1"
+                await say_hello(two, one, incarnation=7) == "stale: 1"
             )  # the dead one's hello, late; or the other way round
-            assert await say_hello(two, one, host=8) == "welcome: 1"
+            assert await say_hello(two, one, incarnation=8) == "welcome: 1"
             await two.context.leases.release(JOB, 1)
             assert (claim := await two.context.leases.claim(JOB, 1, 0.5)) is not None and claim.term == 2
-            assert await say_hello(two, one, host=9, term=2) == "welcome: 1"
-            assert await say_hello(two, one, host=8) == "stale: 2"
+            assert await say_hello(two, one, incarnation=9, term=2) == "welcome: 1"
+            assert await say_hello(two, one, incarnation=8) == "stale: 2"
 
     run(main())
 
@@ -110,14 +110,22 @@ def test_no_frame_of_a_dead_process_is_taken_once_its_next_one_is_welcome() -> N
             one, two = made.nodes
             await one.host(0, [1])
             streams: list[Stream] = []
-            for term, host in ((1, 7), (2, 8)):
+            for term, incarnation in ((1, 7), (2, 8)):
                 await two.context.leases.claim(JOB, 1, 0.5)
                 sealed = two.context.leases.sealed(JOB, 1) or b""
-                hello = Hello(job=JOB, source=1, target=0, term=term, target_term=1, host=host, claim=sealed)
+                hello = Hello(
+                    job=JOB,
+                    source=1,
+                    target=0,
+                    term=term,
+                    target_term=1,
+                    incarnation=incarnation,
+                    claim=sealed,
+                )
                 streams.append(await two.context.transport.open(one.peer, STAGE.name))
                 await streams[-1].send("hello", plain(hello))
                 assert (await streams[-1].receive()).kind == "welcome"
-                await streams[-1].send("tie", {"term": term, "of": host})
+                await streams[-1].send("tie", {"term": term, "of": incarnation})
                 if term == 1:
                     await until(lambda: len(one.got) == 1)
                     await two.context.leases.release(JOB, 1)
