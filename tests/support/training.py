@@ -36,9 +36,11 @@ from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
 from fusion.runtime.planes.plane import Plane
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.host import TrainingHost
+from fusion.runtime.training.lead.lead import Lead
 from fusion.runtime.training.loader import StageLoader
 from fusion.runtime.training.service import TrainingService
 from fusion.runtime.training.stage_source import StageSource
+from fusion.runtime.training.step.events import Committed
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
@@ -61,20 +63,31 @@ class RecordedService(TrainingService):
         source = StageSource(context, StageGraphs(context))
         super().__init__(context, StageLoader(context, plane, source))
         self.ran: dict[tuple[JobId, int], TrainingHost] = {}
+        self._losses: dict[JobId, list[tuple[int, float]]] = {}
 
     async def _load(self, job: JobId, manifest: Manifest, stage: int, *rest: Any) -> TrainingHost:
         host = self.ran[job, stage] = await super()._load(job, manifest, stage, *rest)
+        if host.lead is not None:
+            self._record(job, host.lead)
         return host
+
+    def _record(self, job: JobId, lead: Lead) -> None:
+        losses, commit = self._losses.setdefault(job, []), lead._committed
+        losses.clear()
+
+        def committed(event: Committed) -> None:
+            commit(event)
+            losses.extend(pair for pair in lead.progress.recent if pair[0] == event.step)
+
+        lead._committed = committed  # type: ignore[method-assign]
 
     def progress(self, job: JobId) -> Progress | None:
         ran = [host.progress for (other, _), host in sorted(self.ran.items()) if other == job]
         return super().progress(job) or (ran[0] if ran else None)
 
     def losses(self, job: JobId) -> tuple[tuple[int, float], ...]:
-        """(step, loss) of every step committed under our lead, oldest first."""
-        lead = self.ran[job, 0].lead
-        assert lead is not None
-        return tuple(lead.losses)
+        """(step, loss) of every step committed under our newest lead, oldest first."""
+        return tuple(self._losses[job])
 
 
 @dataclass

@@ -70,7 +70,6 @@ class Lead:
         changed: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self.losses: list[tuple[int, float]] = []  # (step, loss) of the steps that this lead committed
         self._job = job
         self._handed_over = handover
         self._config = config
@@ -290,7 +289,6 @@ class Lead:
         self._computed.append(tuple(_share(r.busy) * took / config.microbatches for r in reports))
         tokens = config.microbatches * config.microbatch_size * max(1, config.sequence)
         seconds = self._times[-1] - self._times[0]
-        self.losses += [pair for pair in self._state.statistics.recent if pair[0] == committed.step]
         self.tell(
             step=committed.step + 1,
             tokens_per_second=tokens * (len(self._times) - 1) / seconds if seconds > 0 else 0.0,
