@@ -94,8 +94,8 @@ def stop(
 
 
 async def _stop(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    trainer = job_client.trainer_identity(home)
     async with client.connect(home, bootstrap, peer) as context:
+        trainer = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
         record = await job_client.find_job(context, job)
         await job_client.stop(context, record, trainer)
     output.emit({"job": record.job, "name": record.name, "state": "stopped"})

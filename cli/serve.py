@@ -51,8 +51,8 @@ async def _serve(
     home: Path,
     output: Output,
 ) -> None:
-    trainer = job_client.trainer_identity(home)
     async with client.join(home, bootstrap, peer) as context:
+        trainer = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
         from fusion.runtime.launch.launch import prepare_serving
 
         peers = await client.working_peers(context)

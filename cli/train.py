@@ -43,8 +43,8 @@ def train(
 async def _train(
     spec: JobSpec, detach: bool, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
 ) -> None:
-    trainer = job_client.trainer_identity(home)
     async with client.join(home, bootstrap, peer) as context:
+        trainer = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
         from fusion.runtime.launch.launch import prepare_training
 
         peers = await client.working_peers(context, spec.placement.peers)

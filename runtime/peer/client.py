@@ -8,7 +8,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +77,6 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
     from fusion.swarm.dht.directory import DhtConfig
     from fusion.swarm.directory.membership import Membership, MembershipConfig
 
-    config.home.mkdir(parents=True, exist_ok=True)
     identity = Identity.generate()
     here = running_peer(config.home)
     ways = (config.peer,) if config.peer else (*(here.addresses if here else ()), *config.bootstrap)
@@ -122,7 +121,9 @@ def keep_torch_cache(folder: Path) -> None:
 
 @asynccontextmanager
 async def _own_store(folder: Path) -> AsyncIterator[BlobStore]:
-    """A blob store for this process alone, removed afterwards; those of clients that were killed go as well."""
+    """A blob store for this process alone, removed afterwards with the folders that were made for it, unless others use
+    them by now; the stores of clients that were killed go as well."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.iterdir():
         if not (left.name.isdecimal() and psutil.pid_exists(int(left.name))):
@@ -133,3 +134,6 @@ async def _own_store(folder: Path) -> AsyncIterator[BlobStore]:
         yield BlobStore(own, BLOB_QUOTA_BYTES)
     finally:
         shutil.rmtree(own, ignore_errors=True)
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()

@@ -150,7 +150,7 @@ def test_bad_input_is_found_before_anything_slow_is_loaded(words: str, said: str
         [sys.executable, "-c", code, *words.split(), *home],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "\n"), done
+    assert (done.returncode, done.stdout) == (2, "\n") and not (tmp_path / "home").exists(), done
     assert said in one_line(done.stderr)
 
 
