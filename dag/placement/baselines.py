@@ -33,7 +33,7 @@ def equal_flops(space: Space) -> Choice | None:
 
 
 def _equal(space: Space, done: Floats) -> Choice | None:
-    order = space.pinned(tuple(range(space.devices)[: space.stages or space.most_stages]))
+    order = tuple(range(space.devices)[: space.stages or space.most_stages])
     order = order[: len(done) - 1]
     count, size = len(order), len(done)
     if not space.allowed(order):
@@ -118,7 +118,7 @@ class _Tables:
 
         segments, link = [under(*t) for t in self.by_stages], under(*self.links)
         cost = np.full((1 << count, count, size), np.inf)  # devices used, the first of them, where it begins
-        for d in range(count) if space.last is None else [space.last]:
+        for d in range(count):
             cost[1 << d, d] = segments[0][d, :, -1]
         for used in range(1, space.most_stages):
             masks = np.array([m for m in range(1 << count) if m.bit_count() == used])
@@ -148,6 +148,6 @@ class _Tables:
         space = self.space
         for mask in range(1, 1 << space.devices):
             if space.stages is None or mask.bit_count() == space.stages:
-                for d in range(space.devices) if space.first is None else [space.first]:
+                for d in range(space.devices):
                     if mask >> d & 1:
                         yield mask, d

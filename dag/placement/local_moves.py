@@ -33,7 +33,7 @@ def improve(space: Space, start: tuple[Outlook, Choice], tries: int, seed: int =
     while tries > 0:
         improved = False
         for order, near in _orders(space, best[1], random):
-            order = space.pinned(order)
+            order = order[: space.stages]
             if order in seen or not order or not space.allowed(order):
                 continue
             if tries <= 0:

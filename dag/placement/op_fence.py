@@ -60,9 +60,8 @@ def _search(space: Space) -> tuple[Outlook, Choice] | None:
 
 def _without_the_last(space: Space) -> Iterator[Space]:
     """The same with ever fewer devices, whose numbers stay the same."""
-    pinned = max((d for d in (space.first, space.last) if d is not None), default=0)
     if space.devices <= _FEW:
-        for count in range(space.devices - 1, max(pinned, (space.stages or 1) - 1), -1):
+        for count in range(space.devices - 1, (space.stages or 1) - 1, -1):
             yield replace(
                 space,
                 network=Network(devices=space.network.devices[:count], links=space.network.links),
@@ -167,9 +166,9 @@ def _clustered(space: Space, members: Sequence[int]) -> Iterator[tuple[int, ...]
 
 
 def _legal(space: Space, order: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    pinned = space.pinned(tuple(order))
-    if 0 < len(pinned) <= space.most_stages and space.allowed(pinned):
-        yield pinned
+    legal = tuple(order)[: space.stages]
+    if 0 < len(legal) <= space.most_stages and space.allowed(legal):
+        yield legal
 
 
 def _counts(space: Space, most: int) -> list[int]:

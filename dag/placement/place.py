@@ -64,7 +64,6 @@ def place(
     stages: int | None = None,
     training: bool = True,
     scheduler: Scheduler = "op-fence",
-    pins: Mapping[int, str] | None = None,
     wire: CodecCost | None = None,
     memory: MemoryConfig = MemoryConfig(),  # noqa: B008 - frozen
     gpipe: bool = False,
@@ -72,23 +71,21 @@ def place(
     """The fastest placement found, of exactly `stages` stages on as many devices, or, with None, of as many as help.
 
     `sizes` are those of one microbatch. "op-fence" asks the others as well, and is never slower by the model than any
-    of them; the others stand alone, for comparison. `pins` says whom stage 0 and stage -1 must run on, `wire` what every floating value costs to send,
-    `gpipe` that the job will run that schedule, which holds all microbatches at once.
-    PlacementError if there are too few devices or cuts, the model does not fit their memory, or a pin cannot be kept.
+    of them; the others stand alone, for comparison. `wire` is what every floating value costs to send, `gpipe` says that
+    the job will run that schedule, which holds all microbatches at once.
+    PlacementError if there are too few devices or cuts, or the model does not fit their memory.
     """
     if microbatches < 1:
         raise PlacementError(f"microbatches must be at least 1, not {microbatches}")
     if not network.devices:
         raise PlacementError("there is no peer to place the model on")
-    kept = set((pins or {}).values()) & network.index.keys()
     options = space(
         graph,
-        shortlist(network, kept),
+        shortlist(network),
         sizes,
         microbatches,
         training=training,
         stages=stages,
-        pins=pins,
         wire=wire,
         memory=memory,
         gpipe=gpipe,
@@ -98,8 +95,6 @@ def place(
             f"{stages} stages were asked for: there are {len(network.devices)} peers, and the model can be cut into "
             f"{len(options.segments.bounds) - 1}"
         )
-    if options.stages == 1 and None not in (options.first, options.last) and options.first != options.last:
-        raise PlacementError(f"1 stage cannot run on both {(pins or {})[0]:.80} and {(pins or {})[-1]:.80}")
     proposed = [choice for find in _SCHEDULERS[scheduler] if (choice := find(options)) is not None]
     ranked = sorted(((options.outlook(c), c) for c in proposed), key=lambda item: (item[0].seconds, item[1]))
     if not ranked or not np.isfinite(ranked[0][0].seconds):

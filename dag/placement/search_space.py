@@ -12,7 +12,6 @@ import numpy.typing as npt
 from fusion.dag.cutting.crossing import Crossing, crossing
 from fusion.dag.cutting.cuts import candidate_cuts
 from fusion.dag.cutting.memory import MemoryConfig
-from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.network import Network
@@ -66,8 +65,6 @@ class Space:
     microbatches: int
     training: bool
     stages: int | None  # as many as asked for, or as help
-    first: int | None  # the device that must have the first stage
-    last: int | None
     gpipe: (
         bool  # whether the job runs GPipe, whatever is faster: each stage then holds all microbatches at once
     )
@@ -126,20 +123,7 @@ class Space:
         return held_by(count, self.microbatches, 1)
 
     def allowed(self, order: tuple[int, ...]) -> bool:
-        return (
-            (self.stages is None or len(order) == self.stages)
-            and (self.first is None or order[0] == self.first)
-            and (self.last is None or order[-1] == self.last)
-        )
-
-    def pinned(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        """The order with the pinned devices where they must be: they replace those at the ends if `stages` is full."""
-        inner = [d for d in order if d not in (self.first, self.last)]
-        first = [] if self.first is None else [self.first]
-        last = [] if self.last is None or self.last == self.first else [self.last]
-        if self.stages is not None:
-            inner = inner[: max(0, self.stages - len(first) - len(last))]
-        return (*first, *inner, *last)
+        return self.stages is None or len(order) == self.stages
 
     def work(self, choice: Choice) -> Work:
         at, order = np.array(choice.bounds), np.array(choice.order)
@@ -235,21 +219,12 @@ def space(
     *,
     training: bool = True,
     stages: int | None = None,
-    pins: Mapping[int, str] | None = None,
     wire: CodecCost | None = None,
     memory: MemoryConfig = MemoryConfig(),  # noqa: B008 - frozen
     gpipe: bool = False,
 ) -> Space:
-    """`pins` says whom stage 0 or stage -1 must run on; `wire` what every floating value costs to send, dense where it
-    is None; `gpipe`: the job will run that schedule. PlacementError if that cannot be."""
-    pins = pins or {}
-    for stage, peer in pins.items():
-        if stage not in (0, -1):
-            raise PlacementError(
-                f"pins: only the first stage (0) and the last (-1) can be pinned, not {stage}"
-            )
-        if peer not in network.index:
-            raise PlacementError(f"pins: {peer:.80} is not among the peers")
+    """`wire` is what every floating value costs to send, dense where it is None; `gpipe`: the job will run that
+    schedule."""
     limit = int(np.clip(4 * len(network.devices), FEWEST, MOST))
     segments = measure(graph, candidate_cuts(graph, sizes, limit), sizes, training, memory)
     table = _crossing_some(crossing(graph, sizes), segments.bounds)
@@ -259,8 +234,6 @@ def space(
         microbatches=microbatches,
         training=training,
         stages=stages,
-        first=network.index[pins[0]] if 0 in pins else None,
-        last=network.index[pins[-1]] if -1 in pins else None,
         gpipe=gpipe,
         table=table,
         costs=_costs(table, training, wire),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from fusion.dag.placement.network import Device, Network
 
 LIMIT = 1024  # devices
 
 
-def shortlist(network: Network, keep: Collection[str], limit: int = LIMIT) -> Network:
-    """At most `limit` devices and those of `keep`: half of them the fastest, of the others a quarter those with most
+def shortlist(network: Network, limit: int = LIMIT) -> Network:
+    """At most `limit` devices: half of them the fastest, of the others a quarter those with most
     memory, a quarter those with the widest lines."""
 
     def speed(device: Device) -> float:
@@ -24,7 +24,7 @@ def shortlist(network: Network, keep: Collection[str], limit: int = LIMIT) -> Ne
 
     if len(network.devices) <= limit:
         return network
-    chosen = set(keep)
+    chosen = set[str]()
     ranks: tuple[tuple[Callable[[Device], float], int], ...] = (
         (speed, limit // 2),
         (memory, limit // 4),

@@ -67,11 +67,7 @@ class LinkConfig:
 
 
 class LinkMonitor:
-    """`async with Links(...)`: measures for the length of the block. `meet` names the candidates.
-
-    `on_change(peer, before, now)` is called when the rate from us to a peer (bytes per second) changed clearly; `before`
-    is 0 at first.
-    """
+    """`async with LinkMonitor(...)`: measures for the length of the block. `meet` names the candidates."""
 
     def __init__(
         self,
@@ -81,7 +77,6 @@ class LinkMonitor:
         config: LinkConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.on_change: Callable[[PeerId, float, float], None] | None = None
         self.coordinate = Coordinate()
         self._transport = transport
         self._directory = directory
@@ -257,10 +252,7 @@ class LinkMonitor:
         )
 
     def _learned(self, neighbour: Neighbour, estimate: RateEstimate) -> None:
-        neighbour.out = estimate
-        before = self._table.noticed(neighbour, self._clock())
-        if before is not None and self.on_change is not None:
-            self.on_change(neighbour.peer, before, estimate.bytes_per_second)
+        self._table.learned(neighbour, estimate, self._clock())
 
     def _note_traffic(self, now: float, seconds: float) -> None:
         """Whoever we send much to is a neighbour."""

@@ -1,4 +1,4 @@
-"""Which replica of each stage a request goes through: the cheapest path now, kept unless another is clearly better.
+"""Which replica of each stage a request goes through: the cheapest path.
 
 Pure: the costs of peers and links go in, a route comes out. A route costs, for each stage, compute + queue, and for each
 link on the way alpha + bytes * beta: shortest path over one layer of replicas per stage.
@@ -57,18 +57,6 @@ class Route:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hysteresis:
-    """A route is left when another takes `gain` of its time less, and at least `least_seconds` less."""
-
-    gain: float = 0.2
-    least_seconds: float = 0.001
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.gain < 1 and self.least_seconds >= 0):
-            raise ValueError("gain must lie in [0, 1) and least_seconds not below 0")
-
-
 def cheapest(stages: Sequence[Sequence[Replica]], demand: Demand, link: LinkCost) -> Route:
     """The cheapest route; of equal ones that through the replicas named first. ValueError where a stage has none.
 
@@ -93,31 +81,6 @@ def cheapest(stages: Sequence[Sequence[Replica]], demand: Demand, link: LinkCost
 def seconds(route: Sequence[Replica], demand: Demand, link: LinkCost) -> float:
     """What one given route costs."""
     return cheapest([[replica] for replica in route], demand, link).seconds
-
-
-def choose(
-    stages: Sequence[Sequence[Replica]],
-    demand: Demand,
-    link: LinkCost,
-    current: Sequence[PeerId] | None = None,
-    hysteresis: Hysteresis = Hysteresis(),
-) -> Route:
-    """The route to take now: `current`, unless one of its peers is no replica any more or another route is better by
-    the hysteresis."""
-    best = cheapest(stages, demand, link)
-    if current is None or len(current) != len(stages):
-        return best
-    held = [
-        next((r for r in layer if r.peer == peer), None) for layer, peer in zip(stages, current, strict=True)
-    ]
-    kept = [replica for replica in held if replica is not None]
-    if len(kept) < len(stages):
-        return best
-    now = seconds(kept, demand, link)
-    gained = now - best.seconds
-    if gained > hysteresis.least_seconds and gained > hysteresis.gain * now:
-        return best
-    return Route(tuple(replica.peer for replica in kept), now)
 
 
 def _path(layers: Sequence[Sequence[Replica]], demand: Demand, link: LinkCost) -> Route:

@@ -48,7 +48,6 @@ class Neighbour:
     firm_at: float = -math.inf  # when `out` was last more than a bound
     into_firm_at: float = -math.inf
     came: tuple[float, ...] = ()  # the rates of its last trains to us
-    noticed: float = 0.0  # `out` as last told to who wants to know of changes
     stood: float = 0.0  # `out` before it began to fall
     stood_into: float = 0.0
     settled_at: float | None = None  # when `out` was last measured and not a lower bound; None: it has to be
@@ -171,20 +170,16 @@ class LinkTable:
             if n.report is not None and now - n.report[0] < TOGETHER_SECONDS
         ]
 
-    def noticed(self, neighbour: Neighbour, now: float) -> float | None:
-        """The rate to it that others last heard of, where it is another one by now. One that fell by much casts doubt
-        on the other links: it may be our uplink."""
-        before, rate = neighbour.noticed, 0.0 if neighbour.out is None else neighbour.out.bytes_per_second
-        stood, neighbour.stood = neighbour.stood, held(neighbour.stood, rate)
+    def learned(self, neighbour: Neighbour, estimate: RateEstimate, now: float) -> None:
+        """What is known of the link from us to there now. One that fell by much casts doubt on the others: it may be our
+        uplink."""
+        neighbour.out = estimate
+        stood, neighbour.stood = neighbour.stood, held(neighbour.stood, estimate.bytes_per_second)
         if neighbour.stood < stood:
             self.up.fell(now)
             if now - neighbour.firm_at < TOGETHER_SECONDS:
                 neighbour.firm_at = now
             self._doubt_others(neighbour, now)
-        if not differ(before, rate):
-            return None
-        neighbour.noticed = rate
-        return before
 
     def came(self, neighbour: Neighbour, estimate: RateEstimate, now: float, *, firm: bool) -> None:
         """What is known of the link from there to us now; `firm`: it is more than a bound. One that fell by much casts

@@ -122,11 +122,10 @@ def test_one_more_device_never_makes_a_step_slower():
 
 
 @pytest.mark.parametrize("scheduler", ["op-fence", "equal-ops", "equal-flops", "exact"])
-def test_every_scheduler_keeps_the_number_of_stages_and_the_pins(scheduler):
+def test_every_scheduler_keeps_the_number_of_stages(scheduler):
     graph, network = chain([64] * 9), sites(2, 2)
-    pins = {0: "s1p1", -1: "s0p0"}
-    found = place(graph, network, SIZES, 4, stages=3, scheduler=scheduler, pins=pins)
-    assert len(found.owners) == 3 and (found.owners[0], found.owners[-1]) == ("s1p1", "s0p0")
+    found = place(graph, network, SIZES, 4, stages=3, scheduler=scheduler)
+    assert len(found.owners) == 3
 
 
 @pytest.mark.heavy

@@ -1,4 +1,4 @@
-"""Placement: balanced, within memory, as good as trying everything, pinned, and clear when nothing fits."""
+"""Placement: balanced, within memory, as good as trying everything, and clear when nothing fits."""
 
 from __future__ import annotations
 
@@ -230,20 +230,6 @@ def test_devices_and_links_are_checked():
         network([device("a"), device("a")])
 
 
-def test_pins_are_kept():
-    graph, devices = mlp([64] * 17), [device("a"), device("b"), device("snail", 1e7)]
-    for stages in (2, 3):
-        found = place(graph, network(devices), SIZES, 8, stages=stages, pins={0: "snail", -1: "a"})
-        assert (found.owners[0], found.owners[-1]) == ("snail", "a")
-    assert place(graph, network(devices), SIZES, 8, pins={0: "snail", -1: "snail"}).owners == ("snail",)
-    with pytest.raises(PlacementError, match="pins: nobody is not among"):
-        place(graph, network(devices), SIZES, 8, pins={0: "nobody"})
-    with pytest.raises(PlacementError, match=r"only the first stage \(0\) and the last \(-1\)"):
-        place(graph, network(devices), SIZES, 8, pins={1: "a"})
-    with pytest.raises(PlacementError, match="1 stage cannot"):
-        place(graph, network(devices), SIZES, 8, stages=1, pins={0: "a", -1: "b"})
-
-
 def test_latency_is_hidden_by_more_microbatches_in_flight_where_memory_allows():
     graph = mlp([64] * 17)
     far = Link(alpha_seconds=0.1, bytes_per_second=1e9)
@@ -295,6 +281,6 @@ def test_a_cheaper_wire_makes_more_stages_worth_it():
 
 def test_of_a_very_large_swarm_the_best_are_looked_at():
     devices = [device(f"p{i}", 1e9 + i, GIB * (100 - i)) for i in range(40)]
-    assert shortlist(network(devices), (), limit=40).devices == tuple(devices)
-    found = {d.peer for d in shortlist(network(devices, None), ("p20",), limit=8).devices}
-    assert found == {"p20", "p39", "p38", "p37", "p36", "p0", "p1", "p35", "p34"}
+    assert shortlist(network(devices), limit=40).devices == tuple(devices)
+    found = {d.peer for d in shortlist(network(devices, None), limit=8).devices}
+    assert found == {"p39", "p38", "p37", "p36", "p0", "p1", "p35", "p34"}

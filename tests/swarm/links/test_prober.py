@@ -74,8 +74,7 @@ class World:
         return {peer: Traffic(size, 0) for peer, size in self.sent.items()}
 
     def learned(self, neighbour: Neighbour, estimate: RateEstimate) -> None:
-        neighbour.out = estimate
-        self.table.noticed(neighbour, self.clock())
+        self.table.learned(neighbour, estimate, self.clock())
 
     async def run(self, seconds: float) -> None:
         until = self.clock() + seconds
