@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from fusion.runtime.serving.catalog import ServedModel
 from fusion.runtime.serving.failover import Fault, Faulted
 from fusion.runtime.serving.request import pack_tokens, whole
-from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLink, RingLinks
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLinks
 from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.printable import error_line
+from fusion.swarm.streams.queued_stream import QueuedStream
 from fusion.swarm.transport import Frame, PeerId, Transport
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class GatewaySession:
     opening: Opening
     model: ServedModel
     events: asyncio.Queue[Event]
-    links: dict[int, RingLink] = field(default_factory=dict)
+    links: dict[int, QueuedStream] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)  # stages that have not opened it yet
     heard: dict[int, float] = field(
         default_factory=dict

@@ -22,13 +22,14 @@ from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.failover import FaultKind
 from fusion.runtime.serving.request import pack_tokens, unpack_tokens, whole
 from fusion.runtime.serving.ring_frames import RingPlan
-from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLink, RingLinks, RingPosition
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLinks, RingPosition
 from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
 from fusion.runtime.serving.stage_session import StageRunner, StageSession, Work
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.printable import error_line
-from fusion.swarm.transport import Frame, PeerId, Stream, Transport
+from fusion.swarm.streams.queued_stream import QueuedStream
+from fusion.swarm.transport import Frame, PeerId, Stream, Transport, checked
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class RingStage:
         self._leaving = False
         self._seen_off = False  # our time is up: the sessions may end, and no new ones begin
         self._emptied = asyncio.Event()  # no session is left
-        self._gateways: set[RingLink] = set()
+        self._gateways: set[QueuedStream] = set()
         self._streams: set[Stream] = set()
         self._commands = {
             "open": self._open,
@@ -169,7 +170,7 @@ class RingStage:
     # --- what gateways say
 
     async def _attend_gateway(self, stream: Stream) -> None:
-        link = RingLink(stream, on_frame=lambda frame: self._command(link, frame), on_end=lambda reason: None)
+        link = QueuedStream(stream, on_frame=lambda frame: self._command(link, checked(frame)))
         self._gateways.add(link)
         try:
             await link.ended.wait()
@@ -179,7 +180,7 @@ class RingStage:
                 self._drop(session)  # nobody is left to read the answer
             await link.aclose()
 
-    def _command(self, link: RingLink, frame: Frame) -> None:
+    def _command(self, link: QueuedStream, frame: Frame) -> None:
         command = self._commands.get(frame.kind)
         if command is None:
             known = ", ".join(self._commands)
@@ -193,7 +194,7 @@ class RingStage:
             reason: FaultKind = "refused" if isinstance(error, JobError) else "moved"
             self._tell(link, frame.header.get("session"), str(error), reason, self._plan.index)
 
-    def _open(self, link: RingLink, frame: Frame) -> None:
+    def _open(self, link: QueuedStream, frame: Frame) -> None:
         opening = Opening.from_header(
             frame.header, stages=self._plan.stages, max_sequence=self._seat.serve.max_sequence
         )
@@ -217,7 +218,7 @@ class RingStage:
         opening = session.opening
         wanted = [parcel.consumer for parcel in self._plan.outgoing]
         wanted += [0] if self._plan.last and not self._plan.first else []
-        links: dict[int, RingLink] = {}
+        links: dict[int, QueuedStream] = {}
         for stage in wanted:
             try:
                 links[stage] = await self._link(opening, stage)
@@ -241,11 +242,11 @@ class RingStage:
         session.ready = True
         session.gateway.post("opened", {"session": session.id})
 
-    async def _link(self, opening: Opening, stage: int) -> RingLink:
+    async def _link(self, opening: Opening, stage: int) -> QueuedStream:
         peer = opening.route[stage].peer
         return await self._links.to(LinkEnds(self._seat.job, self._plan.index, stage, peer))
 
-    def _prompt(self, link: RingLink, frame: Frame) -> None:
+    def _prompt(self, link: QueuedStream, frame: Frame) -> None:
         session = self._named(frame.header)
         if session is None:
             return  # closed while the frame was under way
@@ -272,19 +273,19 @@ class RingStage:
         )
         self._advance(session)
 
-    def _close(self, link: RingLink, frame: Frame) -> None:
+    def _close(self, link: QueuedStream, frame: Frame) -> None:
         session = self._named(frame.header)
         if session is not None and session.gateway is link:
             self._drop(session)
 
-    def _ping(self, link: RingLink, frame: Frame) -> None:
+    def _ping(self, link: QueuedStream, frame: Frame) -> None:
         """Whoever asks wants to know whether we are there, and whether the session goes on here."""
         session = self._named(frame.header)
         if session is None:
             raise StaleTerm(f"{self._here} does not know this session")
         link.post("pong", {"session": session.id, "ran": session.ran})
 
-    def _slow(self, link: RingLink, frame: Frame) -> None:
+    def _slow(self, link: QueuedStream, frame: Frame) -> None:
         """Tokens come slower than they did: is it the way from us to the stages that we feed?"""
         session = self._named(frame.header)
         if session is not None:
@@ -409,7 +410,7 @@ class RingStage:
             self._drop(session)
 
     @staticmethod
-    def _tell(gateway: RingLink, session: object, message: str, reason: FaultKind, stage: int) -> None:
+    def _tell(gateway: QueuedStream, session: object, message: str, reason: FaultKind, stage: int) -> None:
         gateway.post("failed", {"session": session, "message": message, "reason": reason, "stage": stage})
 
     def _drop(self, session: StageSession) -> None:

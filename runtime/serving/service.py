@@ -21,6 +21,7 @@ from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError
 from fusion.swarm.printable import error_line
+from fusion.swarm.streams.queued_stream import hello
 from fusion.swarm.transport import Stream
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class ServingService:
         )
 
     async def _ring(self, stream: Stream) -> None:
-        ends = LinkEnds.from_hello(await stream.receive(), self._context.peer_id)
+        ends = LinkEnds.from_hello(await hello(stream), self._context.peer_id)
         hosted = await self._running(stream, ends)
         await hosted.stage.attend(stream, ends.sender)
 

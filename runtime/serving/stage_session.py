@@ -12,21 +12,21 @@ import torch
 
 from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.ring_frames import Parcel, RingPlan
-from fusion.runtime.serving.ring_link import RingLink
 from fusion.runtime.serving.sampling import sample
 from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
+from fusion.swarm.streams.queued_stream import QueuedStream
 from fusion.swarm.transport import Frame
 
 
 @dataclass(eq=False)
 class StageSession:
     opening: Opening
-    gateway: RingLink
+    gateway: QueuedStream
     ready: bool = False
     closed: bool = False
     task: asyncio.Task[None] | None = None  # makes it ready
-    hops: list[tuple[Parcel, RingLink]] = field(default_factory=list)
-    back: RingLink | None = None  # from the last stage to the first
+    hops: list[tuple[Parcel, QueuedStream]] = field(default_factory=list)
+    back: QueuedStream | None = None  # from the last stage to the first
     feed: Feed | None = None  # at the first stage
     parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # end of chunk -> sender -> its share
     ran: int = 0  # chunks

@@ -20,13 +20,12 @@ from fusion.runtime.training.snapshots.stage_files import sweep
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.swarm.directory.records import JobId, JobRecord
-from fusion.swarm.errors import FrameError
 from fusion.swarm.identity import is_peer_id
+from fusion.swarm.streams.queued_stream import hello
 from fusion.swarm.transport import PeerId, Stream
 
 log = logging.getLogger(__name__)
 
-HELLO_SECONDS = 10.0
 LOADING_SECONDS = 5.0  # that a neighbour's hello waits for a stage which is being loaded here
 CLAIMING_SECONDS = 1.0  # and for one that we stand by for
 HANDOVER_PEER = "peer"  # in a handover's header: who has its blob
@@ -153,18 +152,14 @@ class TrainingService:
     # --- streams
 
     async def _serve(self, stream: Stream) -> None:
-        async with asyncio.timeout(HELLO_SECONDS):
-            frame = await stream.receive()
-        if frame.kind != "hello":
-            raise FrameError(f"{STAGE.name} begins with hello, not {frame.kind[:40]!r}")
-        hello = build(m.Hello, frame.header, "hello")
-        place = (hello.job, hello.target)
+        said = build(m.Hello, await hello(stream), "hello")
+        place = (said.job, said.target)
         host = await self._host_of(place)
         if host is None:
-            await stream.send("later", {"message": f"stage {hello.target} is not loaded here"})
+            await stream.send("later", {"message": f"stage {said.target} is not loaded here"})
             await stream.aclose()
             return
-        await host.partners.accept(stream, hello)
+        await host.partners.accept(stream, said)
 
     async def _host_of(self, place: Place) -> TrainingHost | None:
         """Who runs the stage here, now or soon: in a takeover its neighbours may be quicker than the device, or even

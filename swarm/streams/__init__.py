@@ -5,6 +5,7 @@ frame_parser      bytes as they arrive, cut into frames; no I/O
 frame_stream      a stream of frames over one socket, and its three ends
 memory_stream     the same between two ends of one process
 striping          one stream over several of libp2p's
+queued_stream     a long-lived stream with a task that writes, and its hello
 handlers          who answers an incoming stream, in a task of its own; errors told in one line
 p2p               the transport between real peers
 p2pd              libp2p's daemon: started, watched, ended with us

@@ -29,6 +29,7 @@ from fusion.runtime.serving.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
+from fusion.swarm.streams.queued_stream import hello
 from fusion.swarm.transport import Frame, PeerId, Stream
 
 VOCABULARY = 31
@@ -227,7 +228,7 @@ async def ring_of(
         stage = RingStage(transport, workers[-1], plane, plan_ring(stages, i), seat)
 
         async def handler(stream: Stream, stage: RingStage = stage) -> None:
-            ends = LinkEnds.from_hello(await stream.receive(), PeerId("us"))
+            ends = LinkEnds.from_hello(await hello(stream), PeerId("us"))
             await stage.attend(stream, ends.sender)
 
         await transport.serve(RING.name, handler)

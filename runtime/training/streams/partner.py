@@ -19,18 +19,17 @@ from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.job.shortage import needs
 from fusion.runtime.training.step.messages import Hello
 from fusion.runtime.training.streams.fence import Fence, Overtaken
-from fusion.runtime.training.streams.partner_link import Ended, PartnerLink
 from fusion.runtime.training.streams.suspicion import Suspicion
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError, TransportError
+from fusion.swarm.streams.queued_stream import HELLO_SECONDS, QueuedStream, dial
 from fusion.swarm.transport import Stream, checked
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1  # doubled up to the longest, from one failed dial to the next
 LONGEST_RETRY_SECONDS = 1.6
-HELLO_SECONDS = 10.0
 PATIENCE_SECONDS = 0.1  # for a peer whose stream broke to answer once more, before it is suspected
 
 
@@ -53,7 +52,7 @@ class Partner:
     def __init__(self, context: Context, here: Held, stage: int, changed: Callable[[], None]) -> None:
         self.stage = stage
         self.fence = Fence(context.leases, here.job, here.stage, here.term, stage)
-        self.outgoing: PartnerLink | None = None
+        self.outgoing: QueuedStream | None = None
         self.incoming: Stream | None = None
         self.closed = False  # our stage is not hosted here any more, or about not to be
         self._waits = ""  # why it is not linked, for people, where we know
@@ -61,7 +60,9 @@ class Partner:
         self._here = here
         self._changed = changed
         self._shown: ClaimRecord | None = None  # the owner to dial next, as it or another peer told us
-        self._last: ClaimRecord | None = None  # the owner that we dialled last
+        self._last: ClaimRecord | None = (
+            None  # the owner that we dialled last, who is at the other end of `outgoing`
+        )
         self._news = asyncio.Event()  # set when somebody tells us of an owner
         self._suspicion = Suspicion(context, here.job, here.stage, stage, self._succeeded)
         self._sent_bytes = 0  # on links that are no more
@@ -73,7 +74,7 @@ class Partner:
     @property
     def owner(self) -> ClaimRecord | None:
         """Who is at the other end while we are linked."""
-        return self.outgoing.claim if self.outgoing is not None and self.incoming is not None else None
+        return self._last if self.linked else None
 
     @property
     def waiting_for(self) -> str:
@@ -92,7 +93,7 @@ class Partner:
         while not self.closed:
             self._news.clear()
             try:
-                link = await self._dial(broke, group)
+                stream = await self._dial(broke, group)
             except Overtaken:
                 raise
             except (SwarmError, ValueError, TimeoutError) as error:
@@ -102,10 +103,10 @@ class Partner:
                 told = await self._told(pause)
                 pause = RETRY_SECONDS if told else min(2 * pause, LONGEST_RETRY_SECONDS)
                 continue
-            if link is None:  # another peer owns the stage now
+            if stream is None:  # another peer owns the stage now
                 continue
             began, pause = loop.time(), RETRY_SECONDS
-            broke = await self._use(link)
+            broke = await self._use(stream)
             if loop.time() - began < RETRY_SECONDS:
                 # Whoever welcomes and then refuses is not dialled in a spin.
                 await self._told(RETRY_SECONDS)
@@ -117,14 +118,14 @@ class Partner:
                 await self._news.wait()
         return self._news.is_set()
 
-    async def _dial(self, broke: bool, group: asyncio.TaskGroup) -> PartnerLink | None:
-        """A link to the owner of the stage; None where we hear of another owner meanwhile. `broke`: whether a stream
+    async def _dial(self, broke: bool, group: asyncio.TaskGroup) -> Stream | None:
+        """A stream to the owner of the stage; None where we hear of another owner meanwhile. `broke`: whether a stream
         to it was lost, not closed."""
         claim = await self._owner(group)
         last = self._last
         suspect = broke and last is not None and (last.peer, last.term) == (claim.peer, claim.term)
         self._last = claim
-        link: PartnerLink | None = None
+        stream: Stream | None = None
         dialling = asyncio.ensure_future(self._greet(claim))
         news = asyncio.ensure_future(self._overtaken(claim))
         try:
@@ -137,8 +138,8 @@ class Partner:
                 self._suspect(claim, group)
                 done, _ = await asyncio.wait((dialling, news), return_when=asyncio.FIRST_COMPLETED)
             if not news.done():
-                link = PartnerLink(await dialling, claim)
-            return link
+                stream = await dialling
+            return stream
         except (TransportError, TimeoutError) as error:
             if not isinstance(error, FrameError):
                 self._suspect(claim, group)
@@ -147,7 +148,7 @@ class Partner:
             for task in (dialling, news):
                 task.cancel()
             await asyncio.wait((dialling, news))
-            if link is None and not dialling.cancelled() and dialling.exception() is None:
+            if stream is None and not dialling.cancelled() and dialling.exception() is None:
                 dialling.result().abort()
 
     async def _overtaken(self, claim: ClaimRecord) -> None:
@@ -181,13 +182,12 @@ class Partner:
     async def _greet(self, claim: ClaimRecord) -> Stream:
         leases, here = self._context.leases, self._here
         async with asyncio.timeout(HELLO_SECONDS):
-            stream = await self._context.transport.open(claim.peer, STAGE.name, stripes=STAGE.stripes)
+            hello = Hello(
+                job=here.job, source=here.stage, target=self.stage, term=here.term, target_term=claim.term,
+                incarnation=here.incarnation, claim=leases.sealed(here.job, here.stage) or b"",
+            )  # fmt: skip
+            stream = await dial(self._context.transport, claim.peer, STAGE, plain(hello))
             try:
-                hello = Hello(
-                    job=here.job, source=here.stage, target=self.stage, term=here.term, target_term=claim.term,
-                    incarnation=here.incarnation, claim=leases.sealed(here.job, here.stage) or b"",
-                )  # fmt: skip
-                await stream.send("hello", plain(hello))
                 reply = checked(await stream.receive())
                 term = reply.header.get("term")
                 if reply.kind == "stale" and isinstance(term, int):
@@ -200,25 +200,27 @@ class Partner:
                 raise
         return stream
 
-    async def _use(self, link: PartnerLink) -> bool:
-        """Until the link ends: whether the other end vanished, rather than closed or refused it."""
+    async def _use(self, stream: Stream) -> bool:
+        """Until the stream ends: whether the other end vanished, rather than closed or refused it."""
+        # What the other end says there can only be why not.
+        link = QueuedStream(
+            stream, on_frame=lambda frame: link.end(str(frame.header.get("message", "refused"))[:200])
+        )
         self._suspicion.end()
-        self.outgoing, self._shown = link, link.claim
+        self.outgoing, self._shown = link, self._last
         self._waits = ""
         self._changed()
-        ended = Ended("ended")
         try:
-            ended = await link.run()
+            ended = await link.wait()
             self._waits = f"stage {self.stage}: {ended.reason}"
             log.info("stage %d lost stage %d: %s", self._here.stage, self.stage, ended.reason)
+            return ended.vanished
         finally:
             if not self.closed:
-                link.stream.abort()
-            link.idle.set()
+                link.abort()
             self._sent_bytes += link.sent_bytes
             self.outgoing = None
             self._changed()
-        return ended.vanished
 
     def _suspect(self, claim: ClaimRecord, group: asyncio.TaskGroup) -> None:
         if not self.closed:
@@ -252,9 +254,10 @@ class Partner:
         """That peer owns the stage, not one whose time is over: link to it now."""
         link, shown = self.outgoing, self._shown
         if link is not None:
-            if not self.fence.follows(claim, link.claim):
+            assert self._last is not None, "we dialled it"
+            if not self.fence.follows(claim, self._last):
                 return
-            link.stream.abort()  # it leads to an owner that another has followed
+            link.end("another peer owns it now")
         if shown is None or shown.term <= claim.term:
             self._shown = claim
             self._news.set()

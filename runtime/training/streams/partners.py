@@ -101,7 +101,7 @@ class Partners:
             async with asyncio.timeout(FLUSH_SECONDS):
                 for partner in self._partners.values():
                     if partner.outgoing is not None:
-                        await partner.outgoing.idle.wait()
+                        await partner.outgoing.flush()
 
     async def finish(self) -> None:
         """Send what was posted, then end our streams cleanly, so that the last frames arrive; no link comes back."""
@@ -110,7 +110,7 @@ class Partners:
         await self.flush()
         for partner in self._partners.values():
             if partner.outgoing is not None:
-                await partner.outgoing.stream.aclose()
+                await partner.outgoing.aclose()
 
     async def run(self) -> None:
         """Keep every stream up until cancelled. Raises Overtaken."""

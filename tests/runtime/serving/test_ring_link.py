@@ -8,11 +8,12 @@ import pytest
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import RING
-from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLink, RingLinks
+from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLinks
 from fusion.swarm.directory.records import JobId
-from fusion.swarm.errors import PeerUnreachable, StreamClosed
+from fusion.swarm.errors import PeerUnreachable
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
+from fusion.swarm.streams.queued_stream import hello
 from fusion.swarm.transport import Frame, PeerId, Stream
 
 HERE, THERE = PeerId("here"), PeerId("there")
@@ -59,8 +60,8 @@ def test_one_link_for_each_neighbour_however_many_ask_at_once() -> None:
             links = pair.links()
             found = await asyncio.gather(*(links.to(ENDS) for _ in range(5)))
             assert len(set(found)) == 1
-            hello = await (await pair.arrived.get()).receive()
-            assert LinkEnds.from_hello(hello, THERE) == ENDS
+            said = await hello(await pair.arrived.get())
+            assert LinkEnds.from_hello(said, THERE) == ENDS
             assert pair.arrived.empty()
             await links.aclose()
             assert not pair.reasons
@@ -88,59 +89,6 @@ def test_a_link_that_broke_is_told_once_and_made_anew() -> None:
     asyncio.run(main())
 
 
-def test_sending_waits_for_the_wire_and_posting_does_not() -> None:
-    async def main() -> None:
-        async with two_peers() as pair:
-            link = await pair.links().to(ENDS)
-            far = await pair.arrived.get()
-            large = [bytes(1 << 20)]
-            sends = asyncio.create_task(_send_many(link, large, 8))
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert not sends.done(), "eight frames of 1 MiB went into the void"
-            link.post("small", {})
-            kinds = [(await far.receive()).kind for _ in range(10)]
-            await sends
-            assert kinds[0] == "hello" and sorted(kinds[1:]) == ["large"] * 8 + ["small"]
-            await link.aclose()
-
-    asyncio.run(main())
-
-
-async def _send_many(link: RingLink, payload: list[bytes], count: int) -> None:
-    for _ in range(count):
-        await link.send("large", {}, payload)
-
-
-def test_whoever_waits_to_send_is_woken_when_the_link_breaks() -> None:
-    async def main() -> None:
-        async with two_peers() as pair:
-            link = await pair.links().to(ENDS)
-            far = await pair.arrived.get()
-            sends = asyncio.create_task(_send_many(link, [bytes(1 << 20)], 8))
-            await asyncio.sleep(0.01)
-            far.abort()
-            await sends
-            assert link.ended.is_set()
-
-    asyncio.run(main())
-
-
-def test_last_words_go_out_before_the_end() -> None:
-    async def main() -> None:
-        async with two_peers() as pair:
-            link = await pair.links().to(ENDS)
-            link.post("failed", {"message": "leaving"})
-            await link.aclose()
-            far = await pair.arrived.get()
-            assert [(await far.receive()).kind for _ in range(2)] == ["hello", "failed"]
-            with pytest.raises(StreamClosed):
-                await far.receive()
-            await link.aclose()
-
-    asyncio.run(main())
-
-
 def test_a_frame_that_the_owner_refuses_ends_the_link() -> None:
     async def main() -> None:
         async with two_peers() as pair:
@@ -159,14 +107,7 @@ def test_a_frame_that_the_owner_refuses_ends_the_link() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        Frame("open", {"job": "j", "from": 0, "to": 0}),
-        Frame("hello", {}),
-        Frame("hello", {"job": "j", "to": "0"}),
-    ],
-)
-def test_a_first_frame_that_is_no_hello_is_refused(frame: Frame) -> None:
+@pytest.mark.parametrize("hello", [{}, {"job": "j", "to": "0"}, {"job": 1, "from": 0, "to": 0}])
+def test_a_hello_that_names_no_ends_is_refused(hello: dict[str, object]) -> None:
     with pytest.raises(JobError):
-        LinkEnds.from_hello(frame, HERE)
+        LinkEnds.from_hello(hello, HERE)

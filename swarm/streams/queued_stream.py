@@ -1,0 +1,176 @@
+"""A long-lived stream with a task that writes: whoever computes puts frames in, and does not wait for the wire.
+
+The first frame of such a stream is its dialler's `hello`, which says what the stream joins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.swarm.errors import FrameError, StreamBroken, StreamClosed, SwarmError
+from fusion.swarm.printable import error_line
+from fusion.swarm.protocol import WireProtocol
+from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, Transport
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 10.0  # for the first frame to come
+MAX_UNSENT = 1 << 14  # frames that may wait for a reader; more, and it is taken for dead
+LINGER_SECONDS = 1.0  # how long the last frames may take to go out
+
+
+async def dial(
+    transport: Transport, peer: PeerId, protocol: WireProtocol, hello: Mapping[str, Any]
+) -> Stream:
+    """A new stream to the peer on which we have said hello. Raises PeerUnreachable or another TransportError."""
+    stream = await transport.open(peer, protocol.name, stripes=protocol.stripes)
+    try:
+        await stream.send("hello", hello)
+    except BaseException:
+        stream.abort()
+        raise
+    return stream
+
+
+async def hello(stream: Stream) -> Mapping[str, Any]:
+    """What the dialler of an incoming stream says first. Raises FrameError, TimeoutError."""
+    async with asyncio.timeout(HELLO_SECONDS):
+        frame = await stream.receive()
+    if frame.kind != "hello":
+        raise FrameError(f"{stream.protocol} begins with hello, not {frame.kind[:40]!r}")
+    return frame.header
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a stream came to its end."""
+
+    reason: str  # one line
+    vanished: bool = False  # the other end is gone without a word
+
+
+class QueuedStream:
+    """Sends in order what is put in, and hands what arrives to `on_frame`, until the stream ends or `aclose`.
+
+    `on_end` is called once when the stream ends otherwise than by `aclose` or `abort`; also where `on_frame` raises
+    SwarmError or ValueError. Neither may block.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        on_frame: Callable[[Frame], None],
+        on_end: Callable[[Ended], None] = lambda ended: None,
+        depth: int = 3,
+    ) -> None:
+        """`depth`: how many frames may be on their way before `send` waits."""
+        self.stream = stream
+        self.ended = asyncio.Event()
+        self.sent_bytes = 0  # of payload
+        self._outcome = Ended("closed")
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._depth = depth
+        self._unsent: deque[tuple[str, Mapping[str, Any], Sequence[Buffer]]] = (
+            deque()
+        )  # the first is being sent
+        self._closing = False  # once nothing is left to be sent
+        self._wake = asyncio.Event()
+        self._gone = asyncio.Event()  # set when a frame has gone out
+        self._writer = asyncio.create_task(self._write())
+        self._reader = asyncio.create_task(self._read())
+
+    def post(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
+        """Put a frame out without waiting. After the end it is dropped: `on_end` has told."""
+        if self.ended.is_set():
+            return
+        if len(self._unsent) > MAX_UNSENT:
+            self.end(f"{self.stream.remote} does not read what it is sent")
+            return
+        self._unsent.append((kind, header, payload))
+        self._wake.set()
+
+    async def send(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> None:
+        """Put a frame out; waits while `depth` others have not gone. After the end it is dropped."""
+        await self._fewer_than(self._depth)
+        self.post(kind, header, payload)
+
+    async def flush(self) -> None:
+        """Wait until all that was put in has been handed to the transport, or the stream has ended."""
+        await self._fewer_than(1)
+
+    async def _fewer_than(self, count: int) -> None:
+        while len(self._unsent) >= count and not self.ended.is_set():
+            self._gone.clear()
+            await self._gone.wait()
+
+    async def wait(self) -> Ended:
+        """Until the stream has ended."""
+        await self.ended.wait()
+        return self._outcome
+
+    def end(self, reason: str, *, vanished: bool = False) -> None:
+        """Drop the stream and tell why. Idempotent."""
+        if not self.ended.is_set():
+            self._outcome = Ended(reason, vanished)
+            self.abort()
+            self._on_end(self._outcome)
+
+    def abort(self) -> None:
+        """Drop the stream, with what waits to be sent. Idempotent."""
+        self.ended.set()
+        self._unsent.clear()
+        self._gone.set()
+        self.stream.abort()
+        current = asyncio.current_task()
+        for task in (self._writer, self._reader):
+            if task is not current:
+                task.cancel()
+
+    async def aclose(self) -> None:
+        """End the stream once what was put in has gone out, or has had its time. Idempotent."""
+        if not self.ended.is_set():
+            self.ended.set()
+            self._gone.set()
+            self._reader.cancel()
+            self._closing = True
+            self._wake.set()
+            await asyncio.wait([self._writer], timeout=LINGER_SECONDS)
+        self.abort()
+        await asyncio.gather(self._writer, self._reader, return_exceptions=True)
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                while self._unsent:
+                    kind, header, payload = self._unsent[0]
+                    await self.stream.send(kind, header, payload)
+                    self._unsent.popleft()
+                    self._gone.set()
+                    self.sent_bytes += sum(memoryview(buffer).nbytes for buffer in payload)
+                if self._closing:
+                    await self.stream.aclose()
+                    return
+                self._wake.clear()
+                await self._wake.wait()
+        except (SwarmError, ValueError) as error:
+            await asyncio.sleep(0)  # what the other end has said already tells more than that we cannot send
+            self._end_with(error)
+
+    async def _read(self) -> None:
+        try:
+            while not self.ended.is_set():
+                self._on_frame(await self.stream.receive())
+        except (SwarmError, ValueError) as error:
+            if not isinstance(error, (StreamClosed, StreamBroken)):
+                log.warning("%s from %s: %s", self.stream.protocol, self.stream.remote, error_line(error))
+            self._end_with(error)
+
+    def _end_with(self, error: Exception) -> None:
+        self.end(str(error) or "ended", vanished=isinstance(error, StreamBroken))
