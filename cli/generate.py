@@ -15,7 +15,7 @@ from fusion.swarm.errors import RemoteError
 from fusion.swarm.identity import friendly_name
 
 if TYPE_CHECKING:
-    from fusion.runtime.serving.request import Answer, GenerateRequest
+    from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 
 
 def generate(
@@ -51,7 +51,7 @@ def generate(
     if (prompt is None) == (prompt_ids is None):
         raise ValueError("give either a PROMPT or --prompt-ids")
     ids = options.parse_ids(prompt_ids) if prompt_ids is not None else None
-    from fusion.runtime.serving.request import GenerateRequest, Sampling
+    from fusion.runtime.serving.requests.request import GenerateRequest, Sampling
 
     request = GenerateRequest(
         model=model,
@@ -67,9 +67,9 @@ def generate(
 async def _generate(
     request: GenerateRequest, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
 ) -> None:
-    from fusion.runtime.serving.client import another_peer
-    from fusion.runtime.serving.client import generate as ask_gateway
-    from fusion.runtime.serving.request import Answer
+    from fusion.runtime.serving.requests.client import another_peer
+    from fusion.runtime.serving.requests.client import generate as ask_gateway
+    from fusion.runtime.serving.requests.request import Answer
 
     async with client.connect(home, bootstrap, peer) as context:
         gateway = await client.gateway(context, peer)

@@ -31,7 +31,7 @@ HEAVY = (
     *("runtime/capture/test_families.py", "runtime/capture/test_huggingface.py", "runtime/launch/"),
     *("runtime/placing/test_plan.py", "runtime/placing/test_offline_plan.py", "bench/", "cli/test_start.py"),
     *("runtime/training/test_compressed.py", "runtime/training/test_takeover.py"),
-    *("runtime/training/test_training.py", "runtime/serving/test_gateway.py"),
+    *("runtime/training/test_training.py", "runtime/serving/answers/test_gateway.py"),
 )
 TURNS = "FUSION_PEER_TEST_TURNS"  # the folder of the locks that the workers of a run share
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})

@@ -26,7 +26,9 @@ ROOMS = {
     "swarm": ("", "streams", "directory", "dht", "control", "claims", "blobs", "links", "memory"),
     "compression": ("",),
     "runtime": (
-        *("job", "planes", "capture", "serving", "placing"),
+        *("job", "planes", "capture"),
+        *(f"serving/{room}" for room in ("requests", "ring", "answers")),
+        *("serving", "placing"),
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),
         *("training", "launch", "hosting/jobs", "hosting", "peer"),
     ),
@@ -159,7 +161,7 @@ def test_the_command_line_answers_without_heavy_libraries() -> None:
 def test_a_command_that_goes_through_a_running_peer_loads_no_heavy_library() -> None:
     loaded = loaded_by(
         "import fusion.cli.main, fusion.cli.client, fusion.runtime.peer.client, fusion.runtime.job.progress\n"
-        "import fusion.runtime.serving.client, fusion.runtime.hosting.jobs.server"
+        "import fusion.runtime.serving.requests.client, fusion.runtime.hosting.jobs.server"
     )
     heavy = {"torch", "hivemind", "transformers", "numpy", "safetensors", "tokenizers", "rich", "grpc"}
     assert not loaded & heavy
@@ -173,7 +175,8 @@ PURE = (
     *(f"runtime/training/data/{name}.py" for name in ("ledger", "samples")),
     "runtime/training/snapshots/snapshot_period.py",
     *(f"runtime/hosting/{name}.py" for name in ("claim_choice", "vacant_stages", "standby_assignment")),
-    *(f"runtime/serving/{name}.py" for name in ("failover", "pace", "route_choice", "request")),
+    *(f"runtime/serving/{name}.py" for name in ("requests/request", "ring/session")),
+    *(f"runtime/serving/answers/{name}.py" for name in ("failover", "pace", "route_choice")),
 )
 
 

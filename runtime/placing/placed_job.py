@@ -11,7 +11,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.placing.plan import Plan
 from fusion.runtime.placing.stage_memory import Config, fitted
-from fusion.runtime.serving.ring_frames import hop_bytes
+from fusion.runtime.serving.ring.frames import hop_bytes
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.transport import PeerId
 

@@ -17,7 +17,7 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.planes.plane import DecodingStage, Plane
-from fusion.runtime.serving.ring_frames import RingPlan, plan_ring
+from fusion.runtime.serving.ring.frames import RingPlan, plan_ring
 from fusion.swarm.directory.records import Digest, JobId
 
 Place = tuple[JobId, int]

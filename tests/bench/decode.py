@@ -10,8 +10,8 @@ from baseline import baseline, peak_bytes, say
 
 from fusion.cli.local.fleet import open_fleet
 from fusion.runtime.peer.client import ClientConfig, open_client
-from fusion.runtime.serving.client import complete
-from fusion.runtime.serving.request import GenerateRequest
+from fusion.runtime.serving.requests.client import complete
+from fusion.runtime.serving.requests.request import GenerateRequest
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 TOKENS = 128

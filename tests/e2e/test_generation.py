@@ -19,8 +19,8 @@ from fusion.cli.client import working_peers
 from fusion.cli.job_client import find_job, stop
 from fusion.runtime.job.context import Context
 from fusion.runtime.launch.launch import launch, prepare_serving, wait_until_held
-from fusion.runtime.serving.client import generate
-from fusion.runtime.serving.request import Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
 from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId
 

@@ -37,8 +37,8 @@ from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.placing.placed_job import as_asked
-from fusion.runtime.serving.client import generate
-from fusion.runtime.serving.request import Answer, GenerateRequest
+from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import TransportError

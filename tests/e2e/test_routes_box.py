@@ -33,8 +33,8 @@ from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.placing.placed_job import as_asked
-from fusion.runtime.serving.client import generate
-from fusion.runtime.serving.request import Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.transport import PeerId
 

@@ -25,11 +25,11 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.stage_graphs import StageGraphs
-from fusion.runtime.serving.client import complete
-from fusion.runtime.serving.failover import FailoverConfig
-from fusion.runtime.serving.gateway import GatewayConfig
-from fusion.runtime.serving.request import Answer, GenerateRequest, Sampling
-from fusion.runtime.serving.sampling import sample
+from fusion.runtime.serving.answers.failover import FailoverConfig
+from fusion.runtime.serving.answers.gateway import GatewayConfig
+from fusion.runtime.serving.requests.client import complete
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.ring.sampling import sample
 from fusion.runtime.serving.service import ServingService
 from fusion.runtime.serving.stage_loader import StageLoader
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs

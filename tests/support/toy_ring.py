@@ -20,12 +20,12 @@ from fusion.dag.ir.graph import Graph, Input, Ref, TensorType
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.serving.request import Sampling, pack_tokens
-from fusion.runtime.serving.ring import RingStage
-from fusion.runtime.serving.ring_frames import plan_ring
-from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingPosition
-from fusion.runtime.serving.sampling import sample
-from fusion.runtime.serving.session import Hop, Opening, SessionId
+from fusion.runtime.serving.requests.request import Sampling, pack_tokens
+from fusion.runtime.serving.ring.frames import plan_ring
+from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition
+from fusion.runtime.serving.ring.sampling import sample
+from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
+from fusion.runtime.serving.ring.stage import RingStage
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport

@@ -45,8 +45,8 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.prepare import prepare_serving
 from fusion.runtime.peer.client import ClientConfig, open_client
-from fusion.runtime.serving.client import generate
-from fusion.runtime.serving.request import Answer, GenerateRequest
+from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId

@@ -12,9 +12,9 @@ import pytest
 from support.served import Peer, Swarm, reference, swarm_of
 
 from fusion.runtime.serving import generation, service
-from fusion.runtime.serving.client import generate
-from fusion.runtime.serving.failover import FailoverConfig
-from fusion.runtime.serving.request import Answer, GenerateRequest
+from fusion.runtime.serving.answers.failover import FailoverConfig
+from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.swarm.directory.records import JobId, Pair
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
@@ -214,7 +214,7 @@ def test_an_owner_may_die_and_the_answer_goes_on_over_the_replica(tmp_path: Path
 def test_a_replica_that_becomes_the_owner_keeps_its_sessions(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "fusion.runtime.serving.generation")
+    caplog.set_level("INFO", "fusion.runtime.serving.answers.generation")
 
     async def main() -> None:
         async with replicated(tmp_path) as (swarm, job, replica, links):
@@ -243,7 +243,7 @@ def test_a_replica_that_becomes_the_owner_keeps_its_sessions(
 def test_a_replica_that_leaves_sees_its_sessions_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "fusion.runtime.serving.generation")
+    caplog.set_level("INFO", "fusion.runtime.serving.answers.generation")
 
     async def main() -> None:
         async with replicated(tmp_path) as (swarm, job, replica, links):

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fusion.runtime.serving.route_choice import Costs, RemainingWork, RouteOptions, holders
-from fusion.runtime.serving.session import Hop
+from fusion.runtime.serving.answers.route_choice import Costs, RemainingWork, RouteOptions, holders
+from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.directory.records import ClaimRecord, JobId, Pair
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId

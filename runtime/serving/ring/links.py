@@ -16,7 +16,7 @@ from typing import Any
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
-from fusion.runtime.serving.request import whole
+from fusion.runtime.serving.requests.request import whole
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.streams.queued_stream import QueuedStream, dial
 from fusion.swarm.transport import Frame, PeerId, Transport, checked

@@ -1,5 +1,5 @@
 """When an answer stumbles: whose fault it is, what to do about it, and for how long. Pure; the shell that acts is
-`fusion.runtime.serving.generation`.
+`fusion.runtime.serving.answers.generation`.
 
 An answer is a pure function of the prompt, the sampling and the positions, so any stage of it may be run again
 anywhere: the worst that a wrong decision here costs is time. That is also why nobody is ever banned: a peer that
@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fusion.runtime.job.shortage import needs
+from fusion.runtime.serving.ring.session import FailedReason
 
 FaultKind = Literal[
     "vanished",  # a stream to a stage broke, or it cannot be reached
@@ -26,9 +27,7 @@ FaultKind = Literal[
     "stuck",  # every stage is there, and yet nothing comes
     "refused",  # the request itself cannot work
 ]
-_REASONS: frozenset[str] = frozenset(
-    {"vanished", "moved", "full", "broken", "refused"}
-)  # what stages may report
+_REASONS: frozenset[str] = frozenset(get_args(FailedReason))
 _LASTING = frozenset({"broken", "stuck"})  # waiting does not mend these: only a few more tries
 
 FIRST_PAUSE_SECONDS = 0.05

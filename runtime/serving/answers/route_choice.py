@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fusion.dag.placement.network import UNKNOWN_LINK, Device
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.serving.session import Hop
+from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.links import routes

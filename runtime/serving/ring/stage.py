@@ -19,12 +19,11 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import DecodingStage
-from fusion.runtime.serving.failover import FaultKind
-from fusion.runtime.serving.request import pack_tokens, unpack_tokens, whole
-from fusion.runtime.serving.ring_frames import RingPlan
-from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLinks, RingPosition
-from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
-from fusion.runtime.serving.stage_session import StageRunner, StageSession, Work
+from fusion.runtime.serving.requests.request import pack_tokens, unpack_tokens, whole
+from fusion.runtime.serving.ring.frames import RingPlan
+from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks, RingPosition
+from fusion.runtime.serving.ring.session import Chunk, FailedReason, Feed, Opening, SessionId
+from fusion.runtime.serving.ring.stage_session import StageRunner, StageSession, Work
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.printable import error_line
@@ -191,7 +190,7 @@ class RingStage:
             session = self._named(frame.header) if frame.kind != "open" else None
             if session is not None and session.gateway is link:
                 self._drop(session)
-            reason: FaultKind = "refused" if isinstance(error, JobError) else "moved"
+            reason: FailedReason = "refused" if isinstance(error, JobError) else "moved"
             self._tell(link, frame.header.get("session"), str(error), reason, self._plan.index)
 
     def _open(self, link: QueuedStream, frame: Frame) -> None:
@@ -230,7 +229,7 @@ class RingStage:
         try:
             await self._worker.run(self._runner.reserve, session.id, opening.capacity)
         except PLANE_ERRORS as error:
-            reason: FaultKind = "full" if isinstance(error, MemoryError) else "broken"
+            reason: FailedReason = "full" if isinstance(error, MemoryError) else "broken"
             self._fail(session, f"{self._here}: {error_line(error)}", reason)
             return
         for stage, link in links.items():
@@ -402,7 +401,9 @@ class RingStage:
             if session.ready and hop.peer == ends.peer:
                 self._fail(session, f"{self._where(ends.stage, ends.peer)} vanished", "vanished", ends.stage)
 
-    def _fail(self, session: StageSession, message: str, reason: FaultKind, stage: int | None = None) -> None:
+    def _fail(
+        self, session: StageSession, message: str, reason: FailedReason, stage: int | None = None
+    ) -> None:
         """`stage`: whose fault it is; ours where it is left out."""
         if not session.closed:
             blamed = self._plan.index if stage is None else stage
@@ -410,7 +411,7 @@ class RingStage:
             self._drop(session)
 
     @staticmethod
-    def _tell(gateway: QueuedStream, session: object, message: str, reason: FaultKind, stage: int) -> None:
+    def _tell(gateway: QueuedStream, session: object, message: str, reason: FailedReason, stage: int) -> None:
         gateway.post("failed", {"session": session, "message": message, "reason": reason, "stage": stage})
 
     def _drop(self, session: StageSession) -> None:

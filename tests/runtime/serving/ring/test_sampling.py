@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.runtime.job.errors import JobError, JobFailed
-from fusion.runtime.serving.request import Sampling
-from fusion.runtime.serving.sampling import sample, uniform
+from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.ring.sampling import sample, uniform
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.5, -4.0])
 

@@ -12,7 +12,7 @@ import struct
 import torch
 
 from fusion.runtime.job.errors import JobFailed
-from fusion.runtime.serving.request import Sampling
+from fusion.runtime.serving.requests.request import Sampling
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:

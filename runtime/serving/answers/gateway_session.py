@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fusion.runtime.serving.catalog import ServedModel
-from fusion.runtime.serving.failover import Fault, Faulted
-from fusion.runtime.serving.request import pack_tokens, whole
-from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLinks
-from fusion.runtime.serving.session import Hop, Opening, SessionId
+from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.answers.failover import Fault, Faulted
+from fusion.runtime.serving.requests.request import pack_tokens, whole
+from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks
+from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
 from fusion.swarm.identity import friendly_name

@@ -2,7 +2,7 @@
 
 The gateway opens a session on every stage at once, hands the prompt to the first, and then only listens: tokens
 come from the last stage. Its link to each stage is also how it learns that one has vanished, and how the stages
-learn that it has. What then happens is in `fusion.runtime.serving.generation`: here are the requests and the clients.
+learn that it has. What then happens is in `fusion.runtime.serving.answers.generation`: here are the requests and the clients.
 
     /fusion/generate/1   generate {model, prompt: "text" | "ids", max_tokens, temperature, top_k, top_p, seed,
                          logits, answered} + the prompt; the answer is `token` {index, id, text} (+ logits) for each
@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
-from fusion.runtime.serving.catalog import Catalog, ServedModel
-from fusion.runtime.serving.failover import FailoverConfig
-from fusion.runtime.serving.gateway_session import GatewaySessions
-from fusion.runtime.serving.generation import Generation, Task
-from fusion.runtime.serving.request import (
+from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
+from fusion.runtime.serving.answers.failover import FailoverConfig
+from fusion.runtime.serving.answers.gateway_session import GatewaySessions
+from fusion.runtime.serving.answers.generation import Generation, Task
+from fusion.runtime.serving.requests.request import (
     MAX_SEED,
     Answer,
     GenerateRequest,
@@ -32,7 +32,7 @@ from fusion.runtime.serving.request import (
     check_answered,
     check_prompt,
 )
-from fusion.runtime.serving.session import Hop
+from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
 from fusion.swarm.printable import error_line

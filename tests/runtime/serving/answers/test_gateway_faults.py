@@ -12,8 +12,8 @@ from support.served import VOCABULARY, captured, model, reference, swarm_of
 from fusion.dag.ir import serialise
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig
-from fusion.runtime.serving.client import generate
-from fusion.runtime.serving.request import Answer, GenerateRequest
+from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError, SwarmError
 from fusion.swarm.transport import PeerId

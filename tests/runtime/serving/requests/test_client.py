@@ -7,9 +7,9 @@ from pathlib import Path
 
 from support.served import reference, seeded_reference, swarm_of
 
-from fusion.runtime.serving.client import another_peer, complete, generate
-from fusion.runtime.serving.failover import FailoverConfig
-from fusion.runtime.serving.request import Answer, GenerateRequest, Piece, Sampling
+from fusion.runtime.serving.answers.failover import FailoverConfig
+from fusion.runtime.serving.requests.client import another_peer, complete, generate
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.transport import PeerId
 

@@ -8,7 +8,7 @@ import pytest
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import RING
-from fusion.runtime.serving.ring_link import GATEWAY, LinkEnds, RingLinks
+from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable
 from fusion.swarm.memory.network import MemoryNetwork

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.protocol import GENERATE
-from fusion.runtime.serving.request import (
+from fusion.runtime.serving.requests.request import (
     MAX_ANSWERED,
     MAX_SEED,
     Answer,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from fusion.runtime.planes.plane import DecodingStage
-from fusion.runtime.serving.ring_frames import Parcel, RingPlan
-from fusion.runtime.serving.sampling import sample
-from fusion.runtime.serving.session import Chunk, Feed, Opening, SessionId
+from fusion.runtime.serving.ring.frames import Parcel, RingPlan
+from fusion.runtime.serving.ring.sampling import sample
+from fusion.runtime.serving.ring.session import Chunk, Feed, Opening, SessionId
 from fusion.swarm.streams.queued_stream import QueuedStream
 from fusion.swarm.transport import Frame
 

@@ -19,8 +19,8 @@ from support.served import (
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from fusion.runtime.serving.client import generate
-from fusion.runtime.serving.request import Answer, GenerateRequest, Piece, Sampling
+from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
 from fusion.swarm.errors import RemoteError
 
 

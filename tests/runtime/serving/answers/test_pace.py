@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from fusion.runtime.serving.pace import RECENT, SETTLED, Pace
+from fusion.runtime.serving.answers.pace import RECENT, SETTLED, Pace
 
 
 def told(*gaps: float) -> list[int]:

@@ -8,7 +8,7 @@ very tokens that the lost one would have given. Three ways from one session to t
                      over with its first token; the user sees nothing
     a way is better  a link has become slow, a stage busy, a replica has come: the same, as far as it pays
 
-The rules (whom to report, when to give up) are in `fusion.runtime.serving.failover`.
+The rules (whom to report, when to give up) are in `fusion.runtime.serving.answers.failover`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from typing import Any
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed, NoRoute
-from fusion.runtime.serving.catalog import Catalog, NoOwner, ServedModel
-from fusion.runtime.serving.failover import FailoverConfig, Fault, Faulted, Pulse, Trouble, explain, respond
-from fusion.runtime.serving.gateway_session import Event, GatewaySession, GatewaySessions, token_of
-from fusion.runtime.serving.pace import Pace
-from fusion.runtime.serving.request import Finish, Sampling
-from fusion.runtime.serving.route_choice import RemainingWork
-from fusion.runtime.serving.session import Hop, Opening, SessionId
+from fusion.runtime.serving.answers.catalog import Catalog, NoOwner, ServedModel
+from fusion.runtime.serving.answers.failover import (
+    FailoverConfig,
+    Fault,
+    Faulted,
+    Pulse,
+    Trouble,
+    explain,
+    respond,
+)
+from fusion.runtime.serving.answers.gateway_session import Event, GatewaySession, GatewaySessions, token_of
+from fusion.runtime.serving.answers.pace import Pace
+from fusion.runtime.serving.answers.route_choice import RemainingWork
+from fusion.runtime.serving.requests.request import Finish, Sampling
+from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.printable import error_line

@@ -1,6 +1,6 @@
 """One generation as the stages see it: what they are told once, and which positions run next.
 
-No I/O here: the shells are `fusion.runtime.serving.gateway` (the whole generation) and `fusion.runtime.serving.ring` (one stage's
+No I/O here: the shells are `fusion.runtime.serving.answers.gateway` (the whole generation) and `fusion.runtime.serving.ring.stage` (one stage's
 part of it).
 """
 
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Any, Literal, NewType
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.request import Finish, Sampling, whole
+from fusion.runtime.serving.requests.request import Finish, Sampling, whole
 from fusion.swarm.transport import PeerId
 
 SessionId = NewType("SessionId", str)
+
+
+# What a stage may report of a session that has failed; the gateway's words for it: `fusion.runtime.serving.answers.failover`.
+FailedReason = Literal["vanished", "moved", "full", "broken", "refused"]
 
 
 @dataclass(frozen=True)

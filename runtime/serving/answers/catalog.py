@@ -18,8 +18,15 @@ from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.job.shortage import needs
 from fusion.runtime.job.text import ByteText, NoText, Text, TokenizerText
-from fusion.runtime.serving.route_choice import Costs, Layers, RemainingWork, RouteOptions, costs_of, holders
-from fusion.runtime.serving.session import Hop
+from fusion.runtime.serving.answers.route_choice import (
+    Costs,
+    Layers,
+    RemainingWork,
+    RouteOptions,
+    costs_of,
+    holders,
+)
+from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.claims.election import stands_by
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from support.served import VOCABULARY, Peer, Swarm, reference, seeded_reference, swarm_of
 
-from fusion.runtime.serving.client import generate
-from fusion.runtime.serving.failover import FailoverConfig
-from fusion.runtime.serving.request import Answer, GenerateRequest, Sampling
-from fusion.runtime.serving.ring import RingStage
+from fusion.runtime.serving.answers.failover import FailoverConfig
+from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.ring.stage import RingStage
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError
 
@@ -305,7 +305,7 @@ async def hand_over(swarm: Swarm, job: JobId, stage: int, old: Peer, new: Peer) 
 def test_a_peer_that_leaves_is_followed_without_a_fault(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "fusion.runtime.serving.generation")
+    caplog.set_level("INFO", "fusion.runtime.serving.answers.generation")
 
     async def main() -> None:
         async with swarm_of(5, tmp_path, failover=PATIENT) as swarm:

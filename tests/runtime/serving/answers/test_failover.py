@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.runtime.job.shortage import needs
-from fusion.runtime.serving.failover import (
+from fusion.runtime.serving.answers.failover import (
     LONGEST_PAUSE_SECONDS,
     FailoverConfig,
     Fault,

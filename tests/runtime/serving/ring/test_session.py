@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.request import GenerateRequest, Sampling, check_prompt, pack_tokens, unpack_tokens
-from fusion.runtime.serving.session import Chunk, Feed, Hop, Opening, SessionId
+from fusion.runtime.serving.requests.request import (
+    GenerateRequest,
+    Sampling,
+    check_prompt,
+    pack_tokens,
+    unpack_tokens,
+)
+from fusion.runtime.serving.ring.session import Chunk, Feed, Hop, Opening, SessionId
 from fusion.swarm.transport import PeerId
 
 ids = st.lists(st.integers(0, 2**40), min_size=1, max_size=60)

@@ -1,6 +1,6 @@
 """What a client asks of a gateway and what it gets: the request, the pieces, the answer.
 
-Spoken over `/fusion/generate/1` (`fusion.runtime.serving.gateway` and `fusion.runtime.serving.client`); loads no torch.
+Spoken over `/fusion/generate/1` (`fusion.runtime.serving.answers.gateway` and `fusion.runtime.serving.requests.client`); loads no torch.
 """
 
 from __future__ import annotations

@@ -1,0 +1,5 @@
+"""What is asked and what is answered, for whoever asks. Loads no torch.
+
+request   what a client asks, and what it gets
+client    asking any peer, and another where it vanishes
+"""

@@ -1,0 +1,11 @@
+"""What the stages of a served model do for one session after another. Knows nothing of who chose the route.
+
+session          one generation as the stages see it: what it is told once, what runs next; pure
+links            the long-lived streams of the ring
+frames           what one stage sends another
+sampling         from logits to a token
+stage_session    one session at one stage, in the worker thread
+stage            one stage: its place in the ring
+
+Words: prefill runs the prompt, in chunks, decode token by token; the ring, the trip of a token.
+"""
