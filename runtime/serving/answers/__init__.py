@@ -5,7 +5,11 @@ pace              whether tokens come clearly slower; pure
 route_choice      which holder of each stage; pure
 catalog           which models are served, and by whom
 gateway_session   sessions as a gateway holds them
-generation        one answer
+session_pair      the session of an answer that runs, and the next
+liveness          whether the stages are there and get on
+moves             to the next session while one runs
+recovery          to the next session after a fault
+generation        one answer: tokens in order, over as many sessions as it takes
 gateway           requests and clients
 
 Words: a route is one holder for each stage.

@@ -23,7 +23,8 @@ from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
-from fusion.runtime.serving.answers.generation import Generation, Task
+from fusion.runtime.serving.answers.generation import Generation
+from fusion.runtime.serving.answers.session_pair import Task
 from fusion.runtime.serving.requests.request import (
     MAX_SEED,
     Answer,

@@ -4,7 +4,10 @@ session          one generation as the stages see it: what it is told once, what
 links            the long-lived streams of the ring
 frames           what one stage sends another
 sampling         from logits to a token
+schedule         which sessions are taken, what a turn runs; pure
 stage_session    one session at one stage, in the worker thread
+stage_sessions   all of them: opened, failed, freed
+gateways         what gateways say
 stage            one stage: its place in the ring
 
 Words: prefill runs the prompt, in chunks, decode token by token; the ring, the trip of a token.

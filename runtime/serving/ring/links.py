@@ -18,6 +18,7 @@ from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.serving.requests.request import whole
 from fusion.swarm.directory.records import JobId
+from fusion.swarm.identity import friendly_name
 from fusion.swarm.streams.queued_stream import QueuedStream, dial
 from fusion.swarm.transport import Frame, PeerId, Transport, checked
 
@@ -54,6 +55,10 @@ class RingPosition:
     serve: ServeConfig
     peer: PeerId  # us
     term: int
+
+    def where(self, stage: int, peer: PeerId | None = None) -> str:
+        """Of a stage of the job, for people; ours where no peer is named."""
+        return f"stage {stage} of {self.name} on {friendly_name(peer or self.peer)}"
 
 
 class RingLinks:

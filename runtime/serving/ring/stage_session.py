@@ -13,9 +13,13 @@ import torch
 from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan
 from fusion.runtime.serving.ring.sampling import sample
-from fusion.runtime.serving.ring.session import Chunk, Feed, Opening, SessionId
+from fusion.runtime.serving.ring.schedule import Work
+from fusion.runtime.serving.ring.session import Feed, Opening, SessionId
 from fusion.swarm.streams.queued_stream import QueuedStream
 from fusion.swarm.transport import Frame
+
+# What running a stage may raise: torch's errors for wrong data, no memory, and our own JobFailed.
+PLANE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
 
 
 @dataclass(eq=False)
@@ -34,16 +38,6 @@ class StageSession:
     @property
     def id(self) -> SessionId:
         return self.opening.session
-
-
-@dataclass(frozen=True)
-class Work:
-    """One chunk to run."""
-
-    session: StageSession
-    chunk: Chunk
-    ids: memoryview  # bytes of the token ids, at the first stage
-    parts: tuple[tuple[Parcel, memoryview], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ class StageRunner:
         self._plane.close(session)
         self._account()
 
-    def run(self, work: Work) -> Outcome:
+    def run(self, work: Work[StageSession]) -> Outcome:
         """One chunk through the stage; at the last stage, the choice of a token too."""
         chunk, opening = work.chunk, work.session.opening
         inputs: dict[str, torch.Tensor] = {}

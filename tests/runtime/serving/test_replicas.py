@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from support.served import Peer, Swarm, reference, swarm_of
 
-from fusion.runtime.serving import generation, service
+from fusion.runtime.serving import service
+from fusion.runtime.serving.answers import moves
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
@@ -176,9 +177,9 @@ def test_a_session_that_names_another_term_is_refused(tmp_path: Path) -> None:
         async with replicated(tmp_path) as (_, job, replica, _):
             stage = replica.service._hosted[job, 1].stage
             (claim,) = replica.context.leases.standbys.standing()
-            assert stage._terms == {claim.term}
+            assert stage._sessions.terms == {claim.term}
             stage.hold(claim.term + 5)
-            assert stage._terms == {claim.term, claim.term + 5}
+            assert stage._sessions.terms == {claim.term, claim.term + 5}
 
     asyncio.run(main())
 
@@ -265,7 +266,7 @@ def test_a_replica_that_leaves_sees_its_sessions_off(
 
 
 def test_an_answer_moves_when_its_link_becomes_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(moves, "LOOK_SECONDS", 0.01)
 
     async def main() -> None:
         async with replicated(tmp_path) as (swarm, job, replica, links):

@@ -124,7 +124,7 @@ def test_a_stage_that_dies_while_the_prompt_is_read_or_before_it_is_opened(tmp_p
             swarm.network.kill(swarm.owners[1].id)
             asked = asyncio.create_task(swarm.ask(5, prompt_ids=prompt, max_tokens=9))
             heir = swarm.peers[3].service
-            while not heir._hosted or not any(s.ran for s in heir._hosted[job, 1].stage._sessions.values()):
+            while not heir._hosted or not any(s.ran for s in heir._hosted[job, 1].stage._sessions):
                 await asyncio.sleep(0)
             swarm.network.kill(swarm.owners[2].id)
             answer = await asked
@@ -186,19 +186,19 @@ def test_a_stage_that_fails_by_itself_is_tried_again_and_not_reported(tmp_path: 
 def freeze(stage: RingStage, wake: asyncio.Event) -> None:
     """The stage computes and says nothing until it is woken up; what it was told meanwhile it does then."""
     held: list[tuple[Any, Any]] = []
-    command, turn = stage._command, stage._turn
+    command, turn = stage._gateways._command, stage._turn
 
     def later(link: Any, frame: Any) -> None:
         held.append((link, frame))
 
     async def asleep(work: Any) -> None:
         await wake.wait()
-        stage._turn, stage._command = turn, command  # type: ignore[method-assign]
+        stage._turn, stage._gateways._command = turn, command  # type: ignore[method-assign]
         while held:
             command(*held.pop(0))
         await turn(work)
 
-    stage._command, stage._turn = later, asleep  # type: ignore[method-assign]
+    stage._gateways._command, stage._turn = later, asleep  # type: ignore[method-assign]
 
 
 def test_a_frozen_stage_is_reported_and_goes_on_when_it_wakes_up(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ async def hand_over(swarm: Swarm, job: JobId, stage: int, old: Peer, new: Peer) 
 def test_a_peer_that_leaves_is_followed_without_a_fault(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "fusion.runtime.serving.answers.generation")
+    caplog.set_level("INFO", "fusion.runtime.serving.answers")
 
     async def main() -> None:
         async with swarm_of(5, tmp_path, failover=PATIENT) as swarm:
@@ -314,7 +314,7 @@ def test_a_peer_that_leaves_is_followed_without_a_fault(
             await swarm.stand_by(new, job, 1)
             gateway = swarm.peers[4]
             stage, first = (swarm.owners[i].service._hosted[job, i].stage for i in (2, 0))
-            turn, begin = stage._turn, first._open
+            turn, begin = stage._turn, first._gateways._commands["open"]
 
             def begin_late(link: Any, frame: Any) -> None:  # tokens come while the next session is opened
                 asyncio.get_running_loop().call_later(0.03, begin, link, frame)
@@ -324,7 +324,7 @@ def test_a_peer_that_leaves_is_followed_without_a_fault(
                 await turn(work)
 
             stage._turn = unhurried  # type: ignore[method-assign]
-            first._commands["open"] = begin_late
+            first._gateways._commands["open"] = begin_late
             answer = await answer_while(swarm, gateway, 80, {20: lambda: hand_over(swarm, job, 1, old, new)})
             assert list(answer.tokens) == reference("llama", PROMPT, 80)
             assert answer.route[1] == new.id

@@ -1,0 +1,94 @@
+"""What is done when the session of an answer has failed: owners are reported, others avoided, and the answer goes on
+elsewhere or is given up. The rules are in `fusion.runtime.serving.answers.failover`; here they are carried out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from fusion.runtime.job.errors import JobFailed, NoRoute
+from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
+from fusion.runtime.serving.answers.failover import FailoverConfig, Fault, Trouble, explain, respond
+from fusion.runtime.serving.answers.session_pair import SessionPair
+from fusion.runtime.serving.ring.session import Hop
+from fusion.swarm.errors import SwarmError
+
+log = logging.getLogger(__name__)
+
+FLOWING = Trouble(answered=True)  # tokens come
+WAKING_SECONDS = 0.05  # how often we look whether a silent stage has woken up while others look into it
+
+# Reports that the owner of a stage seems to have vanished: who owns it now, None where nobody else does.
+Suspect = Callable[[ServedModel, int, Hop], Awaitable[Hop | None]]
+
+
+class Recovery:
+    def __init__(self, pair: SessionPair, catalog: Catalog, suspect: Suspect, config: FailoverConfig) -> None:
+        self._pair = pair
+        self._catalog = catalog
+        self._suspect = suspect
+        self._config = config
+        self._trouble = Trouble(answered=bool(pair.task.answered))
+        self._reports: set[asyncio.Task[None]] = set()  # that nobody waits for
+
+    @property
+    def flows(self) -> bool:
+        """Whether a token has come since the last fault."""
+        return self._trouble is FLOWING
+
+    def token(self) -> None:
+        self._trouble = FLOWING
+
+    async def aclose(self) -> None:
+        reports = list(self._reports)
+        for report in reports:
+            report.cancel()
+        await asyncio.gather(*reports, return_exceptions=True)
+
+    async def after(self, fault: Fault, stalled_seconds: float) -> None:
+        """Find out who runs the stages now; NoRoute or JobFailed where that has taken too long. The current session is
+        closed, unless it may yet go on."""
+        pair, model = self._pair, self._pair.task.model
+        name, before = model.manifest.name, pair.route
+        self._trouble = self._trouble.with_fault(fault)
+        # All of them: the other stages of a route may be reached from nowhere else.
+        left = [self._catalog.avoid(model.job, stage, before[stage].peer) for stage in fault.stages if before]
+        elsewhere = bool(left) and all(left)
+        retry = respond(self._trouble, fault, stalled_seconds, self._config, elsewhere=elsewhere)
+        if retry is None:
+            line = explain(fault, name, model.manifest.memory_bytes, stalled_seconds)
+            raise NoRoute(line) if fault.kind == "absent" else JobFailed(line)
+        log.info("%s: %s (%s); looking for another way", name, fault.message, fault.kind)
+        if retry.suspects and elsewhere:
+            report = asyncio.create_task(self._report(retry.suspects, keep=False))
+            self._reports.add(report)
+            report.add_done_callback(self._reports.discard)
+        elif retry.suspects:
+            await self._report(retry.suspects, keep=retry.keep)
+        if retry.keep and pair.current is not None:
+            if not pair.events.empty():
+                return  # it has woken up
+            with suppress(NoRoute, SwarmError):
+                if await self._catalog.route(model, pair.remaining) == before:
+                    return  # nobody has taken over: it may yet wake up
+        pair.drop_current()
+        if not retry.suspects:
+            self._catalog.forget_route(model.job)
+        await asyncio.sleep(retry.pause_seconds)
+
+    async def _report(self, stages: Sequence[int], *, keep: bool) -> None:
+        """Report the owners of these stages. Afterwards the catalog knows the new ones, or that it has to look."""
+        model, route = self._pair.task.model, self._pair.route
+        stages = [stage for stage in stages if self._catalog.owns(model.job, stage, route[stage].peer)]
+        reports = asyncio.gather(*(self._suspect(model, stage, route[stage]) for stage in stages))
+        try:
+            while not reports.done():
+                await asyncio.wait([reports], timeout=WAKING_SECONDS)
+                if keep and not self._pair.events.empty():
+                    return
+            hops = reports.result()
+        finally:
+            reports.cancel()
+        self._catalog.replace(model.job, route, {s: hop for s, hop in zip(stages, hops, strict=True) if hop})

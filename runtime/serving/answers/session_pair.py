@@ -1,0 +1,84 @@
+"""The sessions of one answer: the one that runs, and the next, which is opened beside it and takes over with its first
+token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.answers.gateway_session import Event, GatewaySession, GatewaySessions
+from fusion.runtime.serving.answers.route_choice import RemainingWork
+from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be answered."""
+
+    model: ServedModel
+    prompt: Sequence[int]
+    answered: Sequence[int]  # tokens that the user has already, from another gateway
+    max_tokens: int  # those included
+    sampling: Sampling
+    logits: bool
+
+
+class SessionPair:
+    """`route` is who runs each stage, as far as is known; `events`, what happens to either session."""
+
+    def __init__(self, task: Task, sessions: GatewaySessions, random: Random) -> None:
+        self.task = task
+        self.known = [*task.prompt, *task.answered]  # the tokens that are decided, by position
+        self.route: tuple[Hop, ...] = ()
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.current: GatewaySession | None = None
+        self.next: GatewaySession | None = None
+        self._sessions = sessions
+        self._random = random
+
+    @property
+    def remaining(self) -> RemainingWork:
+        """What a session that begins now would have to do."""
+        known, task = len(self.known), self.task
+        return RemainingWork(known, len(task.prompt) + task.max_tokens - known)
+
+    async def begin(self, route: tuple[Hop, ...]) -> None:
+        """Make the current session. Faulted where a stage cannot be reached."""
+        self.route = route
+        self.current = await self._open(route)
+
+    async def open_next(self, route: tuple[Hop, ...]) -> None:
+        self.next = await self._open(route)
+
+    async def _open(self, route: tuple[Hop, ...]) -> GatewaySession:
+        task, remaining = self.task, self.remaining
+        opening = Opening(
+            session=SessionId(self._random.randbytes(8).hex()),
+            route=route,
+            prompt_length=remaining.known,
+            max_tokens=remaining.tokens,
+            sampling=task.sampling,
+            logits=task.logits,
+        )
+        return await self._sessions.open(opening, task.model, self.events)
+
+    def promote(self) -> None:
+        """The next session is the one that runs now."""
+        assert self.next is not None
+        self.drop_current()
+        self.current, self.next = self.next, None
+        self.route = self.current.route
+
+    def drop_current(self) -> None:
+        if self.current is not None:
+            self._sessions.close(self.current)
+            self.current = None
+
+    def drop_next(self) -> None:
+        if self.next is not None:
+            self._sessions.close(self.next)
+            self.next = None

@@ -1,0 +1,113 @@
+"""What gateways say to one stage: each has a stream here, and its sessions end with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
+from fusion.runtime.serving.requests.request import unpack_tokens
+from fusion.runtime.serving.ring.frames import RingPlan
+from fusion.runtime.serving.ring.links import RingPosition
+from fusion.runtime.serving.ring.session import Feed
+from fusion.runtime.serving.ring.stage_session import StageSession
+from fusion.runtime.serving.ring.stage_sessions import StageSessions
+from fusion.swarm.errors import FrameError, StaleTerm
+from fusion.swarm.streams.queued_stream import QueuedStream
+from fusion.swarm.transport import Frame, PeerId, Stream, checked
+
+
+class Gateways:
+    """`fed(session)` is called when a session has its prompt; `doubt` is told of a peer whose link may have become slow."""
+
+    def __init__(
+        self,
+        plan: RingPlan,
+        position: RingPosition,
+        sessions: StageSessions,
+        fed: Callable[[StageSession], None],
+        doubt: Callable[[PeerId], None],
+    ) -> None:
+        self._plan = plan
+        self._position = position
+        self._sessions = sessions
+        self._fed = fed
+        self._doubt = doubt
+        self._streams: set[QueuedStream] = set()
+        self._commands = {
+            "open": lambda stream, frame: sessions.open(stream, frame.header),
+            "prompt": self._prompt,
+            "close": self._close,
+            "ping": self._ping,
+            "slow": self._slow,
+        }
+
+    def leaving(self) -> None:
+        """Tell all of them that we are about to go."""
+        for stream in self._streams:
+            stream.post("leaving", {})
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(stream.aclose() for stream in self._streams))
+
+    async def attend(self, incoming: Stream) -> None:
+        incoming.allow(MAX_PROMPT_BYTES)
+        stream = QueuedStream(incoming, on_frame=lambda frame: self._command(stream, checked(frame)))
+        self._streams.add(stream)
+        try:
+            await stream.wait()
+        finally:
+            self._streams.discard(stream)
+            for session in self._sessions:
+                if session.gateway is stream:
+                    self._sessions.drop(session)  # nobody is left to read the answer
+            await stream.aclose()
+
+    def _command(self, stream: QueuedStream, frame: Frame) -> None:
+        command = self._commands.get(frame.kind)
+        if command is None:
+            known = ", ".join(self._commands)
+            raise FrameError(f"gateways send {known}, not {frame.kind!r:.40}")
+        try:
+            command(stream, frame)
+        except (JobError, StaleTerm) as error:
+            self._sessions.refuse(stream, frame, error)
+
+    def _prompt(self, stream: QueuedStream, frame: Frame) -> None:
+        session, serve = self._sessions.named(frame.header), self._position.serve
+        if session is None:
+            return  # closed while the frame was under way
+        awaited = self._plan.first and session.ready and session.feed is None
+        if session.gateway is not stream or not awaited:
+            raise JobError(
+                "prompt: one for each open session, to the first stage, from the gateway that opened it"
+            )
+        tokens = unpack_tokens(frame.payload)
+        if len(tokens) != session.opening.prompt_length:
+            raise JobError(
+                f"prompt: {session.opening.prompt_length} tokens were announced, not {len(tokens)}"
+            )
+        if min(tokens) < 0 or max(tokens) >= serve.vocabulary:
+            raise JobError(f"prompt: tokens are 0 to {serve.vocabulary - 1}")
+        session.feed = Feed(tokens, prefill_chunk=serve.prefill_chunk, recompute=serve.cache == "recompute")
+        self._fed(session)
+
+    def _close(self, stream: QueuedStream, frame: Frame) -> None:
+        session = self._sessions.named(frame.header)
+        if session is not None and session.gateway is stream:
+            self._sessions.drop(session)
+
+    def _ping(self, stream: QueuedStream, frame: Frame) -> None:
+        """Whoever asks wants to know whether we are there, and whether the session goes on here."""
+        session = self._sessions.named(frame.header)
+        if session is None:
+            raise StaleTerm(f"{self._sessions.here} does not know this session")
+        stream.post("pong", {"session": session.id, "ran": session.ran})
+
+    def _slow(self, stream: QueuedStream, frame: Frame) -> None:
+        """Tokens come slower than they did: is it the way from us to the stages that we feed?"""
+        session = self._sessions.named(frame.header)
+        if session is not None:
+            for parcel, _ in session.hops:
+                self._doubt(session.opening.route[parcel.consumer].peer)

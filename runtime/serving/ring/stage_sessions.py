@@ -1,0 +1,193 @@
+"""The sessions that run at one stage: opened where the stages they feed are reached and memory is reserved, failed in one
+line to their gateways, freed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.worker import Worker
+from fusion.runtime.serving.ring.frames import RingPlan
+from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition
+from fusion.runtime.serving.ring.schedule import Schedule
+from fusion.runtime.serving.ring.session import FailedReason, Opening, SessionId
+from fusion.runtime.serving.ring.stage_session import PLANE_ERRORS, StageRunner, StageSession
+from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
+from fusion.swarm.printable import error_line
+from fusion.swarm.streams.queued_stream import QueuedStream
+from fusion.swarm.transport import Frame, Transport
+
+log = logging.getLogger(__name__)
+
+
+class StageSessions:
+    """`run` has to be under way for sessions to open. `terms`: by which our claim to the stage may be known."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        worker: Worker,
+        runner: StageRunner,
+        plan: RingPlan,
+        position: RingPosition,
+    ) -> None:
+        self.terms = {position.term}
+        self.leaving = False  # our time is up: the sessions may end, and no new ones begin
+        self.schedule: Schedule[StageSession] = Schedule(bounded=not plan.first)
+        self._worker = worker
+        self._runner = runner
+        self._plan = plan
+        self._position = position
+        self._links = RingLinks(transport, on_frame=_unasked, on_end=self._lost)
+        self._tasks: asyncio.TaskGroup | None = None
+        self._emptied = asyncio.Event()  # no session is left
+
+    def __len__(self) -> int:
+        return len(self.schedule.sessions)
+
+    def __iter__(self) -> Iterator[StageSession]:
+        return iter(list(self.schedule.sessions.values()))
+
+    @property
+    def here(self) -> str:
+        return self._position.where(self._plan.index)
+
+    @property
+    def running(self) -> bool:
+        return self._tasks is not None
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Take sessions; what they need runs in `tasks`."""
+        self._tasks = tasks
+
+    def stop(self) -> None:
+        """Take none, and fail those that are left."""
+        self._tasks = None
+        for session in self:
+            self.fail(session, f"{self.here} is leaving", "moved")
+
+    async def aclose(self) -> None:
+        await self._links.aclose()
+
+    async def emptied(self) -> None:
+        """Until no session is left."""
+        while self.schedule.sessions:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def named(self, header: Mapping[str, Any]) -> StageSession | None:
+        """The session that a frame is for. FrameError where it does not name one at all."""
+        name = header.get("session")
+        if not isinstance(name, str):
+            raise FrameError("a frame that names no session")
+        return self.schedule.sessions.get(SessionId(name))
+
+    # --- opening
+
+    def open(self, gateway: QueuedStream, header: Mapping[str, Any]) -> None:
+        """Begin to open a session; the gateway is told when it is. Raises JobError, StaleTerm."""
+        opening = Opening.from_header(
+            header, stages=self._plan.stages, max_sequence=self._position.serve.max_sequence
+        )
+        hop = opening.route[self._plan.index]
+        if hop.peer != self._position.peer or hop.term not in self.terms:
+            raise StaleTerm(f"{self.here} is held under term {max(self.terms)}, the route says {hop.term}")
+        if self._tasks is None or self.leaving:
+            raise StaleTerm(f"{self.here} is leaving")
+        session = StageSession(opening, gateway)
+        if self.schedule.admit(session):
+            session.task = self._tasks.create_task(self._prepare(session))
+        else:
+            self.tell(gateway, opening.session, f"{self.here} runs {len(self)} sessions already", "full")
+
+    async def _prepare(self, session: StageSession) -> None:
+        """Reach the stages we feed, reserve memory, then tell the gateway."""
+        opening = session.opening
+        wanted = [parcel.consumer for parcel in self._plan.outgoing]
+        wanted += [0] if self._plan.last and not self._plan.first else []
+        links: dict[int, QueuedStream] = {}
+        for stage in wanted:
+            peer = opening.route[stage].peer
+            try:
+                links[stage] = await self._links.to(
+                    LinkEnds(self._position.job, self._plan.index, stage, peer)
+                )
+            except SwarmError as error:
+                where = self._position.where(stage, peer)
+                message = f"{where} cannot be reached from {self.here}: {error_line(error)}"
+                self.fail(session, message, "vanished", stage)
+                return
+        try:
+            await self._worker.run(self._runner.reserve, session.id, opening.capacity)
+        except PLANE_ERRORS as error:
+            reason: FailedReason = "full" if isinstance(error, MemoryError) else "broken"
+            self.fail(session, f"{self.here}: {error_line(error)}", reason)
+            return
+        for stage, link in links.items():
+            if link.ended.is_set():  # while we waited for another
+                self._vanished(session, stage)
+                return
+        session.hops = [(parcel, links[parcel.consumer]) for parcel in self._plan.outgoing]
+        session.back = links.get(0)
+        session.ready = True
+        session.gateway.post("opened", {"session": session.id})
+
+    # --- ends
+
+    def _lost(self, ends: LinkEnds, reason: str) -> None:
+        log.info("%s: %s", self._position.where(ends.stage, ends.peer), reason)
+        for session in self:
+            if session.ready and session.opening.route[ends.stage].peer == ends.peer:
+                self._vanished(session, ends.stage)
+
+    def _vanished(self, session: StageSession, stage: int) -> None:
+        where = self._position.where(stage, session.opening.route[stage].peer)
+        self.fail(session, f"{where} vanished", "vanished", stage)
+
+    def refuse(self, gateway: QueuedStream, frame: Frame, error: JobError | StaleTerm) -> None:
+        """What the gateway asked for cannot be: its session, if there is one, ends."""
+        session = self.named(frame.header) if frame.kind != "open" else None
+        if session is not None and session.gateway is gateway:
+            self.drop(session)
+        reason: FailedReason = "refused" if isinstance(error, JobError) else "moved"
+        self.tell(gateway, frame.header.get("session"), str(error), reason)
+
+    def fail(
+        self, session: StageSession, message: str, reason: FailedReason, stage: int | None = None
+    ) -> None:
+        """`stage`: whose fault it is; ours where it is left out."""
+        if not session.closed:
+            self.tell(session.gateway, session.id, message, reason, stage)
+            self.drop(session)
+
+    def tell(
+        self,
+        gateway: QueuedStream,
+        session: object,
+        message: str,
+        reason: FailedReason,
+        stage: int | None = None,
+    ) -> None:
+        blamed = self._plan.index if stage is None else stage
+        gateway.post("failed", {"session": session, "message": message, "reason": reason, "stage": blamed})
+
+    def drop(self, session: StageSession) -> None:
+        """Forget the session and free its memory; what waits for it does not run."""
+        if session.closed:
+            return
+        session.closed = True
+        self.schedule.remove(session)
+        if not self.schedule.sessions:
+            self._emptied.set()
+        if session.task is not None and session.task is not asyncio.current_task():
+            session.task.cancel()
+        if self._tasks is not None:
+            # The worker runs calls in order: this comes after whatever still computes for the session.
+            self._tasks.create_task(self._worker.run(self._runner.free, session.id))
+
+
+def _unasked(ends: LinkEnds, frame: Frame) -> None:
+    raise FrameError(f"stage {ends.stage} sent {frame.kind!r:.40} the wrong way")
