@@ -190,7 +190,7 @@ class LinkMonitor:
             if self._host.testing(peer):
                 continue
             neighbour = self._neighbour(peer)
-            found = self._receive_log.sample(peer, since, neighbour.rtt.seconds)
+            found = self._receive_log.sample(peer, since, neighbour.answers.rtt.seconds)
             if found is not None:
                 samples[peer] = found
         if not samples:
@@ -203,12 +203,18 @@ class LinkMonitor:
                 self._neighbour(peer),
                 ProbeReport.of(found, sharers, max(together, found.bytes_per_second)),
             )
-            neighbour.active_at = now
+            neighbour.traffic.active_at = now
             firm = report.sure and sharers == 1
-            into = after(neighbour.into, report, report.together, now, sum(busy) - found.busy_seconds)
+            into = after(
+                neighbour.into.estimate, report, report.together, now, sum(busy) - found.busy_seconds
+            )
             self._table.came(neighbour, into, now, firm=firm)
-            if self._table.listed(peer) and not neighbour.reporting and neighbour.muted_until <= now:
-                neighbour.reporting = True
+            if (
+                self._table.listed(peer)
+                and not neighbour.traffic.reporting
+                and neighbour.answers.muted_until <= now
+            ):
+                neighbour.traffic.reporting = True
                 self._start(self._report(neighbour, report))
         self._table.down.add(now, sum(s.size for s in samples.values()) / max(*busy, now - since))
 
@@ -218,14 +224,14 @@ class LinkMonitor:
         except (SwarmError, TimeoutError) as error:
             self._mute(neighbour, error)
         finally:
-            neighbour.reporting = False
+            neighbour.traffic.reporting = False
 
     def _reported(self, peer: PeerId, report: ProbeReport) -> None:
         """How our payloads come in at `peer`, who says so about once a second."""
         neighbour, now = self._table.find(peer), self._clock()
         if neighbour is None or report.bytes_per_second <= 0:
             return
-        neighbour.report, neighbour.active_at = (now, report), now
+        neighbour.traffic.report, neighbour.traffic.active_at = (now, report), now
         together = self._table.sharers(now)
         self._table.carried(report.size, now, self._config.tick_seconds)
         sharers = counted(each.seconds for each in together)
@@ -233,7 +239,7 @@ class LinkMonitor:
             neighbour.settle(now)
         up = sum(each.bytes_per_second for each in together) if sharers > 1 else 0.0
         others = sum(each.seconds for each in together) - report.seconds if report.sharers == 1 else math.inf
-        self._learned(neighbour, after(neighbour.out, report, max(up, report.together), now, others))
+        self._learned(neighbour, after(neighbour.out.estimate, report, max(up, report.together), now, others))
 
     def _train_came(self, peer: PeerId, sample: Sample) -> None:
         neighbour, now = self._table.find(peer), self._clock()
@@ -241,9 +247,9 @@ class LinkMonitor:
             return
         rate, high = sample.bytes_per_second, float("inf")
         if sample.sure:
-            neighbour.came = (*neighbour.came, rate)[-WITNESSES:]
-            high = max(neighbour.came) if len(neighbour.came) == WITNESSES else high
-        known = neighbour.into or RateEstimate(bytes_per_second=rate, at=now)
+            neighbour.traffic.came = (*neighbour.traffic.came, rate)[-WITNESSES:]
+            high = max(neighbour.traffic.came) if len(neighbour.traffic.came) == WITNESSES else high
+        known = neighbour.into.estimate or RateEstimate(bytes_per_second=rate, at=now)
         self._table.came(
             neighbour,
             known.updated(rate, max(rate, high), TRAIN_WEIGHT_SECONDS, now),
@@ -266,7 +272,7 @@ class LinkMonitor:
             more, self._sent[peer] = max(0, sent - before), max(before, sent)
             total += more
             if more > QUIET_BYTES and self._table.listed(peer):
-                self._neighbour(peer).active_at = now
+                self._neighbour(peer).traffic.active_at = now
         self._prober.carried(total / max(seconds, 1e-3))
 
     async def _publish(self, now: float) -> None:
@@ -292,11 +298,11 @@ class LinkMonitor:
     def _to_ping(self, neighbour: Neighbour, now: float) -> bool:
         if neighbour.line.asking:
             return False
-        fresh = neighbour.pings < self._config.first_pings
-        return fresh or now - neighbour.pinged_at >= self._config.ping_seconds
+        fresh = neighbour.answers.count < self._config.first_pings
+        return fresh or now - neighbour.answers.asked_at >= self._config.ping_seconds
 
     async def _ping(self, neighbour: Neighbour) -> None:
-        neighbour.pinged_at = self._clock()
+        neighbour.answers.asked_at = self._clock()
         before = self._bytes_with(neighbour.peer)
         try:
             took, there = await neighbour.line.ping(self._patience(neighbour))
@@ -305,10 +311,9 @@ class LinkMonitor:
             return
         now = self._clock()
         crossed = self._bytes_with(neighbour.peer) - before
-        quiet = crossed < QUIET_BYTES and now - neighbour.active_at > TOGETHER_SECONDS
-        neighbour.pings, neighbour.failures = neighbour.pings + 1, 0
-        neighbour.rtt = neighbour.rtt.updated(now, took, quiet=quiet)
-        rtt = neighbour.rtt.seconds
+        quiet = crossed < QUIET_BYTES and now - neighbour.traffic.active_at > TOGETHER_SECONDS
+        neighbour.answers.came(took, now, quiet=quiet)
+        rtt = neighbour.answers.rtt.seconds
         assert rtt is not None
         direction = tie_break(self._transport.peer_id, neighbour.peer)
         self.coordinate = moved(self.coordinate, there, 1e3 * rtt, direction)
@@ -316,7 +321,7 @@ class LinkMonitor:
     def _patience(self, neighbour: Neighbour) -> float:
         """Seconds to wait for an answer. One that is given up takes the stream with it, and what traffic tells."""
         config = self._config
-        busy = self._clock() - neighbour.active_at <= config.answer_seconds
+        busy = self._clock() - neighbour.traffic.active_at <= config.answer_seconds
         return config.busy_answer_seconds if busy else config.answer_seconds
 
     def _bytes_with(self, peer: PeerId) -> int:
@@ -336,14 +341,12 @@ class LinkMonitor:
 
     def _chosen(self, now: float) -> list[Neighbour]:
         wanted = [self._neighbour(peer) for peer in self._table.wanted(now)]
-        return [neighbour for neighbour in wanted if neighbour.muted_until <= now]
+        return [neighbour for neighbour in wanted if neighbour.answers.muted_until <= now]
 
     def _mute(self, neighbour: Neighbour, error: BaseException) -> None:
         logger.debug("no answer to a probe of %s: %s", neighbour.peer, error_line(error))
         neighbour.line.drop()
-        seconds = min(self._config.first_mute_seconds * 2.0**neighbour.failures, self._config.mute_seconds)
-        neighbour.failures += 1
-        neighbour.muted_until = self._clock() + seconds
+        neighbour.answers.failed(self._clock(), self._config.first_mute_seconds, self._config.mute_seconds)
 
     # Tasks.
 

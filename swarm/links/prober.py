@@ -88,53 +88,55 @@ class Prober:
     async def step(self, neighbours: list[Neighbour]) -> None:
         """Probe the one that needs it most, if any does and may be probed."""
         now = self._clock()
-        due = [n for n in neighbours if n.pings >= LEAST_PINGS and self._due(n, now)]
+        due = [n for n in neighbours if n.answers.count >= LEAST_PINGS and self._due(n, now)]
         due.sort(key=_order)
         for neighbour in due:
-            if await (self._measure if neighbour.settled_at is None else self._check)(neighbour):
+            if await (self._measure if neighbour.measuring.settled_at is None else self._check)(neighbour):
                 return
 
     def _due(self, neighbour: Neighbour, now: float) -> bool:
-        if now - neighbour.trained_at < self._config.again_seconds:
+        measuring = neighbour.measuring
+        if now - measuring.trained_at < self._config.again_seconds:
             return False
-        if neighbour.told(now) and not neighbour.pressed:
+        if neighbour.told(now) and not measuring.pressed:
             return False
-        if neighbour.settled_at is not None and now - neighbour.settled_at >= self._config.stale_seconds:
+        if measuring.settled_at is not None and now - measuring.settled_at >= self._config.stale_seconds:
             neighbour.doubt()
-        if neighbour.settled_at is None or neighbour.out is None:
+        if measuring.settled_at is None or neighbour.out.estimate is None:
             return True
-        return now - max(neighbour.checked_at, neighbour.out.at) >= self._config.check_seconds
+        return now - max(measuring.checked_at, neighbour.out.estimate.at) >= self._config.check_seconds
 
     async def _measure(self, neighbour: Neighbour) -> bool:
         """Trains that grow until one is long enough for the link. False: it may not be probed now."""
-        believed, rtt = neighbour.believed, neighbour.rtt.seconds or 0.0
+        measuring = neighbour.measuring
+        believed, rtt = measuring.believed, neighbour.answers.rtt.seconds or 0.0
         begin = packet_trains.check_bytes(believed, rtt) if believed else packet_trains.FIRST_BYTES
-        size = neighbour.train_bytes or begin
+        size = measuring.train_bytes or begin
         while True:
             if not self._may(size, believed):
-                neighbour.train_bytes = size  # as soon as that much is allowed
+                measuring.train_bytes = size  # as soon as that much is allowed
                 return False
             train, alone = await self._sent(neighbour, size)
             if train is None:
                 return True
             rate, now = train.rate, self._clock()
-            known = neighbour.out.bytes_per_second if neighbour.out else 0.0
+            known = neighbour.out.bytes_per_second
             if rate > known:
                 self._learned(neighbour, RateEstimate(bytes_per_second=rate, at=now))
             if await self._held_back(neighbour, train, known, rtt):
                 return True  # a lower bound, no more
             if packet_trains.plainly_cut(train, known):
-                neighbour.trains = ()  # those before are of another time
+                measuring.trains = ()  # those before are of another time
                 self._learned(neighbour, RateEstimate(bytes_per_second=train.most, at=now))
             if not alone:
                 return True
             if packet_trains.long_enough(size, rate) or packet_trains.borne_out(rate, believed):
                 break
             size = packet_trains.next_bytes(size, rate)
-        neighbour.trains = (*neighbour.trains, rate)
-        neighbour.train_bytes = packet_trains.wanted_bytes(max(neighbour.trains))
-        if packet_trains.settled(neighbour.trains, believed):
-            best = max(neighbour.trains)
+        measuring.trains = (*measuring.trains, rate)
+        measuring.train_bytes = packet_trains.wanted_bytes(max(measuring.trains))
+        if packet_trains.settled(measuring.trains, believed):
+            best = max(measuring.trains)
             neighbour.settle(now)
             self._learned(neighbour, RateEstimate(bytes_per_second=best, at=now))
         return True
@@ -160,21 +162,21 @@ class Prober:
         return self._doubts.take(size) or (silent and self._first.take(size))
 
     async def _check(self, neighbour: Neighbour) -> bool:
-        assert neighbour.out is not None
-        rate, rtt = neighbour.out.bytes_per_second, neighbour.rtt.seconds or 0.0
+        assert neighbour.out.estimate is not None
+        rate, rtt = neighbour.out.estimate.bytes_per_second, neighbour.answers.rtt.seconds or 0.0
         size = packet_trains.check_bytes(rate, rtt)
         if not self._checks.take(size):
             return False
         train, alone = await self._sent(neighbour, size)
         if train is None:
             return True
-        now = neighbour.checked_at = self._clock()
+        now = neighbour.measuring.checked_at = self._clock()
         if packet_trains.held_back(train, rate, rtt):
             return True
         late = packet_trains.too_late(size, train.seconds, rate, rtt)
         if not late:
-            neighbour.firm_at = now
-            self._learned(neighbour, replace(neighbour.out, at=now))
+            neighbour.out.firm(now)
+            self._learned(neighbour, replace(neighbour.out.estimate, at=now))
         if (late and alone) or train.rate > NOTICED * rate:
             neighbour.doubt()
         return True
@@ -184,19 +186,20 @@ class Prober:
         before = self._traffic_bytes()
         train = None
         try:
-            rtt = neighbour.rtt.seconds or 0.0
+            rtt = neighbour.answers.rtt.seconds or 0.0
             train = await neighbour.line.train(
-                size, rtt, self._config.answer_seconds, pressed=neighbour.pressed
+                size, rtt, self._config.answer_seconds, pressed=neighbour.measuring.pressed
             )
         except (SwarmError, TimeoutError) as error:
             self._failed(neighbour, error)
-        neighbour.trained_at = self._clock()
+        neighbour.measuring.trained_at = self._clock()
         if train is None:  # another is heard there first
-            neighbour.trained_at -= random.uniform(0.2, 0.8) * self._config.again_seconds
+            neighbour.measuring.trained_at -= random.uniform(0.2, 0.8) * self._config.again_seconds
         crossed = self._traffic_bytes() - before
         if train is not None:
             train = replace(train, crossed=crossed)
-            if neighbour.pressed:  # it is little traffic, and goes on: it takes its part of the link
+            if neighbour.measuring.pressed:
+                # It is little traffic, and goes on: it takes its part of the link.
                 train, crossed = replace(train, rate=train.most, crossed=0), 0
         return train, self._alone(neighbour) and crossed <= max(QUIET_BYTES, QUIET_SHARE * size)
 
@@ -213,5 +216,6 @@ class Prober:
 
 def _order(neighbour: Neighbour) -> tuple[float, ...]:
     """Links in doubt, then new ones, then checks; of a kind the slow ones first, they cost least and matter most."""
-    kind = 2 if neighbour.settled_at is not None else 0 if neighbour.believed else 1
-    return (kind, len(neighbour.trains), neighbour.train_bytes, random.random())
+    measuring = neighbour.measuring
+    kind = 2 if measuring.settled_at is not None else 0 if measuring.believed else 1
+    return (kind, len(measuring.trains), measuring.train_bytes, random.random())

@@ -33,32 +33,89 @@ DOUBT_SECONDS = 8.0  # after a link was measured it is not doubted again because
 
 
 @dataclass(eq=False)
-class Neighbour:
-    """Times are on the peer's own clock, rates in bytes per second."""
+class Answers:
+    """Whether a peer answers our pings, and how fast."""
 
-    line: ProbeLine
-    muted_until: float = -math.inf
-    failures: int = 0  # to answer, since it last did
-    active_at: float = -math.inf  # a payload of note crossed
     rtt: RttEstimate = field(default_factory=RttEstimate)
-    pings: int = 0
-    pinged_at: float = -math.inf
-    out: RateEstimate | None = None  # ours to it, as it says
-    into: RateEstimate | None = None  # its to us
-    firm_at: float = -math.inf  # when `out` was last more than a bound
-    into_firm_at: float = -math.inf
-    came: tuple[float, ...] = ()  # the rates of its last trains to us
-    stood: float = 0.0  # `out` before it began to fall
-    stood_into: float = 0.0
-    settled_at: float | None = None  # when `out` was last measured and not a lower bound; None: it has to be
+    count: int = 0
+    asked_at: float = -math.inf
+    failures: int = 0  # to answer, since it last did
+    muted_until: float = -math.inf
+
+    def came(self, took_seconds: float, now: float, *, quiet: bool) -> None:
+        self.count, self.failures = self.count + 1, 0
+        self.rtt = self.rtt.updated(now, took_seconds, quiet=quiet)
+
+    def failed(self, now: float, first_seconds: float, longest_seconds: float) -> None:
+        """Leave it alone, each time twice as long."""
+        self.muted_until = now + min(first_seconds * 2.0**self.failures, longest_seconds)
+        self.failures += 1
+
+
+@dataclass(eq=False)
+class Direction:
+    """What a link carries one way."""
+
+    estimate: RateEstimate | None = None
+    firm_at: float = -math.inf  # when it was last more than a bound
+    stood: float = 0.0  # the rate before it began to fall
+
+    @property
+    def bytes_per_second(self) -> float:
+        return 0.0 if self.estimate is None else self.estimate.bytes_per_second
+
+    def firm(self, now: float) -> None:
+        self.firm_at = now
+
+    def learned(self, estimate: RateEstimate) -> bool:
+        """Whether it fell by much."""
+        self.estimate = estimate
+        before, self.stood = self.stood, held(self.stood, estimate.bytes_per_second)
+        return self.stood < before
+
+
+@dataclass(eq=False)
+class Measuring:
+    """How far we are with measuring what we send: what the trains said, and when."""
+
+    settled_at: float | None = None  # when it was last measured and not a lower bound; None: it has to be
     trains: tuple[float, ...] = ()  # the rates that they found since it has to be
-    believed: float = 0.0  # `out` before that, 0: nothing was known
+    believed: float = 0.0  # the rate before that, 0: nothing was known
     train_bytes: int = 0  # how long the next one has to be; 0: that is not known
     trained_at: float = -math.inf
-    pressed: bool = False  # it is to be measured although there is traffic
     checked_at: float = -math.inf
+    pressed: bool = False  # it is to be measured although there is traffic
+
+    def settle(self, now: float) -> None:
+        self.settled_at = self.checked_at = now
+        self.trains, self.believed, self.pressed = (), 0.0, False
+
+    def doubt(self, rate: float) -> None:
+        if self.settled_at is not None:
+            self.settled_at, self.trains, self.train_bytes, self.believed = None, (), 0, rate
+
+
+@dataclass(eq=False)
+class Crossing:
+    """What crosses, and what is said of it."""
+
+    active_at: float = -math.inf  # a payload of note crossed
+    came: tuple[float, ...] = ()  # the rates of its last trains to us
     report: tuple[float, ProbeReport] | None = None  # its last, and when
     reporting: bool = False  # a report to it is on its way
+
+
+@dataclass(eq=False)
+class Neighbour:
+    """Times are on the peer's own clock, rates in bytes per second. Each part is written by one: `answers` and `traffic`
+    by the monitor, `out` and `into` by the table, `measuring` by the prober; others ask with a method."""
+
+    line: ProbeLine
+    answers: Answers = field(default_factory=Answers)
+    out: Direction = field(default_factory=Direction)  # ours to it, as it says
+    into: Direction = field(default_factory=Direction)  # its to us
+    measuring: Measuring = field(default_factory=Measuring)  # of `out`
+    traffic: Crossing = field(default_factory=Crossing)
     published: tuple[float, float] = (0.0, 0.0)  # rate and round trip in our last record
 
     @property
@@ -67,7 +124,7 @@ class Neighbour:
 
     @property
     def newest(self) -> tuple[float, float]:
-        return 0.0 if self.out is None else self.out.bytes_per_second, self.rtt.seconds or 0.0
+        return self.out.bytes_per_second, self.answers.rtt.seconds or 0.0
 
     @property
     def news(self) -> bool:
@@ -76,31 +133,31 @@ class Neighbour:
 
     def settle(self, now: float) -> None:
         """`out` was measured."""
-        self.settled_at = self.checked_at = self.firm_at = now
-        self.trains, self.believed, self.pressed = (), 0.0, False
+        self.out.firm(now)
+        self.measuring.settle(now)
 
     def doubt(self) -> None:
         """`out` may be out of date: it has to be measured again."""
-        if self.settled_at is not None:
-            self.settled_at, self.trains, self.train_bytes = None, (), 0
-            self.believed = 0.0 if self.out is None else self.out.bytes_per_second
+        self.measuring.doubt(self.out.bytes_per_second)
 
     def press(self, now: float) -> None:
         """`out` may be out of date, and what crosses is too little to tell."""
-        if self.settled_at is None or now - self.settled_at >= PRESS_SECONDS:
+        settled_at = self.measuring.settled_at
+        if settled_at is None or now - settled_at >= PRESS_SECONDS:
             self.doubt()
-            self.pressed = True
+            self.measuring.pressed = True
 
     def told(self, now: float) -> bool:
         """Whether traffic tells what `out` is."""
-        return self.report is not None and now - self.report[0] < TOGETHER_SECONDS
+        report = self.traffic.report
+        return report is not None and now - report[0] < TOGETHER_SECONDS
 
     def pair(self, now: float) -> Pair | None:
         """For our record; None while nothing was measured."""
         rate, rtt = self.newest
         if not rate and not rtt:
             return None
-        at = self.rtt.at if self.out is None else self.out.at
+        at = self.answers.rtt.at if self.out.estimate is None else self.out.estimate.at
         return Pair(
             self.peer, min(1e3 * rtt, MAX_RTT_MS), min(rate / BYTES_PER_MBIT, MAX_MBPS), max(0.0, now - at)
         )
@@ -139,7 +196,7 @@ class LinkTable:
 
     def wanted(self, now: float) -> list[PeerId]:
         """Who our neighbours should be: with whom there is traffic, then those that fill up."""
-        active = [n.peer for n in self._neighbours.values() if now - n.active_at <= LISTED_SECONDS]
+        active = [n.peer for n in self._neighbours.values() if now - n.traffic.active_at <= LISTED_SECONDS]
         active = [peer for peer in active if peer in self._listed]
         fill = heapq.nsmallest(self._candidates, self._listed, key=lambda peer: tie_break(self._us, peer))
         return list(dict.fromkeys([*active, *fill]))[: max(len(active), self._candidates)][:MAX_PAIRS]
@@ -150,7 +207,7 @@ class LinkTable:
         gone = [
             n
             for n in self._neighbours.values()
-            if n.peer not in self._listed and now - n.active_at > LISTED_SECONDS
+            if n.peer not in self._listed and now - n.traffic.active_at > LISTED_SECONDS
         ]
         for neighbour in gone:
             del self._neighbours[neighbour.peer]
@@ -158,44 +215,39 @@ class LinkTable:
 
     def record(self, now: float) -> LinkRecord:
         """What we have measured, the links in use first."""
-        ordered = sorted(self._neighbours.values(), key=lambda n: -n.active_at)
+        ordered = sorted(self._neighbours.values(), key=lambda n: -n.traffic.active_at)
         pairs = [pair for pair in (n.pair(now) for n in ordered) if pair is not None]
         return LinkRecord(peer=self._us, pairs=tuple(pairs[:MAX_PAIRS]))
 
     def sharers(self, now: float) -> list[ProbeReport]:
         """The reports on our payloads that are of the same time as now."""
         return [
-            n.report[1]
+            n.traffic.report[1]
             for n in self._neighbours.values()
-            if n.report is not None and now - n.report[0] < TOGETHER_SECONDS
+            if n.traffic.report is not None and now - n.traffic.report[0] < TOGETHER_SECONDS
         ]
 
     def learned(self, neighbour: Neighbour, estimate: RateEstimate, now: float) -> None:
         """What is known of the link from us to there now. One that fell by much casts doubt on the others: it may be our
         uplink."""
-        neighbour.out = estimate
-        stood, neighbour.stood = neighbour.stood, held(neighbour.stood, estimate.bytes_per_second)
-        if neighbour.stood < stood:
+        if neighbour.out.learned(estimate):
             self.up.fell(now)
-            if now - neighbour.firm_at < TOGETHER_SECONDS:
-                neighbour.firm_at = now
+            if now - neighbour.out.firm_at < TOGETHER_SECONDS:
+                neighbour.out.firm(now)
             self._doubt_others(neighbour, now)
 
     def came(self, neighbour: Neighbour, estimate: RateEstimate, now: float, *, firm: bool) -> None:
         """What is known of the link from there to us now; `firm`: it is more than a bound. One that fell by much casts
         doubt on the others: it may be our own line, and lines often fall both ways."""
-        neighbour.into = estimate
         if firm:
-            neighbour.into_firm_at = now
-        stood = neighbour.stood_into
-        neighbour.stood_into = held(stood, estimate.bytes_per_second)
-        if neighbour.stood_into < stood:
+            neighbour.into.firm(now)
+        if neighbour.into.learned(estimate):
             self.down.fell(now)
             self._doubt_others(neighbour, now)
 
     def _doubt_others(self, fallen: Neighbour, now: float) -> None:
         for other in self._neighbours.values():
-            if other is not fallen and now - (other.settled_at or now) >= DOUBT_SECONDS:
+            if other is not fallen and now - (other.measuring.settled_at or now) >= DOUBT_SECONDS:
                 other.doubt()
 
     def carried(self, size: int, now: float, span_seconds: float) -> None:
@@ -211,10 +263,10 @@ class LinkTable:
 
     def up_mbps(self, now: float) -> float:
         """The most that we were seen to send over all links together; 0: not known."""
-        return self.up.mbps([(n.firm_at, n.out) for n in self._neighbours.values()], now)
+        return self.up.mbps([(n.out.firm_at, n.out.estimate) for n in self._neighbours.values()], now)
 
     def down_mbps(self, now: float) -> float:
-        return self.down.mbps([(n.into_firm_at, n.into) for n in self._neighbours.values()], now)
+        return self.down.mbps([(n.into.firm_at, n.into.estimate) for n in self._neighbours.values()], now)
 
 
 class OwnLine:

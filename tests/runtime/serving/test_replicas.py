@@ -215,7 +215,7 @@ def test_an_owner_may_die_and_the_answer_goes_on_over_the_replica(tmp_path: Path
 def test_a_replica_that_becomes_the_owner_keeps_its_sessions(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "fusion.runtime.serving.answers.generation")
+    caplog.set_level("INFO", "fusion.runtime.serving.answers")
 
     async def main() -> None:
         async with replicated(tmp_path) as (swarm, job, replica, links):
@@ -244,7 +244,7 @@ def test_a_replica_that_becomes_the_owner_keeps_its_sessions(
 def test_a_replica_that_leaves_sees_its_sessions_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "fusion.runtime.serving.answers.generation")
+    caplog.set_level("INFO", "fusion.runtime.serving.answers")
 
     async def main() -> None:
         async with replicated(tmp_path) as (swarm, job, replica, links):

@@ -64,8 +64,8 @@ class World:
         self.lines = [Line(PeerId(f"peer-{i}"), self, rate * MBPS) for i, rate in enumerate(mbps)]
         self.neighbours = [self.table.add(cast(ProbeLine, line)) for line in self.lines]
         for neighbour in self.neighbours:
-            neighbour.pings = 5
-            neighbour.rtt = neighbour.rtt.updated(self.clock(), RTT, quiet=True)
+            neighbour.answers.count = 5
+            neighbour.answers.rtt = neighbour.answers.rtt.updated(self.clock(), RTT, quiet=True)
         self.prober = Prober(
             self.table, cast(Transport, self), config, self.clock, self.learned, lambda *_: None
         )
@@ -133,7 +133,7 @@ def test_an_idle_link_that_was_cut_is_found_by_a_check() -> None:
 def test_a_link_that_is_cut_while_it_is_measured_is_known_at_once(trains: int) -> None:
     async def work(world: World) -> None:
         (neighbour,) = world.neighbours
-        while len(neighbour.trains) < trains and neighbour.settled_at is None:
+        while len(neighbour.measuring.trains) < trains and neighbour.measuring.settled_at is None:
             await world.prober.step(world.neighbours)
             world.clock.advance(0.2)
         world.lines[0].rate /= 10
@@ -143,7 +143,7 @@ def test_a_link_that_is_cut_while_it_is_measured_is_known_at_once(trains: int) -
             await world.run(0.2)
         assert world.clock() - began < 4
         await world.run(10)
-        assert neighbour.settled_at is not None and world.mbps(0) == pytest.approx(0.8, rel=0.1)
+        assert neighbour.measuring.settled_at is not None and world.mbps(0) == pytest.approx(0.8, rel=0.1)
 
     world(work, 8)
 
@@ -151,7 +151,7 @@ def test_a_link_that_is_cut_while_it_is_measured_is_known_at_once(trains: int) -
 def test_a_way_back_that_others_fill_while_a_link_is_measured_says_nothing_of_it() -> None:
     async def work(world: World) -> None:
         (neighbour,) = world.neighbours
-        while not neighbour.trains:
+        while not neighbour.measuring.trains:
             await world.prober.step(world.neighbours)
             world.clock.advance(0.2)
         world.lines[0].full = 1.0
@@ -159,7 +159,7 @@ def test_a_way_back_that_others_fill_while_a_link_is_measured_says_nothing_of_it
         assert world.mbps(0) == pytest.approx(8, rel=0.1)
         world.lines[0].full = 0.0
         await world.run(10)
-        assert neighbour.settled_at is not None and world.mbps(0) == pytest.approx(8, rel=0.1)
+        assert neighbour.measuring.settled_at is not None and world.mbps(0) == pytest.approx(8, rel=0.1)
 
     world(work, 8)
 
@@ -169,7 +169,7 @@ def test_one_that_fell_makes_us_look_at_the_others() -> None:
         await world.run(40)
         for line in world.lines:
             line.rate = 8 * MBPS
-        world.neighbours[0].report = (world.clock(), REPORT)
+        world.neighbours[0].traffic.report = (world.clock(), REPORT)
         world.learned(world.neighbours[0], RateEstimate(bytes_per_second=8 * MBPS, at=world.clock()))
         await world.run(6)
         assert [world.mbps(i) for i in range(3)] == pytest.approx([8, 8, 8], rel=0.1)
@@ -184,10 +184,10 @@ def test_traffic_tells_but_who_sends_little_may_ask_for_a_train() -> None:
         cost, neighbour = world.probed, world.neighbours[0]
         world.lines[0].rate /= 10
         neighbour.doubt()
-        neighbour.report = (world.clock() + 1.0, REPORT)
+        neighbour.traffic.report = (world.clock() + 1.0, REPORT)
         await world.run(2)
         assert world.probed == cost
-        neighbour.report = (world.clock() + 8.0, REPORT)
+        neighbour.traffic.report = (world.clock() + 8.0, REPORT)
         neighbour.press(world.clock())
         await world.run(4)
         assert world.lines[0].pressed and world.mbps(0) == pytest.approx(8, rel=0.1)
@@ -206,7 +206,7 @@ def test_while_others_are_sent_to_a_train_only_raises() -> None:
         world.lines[0].rate /= 2
         world.neighbours[0].doubt()
         for _ in range(3):
-            world.neighbours[1].report = (world.clock() + 2.0, REPORT)
+            world.neighbours[1].traffic.report = (world.clock() + 2.0, REPORT)
             await world.run(1)
         assert world.mbps(0) == pytest.approx(80, rel=0.1)
 
@@ -220,7 +220,7 @@ def test_a_plain_cut_is_seen_although_others_are_sent_to(crossed: int) -> None:
         world.lines[0].rate /= 10
         world.lines[0].beside = PeerId("peer-1"), crossed
         world.neighbours[0].doubt()
-        world.neighbours[1].report = (world.clock() + 2.0, REPORT)
+        world.neighbours[1].traffic.report = (world.clock() + 2.0, REPORT)
         await world.run(2)
         assert 1.6 * 0.9 < world.mbps(0) < 4
 
@@ -233,7 +233,7 @@ def test_what_others_took_of_our_line_is_no_cut() -> None:
         world.lines[0].rate /= 10
         world.lines[0].beside = PeerId("peer-1"), 10 * packet_trains.LEAST_BYTES
         world.neighbours[0].doubt()
-        world.neighbours[1].report = (world.clock() + 2.0, REPORT)
+        world.neighbours[1].traffic.report = (world.clock() + 2.0, REPORT)
         await world.run(2)
         assert world.mbps(0) == pytest.approx(16, rel=0.1)
 
@@ -247,7 +247,7 @@ def test_one_that_comes_in_slower_casts_doubt_on_the_others() -> None:
         for rate in (16, 1.6):
             estimate = RateEstimate(bytes_per_second=rate * MBPS, at=world.clock())
             world.table.came(world.neighbours[0], estimate, world.clock(), firm=True)
-        assert [neighbour.settled_at is None for neighbour in world.neighbours] == [False, True]
+        assert [neighbour.measuring.settled_at is None for neighbour in world.neighbours] == [False, True]
 
     world(work, 16, 16)
 
