@@ -16,6 +16,7 @@ shortage         what is missing where nobody holds a stage, for people
 cool_down        what failed is left alone for a while
 memory_budget    the memory that a peer lends, and what it is set aside for
 worker           the one thread of a device
+watch            who looks on, in a simulation
 context          what the parts of one peer process share
 stage_graphs     the stages of a job's graph, read and cut once
 """

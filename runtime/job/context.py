@@ -8,6 +8,7 @@ from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Protocol
 
 from fusion.runtime.job.memory_budget import MemoryBudget
+from fusion.runtime.job.watch import Watch
 from fusion.swarm.clock import Clock
 
 if TYPE_CHECKING:  # a client has no worker, and should not load torch for its name
@@ -48,6 +49,7 @@ class Context:
     succession: TakeoverReports | None = None  # None in a client: it holds nothing
     links: LinkMonitor | None = None  # None in a client: it measures nothing
     clock: Clock = Clock()  # noqa: RUF009 - frozen
+    watch: Watch = Watch()  # noqa: RUF009 - does nothing
     random: Random = field(default_factory=SystemRandom)  # what must not be guessed is drawn from it, too
 
     @property

@@ -82,6 +82,8 @@ class StageWork:
             case e.Run(attempt, step, after):
                 self._running = self._spawn(self._run(attempt, step, after))
             case e.Apply(rate, clip):
+                state = self.state
+                self._context.watch.commits(state.stage, state.attempt, state.step - 1)
                 self._codecs.commit()
                 # Queued on the device before anything of the next step is; nobody waits for it here.
                 self._applying = self._spawn(self._context.compute.run(self._plane.apply, rate, clip))

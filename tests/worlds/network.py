@@ -19,7 +19,7 @@ from worlds.virtual_time import Lane, VirtualLoop
 from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed
 from fusion.swarm.streams import frames
 from fusion.swarm.streams.handlers import Handlers
-from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, Handler, PeerId, Traffic
+from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, Handler, PeerId, Stream, Traffic
 
 DIAL_SECONDS = 5.0  # until a dial into silence gives up
 NOTICE_SECONDS = (
@@ -259,13 +259,16 @@ class Network:
 
 
 class WorldTransport:
-    """Implements `fusion.swarm.transport.Transport` for one lane."""
+    """Implements `fusion.swarm.transport.Transport` for one lane. `failed` is told how handlers fail."""
 
-    def __init__(self, network: Network, peer_id: PeerId, lane: Lane) -> None:
+    def __init__(
+        self, network: Network, peer_id: PeerId, lane: Lane, failed: Callable[[Lane, Exception], None]
+    ) -> None:
         self.peer_id = peer_id
         self.lane = lane
         self.handlers = Handlers()
         self._network = network
+        self._failed = failed
         network.transports[peer_id] = self
         network.gone.discard(peer_id)
 
@@ -283,7 +286,14 @@ class WorldTransport:
         return await self._network.open(self, peer, protocol)
 
     async def serve(self, protocol: str, handler: Handler) -> None:
-        self.handlers.add(protocol, handler)
+        async def watched(stream: Stream) -> None:
+            try:
+                await handler(stream)
+            except Exception as error:
+                self._failed(self.lane, error)
+                raise
+
+        self.handlers.add(protocol, watched)
 
     def traffic(self) -> Mapping[PeerId, Traffic]:
         return {}

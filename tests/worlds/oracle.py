@@ -22,7 +22,7 @@ from worlds.process import Process
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.snapshots.snapshot import Index
 from fusion.swarm.directory.records import Digest
-from fusion.swarm.transport import PeerId
+from fusion.swarm.transport import Frame, PeerId
 
 States = list[tuple[tuple[int, int], ...]]
 
@@ -42,7 +42,7 @@ class Oracle:
         self._holders: dict[tuple[int, int], list[Process]] = {}
         self._heard: dict[
             tuple[int, int], int
-        ] = {}  # (host, source stage) -> the highest term it took a frame under
+        ] = {}  # (incarnation, source stage) -> the highest term it took a frame under
         # Lead, its term -> step and digest of the newest snapshot that a stage told it of when it joined.
         self._known: dict[tuple[PeerId, int], tuple[int, Digest | None]] = {}
 
@@ -67,10 +67,11 @@ class Oracle:
                 self.broken(f"alive: the job ended {self.finished}: {header['text']}")
 
     def took(
-        self, host: Any, peer: PeerId, stage: int, source: int, kind: str, header: Mapping[str, Any]
+        self, peer: PeerId, stage: int, own_term: int, incarnation: int, source: int, frame: Frame
     ) -> None:
-        """A host let a frame in."""
-        term, key = header["term"], (id(host), source)
+        """The host of a stage let a frame in."""
+        kind, header = frame.kind, frame.header
+        term, key = header["term"], (incarnation, source)
         highest = self._heard.get(key, 0)
         if term < highest:
             self.broken(
@@ -78,7 +79,7 @@ class Oracle:
             )
         self._heard[key] = max(highest, term)
         if kind == "join":
-            lead = (peer, host.term)
+            lead = (peer, own_term)
             point = (header["newest"]["step"], header["newest"]["digest"])
             self._known[lead] = max(self._known.get(lead, (0, None)), point, key=lambda known: known[0])
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from worlds import wiring
 from worlds.arithmetic import STATE
 
 from fusion.runtime.training.snapshots import stage_files
@@ -52,7 +52,9 @@ def commit_without_every_ready() -> None:
             actions = (*actions, *more)
         return state, actions
 
-    wiring.replace_everywhere(real, hasty)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fusion.") and getattr(module, "lead", None) is real:
+            module.lead = hasty  # type: ignore[attr-defined]
 
 
 def promote_from_the_wrong_step() -> None:

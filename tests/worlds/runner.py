@@ -9,7 +9,6 @@ import multiprocessing
 import re
 import sys
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +77,6 @@ def prepare(plant: str) -> None:
     logging.disable(logging.WARNING)
     # Coroutines end with their world, wherever they are.
     sys.unraisablehook = lambda _: None
-    warnings.simplefilter("ignore", RuntimeWarning)
     gc.collect()
     gc.freeze()  # what is there now stays, and need not be looked at after every world
     gc.disable()

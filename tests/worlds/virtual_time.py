@@ -12,8 +12,10 @@ import asyncio
 import contextvars
 import gc
 import heapq
+import inspect
 import random
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -93,6 +95,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._unhandled = unhandled
         self._timers: list[tuple[float, int, Handle]] = []
         self._sequence = 0
+        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self._runnable: list[Lane] = []
         self._closed = False
         self.world = Lane("world")
@@ -150,6 +153,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._sequence += 1
         task = _new_task(self._sequence, coro, self, name, context)
         task._log_destroy_pending = False
+        self._tasks.add(task)
+        if self._closed:
+            coro.close()  # it would never begin
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
@@ -259,6 +265,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._closed = True
         self._timers.clear()
         self._runnable.clear()
+        for task in list(self._tasks):
+            coroutine = task.get_coro()
+            if (
+                inspect.iscoroutine(coroutine)
+                and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
+            ):
+                coroutine.close()  # its process ended before it began
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)  # what `finally` blocks schedule now goes nowhere
         try:

@@ -8,7 +8,8 @@ import hashlib
 import itertools
 import random
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from worlds import wiring
@@ -24,9 +25,12 @@ from worlds.virtual_time import Lane, VirtualLoop, cpu_seconds
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.hosting.hosting import Hosting
 from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig, Manifest, OptimizerConfig, TrainConfig
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.protocol import STAGE
+from fusion.runtime.job.watch import Watch
 from fusion.runtime.planes.plane import DecodingStage, Tensors
 from fusion.runtime.training.loader import StageLoader
 from fusion.runtime.training.service import TrainingService
@@ -36,13 +40,14 @@ from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.transport import PeerId
+from fusion.swarm.transport import Frame, PeerId
 
 LAUNCHER = PeerId("launcher")
 OWNER_SECONDS = 40.0  # after the last fault, within which every stage must have an owner
 END_SECONDS = 150.0  # after the last fault, within which the job must be done
 STRIKE_SECONDS = 15.0  # a fault whose frame does not come within so long does not happen
 LOOK_SECONDS = 0.5
+FORESEEN = (SwarmError, JobError, ValueError, TimeoutError, OSError)  # what a handler may end with
 
 _TRAIN = Digest("d" * 64)
 
@@ -169,7 +174,9 @@ class World:
         """What `fusion.runtime.peer.peer` does, in the same order."""
         peer_id = process.peer_id
         await asyncio.sleep(0.3 * self.rng.random())
-        transport = process.transport = WorldTransport(self.network, peer_id, process.lane)
+        transport = process.transport = WorldTransport(
+            self.network, peer_id, process.lane, self._handler_failed
+        )
         directory = WorldDirectory(self.bulletin, peer_id)
         blobs = WorldBlobs(peer_id, WorldStore(process.disk, self.shelf), self.holders)
         leases = process.leases = Leases(peer_id, directory)
@@ -178,12 +185,14 @@ class World:
         context = wiring.context(
             peer_id=peer_id, transport=transport, directory=directory, blobs=blobs, leases=leases, worker=worker,
             memory=MemoryBudget(process.seats * STAGE_BYTES), home=WorldPath(process.disk, "home"), clock=self.loop.clock,
-            random=self.chance,
+            random=self.chance, watch=OracleWatch(self.oracle, peer_id),
         )  # fmt: skip
         process.memory = context.memory
         plane = WorldPlane(peer_id, self.plan.microbatches, self.oracle)
-        service = process.service = TrainingService(
-            context, StageLoader(context, plane, wiring.stage_source(context))
+        service = process.service = WatchedTraining(
+            context,
+            StageLoader(context, plane, wiring.stage_source(context)),
+            partial(self.oracle.hosts, process),
         )
         fitness = 0.1 + 0.8 * self.rng.random()
         hosting = process.hosting = Hosting(
@@ -468,8 +477,37 @@ class World:
         if lane is None or not lane.dead:
             self.oracle.broken(f"sound: {lane.name if lane else 'somebody'}: {text}")
 
-    def process_of(self, lane: Lane) -> Process:
-        return self._by_lane[lane]
+    def _handler_failed(self, lane: Lane, error: Exception) -> None:
+        if not isinstance(error, FORESEEN):
+            self.oracle.broken(f"sound: a handler of {lane.name} failed: {error!r}")
+
+
+class OracleWatch(Watch):
+    """Tells the oracle of a process's stages."""
+
+    def __init__(self, oracle: Oracle, peer: PeerId) -> None:
+        self._oracle = oracle
+        self._peer = peer
+
+    def takes(self, stage: int, term: int, incarnation: int, source: int, frame: Frame) -> None:
+        self._oracle.took(self._peer, stage, term, incarnation, source, frame)
+
+    def commits(self, stage: int, attempt: tuple[int, int], step: int) -> None:
+        self._oracle.commits(self._peer, stage, attempt, step)
+
+
+class WatchedTraining(TrainingService):
+    """Tells the oracle which stages it is to host."""
+
+    def __init__(self, context: Context, loader: StageLoader, hosts: Callable[[int, int], None]) -> None:
+        super().__init__(context, loader)
+        self._told = hosts
+
+    async def host(
+        self, job: JobId, manifest: Manifest, stage: int, term: int, *rest: Any, **more: Any
+    ) -> None:
+        self._told(stage, term)
+        await super().host(job, manifest, stage, term, *rest, **more)
 
 
 class WorldPlane:

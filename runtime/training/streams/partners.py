@@ -47,6 +47,7 @@ class Partners:
         self.stage, self.term = here.stage, here.term
         self.received_bytes = 0
         self._context = context
+        self._incarnation = here.incarnation
         self._tensor = tensor
         self._receive = receive
         self._changed = changed
@@ -154,6 +155,7 @@ class Partners:
             while True:
                 frame = checked(await stream.receive())
                 self._check_term(partner, stream.remote, hello, frame)
+                self._context.watch.takes(self.stage, self.term, self._incarnation, hello.source, frame)
                 self.received_bytes += frame.payload.nbytes
                 work = self._deliver(hello.source, frame)
                 if work is not None:
