@@ -123,7 +123,7 @@ async def _ask(context: Context, peer: PeerId, job: JobId) -> AsyncIterator[Prog
         stream.abort()
 
 
-async def stop(context: Context, record: JobRecord, trainer: Identity) -> None:
+async def stop(context: Context, record: JobRecord, author: Identity) -> None:
     """Ask the lead to end the job, signed with the key that launched it. SwarmError if it refuses or is gone."""
     from fusion.runtime.hosting.jobs.server import stop_request
     from fusion.runtime.job.protocol import JOB
@@ -132,7 +132,7 @@ async def stop(context: Context, record: JobRecord, trainer: Identity) -> None:
     if record.lead is None:
         raise SwarmError(f"the job {record.name} has no lead yet; try again in a moment")
     at = time.time()
-    header = {"job": record.job, "time": at, "signature": trainer.sign(stop_request(record.job, at))}
+    header = {"job": record.job, "time": at, "signature": author.sign(stop_request(record.job, at))}
     try:
         async with asyncio.timeout(STOP_SECONDS):
             await call(context.transport, record.lead, JOB.name, "stop", header)

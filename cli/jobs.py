@@ -95,9 +95,9 @@ def stop(
 
 async def _stop(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
     async with client.connect(home, bootstrap, peer) as context:
-        trainer = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
+        author = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
         record = await job_client.find_job(context, job)
-        await job_client.stop(context, record, trainer)
+        await job_client.stop(context, record, author)
     output.emit({"job": record.job, "name": record.name, "state": "stopped"})
     output.say(f"{record.name} ({record.job[:12]}) is stopped")
 

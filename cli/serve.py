@@ -52,7 +52,7 @@ async def _serve(
     output: Output,
 ) -> None:
     async with client.join(home, bootstrap, peer) as context:
-        trainer = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
+        author = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
         from fusion.runtime.launch.launch import prepare_serving
 
         peers = await client.working_peers(context)
@@ -61,7 +61,7 @@ async def _serve(
             *(directory, name, peers, context.blobs.store),
             stages=stages,
             links=await context.directory.links(),
-            trainer=trainer.peer_id,
+            author=author,
             say=output.status,
         )
         job = await offer(context, prepared, output)

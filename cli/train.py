@@ -44,7 +44,7 @@ async def _train(
     spec: JobSpec, detach: bool, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
 ) -> None:
     async with client.join(home, bootstrap, peer) as context:
-        trainer = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
+        author = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
         from fusion.runtime.launch.launch import prepare_training
 
         peers = await client.working_peers(context, spec.placement.peers)
@@ -52,7 +52,7 @@ async def _train(
             prepare_training,
             *(spec, peers, context.blobs.store),
             links=await context.directory.links(),
-            trainer=trainer.peer_id,
+            author=author,
             say=output.status,
         )
         if prepared.plan is not None:

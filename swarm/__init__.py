@@ -10,6 +10,7 @@ protocol      how a protocol is listed, with its cap; those of the swarm itself
 coordinates   round trips between peers who never met (Vivaldi)
 streams/      frames over libp2p, and all that makes one stream of them
 directory/    signed, short-lived records; who is in the swarm
+authority/    who may do what in a job: its law, grants
 dht/          the directory over a Kademlia DHT that strangers may join
 control/      how commands on the same machine use a running peer
 claims/       who owns a stage: the election, leases, standbys

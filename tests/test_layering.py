@@ -23,7 +23,18 @@ MAY_IMPORT = {
 # The rooms of each layer, from the ground up: a room knows those before it and no other.
 ROOMS = {
     "dag": ("ir", "cutting", "rewrites", "placement"),
-    "swarm": ("", "streams", "directory", "dht", "control", "claims", "blobs", "links", "memory"),
+    "swarm": (
+        "",
+        "streams",
+        "directory",
+        "authority",
+        "dht",
+        "control",
+        "claims",
+        "blobs",
+        "links",
+        "memory",
+    ),
     "compression": ("",),
     "runtime": (
         *("job", "planes", "capture"),

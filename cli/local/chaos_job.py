@@ -22,6 +22,7 @@ from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId, PeerRecord
+from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId
 
 NAME = "chaos"
@@ -64,8 +65,12 @@ def prepare(store: Path, stages: int, *, seed: int = 0, **train: int) -> ChaosJo
         placement=PlacementSpec(stages=stages),
     )
     blobs = BlobStore(store, STORE_BYTES)
-    prepared = prepare_training(spec, [invented(i) for i in range(stages)], blobs)
+    prepared = prepare_training(spec, [invented(i) for i in range(stages)], blobs, author=_author(store))
     return ChaosJob(store, prepared)
+
+
+def _author(store: Path) -> Identity:
+    return Identity.load_or_create(store.with_name(f"{store.name}-author"))
 
 
 def invented(number: int) -> PeerRecord:
@@ -102,7 +107,7 @@ def stored(store: Path, job: str) -> ChaosJob:
     named = (manifest.graph, *manifest.weights, *(digest for _, digest in manifest.files), data.train)
     needed = (Digest(job), *named, *([data.held_out] if data.held_out is not None else []))
     prepared = Prepared(job=JobId(job), manifest=manifest, blobs=tuple(dict.fromkeys(needed)),
-                        predicted_seconds=0.0, parameters=0)  # fmt: skip
+                        author=_author(store), predicted_seconds=0.0, parameters=0)  # fmt: skip
     return ChaosJob(store, prepared)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fusion.swarm.directory.records import Digest
+from fusion.swarm.authority.law import Admission, JobLaw, Limits
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
-MANIFEST_VERSION = 3  # 1 had no compression, 2 other names
+MANIFEST_VERSION = 3  # 1 had no compression, 2 other names and no word of who may take part
 
 # (edge, codec of its values, codec of the gradients that come back), see `fusion.compression.spec`; or a tied variable
 # and the codec of its gradient. What is not named goes as it is.
@@ -104,7 +105,10 @@ class Manifest:
     tokenizer: Digest | None = None  # blob: tokenizer.json; None with byte_level False: prompts are ids
     byte_level: bool = False  # token ids are the bytes of UTF-8 text
     files: tuple[tuple[str, Digest], ...] = ()  # what export writes beside the weights (config.json, ...)
-    trainer: str = ""  # peer id of the key of whoever launched it; `stop` must be signed by that key
+    author: PeerId  # the key of whoever launched it: the job's word begins, and may end, with that key
+    admission: Admission = Admission()  # noqa: RUF009 - frozen
+    limits: Limits = Limits()  # noqa: RUF009 - frozen
+    launched_at: int = 0  # unix seconds
     salt: str = ""  # random: launching the same job twice makes two jobs
     version: int = MANIFEST_VERSION
 
@@ -118,6 +122,18 @@ class Manifest:
         if self.train is not None:
             named += [self.train.data.train, self.train.data.held_out]
         return frozenset(digest for digest in named if digest is not None)
+
+    def law(self, job: JobId) -> JobLaw:
+        """What the swarm must know of it to tell who may take part; `job` is its digest."""
+        return JobLaw(
+            job=job,
+            author=self.author,
+            stages=self.stages,
+            admission=self.admission,
+            limits=self.limits,
+            launched_at=self.launched_at,
+            steps=0 if self.train is None else self.train.steps,
+        )
 
     def needed_bytes(self, stage: int) -> int:
         """Of memory that a stage takes on its peer; 0 where the launcher did not say."""

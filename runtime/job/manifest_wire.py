@@ -19,10 +19,12 @@ from fusion.runtime.job.manifest import (
     ServeConfig,
     TrainConfig,
 )
+from fusion.swarm.identity import is_peer_id
 
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_STAGES = 4096
 MAX_REPLICAS = 64  # that are proposed for one stage
+MAX_ADMITTED = 4096  # peers that are listed
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,99}")
@@ -96,7 +98,8 @@ def validate(manifest: Manifest) -> None:
     _require(len(manifest.files) <= 64, "files", "at most 64")
     for name, _ in manifest.files:
         _require(bool(_FILE_NAME.fullmatch(name)), "files", "plain file names, no folders")
-    _require(len(manifest.trainer) <= 128, "trainer", "a peer id, or empty")
+    _require(is_peer_id(manifest.author), "author", "the peer id of whoever launched it")
+    _validate_law(manifest)
     _require(len(manifest.salt) <= 64, "salt", "at most 64 characters")
     has = {"train": manifest.train is not None, "serve": manifest.serve is not None}
     _require(has == {"train": manifest.kind == "train", "serve": manifest.kind == "serve"}, manifest.kind,
@@ -110,6 +113,18 @@ def validate(manifest: Manifest) -> None:
             "serve.hop_bytes",
             "one number for each cut, or none",
         )
+
+
+def _validate_law(manifest: Manifest) -> None:
+    admission, limits = manifest.admission, manifest.limits
+    for name, peers in (("peers", admission.peers), ("roots", admission.roots)):
+        _require(len(peers) <= MAX_ADMITTED, f"admission.{name}", f"at most {MAX_ADMITTED} peer ids")
+        _require(all(map(is_peer_id, peers)), f"admission.{name}", "peer ids")
+    _require(not admission.peers or admission.kind == "listed", "admission.peers", "for kind = listed only")
+    _require(not admission.roots or admission.kind == "granted", "admission.roots", "for kind = granted only")
+    for name in ("stages_per_owner", "stages_per_subnet"):
+        _require(0 <= getattr(limits, name) <= MAX_STAGES, f"limits.{name}", f"from 0 to {MAX_STAGES}")
+    _require(0 <= manifest.launched_at < 2**40, "launched_at", "unix seconds")
 
 
 def _validate_train(train: TrainConfig) -> None:

@@ -1,7 +1,7 @@
 """A prepared job handed to the swarm: launch it, then wait until the swarm holds everything and the launcher may leave.
 
 links = await context.directory.links()
-prepared = await asyncio.to_thread(prepare_training, spec, peers, store, links=links, trainer=key)
+prepared = await asyncio.to_thread(prepare_training, spec, peers, store, links=links, author=key)
 job = await launch(context, prepared)
 await wait_until_held(context, prepared)
 """

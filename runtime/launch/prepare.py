@@ -22,7 +22,7 @@ from fusion.runtime.launch.shard import GraphJob, Prepared, Say, prepare_graph, 
 from fusion.runtime.placing.place_job import place_job
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
-from fusion.swarm.identity import friendly_name
+from fusion.swarm.identity import Identity, friendly_name
 
 
 def prepare_training(
@@ -31,7 +31,7 @@ def prepare_training(
     store: BlobStore,
     *,
     links: Sequence[LinkRecord] = (),
-    trainer: str = "",
+    author: Identity | None = None,
     say: Say = silent,
 ) -> Prepared:
     """Capture the model, place it on `peers`, shard weights, pack data; `links` is what they have measured. Raises
@@ -77,7 +77,7 @@ def prepare_training(
         files=export_files(model),
         tokenizer=model.tokenizer,
         byte_level=model.about.byte_level,
-        trainer=trainer,
+        author=author or Identity.generate(),
     )
     return prepare_graph(job, placed, store, say)
 
@@ -90,7 +90,7 @@ def prepare_serving(
     *,
     stages: int | None = None,
     links: Sequence[LinkRecord] = (),
-    trainer: str = "",
+    author: Identity | None = None,
     say: Say = silent,
 ) -> Prepared:
     """A Hugging Face model directory or one written by `jobs export`, as a job that serves it under `name`. A model
@@ -122,7 +122,7 @@ def prepare_serving(
         variables=model.read,
         tokenizer=model.tokenizer,
         byte_level=about.byte_level,
-        trainer=trainer,
+        author=author or Identity.generate(),
     )
     return prepare_graph(job, placed, store, say)
 

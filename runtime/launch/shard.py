@@ -5,6 +5,7 @@ nothing is sent.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from fusion.runtime.placing.placed_job import Placed
 from fusion.runtime.placing.plan import Plan
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.identity import Identity
 
 Say = Callable[[str], None]  # gets one line each time the work enters another phase
 SYSTEM_RANDOM = SystemRandom()
@@ -41,7 +43,7 @@ class GraphJob:
     files: Mapping[str, bytes | Path] = field(default_factory=dict)  # that export writes beside the weights
     tokenizer: Path | None = None
     byte_level: bool = False
-    trainer: str = ""
+    author: Identity = field(default_factory=Identity.generate)  # whose key may end the job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class Prepared:
 
     job: JobId
     manifest: Manifest
+    author: Identity  # whose key the manifest names
     blobs: tuple[Digest, ...]  # everything that peers will fetch, the manifest included
     predicted_seconds: (
         float  # a step, or the longest prompt once through, by the placement's model; 0: not known
@@ -59,7 +62,12 @@ class Prepared:
 
 
 def prepare_graph(
-    job: GraphJob, placed: Placed, store: BlobStore, say: Say = silent, random: Random = SYSTEM_RANDOM
+    job: GraphJob,
+    placed: Placed,
+    store: BlobStore,
+    say: Say = silent,
+    random: Random = SYSTEM_RANDOM,
+    now: Callable[[], float] = time.time,
 ) -> Prepared:
     """`placed`: where its stages are to run, and how (`fusion.runtime.placing.placed_job`). Blocking: run it in a
     thread."""
@@ -81,7 +89,8 @@ def prepare_graph(
         tokenizer=store.put(job.tokenizer) if job.tokenizer is not None else None,
         byte_level=job.byte_level,
         files=tuple((file, store.put(content)) for file, content in job.files.items()),
-        trainer=job.trainer,
+        author=job.author.peer_id,
+        launched_at=int(now()),
         salt=random.randbytes(8).hex(),
     )
     digest = JobId(store.put(manifests.encode(manifest)))
@@ -91,6 +100,7 @@ def prepare_graph(
     return Prepared(
         job=digest,
         manifest=manifest,
+        author=job.author,
         blobs=tuple(dict.fromkeys(blobs)),
         predicted_seconds=placed.predicted_seconds,
         parameters=sum(

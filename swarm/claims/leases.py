@@ -15,12 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
+from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.claim_cache import ClaimCache, Slot
 from fusion.swarm.claims.claim_publisher import ClaimPublisher
 from fusion.swarm.claims.election import next_term, rank, rivals, stands_by, winner
 from fusion.swarm.claims.standbys import Standbys
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS, Directory
 from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.directory.sealing import MAX_CLAIM_SECONDS
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
 
@@ -46,7 +48,7 @@ class LeaseConfig:
 
     @property
     def ttl_seconds(self) -> float:
-        return 3 * self.heartbeat_seconds
+        return min(3 * self.heartbeat_seconds, MAX_CLAIM_SECONDS)
 
 
 class Leases:
@@ -70,7 +72,9 @@ class Leases:
         self._directory = directory
         self._config = config or LeaseConfig()
         self._ours = ClaimPublisher(directory, self._config.ttl_seconds)
-        self._memory = ClaimCache(directory.unsealed, self._config.remembered_slots)
+        self._memory = ClaimCache(
+            directory.unsealed, self._config.remembered_slots, directory.now, directory.verify
+        )
         self.standbys = Standbys(peer_id, self._ours, self._memory)
         self._locks: dict[Slot, asyncio.Lock] = {}
         self._loop: asyncio.Task[None] | None = None
@@ -100,6 +104,10 @@ class Leases:
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, SwarmError):
                 raise result
+
+    def know(self, law: JobLaw) -> None:
+        """From now on claims of the job count only of those whom its manifest admits."""
+        self._memory.laws[law.job] = law
 
     def mine(self) -> tuple[ClaimRecord, ...]:
         return tuple(self._ours.owned.values())

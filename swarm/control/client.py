@@ -7,6 +7,7 @@ Where the peer ends meanwhile, both go on elsewhere: through what `elsewhere` op
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from fusion.swarm.errors import (
     SwarmError,
     TransportError,
 )
+from fusion.swarm.identity import verify
 from fusion.swarm.protocol import CONTROL
 from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.frame_stream import FrameStream
@@ -173,6 +175,15 @@ class ControlDirectory:
 
     def unsealed(self, data: bytes) -> Record:
         raise PeerUnreachable("a command is shown nothing")
+
+    def sign(self, data: bytes) -> bytes:
+        raise PeerUnreachable("a command signs nothing through its peer")
+
+    def verify(self, peer: str, signature: bytes, data: bytes) -> bool:
+        return verify(peer, signature, data)
+
+    def now(self) -> float:
+        return time.time()
 
     async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
         return await self._read(

@@ -47,14 +47,15 @@ from fusion.swarm.directory.records import (
 )
 from fusion.swarm.directory.sealing import (
     CLOCK_TOLERANCE_SECONDS,
-    MAX_TTL_SECONDS,
     Sealed,
     Signer,
+    longest_ttl,
     seal,
     unseal,
     unseal_anywhere,
 )
 from fusion.swarm.errors import PeerUnreachable, RecordError
+from fusion.swarm.identity import verify
 from fusion.swarm.streams.peer_ids import from_bytes, to_hivemind
 from fusion.swarm.transport import PeerId
 
@@ -230,13 +231,21 @@ class HivemindDirectory:
         return unseal_anywhere(data, self.now()).record
 
     def _seal(self, record: Record, ttl_seconds: float) -> tuple[bytes, float]:
-        if not 0 < ttl_seconds <= MAX_TTL_SECONDS:
-            raise RecordError(f"ttl_seconds must lie between 0 and {MAX_TTL_SECONDS:g}, not {ttl_seconds}")
+        if not 0 < ttl_seconds <= longest_ttl(record):
+            raise RecordError(
+                f"ttl_seconds must lie between 0 and {longest_ttl(record):g}, not {ttl_seconds}"
+            )
         slot = key_of(record), subkey_of(record)
         expires_at = max(self.now() + ttl_seconds, self._expiries.get(slot, 0.0) + 0.001)
         data = seal(record, self._identity, expires_at)
         self._remember_expiry(slot, expires_at)
         return data, expires_at
+
+    def sign(self, data: bytes) -> bytes:
+        return self._identity.sign(data)
+
+    def verify(self, peer: str, signature: bytes, data: bytes) -> bool:
+        return verify(peer, signature, data)
 
     async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
         return await self._listed(PEER_KEYS, PeerRecord, max_age_seconds)

@@ -54,7 +54,7 @@ class StoreGuard:
     def _check(self, record: Offered) -> None:
         subkey = parse_subkey(record.subkey)
         # Later than our own clock allows is refused by the store itself; ours may be the one that is ahead.
-        sealed = unseal_anywhere(record.value, self._now() - CLOCK_TOLERANCE_SECONDS)
+        sealed = unseal_anywhere(record.value, self._now(), grace_seconds=CLOCK_TOLERANCE_SECONDS)
         key = key_id(key_of(sealed.record))
         if record.key != key.to_bytes(20, "big") or subkey != subkey_of(sealed.record):
             raise RecordError("not the place of this record")

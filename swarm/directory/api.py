@@ -44,6 +44,16 @@ class Directory(Protocol):
     def unsealed(self, data: bytes) -> Record:
         """The record that a peer showed us, if it passes every check now. Raises RecordError."""
 
+    def sign(self, data: bytes) -> bytes:
+        """Our signature over `data`, which must begin with what it is for: what one room had signed must not be taken
+        for what another one signs."""
+
+    def verify(self, peer: str, signature: bytes, data: bytes) -> bool:
+        """Whether `peer` signed that."""
+
+    def now(self) -> float:
+        """Unix seconds, as records are dated."""
+
     async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
         """The peers of the swarm. With an age, what was read no longer ago is told again, and the rest is asked of as few
         nodes as will do: what is quite new may be missing, until it is as old."""

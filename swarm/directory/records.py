@@ -23,6 +23,11 @@ MAX_STAGES = 65_536
 MAX_PAIRS = 32  # of one peer's measured links
 MAX_MBPS = 1e7
 MAX_RTT_MS = 1e5
+MAX_GRANTS = 2  # links of one chain
+MAX_GRANT_BYTES = 288
+MAX_PROOFS = 8  # that a claim carries
+MAX_STATEMENTS = 32  # that a job record carries
+MAX_PROOF_BYTES = 512  # of one of either
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,8 @@ class JobRecord:
     snapshot_step: int
     message: str = ""  # one line: what it waits for, or why it failed
     author: PeerId
+    # Why it is to be believed: what others have signed of the job (`fusion.swarm.authority.statements`).
+    proof: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,10 @@ class ClaimRecord:
     step: int  # replicated or committed step
     load: float  # sessions that run there, for routes; of a standby 0 if it owns no stage, else 1
     ready: bool = False  # the stage is loaded and takes frames
+    grants: tuple[
+        bytes, ...
+    ] = ()  # the chain that admits the peer to the job (`fusion.swarm.authority.grants`)
+    proof: tuple[bytes, ...] = ()  # why it stands above the claim of a live owner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +162,14 @@ def is_digest(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
+def _byte_strings(count: int, size: int) -> Check:
+    return lambda value: (
+        isinstance(value, tuple)
+        and len(value) <= count
+        and all(isinstance(item, bytes) and len(item) <= size for item in value)
+    )
+
+
 def _addresses(value: object) -> bool:
     one = _text(256)
     return isinstance(value, tuple) and len(value) <= 12 and all(one(item) for item in value)
@@ -216,6 +235,7 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "snapshot_step": _whole(2**53, least=-1),  # -1 while there is none
         "message": _text(512),
         "author": is_peer_id,
+        "proof": _byte_strings(MAX_STATEMENTS, MAX_PROOF_BYTES),
     },
     ClaimRecord: {
         "job": is_digest,
@@ -227,6 +247,8 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "step": _whole(2**53),
         "load": _number(1e9),
         "ready": _flag,
+        "grants": _byte_strings(MAX_GRANTS, MAX_GRANT_BYTES),
+        "proof": _byte_strings(MAX_PROOFS, MAX_PROOF_BYTES),
     },
     ProviderRecord: {"digest": is_digest, "peer": is_peer_id, "size_bytes": _whole(2**53)},
     LinkRecord: {"peer": is_peer_id, "pairs": _pairs},

@@ -1,7 +1,8 @@
 """Records as signed bytes: sealed by their author, opened and checked by whoever reads or stores them.
 
 A sealed record is `msgpack([body, author, expires_at, signature])` where `body = msgpack([version, kind, fields])`
-and the Ed25519 signature covers the version, the author, the expiry and the body. The place of a record in the
+and the Ed25519 signature covers the author, the expiry and the body as it is. Newer software may add fields and raise the
+version: ours must all be there and sound, others are ignored. The place of a record in the
 directory (key and subkey) follows from its content, so a signature also fixes where the record may be stored.
 
 The expiry is the record's version too: publishers keep it rising, stores keep the record that expires last, so a
@@ -17,9 +18,12 @@ from typing import Any, Protocol
 
 import msgpack
 
+from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.keys import key_of, subkey_of
 from fusion.swarm.directory.records import (
     KIND_OF,
+    ClaimRecord,
+    JobRecord,
     LinkRecord,
     Pair,
     PeerRecord,
@@ -31,9 +35,10 @@ from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import verify
 from fusion.swarm.transport import PeerId
 
-RECORD_VERSION = 2
+RECORD_VERSION = 3  # what is lower is refused; 2 said nothing of who may
 MAX_RECORD_BYTES = 4096
 MAX_TTL_SECONDS = 120.0
+MAX_CLAIM_SECONDS = RECORD_TTL_SECONDS  # a claim is a lease: who is gone must not hold a stage for longer
 CLOCK_TOLERANCE_SECONDS = 5.0  # how far apart two honest peers' clocks may be
 
 
@@ -95,21 +100,27 @@ def unseal(data: bytes, key: str, subkey: str, now: float) -> Sealed:
     return sealed
 
 
-def unseal_anywhere(data: bytes, now: float) -> Sealed:
-    """`unseal` for a storing node, which checks the place itself: it knows only the hash of the key."""
+def unseal_anywhere(data: bytes, now: float, *, grace_seconds: float = 0.0) -> Sealed:
+    """`unseal` for a storing node, which checks the place itself: it knows only the hash of the key. With grace, what
+    ended no longer ago still passes."""
     body, author, expires_at, signature = _envelope(data)
     record = decode(body)
     if author != author_of(record):
         raise RecordError("the record speaks for another peer than its author")
-    if not now < expires_at <= now + MAX_TTL_SECONDS + CLOCK_TOLERANCE_SECONDS:
+    if not now - grace_seconds < expires_at <= now + longest_ttl(record) + CLOCK_TOLERANCE_SECONDS:
         raise RecordError("the record has expired or ends too far in the future")
     if not _verified(author, signature, _signed(body, author, expires_at)):
         raise RecordError("the record's signature is not its author's")
     return Sealed(record, expires_at)
 
 
+def longest_ttl(record: Record) -> float:
+    """How many seconds ahead a record may end."""
+    return MAX_CLAIM_SECONDS if isinstance(record, ClaimRecord) else MAX_TTL_SECONDS
+
+
 def _signed(body: bytes, author: str, expires_at: float) -> bytes:
-    signed: bytes = msgpack.packb(["fusion-record", RECORD_VERSION, author, expires_at, body])
+    signed: bytes = msgpack.packb(["fusion-record", author, expires_at, body])
     return signed
 
 
@@ -147,15 +158,17 @@ def _envelope(data: bytes) -> tuple[bytes, str, float, bytes]:
 def decode(body: bytes) -> Record:
     """What `encode` made; nothing says whose it is. Raises RecordError for bytes that are no record."""
     match _unpack(body, "the record's body"):
-        case [int() as version, *_] if version != RECORD_VERSION:
-            raise RecordError(f"record version {version}; this software knows {RECORD_VERSION}")
-        case [_, str() as kind, dict() as values] if kind in _CLASS:
+        case [int() as version, *_] if version < RECORD_VERSION:
+            raise RecordError(f"record version {version}; this software knows {RECORD_VERSION} and newer")
+        case [int(), str() as kind, dict() as found, *_] if kind in _CLASS:
             pass
         case _:
             raise RecordError("the record's body has not the form of one")
     made = _CLASS[kind]
-    if set(values) != {field.name for field in fields(made)}:
-        raise RecordError(f"a {kind} record with fields missing or unknown")
+    try:
+        values = {field.name: found[field.name] for field in fields(made)}
+    except KeyError as error:
+        raise RecordError(f"a {kind} record without its {error.args[0]}") from None
     for name, item in _ITEMS.get(made, {}).items():
         if isinstance(values[name], list):
             try:
@@ -171,6 +184,8 @@ def decode(body: bytes) -> Record:
 _ITEMS: dict[type, dict[str, Callable[[Any], Any]]] = {
     PeerRecord: {"addresses": lambda item: item, "coordinate": lambda item: item},
     LinkRecord: {"pairs": lambda item: Pair(*item)},
+    JobRecord: {"proof": lambda item: item},
+    ClaimRecord: {"grants": lambda item: item, "proof": lambda item: item},
 }
 
 

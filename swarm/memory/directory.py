@@ -21,7 +21,7 @@ from fusion.swarm.directory.records import (
 )
 from fusion.swarm.directory.sealing import open_record, seal, unseal_anywhere
 from fusion.swarm.errors import RecordError
-from fusion.swarm.identity import Identity
+from fusion.swarm.identity import Identity, verify
 from fusion.swarm.memory.network import MemoryNetwork
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,15 @@ class MemoryDirectory:
 
     def unsealed(self, data: bytes) -> Record:
         return unseal_anywhere(data, self._clock()).record
+
+    def sign(self, data: bytes) -> bytes:
+        return self._identity.sign(data)
+
+    def verify(self, peer: str, signature: bytes, data: bytes) -> bool:
+        return verify(peer, signature, data)
+
+    def now(self) -> float:
+        return self._clock()
 
     async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
         return tuple(

@@ -178,7 +178,6 @@ class Testbed:
             graph=bench.graph,
             variables=bench.language_model.read,
             byte_level=True,
-            trainer=self._client.peer_id,
         )
         stages = as_asked(bench.graph, config, found.placement.cuts, proposed)
         return prepare_graph(job, stages, self._client.blobs.store)

@@ -53,7 +53,7 @@ async def serve(context: Context, directory: Path, name: str, trainer: Identity)
             peers,
             context.blobs.store,
             stages=STAGES,
-            trainer=trainer.peer_id,
+            author=trainer,
         )
         await launch(context, prepared)
         await wait_until_held(context, prepared)

@@ -63,6 +63,8 @@ WAIT_SECONDS = 0.5  # for an answer to nonsense, of which there may be none
 TINY = GPTConfig(vocabulary=256, blocks=1, width=16, heads=2, sequence=32)
 PROTOCOLS = tuple(each.name for each in (STAGE, RING, GENERATE, BLOB, JOB, STATUS))
 
+AUTHOR = Identity.generate()
+
 
 # --- what is sent
 
@@ -307,8 +309,8 @@ async def put_to_work(context: Context, victim: LocalPeer, tmp_path: Path) -> di
     """An endless training job and a served model, on the victim alone."""
     found = spec.load(write_job(tmp_path / "job.toml", "endless", steps=10**6, stages=1, snapshot_every=1000))
     peers = await working_peers(context)
-    trainer = trainer_identity(tmp_path).peer_id
-    training = await asyncio.to_thread(prepare_training, found, peers, context.blobs.store, trainer=trainer)
+    trainer = trainer_identity(tmp_path)
+    training = await asyncio.to_thread(prepare_training, found, peers, context.blobs.store, author=trainer)
     serving = await asyncio.to_thread(served_model, context, PeerId(victim.peer_id))
     async with asyncio.timeout(ANSWER_SECONDS):
         for job in (training, serving):
@@ -428,9 +430,12 @@ def with_graph(store: BlobStore, prepared: Prepared, name: str, graph: bytes) ->
 
 
 def with_manifest(store: BlobStore, manifest: Manifest) -> Prepared:
+    manifest = replace(manifest, author=AUTHOR.peer_id)
     job = JobId(store.put(manifests.encode(manifest)))
     blobs = (Digest(job), manifest.graph, *manifest.weights)
-    return Prepared(job=job, manifest=manifest, blobs=blobs, predicted_seconds=0.0, parameters=0)
+    return Prepared(
+        job=job, manifest=manifest, author=AUTHOR, blobs=blobs, predicted_seconds=0.0, parameters=0
+    )
 
 
 async def end_of(context: Context, job: JobId) -> str:
@@ -453,6 +458,7 @@ def test_jobs_that_are_traps_are_refused(peers: Peers, tmp_path: Path) -> None:
             kind: Prepared(
                 job=job,
                 manifest=manifests.decode(store.path(job).read_bytes()),
+                author=AUTHOR,
                 blobs=(),
                 predicted_seconds=0.0,
                 parameters=0,

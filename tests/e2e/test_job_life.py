@@ -59,8 +59,8 @@ def command(peers: Peers, *arguments: str) -> subprocess.CompletedProcess[str]:
 async def prepared_job(context: Context, job: Path, trainer_home: Path) -> Prepared:
     found = spec.load(job)
     peers = await working_peers(context, found.placement.peers)
-    trainer = trainer_identity(trainer_home).peer_id
-    return await asyncio.to_thread(prepare_training, found, peers, context.blobs.store, trainer=trainer)
+    trainer = trainer_identity(trainer_home)
+    return await asyncio.to_thread(prepare_training, found, peers, context.blobs.store, author=trainer)
 
 
 async def begin(context: Context, job: Path, trainer_home: Path, step: int) -> JobId:

@@ -204,7 +204,7 @@ class Swarm:
             weights=(Digest("2" * 64),) * len(proposed),
             proposed=tuple(peer.id if peer else PeerId("") for peer in proposed),
             serve=ServeConfig(cache="kv", max_sequence=16, vocabulary=32),
-            trainer=self.trainer.peer_id,
+            author=self.trainer.peer_id,
         )
         return replace(made, **changes)
 

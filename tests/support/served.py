@@ -36,6 +36,7 @@ from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
+from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
@@ -175,6 +176,7 @@ class Swarm:
         self.owners: list[Peer] = []  # at first, by stage
         self.successors = Heirs(self)
         self.manifests: dict[JobId, Manifest] = {}
+        self.author = Identity.generate()
 
     async def serve(
         self,
@@ -206,6 +208,7 @@ class Swarm:
             cuts=cuts,
             weights=tuple(weights),
             proposed=tuple(peer.id for peer in self.peers[:stages]),
+            author=self.author.peer_id,
             serve=ServeConfig(**{**serve, **options.pop("serve", {})}),
             **options,
         )

@@ -8,6 +8,7 @@ records are the business of the tests of `fusion.swarm.directory.records`; a sea
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from typing import Any
 
@@ -113,6 +114,15 @@ class WorldDirectory:
         spread = seconds if bulletin.lost == 0 else 2 * bulletin.slowest_seconds
         bulletin.store(self._peer, *_place(record), record, expires_at, spread)
         await self._wait(seconds)
+
+    def sign(self, data: bytes) -> bytes:
+        return hashlib.sha256(f"{self._peer}/".encode() + data).digest()
+
+    def verify(self, peer: str, signature: bytes, data: bytes) -> bool:
+        return signature == hashlib.sha256(f"{peer}/".encode() + data).digest()
+
+    def now(self) -> float:
+        return self._bulletin.now
 
     async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
         return await self._read(("peers",))

@@ -50,6 +50,7 @@ LOOK_SECONDS = 0.5
 FORESEEN = (SwarmError, JobError, ValueError, TimeoutError, OSError)  # what a handler may end with
 
 _TRAIN = Digest("d" * 64)
+_AUTHOR = PeerId("12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp")
 
 
 class Chance(random.Random):
@@ -113,7 +114,7 @@ class World:
                 seed=plan.seed % 1000, optimizer=OptimizerConfig(), data=DataConfig(kind="tokens", train=_TRAIN),
                 snapshot_every=plan.snapshot_every,
             ),
-            salt=str(plan.seed),
+            salt=str(plan.seed), author=_AUTHOR,
         )  # fmt: skip
         data = manifests.encode(manifest)
         job = JobId(digest_of(data))

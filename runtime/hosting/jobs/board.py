@@ -43,7 +43,7 @@ class Led:
     """A job whose first stage is ours."""
 
     record: JobRecord
-    trainer: str
+    author: PeerId
     told: tuple[Digest | None, str]  # the snapshot and state that everybody was told of at once
 
 
@@ -89,9 +89,9 @@ class JobBoard:
     def leads(self, job: JobId) -> bool:
         return job in self._led
 
-    def trainer(self, job: JobId) -> str:
+    def author(self, job: JobId) -> PeerId:
         """Who launched a job that we lead."""
-        return self._led[job].trainer
+        return self._led[job].author
 
     def lead(self, claim: ClaimRecord, manifest: Manifest, before: JobRecord | None) -> None:
         """We own the first stage from now on; `before` is the newest word on the job."""
@@ -104,7 +104,7 @@ class JobBoard:
             author=self._us,
         )  # fmt: skip
         self._words.pop(claim.job, None)
-        self._led[claim.job] = Led(record, manifest.trainer, (record.snapshot, record.state))
+        self._led[claim.job] = Led(record, manifest.author, (record.snapshot, record.state))
 
     def update(self, job: JobId, progress: Progress | None) -> None:
         """How a job stands that we lead, as its first stage says."""

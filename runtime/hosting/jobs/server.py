@@ -22,7 +22,7 @@ from fusion.runtime.job.protocol import JOB
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.identity import verify
-from fusion.swarm.transport import PeerId, Stream
+from fusion.swarm.transport import Stream
 
 WATCH_SECONDS = 0.25
 STOP_WINDOW_SECONDS = 300.0  # how far the clock of whoever stops a job may be from ours
@@ -103,7 +103,7 @@ class JobServer:
         timely = isinstance(at, int | float) and abs(self._context.clock.unix() - at) <= STOP_WINDOW_SECONDS
         if not isinstance(at, int | float) or not timely or not isinstance(signature, bytes):
             raise JobError(f"stop needs the time (within {STOP_WINDOW_SECONDS:.0f} s of now) and a signature")
-        if not verify(PeerId(self._board.trainer(job)), signature, stop_request(job, at)):
+        if not verify(self._board.author(job), signature, stop_request(job, at)):
             raise JobError("only whoever launched the job may stop it")
         record = self._board.cut_short(job, "stopped", "stopped by whoever launched it", progress)
         self._stopped(job)

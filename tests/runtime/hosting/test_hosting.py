@@ -120,6 +120,7 @@ def test_the_head_start_counts_from_when_the_owner_left(tmp_path: Path) -> None:
             await idle.look()
             await ours.look()
             made.clock.advance(HEAD_START_SECONDS + 1)
+            await ours.context.leases.beat()
             await idle.look()  # owned: no hole, however long ago it was one
             await ours.leave()
             await made.announce(job)
@@ -238,6 +239,8 @@ def test_after_a_cold_start_whoever_has_the_state_goes_first_with_one_stage_each
             owner = await made.owner(job, 0)
             assert owner is not None and owner.score == (1 + FITNESS) / 2 and owner.term == 5
             made.clock.advance(HEAD_START_SECONDS)
+            for peer in (one, two):
+                await peer.context.leases.beat()
             await made.announce(job, **resumed)
             await bare.look()
             await until(lambda: bare.service.begun == [(job, 2)])  # nobody has its newest state
@@ -268,7 +271,7 @@ def test_where_somebody_stands_by_whoever_has_the_state_waits(tmp_path: Path) ->
             claim = ClaimRecord(
                 job=job, stage=0, peer=standby.peer_id, role="standby", term=0, score=0.1, step=30, load=0.0
             )
-            await MemoryDirectory(made.network, standby, made.clock).publish(claim, ttl_seconds=100.0)
+            await MemoryDirectory(made.network, standby, made.clock).publish(claim)
             await ours.look()
             assert ours.service.begun == []
 
@@ -448,7 +451,7 @@ def test_a_stage_that_another_peer_won_is_given_up(tmp_path: Path) -> None:
             claim = ClaimRecord(
                 job=job, stage=0, peer=rival.peer_id, role="owner", term=9, score=0.1, step=0, load=0.0
             )
-            await MemoryDirectory(made.network, rival, made.clock).publish(claim, ttl_seconds=100.0)
+            await MemoryDirectory(made.network, rival, made.clock).publish(claim)
             await ours.context.leases.beat()
             await over(ours, (job, 0))
             await ours.look()

@@ -207,11 +207,13 @@ def test_a_busy_standby_leaves_a_free_stage_to_an_idle_one(tmp_path: Path) -> No
             job, lead, busy, comer = await beside_a_busy_standby(made)
             await announce(comer)
             made.network.kill(lead.id)
-            made.clock.advance(89.0)
+            made.clock.advance(5.0)
             for peer in (busy, comer):
                 await peer.context.leases.beat()
             made.clock.advance(2.0)
             for _ in range(3):
+                for peer in (busy, comer):
+                    await peer.context.leases.beat()
                 await made.announce(job, stages=2)
                 await busy.look()
                 made.clock.advance(2.0)

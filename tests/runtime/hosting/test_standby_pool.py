@@ -36,7 +36,7 @@ def manifest(**changes: object) -> Manifest:
     made = Manifest(
         name="work", kind="serve", graph=Digest("1" * 64), cuts=tuple(range(1, STAGES)),
         weights=(Digest("2" * 64),) * STAGES, proposed=(PeerId(""),) * STAGES, memory_bytes=(600,) * STAGES,
-        serve=ServeConfig(cache="kv", max_sequence=16, vocabulary=32),
+        serve=ServeConfig(cache="kv", max_sequence=16, vocabulary=32), author=Identity.generate().peer_id,
     )  # fmt: skip
     return replace(made, **changes)  # type: ignore[arg-type]
 

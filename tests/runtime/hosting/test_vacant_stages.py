@@ -4,6 +4,7 @@ from fusion.runtime.hosting.vacant_stages import VacantStages
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId
+from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.transport import PeerId
 
@@ -17,7 +18,7 @@ MANIFEST = Manifest(
     weights=(Digest("2" * 64),),
     proposed=(OWNER,),
     serve=ServeConfig(cache="kv", max_sequence=16, vocabulary=32),
-    trainer="trainer",
+    author=Identity.generate().peer_id,
     memory_bytes=(7,),
 )
 

@@ -14,6 +14,7 @@ from fusion.runtime.job.fields import plain
 from fusion.runtime.job.manifest import DataConfig, Manifest, OptimizerConfig, ServeConfig, TrainConfig
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId
 
 DIGEST = Digest("ab" * 32)
@@ -38,6 +39,8 @@ SOUND = Manifest(
     byte_level=True,
     files=(("config.json", DIGEST),),
     salt="pepper",
+    author=Identity.generate().peer_id,
+    launched_at=1_700_000_000,
 )
 SERVE = replace(
     SOUND,
@@ -68,6 +71,7 @@ def _with(path: str, value: object) -> dict[str, Any]:
     ("path", "value", "says"),
     [
         ("version", 4, "version 4"),
+        ("version", 2, "version 2"),
         ("version", None, "version None"),
         ("name", "x\nimport os", "name"),
         ("name", "", "name"),

@@ -24,7 +24,7 @@ from fusion.runtime.placing.link_guess import SAME_MACHINE, SAME_NETWORK, guess_
 from fusion.runtime.placing.placed_job import as_asked
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, Pair, PeerRecord
-from fusion.swarm.identity import friendly_name
+from fusion.swarm.identity import Identity, friendly_name
 from fusion.swarm.transport import PeerId
 
 JOB = """
@@ -53,6 +53,9 @@ def peer(name: str, address: str = "/ip4/127.0.0.1/tcp/1", memory: int = 1 << 30
     )  # fmt: skip
 
 
+ME = Identity.generate()
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> BlobStore:
     return BlobStore(tmp_path / "blobs", 1 << 30)
@@ -68,16 +71,16 @@ def job_file(tmp_path: Path) -> Path:
 
 
 def prepared_job(job_file: Path, store: BlobStore, peers: list[PeerRecord]) -> Prepared:
-    return prepare_training(spec.load(job_file), peers, store, trainer="me")
+    return prepare_training(spec.load(job_file), peers, store, author=ME)
 
 
 def test_a_job_file_becomes_blobs_that_hold_everything(job_file: Path, store: BlobStore) -> None:
     said: list[str] = []
     prepared = prepare_training(
-        spec.load(job_file), [peer("A"), peer("B")], store, trainer="me", say=said.append
+        spec.load(job_file), [peer("A"), peer("B")], store, author=ME, say=said.append
     )
     manifest = manifests.decode(store.path(prepared.job).read_bytes())  # type: ignore[arg-type]
-    assert manifest == prepared.manifest and manifest.trainer == "me" and manifest.byte_level
+    assert manifest == prepared.manifest and manifest.author == ME.peer_id and manifest.byte_level
     assert manifest.stages == 2 and set(manifest.proposed) == {"A", "B"}
     assert all(b > 0 for b in manifest.memory_bytes) and prepared.predicted_seconds > 0
     assert all(store.has(digest) for digest in prepared.blobs)
@@ -188,7 +191,7 @@ def apart(*names: str, mbps: float) -> list[LinkRecord]:
 def test_codecs_are_chosen_for_the_links_that_were_measured(job_file: Path, store: BlobStore) -> None:
     peers, links = [peer("A"), peer("B")], apart("A", "B", mbps=0.2)
     job_file.write_text(JOB + '[compression]\nkind = "adaptive"\n')
-    prepared = prepare_training(spec.load(job_file), peers, store, links=links)
+    prepared = prepare_training(spec.load(job_file), peers, store, links=links, author=ME)
     train, plan = prepared.manifest.train, prepared.plan
     assert train is not None and plan is not None
     assert train.compression == CompressionConfig(kind="adaptive")
@@ -200,12 +203,12 @@ def test_codecs_are_chosen_for_the_links_that_were_measured(job_file: Path, stor
     assert manifests.decode(store.path(prepared.job).read_bytes()) == prepared.manifest  # type: ignore[arg-type]
 
     job_file.write_text(JOB)
-    dense = prepare_training(spec.load(job_file), peers, store, links=links)
+    dense = prepare_training(spec.load(job_file), peers, store, links=links, author=ME)
     assert dense.manifest.train is not None and dense.manifest.train.codecs == ()
     assert prepared.predicted_seconds < dense.predicted_seconds
     # Nothing was measured, and all are on one machine: that is faster than any codec.
     job_file.write_text(JOB + '[compression]\nkind = "adaptive"\n')
-    guessed = prepare_training(spec.load(job_file), peers, store)
+    guessed = prepare_training(spec.load(job_file), peers, store, author=ME)
     assert guessed.manifest.train is not None and guessed.manifest.train.codecs == ()
     assert guessed.plan is not None and not any(link.known for link in guessed.plan.links)
 

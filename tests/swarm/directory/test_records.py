@@ -20,9 +20,19 @@ from support.directory_records import (
 )
 
 from fusion.swarm.directory.keys import SHARDS, key_of, shard, subkey_of
-from fusion.swarm.directory.records import MAX_PAIRS, MAX_TERM, Pair, Record
+from fusion.swarm.directory.records import (
+    KIND_OF,
+    MAX_GRANTS,
+    MAX_PAIRS,
+    MAX_PROOF_BYTES,
+    MAX_STATEMENTS,
+    MAX_TERM,
+    Pair,
+    Record,
+)
 from fusion.swarm.directory.sealing import (
     CLOCK_TOLERANCE_SECONDS,
+    MAX_CLAIM_SECONDS,
     MAX_RECORD_BYTES,
     MAX_TTL_SECONDS,
     RECORD_VERSION,
@@ -134,10 +144,32 @@ def test_time_bounds_a_record() -> None:
             opened(seal(record, ALICE, expires_at), record)
 
 
-@pytest.mark.parametrize("version", [0, RECORD_VERSION - 1, RECORD_VERSION + 1, 255, -1])
-def test_an_unknown_version_is_refused(version: int) -> None:
+@pytest.mark.parametrize("version", [0, RECORD_VERSION - 1, -1])
+def test_a_lower_version_is_refused(version: int) -> None:
     with pytest.raises(RecordError, match="version"):
         opened(raw_seal(RECORDS[0], ALICE, NOW + 6, version=version), RECORDS[0])
+
+
+@pytest.mark.parametrize("version", [RECORD_VERSION + 1, 255])
+@pytest.mark.parametrize("record", RECORDS)
+def test_newer_software_may_say_more_but_not_less(version: int, record: Record) -> None:
+    more = raw_seal(
+        record, ALICE, NOW + 6, version=version, values={"mood": "sunny", "more": [1, {"a": b"b"}]}
+    )
+    assert opened(more, record) == record
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    for name in values:
+        body = msgpack.packb([version, KIND_OF[type(record)], {k: v for k, v in values.items() if k != name}])
+        with pytest.raises(RecordError, match=f"without its {name}"):
+            opened(raw_seal(record, ALICE, NOW + 6, body=body), record)
+
+
+def test_a_claim_is_a_lease() -> None:
+    claim = claim_record(ALICE)
+    longest = MAX_CLAIM_SECONDS + CLOCK_TOLERANCE_SECONDS
+    assert opened(seal(claim, ALICE, NOW + longest), claim) == claim
+    with pytest.raises(RecordError, match="too far"):
+        opened(seal(claim, ALICE, NOW + longest + 1), claim)
 
 
 def test_an_oversized_record_is_refused() -> None:
@@ -169,7 +201,11 @@ def test_an_oversized_record_is_refused() -> None:
         (job_record(ALICE), {"lead": "somebody"}),
         (job_record(ALICE), {"snapshot": "0" * 63}),
         (job_record(ALICE), {"state": ["running"]}),
-        (job_record(ALICE), {"extra": 1}),
+        (job_record(ALICE), {"proof": (b"x" * (MAX_PROOF_BYTES + 1),)}),
+        (job_record(ALICE), {"proof": (b"x",) * (MAX_STATEMENTS + 1)}),
+        (claim_record(ALICE), {"grants": (b"x",) * (MAX_GRANTS + 1)}),
+        (claim_record(ALICE), {"grants": ("text",)}),
+        (claim_record(ALICE), {"proof": 5}),
         (provider_record(ALICE), {"size_bytes": 2**60}),
         (peer_record(ALICE), {"up_mbps": -1.0}),
         (peer_record(ALICE), {"coordinate": (0.0, 1.0)}),
@@ -186,7 +222,7 @@ def test_an_oversized_record_is_refused() -> None:
 def test_a_bad_field_is_refused(record: Record, values: dict[str, Any]) -> None:
     with pytest.raises(RecordError):
         opened(raw_seal(record, ALICE, NOW + 6, values=values), record)
-    if "extra" not in values and "addresses" not in values:
+    if "addresses" not in values:
         with pytest.raises(RecordError, match="bad"):
             seal(dataclasses.replace(record, **values), ALICE, NOW + 6)
 

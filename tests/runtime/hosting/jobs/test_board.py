@@ -38,7 +38,7 @@ def claim(term: int) -> ClaimRecord:
 
 MANIFEST = Manifest(
     name="work", kind="serve", graph=Digest("1" * 64), cuts=(1,), weights=(Digest("2" * 64),) * 2,
-    proposed=(PeerId(""),) * 2, serve=ServeConfig(cache="kv", max_sequence=16, vocabulary=32), trainer="trainer",
+    proposed=(PeerId(""),) * 2, serve=ServeConfig(cache="kv", max_sequence=16, vocabulary=32), author=Identity.generate().peer_id,
 )  # fmt: skip
 
 

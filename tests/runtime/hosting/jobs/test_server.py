@@ -320,21 +320,6 @@ def test_nobody_else_stops_it(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_job_without_a_trainer_cannot_be_stopped(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with swarm(tmp_path) as made:
-            lead = await made.join()
-            job = await made.launch(made.manifest(lead, trainer=""))
-            await lead.look()
-            await until(lambda: (job, 0) in lead.service.running)
-            with pytest.raises(RemoteError, match="only whoever launched"):
-                await call(
-                    made.client(), lead.id, JOB.name, "stop", signed(made.trainer, job, made.clock.now)
-                )
-
-    asyncio.run(main())
-
-
 def test_other_frames_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:

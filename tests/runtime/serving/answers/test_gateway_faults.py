@@ -16,6 +16,7 @@ from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError, SwarmError
+from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId
 
 
@@ -193,6 +194,7 @@ def test_a_job_whose_blobs_are_wrong_fails_in_one_line(broken: str, tmp_path: Pa
                 cuts=(),
                 weights=(bad,),
                 proposed=(PeerId("x"),),
+                author=Identity.generate().peer_id,
                 serve=ServeConfig(cache="kv", max_sequence=8, vocabulary=VOCABULARY),
             )
             with pytest.raises(Exception, match=f"the {broken}.* of odd: ") as caught:

@@ -1,0 +1,5 @@
+"""Who may do what in a job. Signatures say who speaks; this room says who may. Pure: it opens no streams and reads no clock.
+
+law             what a job's manifest says of that, as the swarm sees it
+grants          leave to take part, given in chains of at most two links that only narrow
+"""

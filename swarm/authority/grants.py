@@ -1,0 +1,166 @@
+"""Leave to take part in a job: a grant says which peer may do what, until when, signed by whoever gives it. Pure.
+
+It begins with the author of the job, or with a root that the manifest names; whoever was given one that `delegates` may
+pass on as much of it or less. A chain has at most MAX_GRANTS of them, and every one must allow what is asked, so that a
+link only narrows what the one before gave. A chain rides in its holder's claims, or is shown when a stream is opened.
+
+A grant is `msgpack([1, job, issuer, subject, roles, first, last, from, until, delegates, signature])`, about 220 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Literal, Protocol, get_args
+
+import msgpack
+
+from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.directory.records import MAX_GRANT_BYTES, MAX_GRANTS, MAX_STAGES, JobId, is_digest
+from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import verify as verify_signature
+from fusion.swarm.transport import PeerId
+
+VERSION = 1
+MAX_TIME = 2**40  # unix seconds
+
+# To own a stage, to stand by for one (or run it beside its owner), to read weights, data and snapshots, to prompt.
+Role = Literal["own", "stand-by", "read", "ask"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+Verify = Callable[[str, bytes, bytes], bool]  # (peer, signature, data), as `fusion.swarm.identity.verify`
+
+
+class Issuer(Protocol):
+    """The part of `fusion.swarm.identity.Identity` that giving grants needs."""
+
+    peer_id: PeerId
+
+    def sign(self, data: bytes) -> bytes: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    job: JobId
+    issuer: PeerId
+    subject: PeerId
+    roles: tuple[Role, ...]
+    stages: tuple[int, int] = (
+        0,
+        MAX_STAGES,
+    )  # the first and the last; what is not about one stage needs none
+    valid_from: int  # unix seconds
+    valid_until: int
+    delegates: bool = False  # the subject may pass it on
+
+    def __post_init__(self) -> None:
+        whole = (*self.stages, self.valid_from, self.valid_until)
+        if not all(type(number) is int for number in whole):
+            raise RecordError("a grant counts stages and seconds in whole numbers")
+        if not 0 <= self.stages[0] <= self.stages[1] <= MAX_STAGES:
+            raise RecordError("a grant is for the stages from a first to a last")
+        if not 0 <= self.valid_from < self.valid_until <= MAX_TIME:
+            raise RecordError("a grant begins before it ends")
+        if not self.roles or not set(self.roles) <= set(ROLES):
+            raise RecordError(f"a grant is for some of {', '.join(ROLES)}")
+        if not is_digest(self.job) or not isinstance(self.delegates, bool):
+            raise RecordError("a grant is for one job, and says whether it may be passed on")
+
+    def refusal(self, job: JobId, role: Role, stage: int | None, now: float) -> str | None:
+        """Why it does not allow that; None where it does."""
+        if self.job != job:
+            return "it is for another job"
+        if role not in self.roles:
+            return f"it is not to {role}"
+        if stage is not None and not self.stages[0] <= stage <= self.stages[1]:
+            return f"it is not for stage {stage}"
+        if now >= self.valid_until:
+            return "it has expired"
+        return "it is not valid yet" if now < self.valid_from else None
+
+
+def seal_grant(grant: Grant, issuer: Issuer) -> bytes:
+    """The bytes of a grant that `issuer` gives. RecordError where it is not the one that the grant names."""
+    if grant.issuer != issuer.peer_id:
+        raise RecordError(f"a grant of {grant.issuer} cannot be signed by {issuer.peer_id}")
+    fields = _fields(grant)
+    data: bytes = msgpack.packb([*fields, issuer.sign(_signed(fields))])
+    return data
+
+
+@lru_cache(maxsize=4096)  # claims come back every heartbeat with the same chain
+def open_grant(data: bytes, verify: Verify = verify_signature) -> Grant:
+    """Raises RecordError for bytes that are no grant, or one that its issuer did not sign."""
+    if not isinstance(data, bytes) or len(data) > MAX_GRANT_BYTES:
+        raise RecordError(f"a grant has at most {MAX_GRANT_BYTES} bytes")
+    try:
+        value = msgpack.unpackb(
+            data, max_str_len=64, max_bin_len=64, max_array_len=11, max_map_len=0, max_ext_len=0
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError):
+        raise RecordError("a grant is not msgpack") from None
+    match value:
+        case [int(version), bytes(job), str(issuer), str(subject), int(roles), int(first), int(last), int(since),
+              int(until), bool(delegates), bytes(signature)] if version == VERSION and 0 < roles < 1 << len(ROLES):  # fmt: skip
+            grant = Grant(
+                job=JobId(job.hex()), issuer=PeerId(issuer), subject=PeerId(subject),
+                roles=tuple(role for bit, role in enumerate(ROLES) if roles >> bit & 1),
+                stages=(first, last), valid_from=since, valid_until=until, delegates=delegates,
+            )  # fmt: skip
+        case _:
+            raise RecordError("the grant has not the form of one")
+    if not verify(grant.issuer, signature, _signed(_fields(grant))):
+        raise RecordError("the grant's signature is not its issuer's")
+    return grant
+
+
+def refusal(
+    law: JobLaw,
+    chain: Sequence[bytes],
+    peer: PeerId,
+    role: Role,
+    stage: int | None,
+    now: float,
+    verify: Verify = verify_signature,
+) -> str | None:
+    """Why `peer`, who shows `chain`, may not take part in the job so; None where it may. `stage` None: what is asked is
+    not about one stage. `now`: unix seconds."""
+    admission = law.admission
+    if admission.kind == "open" or peer == law.author:
+        return None
+    if admission.kind == "listed":
+        return None if peer in admission.peers else "the job is for listed peers"
+    roots = {law.author, *admission.roots}
+    if peer in roots:
+        return None
+    if not 1 <= len(chain) <= MAX_GRANTS:
+        return "the job is for peers with a grant"
+    try:
+        links = [open_grant(data, verify) for data in chain]
+    except RecordError as error:
+        return str(error)
+    if links[0].issuer not in roots:
+        return "its grant is from somebody who may give none"
+    for before, link in pairwise(links):
+        if link.issuer != before.subject or not before.delegates:
+            return "its grant was passed on by somebody who may not"
+    if links[-1].subject != peer:
+        return "its grant is somebody else's"
+    refused = (link.refusal(law.job, role, stage, now) for link in links)
+    return next((f"of its grant, {reason}" for reason in refused if reason is not None), None)
+
+
+def _fields(grant: Grant) -> list[Any]:
+    roles = sum(1 << ROLES.index(role) for role in set(grant.roles))
+    times = (grant.valid_from, grant.valid_until)
+    return [
+        *(VERSION, bytes.fromhex(grant.job), grant.issuer, grant.subject, roles),
+        *(*grant.stages, *times, grant.delegates),
+    ]
+
+
+def _signed(fields: list[Any]) -> bytes:
+    signed: bytes = msgpack.packb(["fusion-grant", *fields])
+    return signed

@@ -1,0 +1,39 @@
+"""What a job's manifest says of who may take part, as the swarm sees it: the job's id is the manifest's digest, so that
+nobody can change the law of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.transport import PeerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """`open`: everybody may. `listed`: `peers` may. `granted`: whoever shows a grant (`fusion.swarm.authority.grants`) of the
+    author's or of one of `roots`. The author always may, and so may whoever gives grants."""
+
+    kind: Literal["open", "listed", "granted"] = "open"
+    peers: tuple[PeerId, ...] = ()
+    roots: tuple[PeerId, ...] = ()  # whose grants count, besides the author's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much of a job one party may hold; 0: as much as it likes."""
+
+    stages_per_owner: int = 0
+    stages_per_subnet: int = 0  # of one /24 (IPv4) or /48 (IPv6), where addresses are known
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobLaw:
+    job: JobId
+    author: PeerId  # whose key launched it
+    stages: int
+    admission: Admission = Admission()
+    limits: Limits = Limits()
+    launched_at: int = 0  # unix seconds
+    steps: int = 0  # at which a training job is done; 0: it never is (serving)
