@@ -46,7 +46,7 @@ async def tell_steps(peer: Peer, output: Output) -> None:
                 ):  # else it is being loaded, or one that serves
                     followed[job] = tasks.create_task(follow(job))
             for job in hosted - ended - set(followed):
-                final = peer.parts.hosting.final(job)
+                final = peer.parts.hosting.board.final(job)
                 if final is not None:
                     tell(final)
             await asyncio.sleep(LOOK_SECONDS)

@@ -1,8 +1,11 @@
 """Which stages this peer holds. Knows services that run stages, not how they do.
 
-hosting              the loop: looks for jobs, claims stages, runs them
-claim_choice         which stages to claim now; pure
+hosting              the loop: looks for jobs, decides, publishes
+job_view             what it sees of jobs, and of who has their stages
+hosted_stages        the stages that run here, from our claim to its release
+stage_claims         how a stage comes here: claimed, or taken over
 vacant_stages        stages without an owner, from look to look
+claim_choice         which stages to claim now; pure
 standby_assignment   which stages to stand by for; pure
 standby_pool         what it stands by for, brought here ahead of time
 takeover             an owner that vanished, and who follows

@@ -43,6 +43,18 @@ def stages_to_claim(
     return tuple(chosen)
 
 
+def asks_who_is_idle(vacancies: Sequence[VacantStage], *, busy: bool) -> bool:
+    """Whether it matters to our choice which other peers are idle. Reading all peers is dear. `busy`: stages run here."""
+    return (busy or len(vacancies) > 1) and any(vacancy.score < 1.0 for vacancy in vacancies)
+
+
+def our_share(
+    vacancies: Sequence[VacantStage], us: PeerId, peers: Sequence[PeerRecord], *, busy: bool
+) -> tuple[VacantStage, ...]:
+    """Those of `vacancies` that we do not leave to other peers."""
+    return (beside_the_idle if busy else one_each)(vacancies, us, peers)
+
+
 def beside_the_idle(
     vacancies: Sequence[VacantStage], us: PeerId, peers: Sequence[PeerRecord]
 ) -> tuple[VacantStage, ...]:

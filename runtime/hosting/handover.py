@@ -7,17 +7,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from fusion.runtime.hosting.claim_choice import one_to_hand_on
+from fusion.runtime.hosting.hosted_stages import Hosted, HostedStages
 from fusion.runtime.hosting.jobs.service import Service
-from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.takeover import Takeover
 from fusion.swarm.claims.election import successors, winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId
@@ -27,72 +26,58 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
+PASS_SECONDS = 6.0  # for a stage to come to a boundary where it can be handed over
+PATIENCE_SECONDS = 120.0  # for one of a peer that stays: nobody is in a hurry
+SPREAD_SECONDS = 10.0  # from one stage that such a peer hands on to the next
+
 Place = tuple[JobId, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandoverConfig:
-    pass_seconds: float = 6.0  # for a stage to come to a boundary where it can be handed over
-    settle_seconds: float = 5.0  # for whoever takes it over to run it
+    settle_seconds: float = 5.0  # for whoever takes a stage over to run it
     look_seconds: float = 0.1  # from one look whether it does to the next
-    spread_seconds: float = 10.0  # from one stage that is handed on to the next, of a peer that stays
-    patience_seconds: float = 120.0  # for such a stage to come to a boundary: nobody is in a hurry
 
     def __post_init__(self) -> None:
-        if min(self.pass_seconds, self.settle_seconds, self.look_seconds, self.patience_seconds) <= 0:
-            raise ValueError(
-                "pass_seconds, settle_seconds, look_seconds and patience_seconds must be positive"
-            )
-
-
-@dataclass(frozen=True)
-class Hosted:
-    """A stage that runs here."""
-
-    task: asyncio.Task[None]
-    manifest: Manifest
+        if min(self.settle_seconds, self.look_seconds) <= 0:
+            raise ValueError("settle_seconds and look_seconds must be positive")
 
 
 class Handovers:
-    """`spawn` runs work beside everything else; `clock` gives seconds that only rise."""
+    """Of the stages in `stages`."""
 
     def __init__(
         self,
+        stages: HostedStages,
         context: Context,
-        services: Mapping[str, Service],
+        takeover: Takeover,
         config: HandoverConfig,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        clock: Callable[[], float],
     ) -> None:
+        self._stages = stages
         self._leases = context.leases
-        self._succession = context.succession if isinstance(context.succession, Takeovers) else None
-        self._services = services
+        self._takeover = takeover
         self._config = config
-        self._spawn = spawn
-        self._clock = clock
-        self._passing: set[Place] = set()  # being handed to another peer, while they run here
+        self._clock = context.clock.monotonic
         self._handing: asyncio.Task[None] | None = None
         self._handed_at = -math.inf
 
-    def passes(self, place: Place) -> bool:
-        """Whether the stage is being handed over, so that its loss is what we want."""
-        return place in self._passing
-
-    async def leave(self, hosts: Mapping[Place, Hosted]) -> None:
+    async def leave(self) -> None:
         """Hand over all that runs here, as far as anybody stands by for it."""
         if self._handing is not None:
             self._handing.cancel()
             await asyncio.wait([self._handing])
-        await asyncio.gather(*(self._pass_on(place, hosted) for place, hosted in list(hosts.items())))
+        await asyncio.gather(
+            *(self._pass_on(place, hosted) for place, hosted in list(self._stages.running.items()))
+        )
 
-    def spread(self, hosts: Mapping[Place, Hosted]) -> None:
+    def spread(self) -> None:
         """Begin to hand a stage on if we have more of one job than we should: the copies of its state that lie here
         are lost together."""
-        if self._succession is None or self._clock() - self._handed_at < self._config.spread_seconds:
+        if self._clock() - self._handed_at < SPREAD_SECONDS:
             return
         if self._handing is not None and not self._handing.done():
             return
-        us = self._leases.peer_id
+        us, hosts = self._leases.peer_id, self._stages.running
         running = [
             place for place in hosts if (held := self._leases.holds(*place)) is not None and held.ready
         ]
@@ -102,19 +87,21 @@ class Handovers:
         )
         if chosen is not None:
             job, stage, order = chosen
-            self._handing = self._spawn(self._hand_on((job, stage), hosts[job, stage], order))
+            self._handing = self._stages.spawn(self._hand_on((job, stage), hosts[job, stage], order))
 
-    def give_away(self, place: Place, hosted: Hosted, peer: PeerId) -> None:
+    def give_away(self, place: Place, peer: PeerId) -> None:
         """Begin to hand the stage to that peer, unless another one is on its way. It stays here if the peer does not take
         it."""
-        if self._succession is not None and (self._handing is None or self._handing.done()):
-            self._handing = self._spawn(self._hand_on(place, hosted, (peer,), stays=True))
+        hosted = self._stages.running.get(place)
+        if hosted is None or not self._stages.accepting:
+            return
+        if self._handing is None or self._handing.done():
+            self._handing = self._stages.spawn(self._hand_on(place, hosted, (peer,), stays=True))
 
     async def _hand_on(
         self, place: Place, hosted: Hosted, order: Sequence[PeerId], *, stays: bool = False
     ) -> None:
-        assert self._succession is not None
-        there = await asyncio.gather(*(self._succession.attends(peer, *place) for peer in order))
+        there = await asyncio.gather(*(self._takeover.attends(peer, *place) for peer in order))
         order = [peer for peer, attends in zip(order, there, strict=True) if attends]
         if not order:
             return
@@ -136,7 +123,7 @@ class Handovers:
         if gone:
             return
         if stays and await self._is_ours(place):
-            self._services[hosted.manifest.kind].stay(*place)
+            hosted.service.stay(*place)
         else:
             hosted.task.cancel()  # it may stand still: whoever stands by takes it as if we had vanished
 
@@ -149,16 +136,13 @@ class Handovers:
 
     async def _pass_on(self, place: Place, hosted: Hosted, order: Sequence[PeerId] | None = None) -> bool:
         claim = self._leases.holds(*place)
-        if claim is None or self._succession is None or hosted.task.done():
+        if claim is None or hosted.task.done():
             return True
-        self._passing.add(place)
-        service, config = self._services[hosted.manifest.kind], self._config
-        if order is not None:
-            config = replace(config, pass_seconds=config.patience_seconds)
+        hosted.passing = True
         try:
-            return await pass_on(claim, service, self._leases, self._succession, config, order)
+            return await pass_on(claim, hosted.service, self._leases, self._takeover, self._config, order)
         finally:
-            self._passing.discard(place)
+            hosted.passing = False
             if self._leases.holds(*place) is None:
                 hosted.task.cancel()
 
@@ -167,22 +151,24 @@ async def pass_on(
     claim: ClaimRecord,
     service: Service,
     leases: Leases,
-    succession: Takeovers,
+    takeover: Takeover,
     config: HandoverConfig,
     order: Sequence[PeerId] | None = None,
 ) -> bool:
-    """Hand a stage of ours to the first of `order` that takes it, or else the best standby, and wait until it runs
-    there. False, and one line in the log where that is news, if nobody has it now; whatever happens, it takes only so
+    """Hand a stage of ours to the first of `order` that takes it, or without one, in a hurry, to the best standby, and wait
+    until it runs there. False, and one line in the log where that is news, if nobody has it now; whatever happens, it takes only so
     long. Afterwards the stage may stand still here, or still serve."""
     place = (claim.job, claim.stage)
     try:
+        seconds = PATIENCE_SECONDS
         if order is None:
+            seconds = PASS_SECONDS
             order = [heir.peer for heir in successors(await leases.claims(*place))]
         if not order:
             return False
-        async with asyncio.timeout(config.pass_seconds):
+        async with asyncio.timeout(seconds):
             handover = await service.pass_on(*place)
-        heir = await succession.hand_over(*place, claim.term, handover, order)
+        heir = await takeover.hand_over(*place, claim.term, handover, order)
         if heir is None:
             return False
         await _until_ready(heir, leases, config)

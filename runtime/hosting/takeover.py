@@ -21,11 +21,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgpack
 
 from fusion.runtime.job.protocol import HOLD
+from fusion.runtime.job.takeover import StageHolder
 from fusion.swarm.claims.election import is_idle, successors, winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId
@@ -41,25 +42,6 @@ TERM_LEAP = 1024  # how far above the terms that we know a report's may lie: nob
 
 Place = tuple[JobId, int]
 R = TypeVar("R")
-
-
-class StageHolder(Protocol):
-    """What hosts stages on this peer: `fusion.runtime.hosting.hosting.Hosting`."""
-
-    def holds(self, job: JobId, stage: int) -> int:
-        """The term under which the stage runs here; 0 if it does not."""
-
-    @property
-    def occupied(self) -> bool:
-        """Whether a stage runs here, or is about to."""
-
-    async def take_over(
-        self, job: JobId, stage: int, over: int, handover: Mapping[str, Any] | None
-    ) -> ClaimRecord | None:
-        """Claim the stage above the term `over` and begin to host it; our claim, or None where we did not get it."""
-
-    def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
-        """As in `fusion.runtime.job.context.TakeoverReports`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,27 +107,24 @@ def judge(
 
 
 class Takeovers:
-    """Implements `fusion.runtime.job.context.TakeoverReports`. `attach` gives it the hosting that takes stages over; without
-    one it only asks others."""
+    """Implements `fusion.runtime.job.takeover.Takeover`. Before it is started it only asks others."""
 
     def __init__(self, transport: Transport, leases: Leases, config: TakeoverConfig | None = None) -> None:
         self._transport = transport
         self._leases = leases
         self._config = config or TakeoverConfig()
-        self._seat: StageHolder | None = None
+        self._holder: StageHolder | None = None
         self._running: dict[tuple[str, Place, int], asyncio.Future[Any]] = {}
 
-    def attach(self, seat: StageHolder) -> None:
-        self._seat = seat
-
-    async def start(self) -> None:
-        """Answer other peers from now on."""
+    async def start(self, holder: StageHolder) -> None:
+        """As in `Takeover`."""
+        self._holder = holder
         await self._transport.serve(HOLD.name, self._handle)
 
     # --- whoever sees an owner vanish
 
     async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
-        """As in `TakeoverReports`. Asked several times at once, it happens once."""
+        """As in `Takeover`. Asked several times at once, it happens once."""
         place = (job, stage)
         return await self._once("suspect", place, term, lambda: self._find_successor(place, peer, term))
 
@@ -234,8 +213,12 @@ class Takeovers:
             return Sign("holds", term) if term > 0 else GONE
         return GONE
 
+    async def holds(self, peer: PeerId, job: JobId, stage: int) -> bool:
+        """As in `Takeover`."""
+        return (await self.look(peer, job, stage)).kind == "holds"
+
     async def attends(self, peer: PeerId, job: JobId, stage: int) -> bool:
-        """Whether `peer` answers at all."""
+        """As in `Takeover`."""
         try:
             await self._ask_term(peer, job, stage)
         except (SwarmError, ValueError, TimeoutError):
@@ -257,10 +240,12 @@ class Takeovers:
         )
 
     async def _look_and_take(self, place: Place, peer: PeerId, term: int, *, yours: bool) -> SuspectReply:
-        seat, leases = self._seat, self._leases
+        holder, leases = self._holder, self._leases
         if (own := self._own(place)) is not None and own.term > term:
             return own
-        if seat is None or not any((claim.job, claim.stage) == place for claim in leases.standbys.standing()):
+        if holder is None or not any(
+            (claim.job, claim.stage) == place for claim in leases.standbys.standing()
+        ):
             return SuspectReply("no", message="not a standby of that stage")
         if term > leases.known_term(*place) + TERM_LEAP:
             return SuspectReply("no", message="no such term")
@@ -273,11 +258,11 @@ class Takeovers:
         if verdict == "take":
             over = max([term, *(claim.term for claim in claims if claim.role == "owner")])
             log.info("stage %d of job %.8s: its owner %s is gone", place[1], place[0], peer)
-            if seat.occupied and not yours:
+            if holder.occupied and not yours:
                 taken = await self._ask_the_idle(place, peer, term, claims, signs)
                 if taken is not None:
                     return taken
-            await seat.take_over(*place, over, None)
+            await holder.take_over(*place, over, None)
             if (own := self._own(place)) is not None:
                 return own
             return SuspectReply("no", message="the stage could not be taken over here")
@@ -334,14 +319,14 @@ class Takeovers:
     # --- an owner that leaves, or gives a stage away, and its successor
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
-        """As in `TakeoverReports`."""
-        if self._seat is not None:
-            self._seat.give_away(job, stage, peer)
+        """As in `Takeover`."""
+        if self._holder is not None:
+            self._holder.give_away(job, stage, peer)
 
     async def hand_over(
         self, job: JobId, stage: int, term: int, handover: Mapping[str, Any], order: Sequence[PeerId]
     ) -> ClaimRecord | None:
-        """Give the stage, which we own under `term`, to the first of these peers that takes it; its claim."""
+        """As in `Takeover`."""
         header = {"job": job, "stage": stage, "term": term, "handover": dict(handover)}
         if len(msgpack.packb(header)) > MAX_HANDOVER_BYTES:
             log.warning("stage %d of job %.8s: too much to hand over", stage, job)
@@ -359,7 +344,7 @@ class Takeovers:
         return None
 
     async def _take(self, remote: PeerId, place: Place, term: int, handover: object) -> SuspectReply:
-        if self._seat is None or not isinstance(handover, dict):
+        if self._holder is None or not isinstance(handover, dict):
             return SuspectReply("no", message="nothing is taken over here")
         if len(msgpack.packb(handover)) > MAX_HANDOVER_BYTES:
             return SuspectReply("no", message=f"a handover is at most {MAX_HANDOVER_BYTES} bytes")
@@ -369,7 +354,7 @@ class Takeovers:
                 break
         else:
             return SuspectReply("no", message=f"{remote} does not own the stage under term {term}")
-        await self._seat.take_over(*place, term, handover)
+        await self._holder.take_over(*place, term, handover)
         return self._own(place) or SuspectReply("no", message="the stage could not be taken over here")
 
     # --- what others ask
@@ -378,7 +363,7 @@ class Takeovers:
         frame = await stream.receive()
         place = (JobId(str(frame.header.get("job", ""))[:64]), _whole(frame.header.get("stage")))
         if frame.kind == "holds":
-            term = self._seat.holds(*place) if self._seat is not None else 0
+            term = self._holder.holds(*place) if self._holder is not None else 0
             await stream.send("holds", {"term": term})
             return
         term = _whole(frame.header.get("term"))

@@ -5,32 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.watch import Watch
 from fusion.swarm.clock import Clock
 
 if TYPE_CHECKING:  # a client has no worker, and should not load torch for its name
+    from fusion.runtime.job.takeover import Takeover
     from fusion.runtime.job.worker import Worker
     from fusion.swarm.blobs.blobs import Blobs
     from fusion.swarm.claims.leases import Leases
     from fusion.swarm.directory.api import Directory
-    from fusion.swarm.directory.records import ClaimRecord, JobId
     from fusion.swarm.links.monitor import LinkMonitor
     from fusion.swarm.transport import PeerId, Transport
-
-
-class TakeoverReports(Protocol):
-    """How whoever sees the owner of a stage vanish finds the next one. `fusion.runtime.hosting.takeover` implements it."""
-
-    async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
-        """`peer`, who held the stage under `term`, does not answer us: ask its standbys to take over. The claim of the
-        new owner (which `Leases.owner` knows of then, too), or None where nobody can take over now."""
-
-    def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
-        """Begin to hand a stage that runs here to `peer`, at the next boundary where nothing is lost. It stays here if
-        the peer does not take it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +34,7 @@ class Context:
     )
     memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(4 << 30))  # that the volunteer lends
     home: Path = Path(".")
-    succession: TakeoverReports | None = None  # None in a client: it holds nothing
+    succession: Takeover | None = None  # None in a client: it holds nothing
     links: LinkMonitor | None = None  # None in a client: it measures nothing
     clock: Clock = Clock()  # noqa: RUF009 - frozen
     watch: Watch = Watch()  # noqa: RUF009 - does nothing

@@ -8,7 +8,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from cachetools import FIFOCache
@@ -26,20 +25,13 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShelfConfig:
-    fetch_seconds: float = 20.0  # for one manifest to arrive
-    cool_down_seconds: float = 5.0  # after one did not, doubling
-    longest_cool_down_seconds: float = 300.0
-    fetches: int = 32  # at once
-    fetches_per_author: int = 4  # of a job's record: many jobs that nobody has must not keep others waiting
-    kept_bytes: int = 64 << 20  # of manifests in memory; others are read from the disk again
-    refused_jobs: int = 4096  # whose blob is known to be no manifest
-
-    def __post_init__(self) -> None:
-        for name in ("fetch_seconds", "fetches", "fetches_per_author", "kept_bytes", "refused_jobs"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+FETCH_SECONDS = 20.0  # for one manifest to arrive
+COOL_DOWN_SECONDS = 5.0  # after one did not, doubling
+LONGEST_COOL_DOWN_SECONDS = 300.0
+FETCHES = 32  # at once
+FETCHES_PER_AUTHOR = 4  # of a job's record: many jobs that nobody has must not keep others waiting
+KEPT_BYTES = 64 << 20  # of manifests in memory; others are read from the disk again
+REFUSED_JOBS = 4096  # whose blob is known to be no manifest
 
 
 class ManifestShelf:
@@ -50,18 +42,14 @@ class ManifestShelf:
         blobs: Blobs,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         arrived: Callable[[], None],
-        config: ShelfConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._blobs = blobs
         self._spawn = spawn
         self._arrived = arrived
-        self._config = config or ShelfConfig()
-        self._cooling: CoolDown[JobId] = CoolDown(
-            self._config.cool_down_seconds, self._config.longest_cool_down_seconds, clock
-        )
+        self._cooling: CoolDown[JobId] = CoolDown(COOL_DOWN_SECONDS, LONGEST_COOL_DOWN_SECONDS, clock)
         self._known: dict[JobId, tuple[Manifest, int]] = {}  # with its size in bytes, the oldest first
-        self._refused: FIFOCache[JobId, None] = FIFOCache(self._config.refused_jobs)
+        self._refused: FIFOCache[JobId, None] = FIFOCache(REFUSED_JOBS)
         self._fetching: dict[JobId, PeerId] = {}  # whose record we have it from
 
     def get(self, record: JobRecord) -> Manifest | None:
@@ -72,7 +60,7 @@ class ManifestShelf:
         if job in self._refused or job in self._fetching or self._cooling.lasts(job):
             return None
         busy = Counter(self._fetching.values())
-        if busy.total() < self._config.fetches and busy[record.author] < self._config.fetches_per_author:
+        if busy.total() < FETCHES and busy[record.author] < FETCHES_PER_AUTHOR:
             self._fetching[job] = record.author
             self._spawn(self._fetch(record))
         return None
@@ -85,7 +73,7 @@ class ManifestShelf:
         job = record.job
         hints = [peer for peer in (record.author, record.lead) if peer is not None]
         try:
-            async with asyncio.timeout(self._config.fetch_seconds):
+            async with asyncio.timeout(FETCH_SECONDS):
                 data = await self._blobs.read(Digest(job), manifests.MAX_MANIFEST_BYTES, hints)
             manifest = await asyncio.to_thread(manifests.decode, data)
         except JobError as error:
@@ -112,5 +100,5 @@ class ManifestShelf:
 
     def _keep(self, job: JobId, manifest: Manifest, size: int) -> None:
         self._known[job] = (manifest, size)
-        while len(self._known) > 1 and sum(s for _, s in self._known.values()) > self._config.kept_bytes:
+        while len(self._known) > 1 and sum(s for _, s in self._known.values()) > KEPT_BYTES:
             del self._known[next(iter(self._known))]

@@ -180,8 +180,8 @@ class Swarm:
             clock=Clock(self.clock, self.clock),
         )
         service = Pretence(leases if self.pooled else None)
-        departure = HandoverConfig(settle_seconds=0.05, look_seconds=0.01)
-        config = {"heartbeat_seconds": 3600.0, "nudge_seconds": 0.0, "departure": departure, **config}
+        handover = HandoverConfig(settle_seconds=0.05, look_seconds=0.01)
+        config = {"heartbeat_seconds": 3600.0, "nudge_seconds": 0.0, "handover": handover, **config}
         hosting = Hosting(
             context,
             {"serve": service},

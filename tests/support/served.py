@@ -96,7 +96,7 @@ def seeded_reference(name: str, prompt: Sequence[int], count: int, sampling: Sam
 
 
 class Heirs:
-    """Peers that take stages over at a word, once the owner has really gone. Implements `TakeoverReports`."""
+    """Peers that take stages over at a word, once the owner has really gone. Implements what serving needs of `Takeover`."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm

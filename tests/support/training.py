@@ -176,8 +176,7 @@ class Swarm:
             random=given.random,
         )
         peer = Peer(context, RecordedService(context, given.plane))
-        successor.attach(peer)
-        await successor.start()
+        await successor.start(peer)
         await peer.service.start()
         return peer
 

@@ -20,7 +20,7 @@ from worlds.scenario import scenario
 from worlds.virtual_time import lane_now, wall_seconds
 from worlds.world import World
 
-from fusion.runtime.hosting.hosting import Hosting
+from fusion.runtime.hosting.hosted_stages import HostedStages
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ def replay(seed: int, *, traces: bool = True) -> Outcome:
     fusion = logging.getLogger("fusion")
     before = fusion.level, fusion.propagate
     logging.disable(logging.NOTSET)
-    hosting = logging.getLogger(Hosting.__module__)
+    hosting = logging.getLogger(HostedStages.__module__)
     fusion.addHandler(collector)
     hosting.addHandler(collector)
     fusion.setLevel(logging.DEBUG)

@@ -18,7 +18,7 @@ from worlds.arithmetic import VARIABLE, WorldBatches, first_state, pack, stages_
 from worlds.virtual_time import lane_now
 
 from fusion.dag.cutting.stage import Stage
-from fusion.runtime.hosting.hosting import Hosting
+from fusion.runtime.hosting.hosted_stages import HostedStages
 from fusion.runtime.hosting.jobs import files
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.fields import build
@@ -101,6 +101,6 @@ class Mistakes(logging.Handler):
 
 def install() -> None:
     """Once per process."""
-    hosts = logging.getLogger(Hosting.__module__)
+    hosts = logging.getLogger(HostedStages.__module__)
     hosts.addHandler(Mistakes(logging.ERROR))
     hosts.propagate = False

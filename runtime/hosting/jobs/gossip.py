@@ -102,6 +102,13 @@ class JobGossip:
             async with asyncio.timeout(TELL_SECONDS):
                 await self.say(record.job)
 
+    def concludes(self, record: JobRecord) -> bool:
+        """Whether our own lead has ended the job, and may have last words to say. It has not where we took the lead
+        while the one before us was ending the job, which another stage of ours heard of."""
+        progress = self._services[record.kind].progress(record.job)
+        ours = record.author == self._context.peer_id and self._board.leads(record.job)
+        return ours and progress is not None and progress.finished
+
     # --- what the directory gets to hear
 
     def _repeat(self, record: JobRecord) -> JobRecord:

@@ -1,7 +1,7 @@
 """One partner of a hosted stage: the stream to it, the stream from it, and whom we know to own it.
 
 A stream that breaks is dialled again at once, first at the same peer. Where that does not answer, whoever may replace
-the owner is asked to look at it (`TakeoverReports.suspect`), while the dialling goes on; what works first wins. A new owner
+the owner is asked to look at it (`Takeover.suspect`), while the dialling goes on; what works first wins. A new owner
 says hello with its sealed claim, and one that we are told of is dialled at once, so nobody waits for the directory.
 """
 

@@ -103,7 +103,7 @@ def test_an_owner_that_has_just_taken_the_lead_gives_it_up_when_its_other_stage_
             await over(other, (job, 0))
             record = await made.record(job)
             assert (record.state, record.step, record.lead) == ("done", 90, other.id)
-            assert other.hosting.final(job) == final
+            assert other.hosting.board.final(job) == final
 
     asyncio.run(main())
 

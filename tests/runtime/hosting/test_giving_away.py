@@ -42,7 +42,7 @@ def test_a_stage_that_the_peer_does_not_take_stays(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
             job, owner, other = await trained_by_one(made)
-            other.hosting._cooling.start((job, 0))
+            other.hosting._stages.cooling.start((job, 0))
             owner.context.succession.give_away(job, 0, other.id)
             await until(lambda: owner.service.stayed == [(job, 0)])
             assert owner.hosting.hosted == ((job, 0),) and other.hosting.hosted == ()

@@ -11,7 +11,7 @@ from support.hosting import FITNESS, Peer, over, swarm, until
 from fusion.runtime.hosting.hosting import HostingConfig
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.errors import JobError, JobFailed
-from fusion.runtime.job.manifest_shelf import ShelfConfig
+from fusion.runtime.job.manifest_shelf import FETCHES_PER_AUTHOR
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
 from fusion.swarm.claims.election import HEAD_START_SECONDS
@@ -370,7 +370,7 @@ def test_a_job_that_ends_while_we_look_is_not_claimed(tmp_path: Path) -> None:
             await ours.look()
             assert leases.mine() == ()
             leases.claims, leases.claim = claims, ended_late  # type: ignore[method-assign, assignment]
-            ours.hosting._board._tombstones.clear()
+            ours.hosting.board._tombstones.clear()
             await ours.look()
             assert leases.mine() == () and ours.service.begun == [] and await made.owner(job, 0) is None
 
@@ -527,8 +527,7 @@ def test_a_manifest_that_nobody_has_is_asked_for_now_and_then(tmp_path: Path) ->
 def test_manifests_that_never_come_keep_nobody_waiting(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            shelf = ShelfConfig(fetches_per_author=2)
-            ours = await made.join(shelf=shelf)
+            ours = await made.join()
             silent = Identity.generate()  # says it has them, and never sends a byte
 
             async def say_nothing(stream: Stream) -> None:
@@ -542,7 +541,9 @@ def test_manifests_that_never_come_keep_nobody_waiting(tmp_path: Path) -> None:
             job = await made.launch(made.manifest(ours))
             await ours.hosting.beat()
             await until(lambda: (job, 0) in ours.service.running)
-            assert len(ours.blobs.asked) == 2 + 1  # two at a time of one author's, and the good one
+            assert (
+                len(ours.blobs.asked) == FETCHES_PER_AUTHOR + 1
+            )  # so many at a time of one author's, and the good one
 
     asyncio.run(main())
 
@@ -626,5 +627,3 @@ def test_a_claim_that_cannot_be_made_keeps_nobody_from_the_others(tmp_path: Path
 def test_a_wrong_configuration_is_named() -> None:
     with pytest.raises(ValueError, match="seats"):
         HostingConfig(seats=0)
-    with pytest.raises(ValueError, match="fetches"):
-        ShelfConfig(fetches=0)

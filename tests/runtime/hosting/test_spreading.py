@@ -130,7 +130,7 @@ def test_a_stage_that_nobody_took_in_the_end_does_not_stand_still(tmp_path: Path
         async with swarm(tmp_path, pooled=True) as made:
             job, only = await crowded(made, 2)
             comer = await idle(made, job, only)
-            comer.hosting._cooling.start((job, 1))  # and takes nothing
+            comer.hosting._stages.cooling.start((job, 1))  # and takes nothing
             await round_of(made, comer, only)
             await until(lambda: only.service.passed_on == [(job, 1)])
             await over(only, (job, 1))

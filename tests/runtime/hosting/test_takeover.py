@@ -450,6 +450,15 @@ def test_a_wrong_configuration_is_named() -> None:
         TakeoverConfig(check_seconds=0)
 
 
+class Nobody:
+    """Holds no stage, and takes none over."""
+
+    occupied = False
+
+    def holds(self, job: JobId, stage: int) -> int:
+        return 0
+
+
 def test_a_client_may_ask_and_is_never_asked_in_vain(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
@@ -458,7 +467,7 @@ def test_a_client_may_ask_and_is_never_asked_in_vain(tmp_path: Path) -> None:
             transport = MemoryTransport(made.network, identity.peer_id)
             directory = MemoryDirectory(made.network, identity, made.clock)
             asking = Takeovers(transport, Leases(identity.peer_id, directory, LeaseConfig()), made.checks)
-            await asking.start()
+            await asking.start(Nobody())
             reply = await call(made.client(), identity.peer_id, HOLD.name, "holds", {"job": job, "stage": 0})
             assert reply.header["term"] == 0
             vanish(made, owner)

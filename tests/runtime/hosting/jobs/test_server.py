@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.hosting import over, swarm, until
 
-from fusion.runtime.hosting.hosting import stop_request
+from fusion.runtime.hosting.jobs.server import stop_request
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB

@@ -1,0 +1,226 @@
+"""The stages that run on this peer, from our claim to its release: what it holds, and how each of them comes to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.runtime.hosting.jobs.board import JobBoard
+from fusion.runtime.hosting.jobs.gossip import JobGossip
+from fusion.runtime.hosting.jobs.service import Service
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.cool_down import CoolDown
+from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.progress import Progress
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
+from fusion.swarm.errors import StaleTerm, SwarmError
+from fusion.swarm.printable import error_line, one_line
+
+log = logging.getLogger(__name__)
+
+LONGEST_COOL_DOWN_SECONDS = 300.0
+OVERTAKEN_SECONDS = 5.0  # once in so long a stage is claimed anew at once
+SETTLED_SECONDS = 60.0  # a stage that ran for so long did not fail at once
+
+Place = tuple[JobId, int]
+
+
+@dataclass(eq=False)
+class Hosted:
+    """A stage that runs here."""
+
+    task: asyncio.Task[None]
+    manifest: Manifest
+    service: Service
+    passing: bool = False  # it is being handed to another peer: its loss is what we want
+
+
+class HostedStages:
+    """Stages run as tasks of `tasks`, None while nothing is hosted. `cool_down_seconds` after a stage has failed here,
+    doubling, it may be claimed again."""
+
+    def __init__(
+        self,
+        context: Context,
+        services: Mapping[str, Service],
+        board: JobBoard,
+        gossip: JobGossip,
+        cool_down_seconds: float,
+    ) -> None:
+        self._clock = clock = context.clock.monotonic
+        self.running: dict[Place, Hosted] = {}
+        self.tasks: asyncio.TaskGroup | None = None
+        self.leaving = False  # nothing begins here any more
+        self.on_begin: Callable[[Place], object] = lambda place: None  # a stage runs here from now on
+        self.on_release: Callable[[], object] = lambda: None  # one has ended here, and others may have it
+        self.cooling: CoolDown[Place] = CoolDown(cool_down_seconds, LONGEST_COOL_DOWN_SECONDS, clock)
+        self._overtaken: CoolDown[Place] = CoolDown(OVERTAKEN_SECONDS, OVERTAKEN_SECONDS, clock)
+        self._claiming: list[Place] = []
+        self._context = context
+        self._services = services
+        self._board = board
+        self._gossip = gossip
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(sorted(self.running))
+
+    @property
+    def jobs(self) -> set[JobId]:
+        return {job for job, _ in self.running}
+
+    @property
+    def occupied(self) -> bool:
+        """Whether a stage runs here, or is about to."""
+        return bool(self.running or self._claiming)
+
+    @property
+    def accepting(self) -> bool:
+        """Whether stages may begin here."""
+        return self.tasks is not None and not self.leaving
+
+    def holds(self, place: Place) -> int:
+        """The term under which the stage runs here; 0 if it does not."""
+        hosted, claim = self.running.get(place), self._context.leases.holds(*place)
+        return claim.term if hosted is not None and claim is not None and not hosted.task.done() else 0
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` beside the stages."""
+        assert self.tasks is not None, "nothing is hosted"
+        return self.tasks.create_task(work)
+
+    # --- from a claim to its release
+
+    @contextmanager
+    def room(self, place: Place, manifest: Manifest) -> Iterator[bool]:
+        """While the stage is claimed: its memory is set aside, so that claims on their way cannot together take more
+        than there is, and what begins keeps it. Whether there is so much."""
+        try:
+            self._context.memory.hold(place, manifest.needed_bytes(place[1]))
+        except MemoryError:
+            yield False
+            return
+        self._claiming.append(place)
+        try:
+            yield True
+        finally:
+            self._claiming.remove(place)
+            if place not in self.running and place not in self._claiming:
+                self._context.memory.release(place)
+
+    def unused(self) -> Iterator[Place]:
+        """What we own and nothing runs of: claims that came too late, when the job had ended or we were leaving. Nobody
+        else could have the stage."""
+        for claim in self._context.leases.mine():
+            place = (claim.job, claim.stage)
+            if place not in self.running and place not in self._claiming:
+                yield place
+
+    def begin(
+        self,
+        place: Place,
+        record: JobRecord,
+        manifest: Manifest,
+        handover: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Run a stage that we have claimed. It may have been begun by another way, or lost already."""
+        claim = self._context.leases.holds(*place)
+        over = not self.accepting or self._board.get(place[0]) is None
+        if over or place in self.running or claim is None:
+            return
+        task = self.spawn(self._run(claim, record, manifest, handover))
+        self.running[place] = Hosted(task, manifest, self._services[manifest.kind])
+        self.on_begin(place)
+        task.add_done_callback(lambda _: self._ended(place))
+
+    async def _run(
+        self, claim: ClaimRecord, record: JobRecord, manifest: Manifest, handover: Mapping[str, Any] | None
+    ) -> None:
+        job, stage, began = claim.job, claim.stage, self._clock()
+        log.info("stage %d of %s is ours (term %d)", stage, manifest.name, claim.term)
+        if stage == 0:
+            self._gossip.lead(claim, manifest, record)
+        final: list[Progress] = []
+        try:
+            await self._services[manifest.kind].host(
+                job, manifest, stage, claim.term, handover, left=final.append
+            )
+            self.end(job)
+            log.info("stage %d of %s has ended", stage, manifest.name)
+            await self._gossip.conclude(record, *final)
+        except JobFailed as error:
+            log.error("job %s failed: %s", manifest.name, one_line(str(error)))
+            self.end(job)
+            if stage == 0:
+                self._board.cut_short(job, "failed", str(error), *final)
+        except Exception as error:
+            # The boundary of one stage, made of what a stranger sent: whatever goes wrong in it must not take the
+            # peer's other stages along.
+            self._failed(claim, manifest, error, self._clock() - began)
+        finally:
+            if stage == 0:
+                self._board.rest(job, *final)
+
+    def _failed(self, claim: ClaimRecord, manifest: Manifest, error: Exception, ran_seconds: float) -> None:
+        """The stage cannot go on here, for now."""
+        place = (claim.job, claim.stage)
+        if self._context.leases.holds(*place) is None:
+            log.info("stage %d of %s is over here: %s", claim.stage, manifest.name, one_line(str(error)))
+            return  # it is another's: no wonder that it was refused
+        what = (claim.stage, manifest.name, type(error).__name__, one_line(str(error)))
+        log.error("stage %d of %s: %s: %s", *what)
+        log.debug("where it happened", exc_info=error)
+        if isinstance(error, StaleTerm) and not self._overtaken.lasts(place):
+            self._overtaken.start(place)
+            return  # the neighbours knew of a term that we did not: now we do, and claim the stage above it
+        if ran_seconds >= SETTLED_SECONDS:
+            self.cooling.forget(place)
+        self.cooling.start(place)
+
+    def _ended(self, place: Place) -> None:
+        """A stage is over here, even one that was cancelled before it began: others may have it."""
+        if self.tasks is not None:
+            self.spawn(self._release(place))
+
+    async def _release(self, place: Place) -> None:
+        try:
+            await self._context.leases.release(*place)
+        except SwarmError as error:
+            log.warning("stage %d of job %s not released: %s", place[1], place[0][:12], error)
+        finally:
+            del self.running[place]
+            self._context.memory.release(place)
+            self.on_release()
+
+    # --- stages that end before their job does
+
+    def lost(self, claim: ClaimRecord) -> None:
+        """Another peer has claimed the stage above us."""
+        hosted = self.running.get((claim.job, claim.stage))
+        if hosted is not None and not hosted.passing:
+            log.warning("stage %d of %s now belongs to another peer", claim.stage, hosted.manifest.name)
+            hosted.task.cancel()
+
+    def end(self, job: JobId, record: JobRecord | None = None) -> None:
+        """The job has ended, as `record` says where somebody has said it: nothing more begins of it."""
+        self._board.end(job, self._context.leases.known_term(job, 0), record)
+
+    def cancel(self, job: JobId) -> None:
+        """Stop all stages of the job."""
+        for (other, _), hosted in self.running.items():
+            if other == job:
+                hosted.task.cancel()
+
+    async def aclose(self, *others: Coroutine[Any, Any, None]) -> None:
+        """Stop and release all stages, beside what `others` there is to close."""
+        for hosted in self.running.values():
+            hosted.task.cancel()
+        releases = (self._context.leases.release(*place) for place in self.running)
+        for error in await asyncio.gather(*others, *releases, return_exceptions=True):
+            if isinstance(error, BaseException):
+                log.warning("a stage was not released: %s", error_line(error))

@@ -1,0 +1,105 @@
+"""What this peer sees of the swarm's jobs and of who has their stages, from look to look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any
+
+from fusion.runtime.hosting.jobs.board import JobBoard
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.manifest_shelf import ManifestShelf
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.job_order import ENDED
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
+from fusion.swarm.transport import PeerId
+
+Place = tuple[JobId, int]
+OpenJob = tuple[JobRecord, Manifest]  # one that goes on, and whose manifest is here
+OpenJobs = Mapping[JobId, OpenJob]
+StagesClaims = Mapping[Place, tuple[ClaimRecord, ...]]  # the live claims of each stage that was looked at
+
+
+class JobView:
+    """At most `places` stages that others have, or nobody, are looked at at once. `spawn` runs work beside everything else,
+    `arrived` is called when a manifest has come."""
+
+    def __init__(
+        self,
+        context: Context,
+        board: JobBoard,
+        places: int,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        arrived: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._board = board
+        self._places = places
+        self._shelf = ManifestShelf(context.blobs, spawn, arrived, context.clock.monotonic)
+
+    async def records(self, max_age_seconds: float) -> tuple[JobRecord, ...]:
+        """What the directory says of all jobs."""
+        records = await self._context.directory.jobs(max_age_seconds=max_age_seconds)
+        for record in records:
+            self._context.leases.observe(record.job, 0, record.term)
+        return records
+
+    def open_jobs(self, records: Sequence[JobRecord]) -> OpenJobs:
+        """Those that go on, as far as their manifests are here; the others' are fetched."""
+        jobs: dict[JobId, OpenJob] = {}
+        for record in records:
+            if not is_over(record) and not self._board.over(record):
+                manifest = self._shelf.get(record)
+                if manifest is not None:
+                    jobs[record.job] = (record, manifest)
+        self._shelf.keep_only({record.job for record in records})
+        return jobs
+
+    async def claims(
+        self, jobs: OpenJobs, hosted: Collection[Place], ours: Collection[JobId]
+    ) -> StagesClaims:
+        """The claims of `stages_to_read`, and of those that run here, in `hosted`: these are read with every renewal."""
+        leases, free_bytes = self._context.leases, self._context.memory.free_bytes
+        places = stages_to_read(
+            jobs, hosted, ours, self._context.peer_id, free_bytes, self._context.random.shuffle
+        )[: self._places]
+        claims = await asyncio.gather(*(leases.claims(*place) for place in places))
+        recent = {place: leases.recent(*place) for place in hosted if place[0] in jobs}
+        return {**dict(zip(places, claims, strict=True)), **recent}
+
+    async def leaderless(
+        self, ours: Collection[JobId], hosted: Collection[Place], claims: StagesClaims
+    ) -> set[JobId]:
+        """Those of our jobs whose first stage nobody owns."""
+        others = [job for job in ours if (job, 0) not in hosted]
+        unread = [job for job in others if (job, 0) not in claims]
+        read = await asyncio.gather(*(self._context.leases.claims(job, 0) for job in unread))
+        leads = dict(zip(unread, read, strict=True))
+        return {job for job in others if winner(leads[job] if job in leads else claims[job, 0]) is None}
+
+
+def is_over(record: JobRecord) -> bool:
+    """Whether it says that the job has ended."""
+    return record.state in ENDED
+
+
+def stages_to_read(
+    jobs: OpenJobs,
+    hosted: Collection[Place],
+    ours: Collection[JobId],
+    us: PeerId,
+    free_memory_bytes: int,
+    shuffle: Callable[[list[Place]], object],
+) -> list[Place]:
+    """The stages whose claims we should know, those first that were proposed to us, then those of `ours`: the stages that
+    we might host, and all of the jobs that we have a hand in: when an owner vanishes we should know its standbys."""
+    places = [
+        (job, stage)
+        for job, (_, manifest) in jobs.items()
+        for stage in range(manifest.stages)
+        if (job, stage) not in hosted and (job in ours or manifest.needed_bytes(stage) <= free_memory_bytes)
+    ]
+    shuffle(places)  # where there are too many, others next time
+    places.sort(key=lambda place: (jobs[place[0]][1].proposed[place[1]] != us, place[0] not in ours))
+    return places

@@ -1,0 +1,162 @@
+"""How this peer comes to a stage: it claims one that is vacant, or takes one over whose owner is gone or leaves. In each
+case its memory is set aside first, then it is claimed, then it begins.
+
+Which vacant stages it claims is decided in `claim_choice`, when one is vacant for us in `vacant_stages`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fusion.runtime.hosting.claim_choice import (
+    VacantStage,
+    asks_who_is_idle,
+    one_early,
+    our_share,
+    stages_to_claim,
+)
+from fusion.runtime.hosting.hosted_stages import HostedStages, Place
+from fusion.runtime.hosting.job_view import OpenJob, OpenJobs, StagesClaims
+from fusion.runtime.hosting.jobs.board import JobBoard
+from fusion.runtime.hosting.vacant_stages import VacantStages
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.takeover import Takeover
+from fusion.swarm.directory.job_order import newest_jobs
+from fusion.swarm.directory.records import ClaimRecord, JobRecord
+from fusion.swarm.errors import SwarmError
+
+log = logging.getLogger(__name__)
+
+RECORD_SECONDS = 0.3  # for the directory to say how the job stands, while somebody waits for us to lead it
+
+
+class StageClaims:
+    """At most `seats` stages at once. `fitness` is the score of the claims that nobody proposed."""
+
+    def __init__(
+        self,
+        context: Context,
+        stages: HostedStages,
+        board: JobBoard,
+        takeover: Takeover,
+        fitness: float,
+        seats: int,
+    ) -> None:
+        self._vacancies = VacantStages(context.peer_id, fitness, context.clock.monotonic)
+        self._context = context
+        self._stages = stages
+        self._board = board
+        self._takeover = takeover
+        self._fitness = fitness
+        self._seats = seats
+
+    @property
+    def _free_seats(self) -> int:
+        return self._seats - len(self._stages.running)
+
+    # --- vacant stages
+
+    def vacant(
+        self, jobs: OpenJobs, claims: StagesClaims, step_here: Callable[[Place], int]
+    ) -> tuple[VacantStage, ...]:
+        """The stages that we may claim now. `step_here`: the step whose state of a stage is on this peer, or -1."""
+        found = []
+        for place, held in claims.items():
+            if place in self._stages.running:
+                continue
+            record, manifest = jobs[place[0]]
+            # After a cold start whoever has the state of a stage need not fetch it.
+            stocked = record.snapshot is not None and step_here(place) >= record.snapshot_step
+            early = stocked and not self._stages.running
+            vacancy = self._vacancies.look(place, manifest, held, early=early)
+            fits = vacancy is not None and vacancy.memory_bytes <= self._context.memory.free_bytes
+            if vacancy is not None and fits and not self._stages.cooling.lasts(place):
+                found.append(vacancy)
+        return one_early(found, self._context.peer_id)
+
+    async def choose(self, vacant: Sequence[VacantStage]) -> tuple[VacantStage, ...]:
+        """Those to claim now, beside what other peers should take."""
+        busy = bool(self._stages.running)
+        if asks_who_is_idle(vacant, busy=busy):
+            peers = await self._context.directory.peers()
+            vacant = our_share(vacant, self._context.peer_id, peers, busy=busy)
+        return stages_to_claim(vacant, self._context.memory.free_bytes, self._free_seats)
+
+    async def claim(self, vacancy: VacantStage, known: OpenJob) -> None:
+        """Claim a vacant stage and begin it, unless its last owner, of whom the directory knows no more, is there all the
+        same."""
+        place, (record, manifest) = (vacancy.job, vacancy.stage), known
+        vanished = self._vacancies.vanished(place, self._context.leases.recent(*place))
+        if vanished is not None and await self._takeover.holds(vanished, *place):
+            return
+        if self._board.get(vacancy.job) is None:
+            return
+        with self._stages.room(place, manifest) as fits:
+            if not fits:
+                return
+            try:
+                if await self._context.leases.claim(vacancy.job, vacancy.stage, vacancy.score) is not None:
+                    self._stages.begin(place, record, manifest)
+            except SwarmError as error:
+                log.warning("stage %d of %s not claimed: %s", vacancy.stage, manifest.name, error)
+                self._stages.cooling.start(place)
+        await self.give_back()
+
+    def filled(self, place: Place) -> None:
+        """The stage runs here."""
+        self._vacancies.filled(place)
+
+    # --- stages whose owner is gone, or leaves
+
+    async def take_over(
+        self, place: Place, over: int, handover: Mapping[str, Any] | None
+    ) -> ClaimRecord | None:
+        """As in `StageHolder`."""
+        (job, stage), known = place, self._board.get(place[0])
+        if place in self._stages.running:
+            return self._context.leases.holds(job, stage)
+        if known is None or not self._stages.accepting or self._stages.cooling.lasts(place):
+            return None
+        record, manifest = known
+        if self._free_seats <= 0 or not 0 <= stage < manifest.stages:
+            return None
+        with self._stages.room(place, manifest) as fits:
+            if not fits:
+                return None
+            newest = asyncio.ensure_future(self._newest(record)) if stage == 0 else None
+            try:
+                claim = await self._context.leases.claim(
+                    job, stage, self._fitness, over=over, confirm=handover is None
+                )
+                if claim is None:
+                    return None
+                if newest is not None:
+                    record = await newest  # whoever leads must know the newest snapshot
+                self._stages.begin(place, record, manifest, handover)
+            except SwarmError as error:
+                log.warning("stage %d of %s not claimed: %s", stage, manifest.name, error)
+                return None
+            finally:
+                if newest is not None:
+                    newest.cancel()
+        await self.give_back()
+        return self._context.leases.holds(job, stage)
+
+    async def _newest(self, record: JobRecord) -> JobRecord:
+        with suppress(SwarmError, TimeoutError):
+            async with asyncio.timeout(RECORD_SECONDS):
+                found = await self._context.directory.job(record.job)
+                return newest_jobs([record, found])[0] if found is not None else record
+        return record
+
+    # --- claims that came too late
+
+    async def give_back(self) -> None:
+        """Release what we own and nothing runs of."""
+        for place in self._stages.unused():
+            with suppress(SwarmError):
+                await self._context.leases.release(*place)
