@@ -126,7 +126,7 @@ class Lending:
             try:
                 async with open_peer(config) as peer:
                     ran, self._peer = True, peer
-                    ports = same_ports(self._config.listen, peer.transport.all_addresses)
+                    ports = same_ports(self._config.listen, peer.network.transport.all_addresses)
                     config = replace(self._config, listen=ports)
                     await self._attend(peer)
             except DaemonDied as error:
@@ -195,13 +195,13 @@ def same_ports(listen: tuple[str, ...], addresses: Sequence[str]) -> tuple[str, 
 
 
 async def _tell_announced(peer: Peer, output: Output) -> None:
-    await peer.membership.announced.wait()
+    await peer.announcement.done.wait()
     output.emit({"event": "announced", "peer_id": peer.context.peer_id})
     output.say("announced: the swarm knows this peer")
 
 
 def _introduce(peer: Peer, config: PeerConfig, output: Output) -> None:
-    record = peer.record()
+    record = peer.announcement.record()
     output.emit(
         {
             "event": "ready",
@@ -246,7 +246,7 @@ def activity(peer: Peer) -> dict[str, Any]:
     traffic = peer.context.transport.traffic()
     jobs = []
     for job, stage in peer.parts.hosting.hosted:
-        progress = peer.parts.training.progress(job) or peer.parts.serving.progress(job)
+        progress = next(filter(None, (s.progress(job) for s in peer.parts.services.values())), None)
         jobs.append({"job": job, "stage": stage, "step": progress.step if progress else None,
                      "loss": progress.loss if progress else None})  # fmt: skip
     return {

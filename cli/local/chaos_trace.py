@@ -20,8 +20,12 @@ LOOK_SECONDS = 0.05  # for jobs that we have begun to lead
 
 async def tell_steps(peer: Peer, output: Output) -> None:
     """Print every change in the progress of the training jobs that this peer leads, and their ends, until cancelled."""
+    from fusion.runtime.training.service import TrainingService
+
     hosted: set[JobId] = set()
     ended: set[JobId] = set()
+    training = peer.parts.services["train"]
+    assert isinstance(training, TrainingService)
 
     def tell(progress: Progress) -> None:
         record = progress.to_header()
@@ -31,7 +35,7 @@ async def tell_steps(peer: Peer, output: Output) -> None:
             ended.add(progress.job)
 
     async def follow(job: JobId) -> None:
-        async for progress in peer.parts.training.watch(job):
+        async for progress in training.watch(job):
             tell(progress)
 
     async with asyncio.TaskGroup() as tasks:
@@ -41,9 +45,7 @@ async def tell_steps(peer: Peer, output: Output) -> None:
             led = {job for job, stage in peer.parts.hosting.hosted if stage == 0} - ended
             followed = {job: task for job, task in followed.items() if not task.done()}
             for job in led - set(followed):
-                if (
-                    peer.parts.training.progress(job) is not None
-                ):  # else it is being loaded, or one that serves
+                if training.progress(job) is not None:  # else it is being loaded, or one that serves
                     followed[job] = tasks.create_task(follow(job))
             for job in hosted - ended - set(followed):
                 final = peer.parts.hosting.board.final(job)

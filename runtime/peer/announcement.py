@@ -1,19 +1,71 @@
-"""What a peer says about itself: its record in the directory, and more to whoever asks for its status."""
+"""What a peer says about itself: its record in the directory, more to whoever asks for its status, and where it is to
+commands on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.peer.capability import Capability
+from fusion.runtime.peer.client import CACHED_PEERS_FILE
+from fusion.runtime.peer.network import Network
+from fusion.runtime.peer.peer_file import RunningPeer, written_down
+from fusion.swarm.control.server import ControlServer
+from fusion.swarm.directory.membership import Membership, MembershipConfig
 from fusion.swarm.directory.records import JobId, PeerRecord
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.transport import Stream
+from fusion.swarm.transport import PeerId, Stream
 
 SOFTWARE = version("fusion-peer")  # read from its files once: a record names it every heartbeat
+CONTROL_SOCKET = "control.sock"
+
+
+@dataclass(frozen=True)
+class Announcement:
+    record: Callable[[], PeerRecord]  # as it is now
+    done: asyncio.Event  # set once the swarm knows this peer
+
+
+@asynccontextmanager
+async def announced(
+    network: Network,
+    context: Context,
+    capability: Capability,
+    bootstrap: tuple[str, ...],
+    hosted: Callable[[], Sequence[tuple[JobId, int]]],
+) -> AsyncIterator[Announcement]:
+    """Be in the swarm and answer for oneself until the block ends. `bootstrap` are multiaddrs, none of which has to answer.
+    Raises OSError in one line (a full or read-only disk)."""
+    transport, directory, started_at = network.transport, network.directory, context.clock.unix()
+
+    def meet(other: PeerId, addresses: Sequence[str]) -> None:
+        transport.learn(other, addresses)
+        if context.links is not None:
+            context.links.meet(other)
+
+    def record() -> PeerRecord:
+        return record_of(context, capability, started_at)
+
+    ways = MembershipConfig(bootstrap=bootstrap, cache_path=context.home / CACHED_PEERS_FILE)
+    membership = Membership(transport, directory, directory, record, ways, meet)
+    await transport.serve(STATUS.name, lambda stream: tell_status(stream, context, hosted()))
+    running = RunningPeer(
+        peer_id=context.peer_id,
+        addresses=tuple(transport.all_addresses),
+        pid=os.getpid(),
+        control=str(transport.runtime_dir / CONTROL_SOCKET),
+    )
+    async with membership, ControlServer(transport, directory, Path(running.control)):
+        with written_down(context.home, running):
+            yield Announcement(record, membership.announced)
 
 
 def record_of(context: Context, capability: Capability, started_at: float) -> PeerRecord:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from fusion.runtime.hosting.hosting import Hosting
+from fusion.runtime.hosting.hosting import Hosting, HostingConfig
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.job.context import Context
@@ -27,43 +26,55 @@ LEAVE_SECONDS = 14.0  # for all stages together; see HAND_OVER_SECONDS in `fusio
 log = logging.getLogger(__name__)
 
 
+Services = Callable[
+    [Context], AbstractAsyncContextManager[Mapping[str, Service]]
+]  # by the kind of their jobs
+
+
 @dataclass(frozen=True)
 class Assembly:
-    training: TrainingService
-    serving: ServingService
+    services: Mapping[str, Service]
     hosting: Hosting
     work: asyncio.Task[None]  # the hosting; it never ends by itself unless something is wrong
 
 
 @asynccontextmanager
-async def assemble(
-    context: Context, plane: Plane, fitness: float, reachable: Callable[[], bool] = lambda: True
-) -> AsyncIterator[Assembly]:
-    """Train, serve and host until the block ends; then hand over, while others are `reachable`. `fitness` is the score
-    of claims that nobody proposed, from 0 to below 1."""
+async def training_and_serving(plane: Plane, context: Context) -> AsyncIterator[Mapping[str, Service]]:
+    """What the product's peers run, computed by `plane`."""
     graphs = StageGraphs(context)
     training = TrainingService(context, TrainingLoader(context, plane, StageSource(context, graphs)))
     serving = ServingService(context, ServingLoader(context, plane, graphs))
-    services: dict[str, Service] = {"train": training, "serve": serving}
-    hosting = Hosting(context, services, fitness, files=JobFiles(context.home / "jobs", context.clock.unix))
     try:
         await training.start()
         await serving.start()
+        yield {"train": training, "serve": serving}
+    finally:
+        await serving.aclose()
+
+
+@asynccontextmanager
+async def assemble(
+    context: Context,
+    services: Services,
+    fitness: float,
+    *,
+    config: HostingConfig | None = None,
+    files: JobFiles | None = None,
+    reachable: Callable[[], bool] = lambda: True,
+) -> AsyncIterator[Assembly]:
+    """Look for jobs, claim their stages and run them until the block ends; then hand over, while others are `reachable`.
+    `fitness` is the score of claims that nobody proposed, from 0 to below 1; `files` keep what is known of jobs."""
+    async with services(context) as running:
+        hosting = Hosting(context, running, fitness, config, files)
         await hosting.start()
-        # Generated code and its tensors sit in cycles: hundreds of MiB would wait for a collection by chance. What
-        # is there already will stay, and need not be looked at, now or each time.
-        gc.freeze()
-        hosting.on_rest = gc.collect
         work = asyncio.create_task(hosting.run(), name="hosting")
         try:
-            yield Assembly(training, serving, hosting, work)
+            yield Assembly(running, hosting, work)
         finally:
             if reachable() and not work.done():
                 await _hand_over(hosting)
             work.cancel()
             await asyncio.wait([work])
-    finally:
-        await serving.aclose()
 
 
 async def _hand_over(hosting: Hosting) -> None:

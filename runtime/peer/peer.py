@@ -7,41 +7,32 @@ directory before the transport, and p2pd last.
 from __future__ import annotations
 
 import asyncio
-import logging
+import gc
 import os
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.memory_budget import MemoryBudget
-from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.peer.announcement import record_of, tell_status
-from fusion.runtime.peer.assembly import Assembly, assemble
+from fusion.runtime.peer.announcement import Announcement, announced
+from fusion.runtime.peer.assembly import Assembly, assemble, training_and_serving
 from fusion.runtime.peer.capability import Capability, measure
-from fusion.runtime.peer.client import BLOB_QUOTA_BYTES, CACHED_PEERS_FILE, keep_torch_cache
-from fusion.runtime.peer.network import open_network
-from fusion.runtime.peer.peer_file import RunningPeer, written_down
+from fusion.runtime.peer.client import BLOB_QUOTA_BYTES, keep_torch_cache
+from fusion.runtime.peer.network import Network, open_network
 from fusion.runtime.planes.choice import TORCH, choose
 from fusion.swarm.blobs.blobs import BlobConfig
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
-from fusion.swarm.control.server import ControlServer
-from fusion.swarm.directory.membership import Membership, MembershipConfig
-from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.identity import Identity
 from fusion.swarm.links.monitor import LinkMonitor
-from fusion.swarm.streams.p2p import P2PTransport
-from fusion.swarm.transport import PeerId
 
-CONTROL_SOCKET = "control.sock"
 BLAME_SECONDS = 0.5
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +62,13 @@ class Peer:
     """A running peer. It cannot go on once `failed` returns."""
 
     context: Context
-    transport: P2PTransport
-    capability: Capability
-    membership: Membership
+    network: Network
+    announcement: Announcement
     parts: Assembly
-    started_at: float = field(default_factory=time.time)
 
     async def failed(self) -> BaseException:
         """Wait until p2pd or the hosting ends by itself; why it did."""
-        daemon = asyncio.ensure_future(self.transport.failed())
+        daemon = asyncio.ensure_future(self.network.transport.failed())
         try:
             await asyncio.wait([daemon, self.parts.work], return_when=asyncio.FIRST_COMPLETED)
             # What p2pd's end broke may be noticed before the end itself.
@@ -89,10 +78,6 @@ class Peer:
             return self.parts.work.exception() or RuntimeError("the hosting ended")
         finally:
             daemon.cancel()
-
-    def record(self) -> PeerRecord:
-        """What this peer says about itself now."""
-        return record_of(self.context, self.capability, self.started_at)
 
 
 @asynccontextmanager
@@ -113,43 +98,33 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
         open_network(identity, store, listen=config.listen, blobs=_blob_config(config)) as network,
         LinkMonitor(network.transport, network.directory, network.transport.counter.receive_log) as links,
     ):
-        transport, directory = network.transport, network.directory
         capability = await worker.run(measure, config.device, threads, config.memory_bytes)
-        plane = choose(TORCH, config.device)
         context = Context(
             peer_id=identity.peer_id,
-            transport=transport,
-            directory=directory,
+            transport=network.transport,
+            directory=network.directory,
             blobs=network.blobs,
             leases=network.leases,
             worker=worker,
             codec_worker=codec_worker,
             memory=MemoryBudget(capability.memory_bytes),
             home=config.home,
-            succession=Takeovers(transport, network.leases),
+            succession=Takeovers(network.transport, network.leases),
             links=links,
         )
-
-        def meet(other: PeerId, addresses: Sequence[str]) -> None:
-            transport.learn(other, addresses)
-            links.meet(other)
-
-        ways = MembershipConfig(bootstrap=config.bootstrap, cache_path=config.home / CACHED_PEERS_FILE)
-        membership = Membership(transport, directory, directory, lambda: peer.record(), ways, meet)
-        async with assemble(context, plane, _fitness(capability), lambda: transport.alive) as parts:
-            peer = Peer(context, transport, capability, membership, parts)
-            await transport.serve(
-                STATUS.name, lambda stream: tell_status(stream, context, parts.hosting.hosted)
-            )
-            running = RunningPeer(
-                peer_id=identity.peer_id,
-                addresses=tuple(transport.all_addresses),
-                pid=os.getpid(),
-                control=str(transport.runtime_dir / CONTROL_SOCKET),
-            )
-            async with membership, ControlServer(transport, directory, Path(running.control)):
-                with written_down(config.home, running):
-                    yield peer
+        services = partial(training_and_serving, choose(TORCH, config.device))
+        files = JobFiles(config.home / "jobs", context.clock.unix)
+        async with assemble(
+            context, services, _fitness(capability), files=files, reachable=lambda: network.transport.alive
+        ) as parts:
+            # Generated code and its tensors sit in cycles: hundreds of MiB would wait for a collection by chance. What
+            # is there already will stay, and need not be looked at, now or each time.
+            gc.freeze()
+            parts.hosting.on_rest = gc.collect
+            async with announced(
+                network, context, capability, config.bootstrap, lambda: parts.hosting.hosted
+            ) as announcement:
+                yield Peer(context, network, announcement, parts)
 
 
 def _blob_config(config: PeerConfig) -> BlobConfig:

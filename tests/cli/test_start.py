@@ -65,7 +65,7 @@ class Script:
             raise end
         self.end = end
         yield SimpleNamespace(
-            transport=SimpleNamespace(all_addresses=ADDRESSES),
+            network=SimpleNamespace(transport=SimpleNamespace(all_addresses=ADDRESSES)),
             hosting=SimpleNamespace(hosted=(("job", 0),)),
         )
 

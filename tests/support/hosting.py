@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.peer.assembly import assemble
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.blobs.store import BlobStore
@@ -182,15 +183,17 @@ class Swarm:
         service = Pretence(leases if self.pooled else None)
         handover = HandoverConfig(settle_seconds=0.05, look_seconds=0.01)
         config = {"heartbeat_seconds": 3600.0, "nudge_seconds": 0.0, "handover": handover, **config}
-        hosting = Hosting(
-            context,
-            {"serve": service},
-            FITNESS,
-            HostingConfig(**config),
-            files=JobFiles(self.root / identity.peer_id / "jobs") if persistent else None,
+        parts = await self.stack.enter_async_context(
+            assemble(
+                context,
+                lambda _: nullcontext({"serve": service}),
+                FITNESS,
+                config=HostingConfig(**config),
+                files=JobFiles(self.root / identity.peer_id / "jobs") if persistent else None,
+                reachable=lambda: False,  # nothing is handed over when a test ends
+            )
         )
-        await hosting.start()
-        peer = Peer(context, blobs, service, hosting, identity, asyncio.create_task(hosting.run()))
+        peer = Peer(context, blobs, service, parts.hosting, identity, parts.work)
         self.peers.append(peer)
         await asyncio.sleep(0)  # its first look
         return peer

@@ -83,7 +83,7 @@ def test_only_a_peer_without_a_part_in_any_job_reads_what_is_a_little_old(tmp_pa
             await ours.hosting.beat(nudged=False)
             ours.context.leases.update(job, 0, ready=True)
             await ours.context.leases.beat()
-            await standby.hosting.beat(nudged=False)
+            await standby.look()
             assert standby.hosting._pool.jobs == {job}
             await standby.hosting.beat(nudged=False)
             assert ages[ours.id] == ages[standby.id] == 0.0
