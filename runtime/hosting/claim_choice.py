@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion.swarm.claims.election import HEAD_START_SECONDS, is_idle, successors
+from fusion.swarm.claims.election import HEAD_START_SECONDS, is_idle, successors, tie_break
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId, PeerRecord
 from fusion.swarm.transport import PeerId
@@ -60,7 +59,7 @@ def beside_the_idle(
 ) -> tuple[VacantStage, ...]:
     """Those of `vacancies` that a peer with work of its own claims now: a hole that a peer without any could fill is
     left to it for a while, so that work spreads."""
-    idle = [peer for peer in peers if peer.peer != us and peer.role == "peer" and _is_idle(peer)]
+    idle = [peer for peer in peers if peer.peer != us and peer.role == "peer" and peer.idle]
 
     def has_taker(vacancy: VacantStage) -> bool:
         return any(peer.free_memory_bytes >= vacancy.memory_bytes for peer in idle)
@@ -85,7 +84,7 @@ def one_each(
         return beside_the_idle(vacancies, us, peers)
     first = min(
         vacancies,
-        key=lambda v: (not v.early, not v.standby, _tie_break(us, v)),
+        key=lambda v: (not v.early, not v.standby, tie_break(us, v.job, v.stage)),
         default=None,
     )
     others = beside_the_idle([vacancy for vacancy in vacancies if vacancy is not first], us, peers)
@@ -114,13 +113,5 @@ def one_early(vacancies: Sequence[VacantStage], us: PeerId) -> tuple[VacantStage
     early = [vacancy for vacancy in vacancies if vacancy.early]
     if any(vacancy.score >= 1.0 for vacancy in vacancies):
         early = []
-    first = min(early, key=lambda v: _tie_break(us, v), default=None)
+    first = min(early, key=lambda v: tie_break(us, v.job, v.stage), default=None)
     return tuple(vacancy for vacancy in vacancies if not vacancy.early or vacancy is first)
-
-
-def _tie_break(peer: PeerId, vacancy: VacantStage) -> bytes:
-    return hashlib.sha256(f"{peer}/{vacancy.job}/{vacancy.stage}".encode()).digest()
-
-
-def _is_idle(peer: PeerRecord) -> bool:
-    return peer.free_memory_bytes == peer.memory_bytes

@@ -19,7 +19,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.takeover import Takeover
 from fusion.swarm.claims.election import successors, winner
 from fusion.swarm.claims.leases import Leases
-from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.directory.records import ClaimRecord, Place
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.printable import one_line
 from fusion.swarm.transport import PeerId
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 PASS_SECONDS = 6.0  # for a stage to come to a boundary where it can be handed over
 PATIENCE_SECONDS = 120.0  # for one of a peer that stays: nobody is in a hurry
 SPREAD_SECONDS = 10.0  # from one stage that such a peer hands on to the next
-
-Place = tuple[JobId, int]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
-from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, Place
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.printable import error_line, one_line
 
@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 LONGEST_COOL_DOWN_SECONDS = 300.0
 OVERTAKEN_SECONDS = 5.0  # once in so long a stage is claimed anew at once
 SETTLED_SECONDS = 60.0  # a stage that ran for so long did not fail at once
-
-Place = tuple[JobId, int]
 
 
 @dataclass(eq=False)

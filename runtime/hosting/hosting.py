@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.runtime.hosting.handover import HandoverConfig, Handovers
-from fusion.runtime.hosting.hosted_stages import HostedStages, Place
+from fusion.runtime.hosting.hosted_stages import HostedStages
 from fusion.runtime.hosting.job_view import JobView, is_over
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.jobs.files import JobFiles, KeptWords
@@ -25,7 +25,7 @@ from fusion.runtime.hosting.stage_claims import StageClaims
 from fusion.runtime.hosting.standby_pool import Pool
 from fusion.runtime.job.context import Context
 from fusion.swarm.directory.api import GLANCE_SECONDS, HEARTBEAT_SECONDS
-from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, Place
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
 

@@ -12,10 +12,9 @@ from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.manifest_shelf import ManifestShelf
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.job_order import ENDED
-from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, Place
 from fusion.swarm.transport import PeerId
 
-Place = tuple[JobId, int]
 OpenJob = tuple[JobRecord, Manifest]  # one that goes on, and whose manifest is here
 OpenJobs = Mapping[JobId, OpenJob]
 StagesClaims = Mapping[Place, tuple[ClaimRecord, ...]]  # the live claims of each stage that was looked at

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
-from fusion.swarm.directory.records import JobId
+from fusion.swarm.directory.records import JobId, Place
 from fusion.swarm.transport import PeerId
 
 WANTED = 2  # standbys a stage
@@ -28,8 +28,6 @@ BUSY_WANTED = (
 )
 PATIENCE_SECONDS = 4 * HEARTBEAT_SECONDS  # for a candidate that was expected, before one more comes
 CANDIDATES = 64  # that share the holes of one job: whoever is beyond need not play
-
-Place = tuple[JobId, int]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cachetools import FIFOCache
+
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.hosting.standby_assignment import (
     BUSY_WANTED,
     WANTED,
     Candidate,
-    Place,
     Standby,
     StandbyCapacity,
     UncoveredStage,
@@ -33,32 +34,22 @@ from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.claims.election import stands_by, winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import job_order
-from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.printable import one_line
 
 log = logging.getLogger(__name__)
 
 BUSY_SCORE = 1e-3  # of its fitness is what a peer with stages of its own offers: idle standbys go first
+SEATS = 64  # stages at once
+DISK_SHARE = 0.8  # of the blob store's quota, for stages that we only stand by for
+PREPARES = 2  # at once
+GRACE_SECONDS = 10.0  # a job that the directory does not name for so long is given up
+COOL_DOWN_SECONDS = 5.0  # after a stage could not be prepared, doubling
+LONGEST_COOL_DOWN_SECONDS = 120.0
 KEPT_SNAPSHOTS = 2  # that a standby of a training job has on disk
 REMEMBERED_PLACES = 65_536
 PEERS_SECONDS = 2 * HEARTBEAT_SECONDS  # for which the list of peers is good
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolConfig:
-    seats: int = 64  # stages at once
-    disk_share: float = 0.8  # of the blob store's quota, for stages that we only stand by for
-    prepares: int = 2  # at once
-    grace_seconds: float = 10.0  # a job that the directory does not name for so long is given up
-    cool_down_seconds: float = 5.0  # after a stage could not be prepared, doubling
-    longest_cool_down_seconds: float = 120.0
-
-    def __post_init__(self) -> None:
-        if min(self.seats, self.prepares) < 1 or not 0 < self.disk_share <= 1:
-            raise ValueError("seats and prepares must be at least 1, disk_share above 0 and at most 1")
-        if self.grace_seconds < 0:
-            raise ValueError(f"grace_seconds must be at least 0, not {self.grace_seconds}")
 
 
 @dataclass
@@ -85,26 +76,22 @@ class Pool:
         services: Mapping[str, Service],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         fitness: float = 0.0,
-        config: PoolConfig | None = None,
     ) -> None:
         self._context = context
         self._services = services
         self._spawn = spawn
         self._fitness = fitness
-        self._config = config or PoolConfig()
         self._clock = clock = context.clock.monotonic
         self._covered: dict[Place, _Covered] = {}
-        self._short_since: dict[Place, float] = {}
+        self._short_since: FIFOCache[Place, float] = FIFOCache(REMEMBERED_PLACES)
         self._shards: dict[
             JobId, tuple[Digest, int, tuple[Digest, ...]]
         ] = {}  # of the newest snapshot, if its index is here
         self._closed = False
         self._peers: Sequence[Candidate] = ()
         self._peers_read_at = -math.inf
-        self._prepares = asyncio.Semaphore(self._config.prepares)
-        self._cooling: CoolDown[Place] = CoolDown(
-            self._config.cool_down_seconds, self._config.longest_cool_down_seconds, clock
-        )
+        self._prepares = asyncio.Semaphore(PREPARES)
+        self._cooling: CoolDown[Place] = CoolDown(COOL_DOWN_SECONDS, LONGEST_COOL_DOWN_SECONDS, clock)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -205,7 +192,7 @@ class Pool:
         ]
         seen = {opening.place for opening in found}
         for place, covered in self._covered.items():
-            absent = place[0] not in jobs and now - covered.seen_at >= self._config.grace_seconds
+            absent = place[0] not in jobs and now - covered.seen_at >= GRACE_SECONDS
             if place not in seen and place not in hosted and not absent:
                 found.append(self._opening(place, covered.manifest, (), {}, now))
         return found
@@ -231,8 +218,6 @@ class Pool:
         )
         if is_short(len(standbys) + (place in self._covered)):
             since = self._short_since.setdefault(place, now)
-            while len(self._short_since) > REMEMBERED_PLACES:
-                del self._short_since[next(iter(self._short_since))]
         else:
             since = now
             self._short_since.pop(place, None)
@@ -264,7 +249,7 @@ class Pool:
             Candidate(
                 peer=peer.peer,
                 free_memory_bytes=peer.free_memory_bytes,
-                idle=peer.free_memory_bytes == peer.memory_bytes,
+                idle=peer.idle,
             )
             for peer in peers
             if peer.role == "peer"
@@ -273,7 +258,7 @@ class Pool:
 
     def _room(self) -> StandbyCapacity:
         quota = self._context.blobs.store.quota_bytes
-        return StandbyCapacity(disk_bytes=int(quota * self._config.disk_share), seats=self._config.seats)
+        return StandbyCapacity(disk_bytes=int(quota * DISK_SHARE), seats=SEATS)
 
     # --- standing by
 

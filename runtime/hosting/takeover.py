@@ -29,7 +29,7 @@ from fusion.runtime.job.protocol import HOLD
 from fusion.runtime.job.takeover import StageHolder
 from fusion.swarm.claims.election import is_idle, successors, winner
 from fusion.swarm.claims.leases import Leases
-from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.directory.records import ClaimRecord, JobId, Place
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed, SwarmError
 from fusion.swarm.printable import one_line
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call
@@ -37,28 +37,14 @@ from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call
 log = logging.getLogger(__name__)
 
 MAX_HANDOVER_BYTES = 16 * 1024
+ANSWER_SECONDS = 4.0  # for a standby to look, claim and answer
+CHECK_SECONDS = 1.0  # for an owner that is there to say so
+HEDGE_SECONDS = 1.5  # until the next standby is asked as well
+PATIENCE_SECONDS = 0.3  # for the directory, where what it said a heartbeat ago may do
 LOOKS = 2  # at an owner, before it is gone
 TERM_LEAP = 1024  # how far above the terms that we know a report's may lie: nobody may use them up
 
-Place = tuple[JobId, int]
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakeoverConfig:
-    check_seconds: float = 1.0  # for an owner that is there to say so
-    patience_seconds: float = 0.3  # for the directory, where what it said a heartbeat ago may do
-    answer_seconds: float = 4.0  # for a standby to look, claim and answer
-    hedge_seconds: float = 1.5  # until the next standby is asked as well
-
-    def __post_init__(self) -> None:
-        if (
-            min(self.check_seconds, self.answer_seconds) <= 0
-            or min(self.patience_seconds, self.hedge_seconds) < 0
-        ):
-            raise ValueError(
-                "check_seconds and answer_seconds must be positive, patience_seconds and hedge_seconds at least 0"
-            )
 
 
 @dataclass(frozen=True)
@@ -109,10 +95,10 @@ def judge(
 class Takeovers:
     """Implements `fusion.runtime.job.takeover.Takeover`. Before it is started it only asks others."""
 
-    def __init__(self, transport: Transport, leases: Leases, config: TakeoverConfig | None = None) -> None:
+    def __init__(self, transport: Transport, leases: Leases, check_seconds: float = CHECK_SECONDS) -> None:
         self._transport = transport
         self._leases = leases
-        self._config = config or TakeoverConfig()
+        self._check_seconds = check_seconds
         self._holder: StageHolder | None = None
         self._running: dict[tuple[str, Place, int], asyncio.Future[Any]] = {}
 
@@ -161,7 +147,7 @@ class Takeovers:
                     pending.add(asyncio.ensure_future(self._ask(order.popleft(), place, peer, term)))
                 done, pending = await asyncio.wait(
                     pending,
-                    timeout=self._config.hedge_seconds if order else None,
+                    timeout=HEDGE_SECONDS if order else None,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 for task in done:
@@ -180,7 +166,7 @@ class Takeovers:
             return await self._succeed(place, peer, term)
         header = {"job": place[0], "stage": place[1], "peer": peer, "term": term, "yours": yours}
         try:
-            async with asyncio.timeout(self._config.answer_seconds):
+            async with asyncio.timeout(ANSWER_SECONDS):
                 reply = await call(self._transport, heir, HOLD.name, "suspect", header)
             return self._answer(reply)
         except (SwarmError, ValueError, TimeoutError) as error:
@@ -226,7 +212,7 @@ class Takeovers:
         return True
 
     async def _ask_term(self, peer: PeerId, job: JobId, stage: int) -> int:
-        async with asyncio.timeout(self._config.check_seconds):
+        async with asyncio.timeout(self._check_seconds):
             reply = await call(self._transport, peer, HOLD.name, "holds", {"job": job, "stage": stage})
         return _whole(reply.header.get("term"))
 
@@ -282,7 +268,7 @@ class Takeovers:
         """The claim of a standby without stages of its own that takes this one; None where none does soon."""
         us = self._leases.peer_id
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.hedge_seconds):
+            async with asyncio.timeout(HEDGE_SECONDS):
                 for heir in successors(claims):
                     if is_idle(heir) and heir.peer != us and heir.peer not in gone:
                         answer = await self._ask(heir.peer, place, peer, term, yours=True)
@@ -312,7 +298,7 @@ class Takeovers:
     async def _soon(self, place: Place) -> tuple[ClaimRecord, ...]:
         """The claims of a stage, those of the last look if the directory takes its time."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.patience_seconds):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 return await self._claims(place)
         return self._leases.recent(*place)
 
@@ -333,7 +319,7 @@ class Takeovers:
             return None
         for peer in order:
             try:
-                async with asyncio.timeout(self._config.answer_seconds):
+                async with asyncio.timeout(ANSWER_SECONDS):
                     reply = await call(self._transport, peer, HOLD.name, "take", header)
                 if reply.kind == "taking":
                     return self._leases.credit(_bytes(reply.header.get("claim")))

@@ -9,12 +9,10 @@ from cachetools import FIFOCache
 from fusion.runtime.hosting.claim_choice import VacantStage
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.claims.election import HEAD_START_SECONDS, is_idle, should_claim, successors, winner
-from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.directory.records import ClaimRecord, Place
 from fusion.swarm.transport import PeerId
 
 REMEMBERED_PLACES = 65_536
-
-Place = tuple[JobId, int]
 
 
 class VacantStages:

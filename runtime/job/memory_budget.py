@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import RLock
 
-from fusion.swarm.directory.records import JobId
-
-Place = tuple[JobId, int]  # a stage of a job
+from fusion.swarm.directory.records import Place
 
 
 @dataclass(frozen=True)

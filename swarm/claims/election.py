@@ -25,7 +25,7 @@ def winner(claims: Iterable[ClaimRecord]) -> ClaimRecord | None:
 
 def rank(claim: ClaimRecord) -> tuple[int, float, bytes]:
     """What elections compare. The hash spreads stages over peers of equal score and never ties between peers."""
-    return claim.term, claim.score, _tie_break(claim.peer, claim.stage)
+    return claim.term, claim.score, tie_break(claim.peer, claim.stage)
 
 
 def next_term(claims: Iterable[ClaimRecord], floor: int = 0) -> int:
@@ -85,8 +85,9 @@ def is_idle(standby: ClaimRecord) -> bool:
 
 def _fitness(claim: ClaimRecord) -> tuple[bool, bool, bool, int, float, bytes]:
     replica = claim.role == "replica"
-    return is_idle(claim), claim.ready, replica, claim.step, claim.score, _tie_break(claim.peer, claim.stage)
+    return is_idle(claim), claim.ready, replica, claim.step, claim.score, tie_break(claim.peer, claim.stage)
 
 
-def _tie_break(peer: str, stage: int) -> bytes:
-    return hashlib.sha256(f"{peer}/{stage}".encode()).digest()
+def tie_break(*parts: str | int) -> bytes:
+    """An order that is the same for everybody, and another one for each stage: nobody is always first."""
+    return hashlib.sha256("/".join(map(str, parts)).encode()).digest()

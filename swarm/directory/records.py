@@ -17,6 +17,7 @@ Digest = NewType("Digest", str)  # lower-case hex SHA-256
 JobId = NewType(
     "JobId", str
 )  # the digest of the job's manifest blob: the manifest cannot change under its id
+Place = tuple[JobId, int]  # a stage of a job
 
 MAX_TERM = 2**31  # a hostile claim must not be able to use the terms up
 MAX_STAGES = 65_536
@@ -49,6 +50,11 @@ class PeerRecord:
     down_mbps: float = 0.0
     coordinate: tuple[float, ...] = ()  # of `fusion.swarm.coordinates`, height last; empty: not known yet
     coordinate_error: float = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs there of what it lends its memory for."""
+        return self.free_memory_bytes == self.memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

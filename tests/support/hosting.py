@@ -12,7 +12,7 @@ from typing import Any
 from fusion.runtime.hosting.handover import HandoverConfig
 from fusion.runtime.hosting.hosting import Hosting, HostingConfig
 from fusion.runtime.hosting.jobs.files import JobFiles
-from fusion.runtime.hosting.takeover import TakeoverConfig, Takeovers
+from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
@@ -25,7 +25,7 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.clock import Clock
-from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -34,7 +34,6 @@ from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId
 
 FITNESS = 0.25
-Place = tuple[JobId, int]
 
 
 class Pretence:
@@ -150,7 +149,7 @@ class Swarm:
     trainer: Identity = field(default_factory=Identity.generate)
     peers: list[Peer] = field(default_factory=list)
     pooled: bool = False  # stages become ready, so that idle peers stand by for them
-    checks: TakeoverConfig = TakeoverConfig(check_seconds=0.05)  # noqa: RUF009 - frozen
+    check_seconds: float = 0.05
 
     async def join(
         self,
@@ -177,7 +176,7 @@ class Swarm:
             leases=leases,
             worker=None,
             memory=MemoryBudget(memory_bytes),
-            succession=Takeovers(transport, leases, self.checks),
+            succession=Takeovers(transport, leases, self.check_seconds),
             clock=Clock(self.clock, self.clock),
         )
         service = Pretence(leases if self.pooled else None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion.runtime.hosting.standby_pool import Pool, PoolConfig
+from fusion.runtime.hosting.standby_pool import DISK_SHARE, Pool
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig
@@ -129,11 +129,11 @@ class Swarm:
     def observer(self) -> MemoryDirectory:
         return MemoryDirectory(self.network, Identity.generate(), self.clock)
 
-    def join(self, idle: bool = True, **config: object) -> Peer:
+    def join(self, idle: bool = True, quota_bytes: int = 1 << 20) -> Peer:
         identity = Identity.generate()
         transport = MemoryTransport(self.network, identity.peer_id)
         directory = MemoryDirectory(self.network, identity, self.clock)
-        blobs = Blobs(BlobStore(self.root / identity.peer_id, 1 << 20), transport, directory)
+        blobs = Blobs(BlobStore(self.root / identity.peer_id, quota_bytes), transport, directory)
         leases = Leases(identity.peer_id, directory, LeaseConfig(heartbeat_seconds=30.0, confirm_seconds=0.0))
         context = Context(
             peer_id=identity.peer_id, transport=transport, directory=directory, blobs=blobs, leases=leases, worker=None,
@@ -141,7 +141,7 @@ class Swarm:
         )  # fmt: skip
         stock = Stock()
         pool = Pool(
-            context, {"serve": stock, "train": stock}, self.tasks.create_task, 0.5, PoolConfig(**config),  # type: ignore[arg-type]
+            context, {"serve": stock, "train": stock}, self.tasks.create_task, 0.5
         )  # fmt: skip
         peer = Peer(context, stock, pool, self)
         self.peers.append(peer)
@@ -268,7 +268,7 @@ def test_standbys_follow_the_snapshots(tmp_path: Path) -> None:
 def test_what_fails_is_tried_again_later_and_only_then(tmp_path: Path) -> None:
     async def scenario(made: Swarm) -> None:
         await made.own(0)
-        ours = made.join(cool_down_seconds=5.0)
+        ours = made.join()
         ours.stock.error = JobError("the weights are not to be had")
         await ours.beat()
         await settled(ours)
@@ -368,7 +368,7 @@ def test_a_job_that_ended_is_let_go_and_one_that_the_directory_forgot_for_a_mome
 ) -> None:
     async def scenario(made: Swarm) -> None:
         await made.own(0)
-        ours = made.join(grace_seconds=10.0)
+        ours = made.join()
         await ours.beat()
         await settled(ours)
         await ours.beat(ended=True)
@@ -405,7 +405,7 @@ def test_nobody_stands_by_before_the_owner_is_ready(tmp_path: Path) -> None:
 def test_a_training_job_needs_room_on_the_disk_for_two_snapshots(tmp_path: Path) -> None:
     async def scenario(made: Swarm) -> None:
         await made.own(0, 1, 2, 3)
-        ours = made.join(disk_share=600 * 5 / (1 << 20))
+        ours = made.join(quota_bytes=int(600 * 5 / DISK_SHARE))
         await ours.beat(made=manifest(kind="train"))
         assert len(covered(ours)) == 2
         await ours.pool.aclose()

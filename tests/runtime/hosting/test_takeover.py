@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.hosting import Peer, Swarm, swarm, until
 
-from fusion.runtime.hosting.takeover import GONE, SILENT, Sign, TakeoverConfig, Takeovers, judge
+from fusion.runtime.hosting.takeover import GONE, SILENT, Sign, Takeovers, judge
 from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
@@ -445,11 +445,6 @@ def test_a_standby_believes_what_it_saw() -> None:
     assert judge(named, other, 9, {other: GONE, owner: GONE}) == "take"
 
 
-def test_a_wrong_configuration_is_named() -> None:
-    with pytest.raises(ValueError, match="check_seconds"):
-        TakeoverConfig(check_seconds=0)
-
-
 class Nobody:
     """Holds no stage, and takes none over."""
 
@@ -466,7 +461,9 @@ def test_a_client_may_ask_and_is_never_asked_in_vain(tmp_path: Path) -> None:
             identity = Identity.generate()
             transport = MemoryTransport(made.network, identity.peer_id)
             directory = MemoryDirectory(made.network, identity, made.clock)
-            asking = Takeovers(transport, Leases(identity.peer_id, directory, LeaseConfig()), made.checks)
+            asking = Takeovers(
+                transport, Leases(identity.peer_id, directory, LeaseConfig()), made.check_seconds
+            )
             await asking.start(Nobody())
             reply = await call(made.client(), identity.peer_id, HOLD.name, "holds", {"job": job, "stage": 0})
             assert reply.header["term"] == 0

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fusion.runtime.job.memory_budget import MemoryBudget, Place
-from fusion.swarm.directory.records import JobId
+from fusion.runtime.job.memory_budget import MemoryBudget
+from fusion.swarm.directory.records import JobId, Place
 
 LENT = 100
 ONE, TWO, THREE = places = [(JobId("a" * 64), stage) for stage in range(3)]
