@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from fusion.runtime.hosting.claim_choice import one_to_hand_on
 from fusion.runtime.hosting.hosted_stages import Hosted, HostedStages
 from fusion.runtime.hosting.jobs.service import Service
-from fusion.runtime.job.context import Context
+from fusion.runtime.job.context import Context, Takeover
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.takeover import Takeover
 from fusion.swarm.claims.election import successors, winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import ClaimRecord, Place

@@ -197,7 +197,7 @@ class Hosting:
         await self._pool.aclose()
         await self._handovers.leave()
 
-    # --- a stage whose owner is gone, or leaves: `fusion.runtime.job.takeover.StageHolder`
+    # --- a stage whose owner is gone, or leaves: `fusion.runtime.job.context.StageHolder`
 
     def holds(self, job: JobId, stage: int) -> int:
         """The term under which the stage runs here; 0 if it does not."""

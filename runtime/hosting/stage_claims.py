@@ -23,8 +23,7 @@ from fusion.runtime.hosting.hosted_stages import HostedStages
 from fusion.runtime.hosting.job_view import OpenJob, OpenJobs, StagesClaims
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.vacant_stages import VacantStages
-from fusion.runtime.job.context import Context
-from fusion.runtime.job.takeover import Takeover
+from fusion.runtime.job.context import Context, Takeover
 from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.records import ClaimRecord, JobRecord, Place
 from fusion.swarm.errors import SwarmError

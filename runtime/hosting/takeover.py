@@ -25,8 +25,8 @@ from typing import Any, Literal, TypeVar
 
 import msgpack
 
+from fusion.runtime.job.context import StageHolder
 from fusion.runtime.job.protocol import HOLD
-from fusion.runtime.job.takeover import StageHolder
 from fusion.swarm.claims.election import is_idle, successors, winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place
@@ -93,7 +93,7 @@ def judge(
 
 
 class Takeovers:
-    """Implements `fusion.runtime.job.takeover.Takeover`. Before it is started it only asks others."""
+    """Implements `fusion.runtime.job.context.Takeover`. Before it is started it only asks others."""
 
     def __init__(self, transport: Transport, leases: Leases, check_seconds: float = CHECK_SECONDS) -> None:
         self._transport = transport

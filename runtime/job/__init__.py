@@ -17,7 +17,6 @@ cool_down        what failed is left alone for a while
 memory_budget    the memory that a peer lends, and what it is set aside for
 worker           the one thread of a device
 watch            who looks on, in a simulation
-takeover         who follows the owner of a stage, as the rooms that need it see it
 context          what the parts of one peer process share
 stage_graphs     the stages of a job's graph, read and cut once
 """
