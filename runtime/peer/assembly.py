@@ -52,6 +52,11 @@ async def training_and_serving(plane: Plane, context: Context) -> AsyncIterator[
         await serving.aclose()
 
 
+def job_files(context: Context) -> JobFiles:
+    """What the product's peers keep of jobs on disk."""
+    return JobFiles(context.home / "jobs", context.clock.unix)
+
+
 @asynccontextmanager
 async def assemble(
     context: Context,

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.announcement import Announcement, announced
-from fusion.runtime.peer.assembly import Assembly, assemble, training_and_serving
+from fusion.runtime.peer.assembly import Assembly, assemble, job_files, training_and_serving
 from fusion.runtime.peer.capability import Capability, measure
 from fusion.runtime.peer.client import BLOB_QUOTA_BYTES, keep_torch_cache
 from fusion.runtime.peer.network import Network, open_network
@@ -113,7 +112,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             links=links,
         )
         services = partial(training_and_serving, choose(TORCH, config.device))
-        files = JobFiles(config.home / "jobs", context.clock.unix)
+        files = job_files(context)
         async with assemble(
             context, services, _fitness(capability), files=files, reachable=lambda: network.transport.alive
         ) as parts:
