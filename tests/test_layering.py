@@ -58,7 +58,10 @@ LIBRARY_LAYERS = {
     "rich": {"cli"},
 }
 LIBRARY_FILES = {
-    "hivemind": {"swarm/streams/p2p.py", "swarm/dht/directory.py", "swarm/streams/peer_ids.py"},
+    "hivemind": {
+        *("swarm/streams/p2p.py", "swarm/streams/peer_ids.py"),
+        *("swarm/dht/wire.py", "swarm/dht/calls.py", "swarm/dht/directory.py"),
+    },
     "transformers": {"runtime/capture/huggingface.py"},
 }
 # dag is arithmetic on frozen values.

@@ -1,8 +1,7 @@
-"""The directory over hivemind's Kademlia DHT, run inside our own event loop.
+"""The directory over a Kademlia DHT of hivemind's form, run inside our own event loop.
 
-hivemind keeps the routing table, serves other nodes and stores what they send, past the gate of
-`fusion.swarm.dht.guard`. Asking is ours (`fusion.swarm.dht.lookup`), because what comes back must be taken record by record: one bad
-record must not hide the good ones beside it, and one hostile or dead node must not stop a search.
+What others ask of us is answered by `service`, what we ask of them goes through `calls` and `lookup`: records are taken one
+by one, because one bad record must not hide the good ones beside it, and one hostile or dead node must not stop a search.
 
 A store keeps the record that expires last, so publishers keep the expiry of each record rising. Stores keep records
 CLOCK_TOLERANCE_SECONDS longer than their authors signed, for clocks that run ahead; readers go by what was signed.
@@ -13,25 +12,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgpack
-from google.protobuf.message import DecodeError
-from hivemind.dht.node import DHTNode
-from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2P
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
-from hivemind.proto import dht_pb2
 
-from fusion.swarm.dht.guard import StoreGuard
+from fusion.swarm.dht.calls import Calls
+from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.holders import Holders
-from fusion.swarm.dht.lookup import Found, LookupConfig, Node, NodeReply, ask_all, lookup
-from fusion.swarm.dht.values import MAX_SUBKEYS, key_id, parse_values
+from fusion.swarm.dht.lookup import Found, LookupConfig, Node, ask_all, lookup
+from fusion.swarm.dht.service import DhtService
+from fusion.swarm.dht.values import ID_BYTES, MAX_SUBKEYS, key_id, node_id
+from fusion.swarm.dht.wire import CALL_ERRORS, Wire
 from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
 from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, providers_key, shard, subkey_of
@@ -56,21 +51,15 @@ from fusion.swarm.directory.sealing import (
 )
 from fusion.swarm.errors import PeerUnreachable, RecordError
 from fusion.swarm.identity import verify
-from fusion.swarm.streams.peer_ids import from_bytes, to_hivemind
 from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", PeerRecord, JobRecord, ClaimRecord, ProviderRecord, LinkRecord)
 
-# What a call to another node can raise, from the daemon's socket to the bytes of the answer.
-_CALL_ERRORS = (P2PDaemonError, P2PHandlerError, DecodeError, OSError, EOFError, TimeoutError, ValueError)
-
-MAX_KEYS_STORED = 65_536
 GLANCE_ROUNDS = 2  # of asking one node a key, before the key is searched for
 GLANCED_KEYS = frozenset((*PEER_KEYS, *JOB_KEYS))  # whose records are remembered until they expire
-_BIG_ANSWER_BYTES = 512 * 1024  # hivemind's limit for one answer is 2 MiB
-_CLOCK_SAMPLES = 16
+_CHECKED_AT_ONCE = 128  # signatures, before others run: ten milliseconds
 _CLOSE_SECONDS = 2.0
 
 
@@ -95,50 +84,36 @@ class HivemindDirectory:
     """Implements `fusion.swarm.directory.api.Directory`. Made by `await HivemindDirectory.start(...)`; `join` brings it
     into a swarm; alone it is a swarm of one."""
 
-    def __init__(self, node: Any, p2p: P2P, identity: Signer, config: DhtConfig) -> None:
-        self._node = node
-        self._protocol = node.protocol
-        self._p2p = p2p
+    def __init__(self, p2p: P2P, identity: Signer, config: DhtConfig) -> None:
         self._identity = identity
         self._config = config
+        self._wire = Wire(p2p, identity.peer_id, config.client)
+        self._service = DhtService(
+            identity.peer_id, self.now, self._wire.subnets, self._send, self._lives, replicas=config.replicas
+        )
+        self._calls = Calls(
+            self._wire,
+            call_seconds=config.call_seconds,
+            suspend_seconds=config.suspend_seconds,
+            admit=self._service.admit,
+            gone=self._service.table.remove,
+        )
+        self._ask = self._calls.ask
         self._expiries: dict[tuple[str, str], float] = {}  # of our own records
         self._holders = Holders(config.replicas, config.holders_seconds)
         self._seen: dict[str, dict[str, Sealed]] = {}  # of GLANCED_KEYS, by subkey
         self._seen_at: dict[str, float] = {}
         self._glancing = asyncio.Lock()
-        self._suspended: dict[PeerId, tuple[float, int]] = {}  # until when, after how many failures in a row
-        self._offsets: dict[PeerId, float] = {}  # others' clocks less ours
         self._reads: dict[str, asyncio.Future[list[Record]]] = {}  # waiting for the next lookup
         self._reader: asyncio.Task[None] | None = None
         self._readers: set[asyncio.Task[None]] = set()
-        self._keys_per_ask = 32
 
     @classmethod
     async def start(cls, p2p: P2P, identity: Signer, config: DhtConfig | None = None) -> Self:
         """A node on a running `P2P` of this event loop (`P2PTransport.p2p`), whose identity must be `identity`."""
-        config = config or DhtConfig()
-        made: list[Self] = []  # the guard is needed before there is a directory
-        guard = StoreGuard(
-            lambda key: {subkey for subkey, _ in made[0]._stored(key)} if made else set(),
-            lambda: made[0].now() if made else time.time(),
-        )
-        node = await DHTNode.create(
-            p2p=p2p,
-            node_id=DHTID.generate(source=identity.peer_id),
-            num_replicas=config.replicas,
-            wait_timeout=config.call_seconds,
-            cache_size=1024,
-            cache_locally=False,
-            cache_nearest=0,
-            cache_on_store=False,
-            cache_refresh_before_expiry=0,
-            reuse_get_requests=False,
-            client_mode=config.client,
-            record_validator=guard,
-        )
-        node.protocol.storage.maxsize = MAX_KEYS_STORED
-        made.append(cls(node, p2p, identity, config))
-        return made[0]
+        made = cls(p2p, identity, config or DhtConfig())
+        await made._wire.serve(made._service)
+        return made
 
     async def __aenter__(self) -> Self:
         return self
@@ -153,21 +128,20 @@ class HivemindDirectory:
         for future in self._reads.values():
             future.cancel()
         self._reads.clear()
-        if self._node.is_alive:
-            try:
-                async with asyncio.timeout(_CLOSE_SECONDS):  # a daemon that is dead already never answers
-                    await self._node.shutdown()
-            except _CALL_ERRORS as error:
-                logger.debug("DHT node not taken down: %r", error)
-                self._node.is_alive = False
+        await self._service.aclose()
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):  # a daemon that is dead already never answers
+                await self._wire.aclose()
+        except CALL_ERRORS as error:
+            logger.debug("DHT node not taken down: %r", error)
 
     # Membership of the DHT.
 
     async def join(self, peer: PeerId) -> bool:
         """Make a peer that the transport can reach our neighbour in the DHT. False if it does not answer."""
         try:
-            await self._ping(peer)
-        except _CALL_ERRORS as error:
+            await self._calls.ping(peer)
+        except CALL_ERRORS as error:
             logger.debug("no DHT node at %s: %s", peer, error)
             return False
         self._holders.forget()
@@ -176,25 +150,34 @@ class HivemindDirectory:
 
     async def refresh(self) -> int:
         """Look for the nodes around us, so that both sides know each other; the number of neighbours."""
-        for node in (await self._lookup([int(self._node.node_id)])).nearest[int(self._node.node_id)]:
-            if node.peer not in self._offsets:
+        own = node_id(self._identity.peer_id)
+        for node in (await self._lookup([own])).nearest[own]:
+            if not self._calls.knows_clock_of(node.peer):
                 try:
-                    await self._ping(node.peer)
-                except _CALL_ERRORS as error:
+                    await self._calls.ping(node.peer)
+                except CALL_ERRORS as error:
                     logger.debug("no DHT node at %s: %s", node.peer, error)
         return len(self.neighbours())
 
     def neighbours(self) -> tuple[PeerId, ...]:
         """The peers in our routing table."""
-        table = self._protocol.routing_table
-        return tuple(
-            PeerId(peer.to_base58()) for bucket in table.buckets for peer in bucket.nodes_to_peer_id.values()
-        )
+        return tuple(node.peer for node in self._service.table)
 
     def now(self) -> float:
-        """Unix seconds by the middle of our neighbours' clocks and ours: records last seconds, clocks err by more."""
-        offset = statistics.median([0.0, *self._offsets.values()])
-        return time.time() + (offset if abs(offset) > 1.0 else 0.0)
+        """Unix seconds by the swarm's clock, as far as neighbours tell (`fusion.swarm.dht.clock`)."""
+        return self._calls.now()
+
+    # `fusion.swarm.dht.service` asks these.
+
+    async def _send(self, node: Node, offers: Sequence[Offer]) -> None:
+        await self._calls.store(node, offers)
+
+    async def _lives(self, node: Node) -> bool:
+        try:
+            await self._calls.ping(node.peer)
+        except CALL_ERRORS:
+            return False
+        return True
 
     # The Directory protocol.
 
@@ -204,20 +187,14 @@ class HivemindDirectory:
         key, subkey = key_of(record), subkey_of(record)
         data, expires_at = self._seal(record, ttl_seconds)
         stored_until = expires_at + CLOCK_TOLERANCE_SECONDS
+        place = key_id(key)
         if not self._config.client:  # what we say about ourselves can always be had from us
-            self._protocol.storage.store_subkey(DHTID(key_id(key)), subkey, data, stored_until)
+            self._service.keep_own(place, subkey, data, stored_until)
+        offer = Offer(place.to_bytes(ID_BYTES, "big"), msgpack.packb(subkey), data, stored_until)
         holders = await self._nearest(key)
-        request = dht_pb2.StoreRequest(
-            keys=[DHTID(key_id(key)).to_bytes()],
-            subkeys=[msgpack.packb(subkey)],
-            values=[data],
-            expiration_time=[stored_until],
-            in_cache=[False],
-            peer=self._protocol.node_info,
-        )
-        taken = await asyncio.gather(*(self._store(node, request) for node in holders))
+        taken = await asyncio.gather(*(self._calls.store(node, [offer]) for node in holders))
         if not all(taken):
-            self._holders.forget([key_id(key)])
+            self._holders.forget([place])
         # A later version that we sent meanwhile may have come first.
         overtaken = self._expiries.get((key, subkey), 0.0) > expires_at
         if self._config.client and not any(taken) and not overtaken:
@@ -293,7 +270,9 @@ class HivemindDirectory:
         """Ask one of the nodes that keep each key; the keys of which one answered."""
         ids, known, now = {key_id(key): key for key in keys}, self._answering(), time.monotonic()
         kept = {key: self._holders.of(key, known, now) for key in ids}
-        living = {key: [n for n in nodes if not self._is_suspended(n.peer)] for key, nodes in kept.items()}
+        living = {
+            key: [n for n in nodes if not self._calls.is_suspended(n.peer)] for key, nodes in kept.items()
+        }
         holders = {key: nodes for key, nodes in living.items() if nodes}
         questions = self._holders.questions(holders, random.Random())
         read: set[str] = set()
@@ -302,7 +281,7 @@ class HivemindDirectory:
         ).items():
             for key in questions[node]:
                 values = answer.values.get(key, {})
-                self._checked(ids[key], {subkey: (data,) for subkey, data in values.items()})
+                await self._checked(ids[key], {subkey: (data,) for subkey, data in values.items()})
                 read.add(ids[key])
                 if not self._holders.of(key, answer.nearest.get(key, ()), now):
                     self._holders.forget([key])  # a nearer node has come: the next glance searches
@@ -326,38 +305,41 @@ class HivemindDirectory:
             ids = {key: key_id(key) for key in reads}
             found = await self._lookup(ids.values())
             for key, future in reads.items():
+                records = await self._checked(key, found.values[ids[key]])
                 if not future.done():
-                    future.set_result(self._checked(key, found.values[ids[key]]))
+                    future.set_result(records)
         finally:
             for future in reads.values():
                 future.cancel()
 
-    def _checked(self, key: str, values: Mapping[str, Iterable[bytes]]) -> list[Record]:
-        """The records among the values, and among what we hold and remember, that pass every check."""
+    async def _checked(self, key: str, values: Mapping[str, Iterable[bytes]]) -> list[Record]:
+        """The records among the values, and among what we hold and remember, that pass every check. Others run meanwhile:
+        a stranger's answer can have thousands of signatures."""
         now = self.now()
         newest = {s: sealed for s, sealed in self._seen.get(key, {}).items() if sealed.expires_at > now}
-        for subkey, data in [*_each(values), *self._stored(key_id(key))]:
+        for n, (subkey, data) in enumerate([*_each(values), *self._stored(key_id(key))], start=1):
+            if n % _CHECKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
             try:
                 sealed = unseal(data, key, subkey, now)
             except RecordError as error:
                 logger.debug("dropped a record at %s of %.80s: %s", key, subkey, error)
                 continue
             if subkey not in newest or sealed.expires_at > newest[subkey].expires_at:
-                newest.pop(subkey, None)  # the last ones are those that were met last
                 newest[subkey] = sealed
         if key in GLANCED_KEYS:
-            self._seen[key] = dict(list(newest.items())[-MAX_SUBKEYS:])
+            for subkey, sealed in self._seen.get(key, {}).items():  # another reader's, meanwhile
+                if sealed.expires_at > (newest[subkey].expires_at if subkey in newest else now):
+                    newest[subkey] = sealed
+            self._seen[key] = dict(list(newest.items())[:MAX_SUBKEYS])  # those known longest stay
             self._seen_at[key] = time.monotonic()
         return [newest[subkey].record for subkey in sorted(newest)]
 
     def _stored(self, key: int) -> list[tuple[str, bytes]]:
         """What we hold under the key ourselves."""
-        entry = self._protocol.storage.get(DHTID(key))
-        if entry is None or not isinstance(entry.value, DictionaryDHTValue):
-            return []
-        return [(str(subkey), item.value) for subkey, item in entry.value.items()]
+        return [(subkey, kept.data) for subkey, kept in self._service.values(key).items()]
 
-    # Calls to other nodes.
+    # Searching.
 
     async def _lookup(self, ids: Iterable[int]) -> Found:
         found = await lookup(ids, self._start_nodes, self._ask, self._config.lookup)
@@ -374,103 +356,11 @@ class HivemindDirectory:
 
     def _answering(self) -> list[Node]:
         """The nodes of our routing table, those left out that did not answer lately."""
-        buckets = self._protocol.routing_table.buckets
-        nodes = (
-            Node(int(node_id), from_bytes(peer.to_bytes()))
-            for bucket in buckets
-            for node_id, peer in bucket.nodes_to_peer_id.items()
-        )
-        return [node for node in nodes if not self._is_suspended(node.peer)]
+        return [node for node in self._service.table if not self._calls.is_suspended(node.peer)]
 
     def _start_nodes(self, key: int) -> list[Node]:
-        nearest = self._protocol.routing_table.get_nearest_neighbors(
-            DHTID(key), self._config.lookup.breadth * 2, exclude=self._node.node_id
-        )
-        nodes = [Node(int(node_id), PeerId(peer.to_base58())) for node_id, peer in nearest]
-        return [node for node in nodes if not self._is_suspended(node.peer)]
-
-    async def _ask(self, node: Node, keys: tuple[int, ...]) -> NodeReply | None:
-        values: dict[int, dict[str, bytes]] = {}
-        nearest: dict[int, list[Node]] = {}
-        try:
-            for at in range(0, len(keys), self._keys_per_ask):
-                part = keys[at : at + self._keys_per_ask]
-                request = dht_pb2.FindRequest(
-                    keys=[DHTID(key).to_bytes() for key in part], peer=self._protocol.node_info
-                )
-                stub = self._protocol.get_stub(to_hivemind(node.peer))
-                response = await stub.rpc_find(request, timeout=self._config.call_seconds)
-                if response.ByteSize() > _BIG_ANSWER_BYTES:
-                    self._keys_per_ask = max(1, self._keys_per_ask // 2)
-                for key, result in zip(part, response.results, strict=True):
-                    if result.type == dht_pb2.FOUND_DICTIONARY:
-                        values[key] = parse_values(result.value)
-                    nearest[key] = list(self._nodes_of(result))
-        except asyncio.CancelledError:
-            self._failed(node.peer)  # the others were so much quicker that nobody waits for it any longer
-            raise
-        except _CALL_ERRORS as error:
-            logger.debug("no answer from %s: %r", node.peer, error)
-            await self._lost(node)
-            return None
-        self._suspended.pop(node.peer, None)
-        return NodeReply(values, nearest)
-
-    def _nodes_of(self, result: Any) -> Iterator[Node]:
-        for node_id, peer in list(zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False))[:64]:
-            if len(node_id) == DHTID.HASH_NBYTES and 0 < len(peer) <= 64:
-                node = Node(int.from_bytes(node_id, "big"), from_bytes(peer))
-                if node.peer != self._identity.peer_id and not self._is_suspended(node.peer):
-                    yield node
-
-    async def _store(self, node: Node, request: Any) -> bool:
-        try:
-            stub = self._protocol.get_stub(to_hivemind(node.peer))
-            response = await stub.rpc_store(request, timeout=self._config.call_seconds)
-        except _CALL_ERRORS as error:
-            logger.debug("record not stored at %s: %r", node.peer, error)
-            await self._lost(node)
-            return False
-        return list(response.store_ok) == [True]
-
-    async def _ping(self, peer: PeerId) -> None:
-        request = dht_pb2.PingRequest(peer=self._protocol.node_info)
-        asked_at = time.time()
-        stub = self._protocol.get_stub(to_hivemind(peer))
-        response = await stub.rpc_ping(request, timeout=self._config.call_seconds)
-        answered_at = time.time()
-        if len(response.peer.node_id) == DHTID.HASH_NBYTES:
-            await self._protocol.update_routing_table(
-                DHTID.from_bytes(response.peer.node_id), to_hivemind(peer), responded=True
-            )
-        self._suspended.pop(peer, None)
-        if response.dht_time and answered_at - asked_at < 1.0:
-            self._offsets[peer] = response.dht_time - (asked_at + answered_at) / 2
-            while len(self._offsets) > _CLOCK_SAMPLES:
-                del self._offsets[next(iter(self._offsets))]
-            offset = statistics.median([0.0, *self._offsets.values()])
-            if abs(offset) > CLOCK_TOLERANCE_SECONDS:
-                logger.warning("this machine's clock is %.0f s off the swarm's: set it", -offset)
-
-    # Nodes that fail.
-
-    def _is_suspended(self, peer: PeerId) -> bool:
-        until, _ = self._suspended.get(peer, (0.0, 0))
-        return time.monotonic() < until
-
-    def _failed(self, peer: PeerId) -> int:
-        _, failures = self._suspended.pop(peer, (0.0, 0))
-        pause = self._config.suspend_seconds * 2 ** min(failures, 4)
-        self._suspended[peer] = (time.monotonic() + pause, failures + 1)
-        while len(self._suspended) > MAX_SUBKEYS:
-            del self._suspended[next(iter(self._suspended))]
-        return failures + 1
-
-    async def _lost(self, node: Node) -> None:
-        # One failure is no death: on a busy machine every neighbour may miss a deadline once.
-        if self._failed(node.peer) >= 3:
-            self._offsets.pop(node.peer, None)
-            await self._protocol.update_routing_table(DHTID(node.id), to_hivemind(node.peer), responded=False)
+        nearest = self._service.table.nearest(key, self._config.lookup.breadth * 2)
+        return [node for node in nearest if not self._calls.is_suspended(node.peer)]
 
     def _remember_expiry(self, slot: tuple[str, str], expires_at: float) -> None:
         now = self.now()

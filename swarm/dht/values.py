@@ -1,22 +1,27 @@
 """How hivemind writes the values of a key that has subkeys, read with caps: it comes from strangers.
 
 A value is msgpack extension 0x50 around `[maxsize, latest_expiration, [[subkey, bytes, expiration], ...]]`. Only
-subkeys and bytes are taken: what a record is worth stands in the signed bytes.
+subkeys and bytes are read: what a record is worth stands in the signed bytes. It is read one item after another, with
+no container inside an item, so that what it takes is what arrived, and nothing is unpacked by code of hivemind's, which
+follows extensions inside extensions until the stack ends.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Iterable
+from functools import lru_cache
 
 import msgpack
 
 from fusion.swarm.directory.sealing import MAX_RECORD_BYTES
 from fusion.swarm.errors import RecordError
+from fusion.swarm.transport import PeerId
 
-MAX_SUBKEYS = 1024  # under one key; more would not fit into one answer
+MAX_SUBKEYS = 1024  # under one key
 MAX_SUBKEY_CHARACTERS = 160  # a peer id, a slash and a job id
-_MAX_VALUE_BYTES = 4 << 20
+ID_BYTES = 20
+_MAX_VALUE_BYTES = 2 << 20
 _DICTIONARY = 0x50
 
 
@@ -25,46 +30,67 @@ def key_id(key: str) -> int:
     return int.from_bytes(hashlib.sha1(msgpack.packb(key), usedforsecurity=False).digest(), "big")
 
 
+@lru_cache(maxsize=4096)
+def node_id(peer: PeerId) -> int:
+    """Where a peer's node lies. It follows from the peer id, so that nobody chooses it freely (S/Kademlia, Baumgart and Mies
+    2007, section 4.1)."""
+    return key_id(peer)
+
+
+def pack_values(items: Iterable[tuple[str, bytes, float]]) -> bytes:
+    """(subkey, sealed record, until when it is kept), as the value of their key."""
+    listed = list(items)
+    latest = max((until for *_, until in listed), default=float("-inf"))
+    value: bytes = msgpack.packb(msgpack.ExtType(_DICTIONARY, msgpack.packb([float("inf"), latest, listed])))
+    return value
+
+
 def parse_values(data: bytes) -> dict[str, bytes]:
-    """The sealed records by subkey. Entries of another form are left out; ValueError where the whole is not one."""
+    """The sealed records by subkey. Entries of another form are left out, and so is all behind the first that no value
+    can have, or that is one too many; ValueError where the whole is no value."""
     if len(data) > _MAX_VALUE_BYTES:
         raise ValueError(f"a value of {len(data)} bytes; at most {_MAX_VALUE_BYTES}")
-    outer = _unpack(data)
+    caps = {"max_array_len": 0, "max_map_len": 0, "max_str_len": MAX_SUBKEY_CHARACTERS}
+    outer = msgpack.unpackb(data, max_bin_len=0, max_ext_len=_MAX_VALUE_BYTES, **caps)
     if not isinstance(outer, msgpack.ExtType) or outer.code != _DICTIONARY:
         raise ValueError("not a value with subkeys")
-    match _unpack(outer.data):
-        case [_, _, list() as items] if len(items) <= 2 * MAX_SUBKEYS:
-            return {
-                item[0]: item[1]
-                for item in items
-                if isinstance(item, list)
-                and len(item) == 3
-                and isinstance(item[0], str)
-                and isinstance(item[1], bytes)
-                and len(item[1]) <= MAX_RECORD_BYTES
-            }
-        case _:
+    items = msgpack.Unpacker(max_bin_len=len(data), max_ext_len=0, max_buffer_size=len(data), **caps)
+    items.feed(outer.data)
+    found: dict[str, bytes] = {}
+    try:
+        if items.read_array_header() != 3:
             raise ValueError("not a value with subkeys")
+        items.skip(), items.skip()
+        count = items.read_array_header()
+    except msgpack.OutOfData as error:
+        raise ValueError("half a value") from error
+    try:
+        for _ in range(min(count, MAX_SUBKEYS)):
+            if items.read_array_header() != 3:
+                break
+            subkey, record, _ = items.unpack(), items.unpack(), items.unpack()
+            if isinstance(subkey, str) and isinstance(record, bytes) and len(record) <= MAX_RECORD_BYTES:
+                found[subkey] = record
+    except (ValueError, msgpack.UnpackException, RecursionError):
+        pass  # what came before it is as good as without it
+    return found
 
 
 def parse_subkey(data: bytes) -> str:
     """The subkey under which a record is to be stored. Raises RecordError for anything but a short text."""
+    if len(data) > MAX_SUBKEY_CHARACTERS + 5:
+        raise RecordError("a subkey that is too long")
     try:
-        subkey = msgpack.unpackb(data, max_str_len=MAX_SUBKEY_CHARACTERS, max_bin_len=0, max_ext_len=0)
-    except (ValueError, RecursionError) as error:
+        subkey = msgpack.unpackb(
+            data,
+            max_str_len=MAX_SUBKEY_CHARACTERS,
+            max_bin_len=0,
+            max_array_len=0,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise RecordError("the subkey is not msgpack") from error
     if not isinstance(subkey, str):
         raise RecordError("a record without a subkey")
     return subkey
-
-
-def _unpack(data: bytes) -> Any:
-    return msgpack.unpackb(
-        data,
-        strict_map_key=True,
-        max_str_len=MAX_SUBKEY_CHARACTERS,
-        max_bin_len=_MAX_VALUE_BYTES,
-        max_array_len=4 * MAX_SUBKEYS,
-        max_map_len=0,
-        max_ext_len=_MAX_VALUE_BYTES,
-    )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
 
 from fusion.swarm.directory import records, sealing
+from fusion.swarm.directory.keys import key_of, subkey_of
 from fusion.swarm.directory.records import (
     ClaimRecord,
     Digest,
@@ -21,7 +23,7 @@ from fusion.swarm.directory.records import (
     Record,
     author_of,
 )
-from fusion.swarm.directory.sealing import RECORD_VERSION
+from fusion.swarm.directory.sealing import MAX_RECORD_BYTES, RECORD_VERSION, seal
 from fusion.swarm.identity import Identity, friendly_name
 
 
@@ -98,3 +100,49 @@ def raw_seal(record: Record, identity: Identity, expires_at: float, **changes: A
     signature = identity.sign(sealing._signed(body, author, expires_at))
     data: bytes = msgpack.packb([body, author, expires_at, signature])
     return data
+
+
+ALICE, BOB, MALLORY = Identity.generate(), Identity.generate(), Identity.generate()
+
+
+@dataclass
+class Offer:
+    """What is offered to a storing node, by the name of what is wrong with it."""
+
+    what: str
+    key: str
+    subkey: str
+    data: bytes
+    expires_at: float
+
+
+def hostile_offers(now: float) -> list[Offer]:
+    """Everything that must be dropped, all about ALICE or by MALLORY, who has a key of her own."""
+    alices, mallorys = claim_record(ALICE, score=0.5), claim_record(MALLORY)
+    key, soon = key_of(alices), now + 6
+
+    def offer(what: str, data: bytes, subkey: str = MALLORY.peer_id, **changes: object) -> Offer:
+        return replace(Offer(what, key, subkey, data, soon), **changes)  # type: ignore[arg-type]
+
+    valid = seal(mallorys, MALLORY, soon)
+    return [
+        offer("forged", raw_seal(alices, MALLORY, soon), ALICE.peer_id),
+        offer("author not the speaker", raw_seal(alices, MALLORY, soon, author=MALLORY.peer_id)),
+        offer("another's subkey", valid, ALICE.peer_id),
+        offer("another stage", valid, key=key_of(replace(mallorys, stage=1))),
+        offer("another kind of key", valid, key=key_of(peer_record(MALLORY))),
+        offer("expired", seal(mallorys, MALLORY, now - 30), expires_at=now - 30),
+        offer("too far in the future", seal(mallorys, MALLORY, now + 9999), expires_at=now + 9999),
+        offer("oversized", raw_seal(mallorys, MALLORY, soon, values={"role": "x" * MAX_RECORD_BYTES})),
+        offer("lower version", raw_seal(mallorys, MALLORY, soon, version=RECORD_VERSION - 1)),
+        offer("unknown kind", raw_seal(mallorys, MALLORY, soon, kind="king")),
+        offer("bad field", raw_seal(mallorys, MALLORY, soon, values={"score": 7.0})),
+        offer("unsigned", msgpack.packb([*msgpack.unpackb(valid)[:3], b""])),
+        offer("garbage", b"\xc1garbage"),
+        offer("empty", b""),
+        offer("deep", b"\x91" * 4000),
+    ]
+
+
+def good_offer(record: Record, author: Identity, now: float) -> Offer:
+    return Offer("good", key_of(record), subkey_of(record), seal(record, author, now + 6), now + 6)

@@ -169,14 +169,14 @@ def test_calls_of_the_dht_fail_at_once_when_p2pd_is_dead(place: Path) -> None:
             os.kill(other._daemon.pid, signal.SIGSTOP)
             while state(other._daemon.pid) != psutil.STATUS_STOPPED:
                 await asyncio.sleep(0.01)
-            waiting = asyncio.create_task(near._ping(other.peer_id))
+            waiting = asyncio.create_task(near._calls.ping(other.peer_id))
             await asyncio.sleep(0.05)
             os.kill(one._daemon.pid, signal.SIGKILL)
             async with asyncio.timeout(GONE_SECONDS):
                 with pytest.raises(P2PDaemonError, match="p2pd is gone"):
                     await waiting
                 with pytest.raises(P2PDaemonError, match="p2pd is gone"):
-                    await near._ping(other.peer_id)
+                    await near._calls.ping(other.peer_id)
                 await near.aclose()
             assert not one.alive
             os.kill(other._daemon.pid, signal.SIGKILL)

@@ -1,0 +1,204 @@
+"""hivemind's three calls between nodes, as values: ping, store, find. The only file that knows its messages.
+
+The calls keep hivemind's names and form, its servicer and its unpacking are not used: what arrives is parsed only up to a cap
+for each call, and into nothing but numbers and bytes. What they mean is for `service` and `calls` to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from google.protobuf.message import DecodeError, Message
+from hivemind.p2p import P2P, P2PContext
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+from hivemind.proto import dht_pb2
+
+from fusion.swarm.dht.guard import Offer
+from fusion.swarm.dht.lookup import Node
+from fusion.swarm.dht.subnets import subnet_of
+from fusion.swarm.dht.values import ID_BYTES, node_id
+from fusion.swarm.streams.peer_ids import from_bytes, to_bytes, to_hivemind
+from fusion.swarm.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+# What a call to another node can raise, from the daemon's socket to the bytes of the answer.
+CALL_ERRORS = (P2PDaemonError, P2PHandlerError, DecodeError, OSError, EOFError, TimeoutError, ValueError)
+
+MAX_KEYS = 64  # in one question
+MAX_OFFERS = 64  # in one store
+MAX_NEIGHBOURS = 20  # near one key
+_MAX_PING_BYTES = 1 << 10
+_MAX_FIND_BYTES = 4 << 10
+# Nodes of former versions offer all they keep to a node they meet; they are refused kindly, or they would forget it.
+_MAX_STORE_BYTES = 1 << 20
+_MAX_ANSWER_BYTES = 2 << 20
+_SUBNET_SECONDS = 1.0  # between looks at who is connected from where
+_NAME = "DHTProtocol.rpc_{}"
+
+
+@dataclass(frozen=True)
+class FoundAt:
+    """What a node has of one key: the packed value (None: nothing), and the nodes it knows near it."""
+
+    value: bytes | None
+    nearest: Sequence[Node]
+
+
+class Server(Protocol):
+    """Who answers. `sender` is who asks, `claimed` the node id it gives itself: empty for one that is no node. What they
+    raise goes to the sender as one line."""
+
+    def ping(self, sender: PeerId, claimed: bytes) -> None: ...
+    def store(self, sender: PeerId, claimed: bytes, offers: Sequence[Offer]) -> list[bool]: ...
+    def find(self, sender: PeerId, claimed: bytes, keys: Sequence[int]) -> list[FoundAt]: ...
+
+
+class Wire:
+    """Calls to other nodes over `p2p`, and the answers of ours. `client`: we have no node, nobody is answered."""
+
+    def __init__(self, p2p: P2P, peer: PeerId, client: bool, now: Callable[[], float] = time.time) -> None:
+        self._p2p = p2p
+        self._peer = peer
+        self._client = client
+        self._subnet_of: dict[PeerId, str] = {}
+        self._subnets_at = float("-inf")
+        self._info = dht_pb2.NodeInfo(node_id=b"" if client else node_id(peer).to_bytes(ID_BYTES, "big"))
+        self._now = now
+
+    async def serve(self, server: Server) -> None:
+        if self._client:
+            return
+
+        async def ping(request: Any, context: P2PContext) -> Any:
+            server.ping(_sender(context), request.peer.node_id)
+            return dht_pb2.PingResponse(peer=self._info, dht_time=self._now())
+
+        async def store(request: Any, context: P2PContext) -> Any:
+            taken = server.store(_sender(context), request.peer.node_id, _offers(request))
+            taken += [False] * (len(request.keys) - len(taken))
+            return dht_pb2.StoreResponse(store_ok=taken, peer=self._info)
+
+        async def find(request: Any, context: P2PContext) -> Any:
+            if len(request.keys) > MAX_KEYS or any(len(key) != ID_BYTES for key in request.keys):
+                raise ValueError(f"at most {MAX_KEYS} keys of {ID_BYTES} bytes")
+            keys = [int.from_bytes(key, "big") for key in request.keys]
+            found = server.find(_sender(context), request.peer.node_id, keys)
+            return dht_pb2.FindResponse(results=map(_result, found), peer=self._info)
+
+        calls: tuple[tuple[str, Callable[[Any, P2PContext], Awaitable[Any]], Any, int], ...] = (
+            ("ping", ping, dht_pb2.PingRequest, _MAX_PING_BYTES),
+            ("store", store, dht_pb2.StoreRequest, _MAX_STORE_BYTES),
+            ("find", find, dht_pb2.FindRequest, _MAX_FIND_BYTES),
+        )
+        for name, handler, kind, cap in calls:
+            await self._p2p.add_protobuf_handler(_NAME.format(name), handler, _Capped(kind, cap))
+
+    async def aclose(self) -> None:
+        if not self._client:
+            for name in ("ping", "store", "find"):
+                await self._p2p.remove_protobuf_handler(_NAME.format(name))
+
+    async def ping(self, peer: PeerId, seconds: float) -> float | None:
+        """The other's clock when it answered, in unix seconds. One of CALL_ERRORS, as of the other two calls."""
+        response = await self._call(
+            peer, "ping", dht_pb2.PingRequest(peer=self._info), dht_pb2.PingResponse, seconds
+        )
+        return response.dht_time if math.isfinite(response.dht_time) and response.dht_time > 0 else None
+
+    async def store(self, peer: PeerId, offers: Sequence[Offer], seconds: float) -> list[bool]:
+        request = dht_pb2.StoreRequest(
+            keys=[offer.key for offer in offers],
+            subkeys=[offer.subkey for offer in offers],
+            values=[offer.data for offer in offers],
+            expiration_time=[offer.until for offer in offers],
+            in_cache=[False] * len(offers),
+            peer=self._info,
+        )
+        response = await self._call(peer, "store", request, dht_pb2.StoreResponse, seconds)
+        return list(response.store_ok)
+
+    async def find(self, peer: PeerId, keys: Sequence[int], seconds: float) -> tuple[list[FoundAt], int]:
+        """What it has of the first of the keys, as many as fitted into its answer, and how long that was in bytes."""
+        packed = [key.to_bytes(ID_BYTES, "big") for key in keys]
+        request = dht_pb2.FindRequest(keys=packed, peer=self._info)
+        response = await self._call(peer, "find", request, dht_pb2.FindResponse, seconds)
+        if not 0 < len(response.results) <= len(keys):
+            raise ValueError(f"{len(response.results)} results for {len(keys)} keys")
+        return [_found(result, self._peer) for result in response.results], response.ByteSize()
+
+    async def subnets(self) -> Mapping[PeerId, str]:
+        """Of the peers that are connected with us, those in public networks."""
+        if time.monotonic() - self._subnets_at >= _SUBNET_SECONDS:
+            self._subnets_at = time.monotonic()
+            try:
+                connected = await self._p2p.list_peers()
+            except CALL_ERRORS as error:
+                logger.debug("p2pd does not say who is connected: %r", error)
+                return self._subnet_of
+            found = ((info.peer_id, subnet_of(str(address))) for info in connected for address in info.addrs)
+            self._subnet_of = {from_bytes(peer.to_bytes()): subnet for peer, subnet in found if subnet}
+        return self._subnet_of
+
+    async def _call(self, peer: PeerId, name: str, request: Message, kind: Any, seconds: float) -> Any:
+        async with asyncio.timeout(seconds):
+            return await self._p2p.call_protobuf_handler(
+                to_hivemind(peer), _NAME.format(name), request, _Capped(kind, _MAX_ANSWER_BYTES)
+            )
+
+
+class _Capped:
+    """A type of message that parses no more than so many bytes. hivemind asks a type for nothing else."""
+
+    def __init__(self, kind: Any, most_bytes: int) -> None:
+        self._kind = kind
+        self._most_bytes = most_bytes
+
+    def FromString(self, data: bytes) -> Any:
+        if len(data) > self._most_bytes:
+            raise ValueError(f"a message of {len(data)} bytes; at most {self._most_bytes}")
+        return self._kind.FromString(data)
+
+
+def _sender(context: P2PContext) -> PeerId:
+    return from_bytes(context.remote_id.to_bytes())
+
+
+def _offers(request: Any) -> list[Offer]:
+    columns = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
+    if len({len(column) for column in columns}) != 1:
+        raise ValueError("keys, subkeys, values and times are not as many")
+    return [Offer(*row) for row in zip(*(column[:MAX_OFFERS] for column in columns), strict=True)]
+
+
+def _result(found: FoundAt) -> Any:
+    ids = [node.id.to_bytes(ID_BYTES, "big") for node in found.nearest]
+    peers = [to_bytes(node.peer) for node in found.nearest]
+    if found.value is None:
+        return dht_pb2.FindResult(type=dht_pb2.NOT_FOUND, nearest_node_ids=ids, nearest_peer_ids=peers)
+    return dht_pb2.FindResult(
+        type=dht_pb2.FOUND_DICTIONARY,
+        value=found.value,
+        nearest_node_ids=ids,
+        nearest_peer_ids=peers,
+    )
+
+
+def _found(result: Any, own: PeerId) -> FoundAt:
+    nearest = []
+    reported = zip(
+        result.nearest_node_ids[:MAX_NEIGHBOURS], result.nearest_peer_ids[:MAX_NEIGHBOURS], strict=False
+    )
+    for claimed, peer_bytes in reported:
+        if 34 <= len(peer_bytes) <= 64:
+            peer = from_bytes(peer_bytes)
+            if claimed == node_id(peer).to_bytes(ID_BYTES, "big") and peer != own:
+                nearest.append(Node(node_id(peer), peer))
+    value = result.value if result.type == dht_pb2.FOUND_DICTIONARY else None
+    return FoundAt(value, nearest)

@@ -1,0 +1,315 @@
+"""The directory on real DHT nodes, on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import msgpack
+import pytest
+import uvloop
+from support import directory_records as some
+from support.directory_records import (
+    JOB,
+    claim_record,
+    digest,
+    good_offer,
+    hostile_offers,
+    job_record,
+    peer_record,
+)
+from support.processes import below
+
+from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
+from fusion.swarm.dht.guard import Offer
+from fusion.swarm.dht.lookup import LookupConfig, Node, NodeReply
+from fusion.swarm.dht.record_store import Kept, RecordStore
+from fusion.swarm.dht.values import key_id
+from fusion.swarm.dht.wire import FoundAt
+from fusion.swarm.directory.api import PEER_KEYS
+from fusion.swarm.directory.keys import jobs_key, key_of, shard
+from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS
+from fusion.swarm.errors import PeerUnreachable, RecordError
+from fusion.swarm.identity import Identity
+from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+
+
+@dataclass
+class Member:
+    identity: Identity
+    transport: P2PTransport
+    directory: HivemindDirectory
+    stack: AsyncExitStack
+
+
+@asynccontextmanager
+async def swarm(*clients: bool) -> AsyncIterator[list[Member]]:
+    """As many members as arguments; the first is where the others join."""
+    config = LookupConfig(patience_seconds=3.0)  # a busy machine must not lose an answer
+    async with AsyncExitStack() as everything:
+        members: list[Member] = []
+        for client in clients:
+            identity = Identity.generate()
+            stack = await everything.enter_async_context(AsyncExitStack())
+            listen = ("/ip4/127.0.0.1/tcp/0",)
+            transport = await stack.enter_async_context(
+                P2PTransport.start(P2PConfig(identity=identity, listen=listen))
+            )
+            directory = await HivemindDirectory.start(
+                transport.p2p, identity, DhtConfig(client=client, lookup=config, call_seconds=10.0)
+            )
+            stack.push_async_callback(directory.aclose)
+            if members:
+                await transport.connect(members[0].transport.addresses[0])
+                assert await directory.join(members[0].identity.peer_id)
+            members.append(Member(identity, transport, directory, stack))
+        yield members
+
+
+async def offer_to(member: Member, taker: Member, offer: some.Offer, **changes: object) -> bool:
+    """Ask another node to store something, as any program on the network can."""
+    until = offer.expires_at + CLOCK_TOLERANCE_SECONDS
+    place = key_id(offer.key).to_bytes(20, "big")
+    asked = Offer(place, msgpack.packb(offer.subkey), offer.data, until)
+    (accepted,) = await member.directory._wire.store(taker.identity.peer_id, [asked], 10.0)
+    return accepted
+
+
+def plant(member: Member, key: str, subkey: str, data: bytes, until: float) -> None:
+    """A node keeps what it likes."""
+    member.directory._service.records._insert((key_id(key), subkey), Kept(data, until, "", ""))
+
+
+def clear(member: Member) -> None:
+    member.directory._service.records = RecordStore()
+
+
+@pytest.mark.process
+def test_records_travel_between_dht_nodes() -> None:
+    async def scenario() -> None:
+        async with swarm(False, False, False, True) as members:
+            for member in members:
+                await member.directory.publish(peer_record(member.identity))
+            everyone = {member.identity.peer_id for member in members}
+            for member in members:
+                assert {record.peer for record in await member.directory.peers()} == everyone
+            one, two, three, client = members
+            # A client uses the DHT and is no part of it.
+            for member in members:
+                assert client.identity.peer_id not in member.directory.neighbours()
+            assert not len(client.directory._service.records)
+            await client.directory.publish(job_record(client.identity, state="launching", term=0, step=0))
+            lead = job_record(two.identity, step=5)
+            await two.directory.publish(lead)
+            assert await three.directory.job(JOB) == lead
+            assert await three.directory.jobs() == (lead,)
+            assert await three.directory.job(digest("none")) is None
+            for member in (one, two):
+                await member.directory.publish(claim_record(member.identity))
+            reads = await asyncio.gather(*(three.directory.claims(JOB, stage) for stage in (0, 0, 1)))
+            assert [len(claims) for claims in reads] == [2, 2, 0]
+            # What is said later counts, even when it was to end sooner.
+            released = claim_record(one.identity, role="released")
+            await one.directory.publish(released, ttl_seconds=0.5)
+            assert released in await client.directory.claims(JOB, 0)
+            with pytest.raises(RecordError, match="cannot be signed"):
+                await one.directory.publish(claim_record(two.identity))
+            with pytest.raises(RecordError, match="ttl_seconds"):
+                await one.directory.publish(claim_record(one.identity), ttl_seconds=1e6)
+            # A holder that vanishes takes nothing with it that others hold too.
+            await two.stack.aclose()
+            assert {record.peer for record in await three.directory.peers()} >= everyone - {
+                two.identity.peer_id
+            }
+            assert await client.directory.job(JOB) == lead
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.process
+def test_dht_nodes_and_readers_drop_hostile_records() -> None:
+    async def scenario() -> None:
+        async with swarm(False, False, False) as (honest, reader, hostile):
+            good = claim_record(honest.identity)
+            await honest.directory.publish(good, ttl_seconds=6)
+            now = time.time()
+            for offer in hostile_offers(now):
+                assert not await offer_to(hostile, honest, offer), offer.what
+                # The hostile node holds it itself, under several subkeys, and answers with it.
+                for subkey in (offer.subkey, "x"):
+                    plant(hostile, offer.key, subkey, offer.data, now + 60)
+                    plant(hostile, key_of(good), subkey, offer.data, now + 60)
+            assert await reader.directory.claims(JOB, 0) == (good,)
+            assert await reader.directory.claims(JOB, 1) == ()
+            assert await reader.directory.peers() == ()
+
+            # A replay of what was true once.
+            old = good_offer(good, honest.identity, now - 1)
+            assert time.time() < old.expires_at < now + 6
+            assert not await offer_to(hostile, reader, old)
+            plant(hostile, old.key, old.subkey, old.data, now + 3600)
+            fresh = claim_record(honest.identity, step=99)
+            await honest.directory.publish(fresh, ttl_seconds=6)
+            assert not await offer_to(hostile, honest, old)
+            assert await reader.directory.claims(JOB, 0) == (fresh,)
+
+            # Answers that are no answers at all hide nothing that others hold.
+            record = job_record(honest.identity)
+            await honest.directory.publish(record)
+            place = key_id(jobs_key(shard(JOB)))
+            for bad in (b"\xc1", msgpack.packb([1, 2]), b"\x91" * 10_000, b"", b"x" * (3 << 20)):
+                clear(hostile)
+                found = FoundAt(bad, [])
+                hostile.directory._service.find = lambda sender, claimed, keys, found=found: (
+                    [found] * len(keys)
+                )  # type: ignore[method-assign, misc]
+                for key in ("providers/1", "providers/2"):
+                    assert await reader.directory._records([key], type(record)) == ()
+                assert await reader.directory.jobs() == (record,)
+                assert place in {key_id(jobs_key(n)) for n in range(16)}
+            # Fewer results than keys are asked for again, none at all is no answer, nor are too many.
+            del hostile.directory._service.find  # type: ignore[method-assign]
+            real = hostile.directory._service.find
+            for results in (0, 1, 40):
+
+                def few(sender, claimed, keys, results=results):  # type: ignore[no-untyped-def]
+                    return (real(sender, claimed, keys) * 40)[:results]
+
+                hostile.directory._service.find = few  # type: ignore[method-assign]
+                assert await reader.directory.jobs() == (record,)
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.process
+def test_a_glance_asks_few_nodes_and_tells_what_a_search_would() -> None:
+    async def scenario() -> None:
+        async with swarm(False, False, False, False) as members:
+            reader = members[0].directory
+            asked: list[int] = []
+            ask = reader._ask
+
+            async def counted(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+                asked.append(len(keys))
+                return await ask(node, keys)
+
+            reader._ask = counted  # type: ignore[method-assign]
+            for member in members[:3]:
+                await member.directory.publish(peer_record(member.identity))
+            everyone = {member.identity.peer_id for member in members[:3]}
+            assert {r.peer for r in await reader.peers(max_age_seconds=60.0)} == everyone  # a search
+            assert await reader.jobs(max_age_seconds=60.0) == ()
+            asked.clear()
+            await members[3].directory.publish(peer_record(members[3].identity))
+            job = job_record(members[3].identity)
+            await members[3].directory.publish(job)
+            assert {r.peer for r in await reader.peers(max_age_seconds=60.0)} == everyone
+            assert asked == []  # not that old yet
+            # All keep all here: one answer tells all of it, of both lists.
+            everyone.add(members[3].identity.peer_id)
+            assert {r.peer for r in await reader.peers(max_age_seconds=1e-9)} == everyone
+            assert asked == [32]
+            asked.clear()
+            assert await reader.jobs(max_age_seconds=60.0) == (job,)
+            assert asked == []
+            # What is known stays so until it expires, though nobody may keep it any longer.
+            for member in members:
+                clear(member)
+            assert {r.peer for r in await reader.peers(max_age_seconds=1e-9)} == everyone
+            assert await reader.jobs(max_age_seconds=1e-9) == (job,)
+            real = reader.now
+            reader.now = lambda: real() + 6.0  # type: ignore[method-assign]
+            assert await reader.peers(max_age_seconds=60.0) == await reader.jobs(max_age_seconds=60.0) == ()
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.process
+def test_a_glance_learns_of_nearer_nodes_from_those_it_asks() -> None:
+    async def scenario() -> None:
+        async with swarm(False, False, False) as members:
+            reader, key = members[0].directory, key_id(PEER_KEYS[0])
+            await reader.peers(max_age_seconds=1e-9)
+            ask, stranger, asked = reader._ask, Node(key, Identity.generate().peer_id), []
+
+            async def named(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+                asked.append(node)
+                answer = None if node == stranger else await ask(node, keys)
+                return answer and NodeReply(
+                    answer.values, {key: [*near, stranger] for key, near in answer.nearest.items()}
+                )
+
+            reader._ask = named  # type: ignore[method-assign]
+            await reader.peers(max_age_seconds=1e-9)
+            assert stranger not in asked
+            await reader.peers(max_age_seconds=1e-9)
+            assert stranger in asked
+            # It did not answer: the others keep the key.
+            assert len(reader._holders.of(key, (), time.monotonic())) == 2
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.process
+def test_a_glance_goes_past_nodes_that_are_gone() -> None:
+    async def scenario() -> None:
+        async with swarm(False, False, False, False) as members:
+            reader = members[0].directory
+            await reader.jobs(max_age_seconds=1e-9)
+            record = job_record(members[1].identity)
+            await members[1].directory.publish(record, ttl_seconds=60)
+            reader._service.records = RecordStore()
+            for member in members[2:]:
+                await member.stack.aclose()
+            assert await reader.jobs(max_age_seconds=1e-9) == (record,)
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.process
+def test_records_end_when_their_author_said() -> None:
+    async def scenario() -> None:
+        async with swarm(False, False) as (author, reader):
+            await author.directory.publish(peer_record(author.identity), ttl_seconds=5.0)
+            (sealed,) = author.directory._stored(key_id(key_of(peer_record(author.identity))))
+            assert len(await reader.directory.peers()) == 1
+            real = reader.directory.now
+            reader.directory.now = lambda: real() + 5.0  # type: ignore[method-assign]
+            assert await reader.directory.peers() == ()
+            assert sealed in reader.directory._stored(key_id(key_of(peer_record(author.identity))))
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.process
+def test_a_node_alone_is_a_swarm_of_one_and_a_client_alone_is_nothing() -> None:
+    async def scenario() -> None:
+        async with swarm(False) as (alone,):
+            await alone.directory.publish(peer_record(alone.identity))
+            assert len(await alone.directory.peers()) == 1
+            assert alone.directory.neighbours() == () and await alone.directory.refresh() == 0
+            assert not await alone.directory.join(Identity.generate().peer_id)
+        async with swarm(True) as (client,):
+            assert await client.directory.peers() == ()
+            with pytest.raises(PeerUnreachable, match="no peer of the swarm"):
+                await client.directory.publish(peer_record(client.identity))
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.process
+def test_a_directory_closes_though_its_daemon_is_dead() -> None:
+    async def scenario() -> None:
+        async with swarm(False, False) as (one, two):
+            before = set(below(os.getpid()))
+            await two.stack.aclose()
+            for process in before & set(below(os.getpid(), lambda process: process.name() == "p2pd")):
+                process.kill()
+            async with asyncio.timeout(30):
+                await one.directory.aclose()
+
+    uvloop.run(scenario())
