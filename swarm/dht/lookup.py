@@ -3,6 +3,9 @@ section 2.3). Knows ids, distances and an `ask` function; no network, no records
 
 Made for a swarm in which nodes die without a word: a round of questions waits for slow nodes only as long as the
 quick ones make likely, and a node that does not answer costs no more than its own answer.
+
+And in which some nodes lie: a search goes along paths that share no node (S/Kademlia, Baumgart and Mies 2007, section 4.4). What
+one node says leads only its own path astray, and a path on which nobody answers any longer is left.
 """
 
 from __future__ import annotations
@@ -41,12 +44,13 @@ class Found:
 @dataclass(frozen=True, kw_only=True)
 class LookupConfig:
     breadth: int = 8  # nodes that must have answered, nearest to the key, before it counts as searched
+    paths: int = 3  # that share no node; each has its part of the breadth
     rounds: int = 12  # a bound on what nodes that make up neighbours can cost
     known_per_key: int = 128
     patience_seconds: float = 2.0  # for the rest of a round, once one node has answered; machines may be busy
 
     def __post_init__(self) -> None:
-        for name in ("breadth", "rounds", "known_per_key", "patience_seconds"):
+        for name in ("breadth", "paths", "rounds", "known_per_key", "patience_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
 
@@ -56,12 +60,22 @@ Ask = Callable[[Node, tuple[Key, ...]], Awaitable[NodeReply | None]]
 
 
 @dataclass
+class _Path:
+    """One way to a key: the nodes that its own nodes named."""
+
+    breadth: int  # its part of the search's
+    known: dict[int, Node] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
+    left: bool = False
+
+
+@dataclass
 class _Search:
     """The state of one key's search."""
 
-    known: dict[int, Node]
-    asked: set[int] = field(default_factory=set)
-    answered: set[int] = field(default_factory=set)
+    paths: list[_Path]
+    path_of: dict[int, _Path] = field(default_factory=dict)  # of each node that was asked
+    answered: dict[int, Node] = field(default_factory=dict)
     values: dict[str, set[bytes]] = field(default_factory=dict)
 
 
@@ -70,42 +84,96 @@ async def lookup(
 ) -> Found:
     """Search all keys at once, beginning with the nodes `start(key)` gives. A node that is near to several keys is
     asked for all of them in one question."""
-    searches = {key: _Search({node.id: node for node in start(key)}) for key in keys}
-    for _ in range(config.rounds):
+    searches = {key: _Search(_paths(start(key), config)) for key in keys}
+    for turn in range(config.rounds):
         questions: dict[Node, list[Key]] = {}
         for key, search in searches.items():
-            for node in _next(key, search, config.breadth):
+            for node in _next(key, search, turn):
                 questions.setdefault(node, []).append(key)
-                search.asked.add(node.id)
         if not questions:
             break
-        for node, answer in (await ask_all(questions, ask, config.patience_seconds)).items():
+        answers = await ask_all(questions, ask, config.patience_seconds)
+        for node, answer in answers.items():
             for key in questions[node]:
                 _take(searches[key], key, node, answer, config.known_per_key)
+        for key, search in searches.items():
+            _leave(search, {node.id for node, asked in questions.items() if key in asked})
     return Found(
         {key: {sub: frozenset(values) for sub, values in s.values.items()} for key, s in searches.items()},
-        {key: tuple(_nearest(key, s, s.answered)[: config.breadth]) for key, s in searches.items()},
+        {key: tuple(_nearest(key, s.answered.values())[: config.breadth]) for key, s in searches.items()},
     )
 
 
-def _next(key: Key, search: _Search, breadth: int) -> list[Node]:
-    """The nodes to ask now: of the nearest `breadth` that may still answer, those not asked yet."""
-    hopeful = {node for node in search.known if node not in search.asked or node in search.answered}
-    return [node for node in _nearest(key, search, hopeful)[:breadth] if node.id not in search.asked]
+def _paths(start: Iterable[Node], config: LookupConfig) -> list[_Path]:
+    """The start nodes dealt out to the paths; each has its part of the breadth."""
+    nodes = list(start)
+    count = max(1, min(config.paths, config.breadth, len(nodes)))
+    paths = [_Path(config.breadth // count + (n < config.breadth % count)) for n in range(count)]
+    for n, node in enumerate(nodes):
+        paths[n % count].known[node.id] = node
+    return paths
 
 
-def _nearest(key: Key, search: _Search, among: set[int]) -> list[Node]:
-    return [search.known[node] for node in sorted(among, key=lambda node: node ^ key)]
+def _next(key: Key, search: _Search, turn: int) -> list[Node]:
+    """The nodes to ask now: on each path, of the nearest that may still answer on it, those not asked yet."""
+    chosen = []
+    for n in range(len(search.paths)):
+        path = search.paths[(n + turn) % len(search.paths)]  # whose turn it is takes first
+        if path.left:
+            continue
+        hopeful = [
+            node
+            for node in path.known.values()
+            if node.id not in search.path_of or (node.id in path.asked and node.id in search.answered)
+        ]
+        for node in _nearest(key, hopeful)[: path.breadth]:
+            if node.id not in search.path_of:
+                search.path_of[node.id] = path
+                path.asked.add(node.id)
+                chosen.append(node)
+    return chosen or _passed_over(key, search)
+
+
+def _passed_over(key: Key, search: _Search) -> list[Node]:
+    """Where the paths have ended: the nodes nearer than some that answered that no path had a turn for. What a path names
+    that was left may be made up."""
+    fresh = {
+        node.id: node
+        for path in search.paths
+        if not path.left
+        for node in path.known.values()
+        if node.id not in search.path_of
+    }
+    breadth = sum(path.breadth for path in search.paths)
+    nearest = _nearest(key, [*search.answered.values(), *fresh.values()])[:breadth]
+    chosen = [node for node in nearest if node.id in fresh]
+    for node in chosen:
+        search.path_of[node.id] = next(path for path in search.paths if node.id in path.known)
+    return chosen
+
+
+def _leave(search: _Search, asked: set[int]) -> None:
+    """Leave the paths on which nobody answered who was asked in this round, but for the last one."""
+    for path in search.paths:
+        fresh = path.asked & asked
+        others = any(not other.left for other in search.paths if other is not path)
+        if fresh and others and not fresh & search.answered.keys():
+            path.left = True
+
+
+def _nearest(key: Key, among: Iterable[Node]) -> list[Node]:
+    return sorted(among, key=lambda node: node.id ^ key)
 
 
 def _take(search: _Search, key: Key, node: Node, answer: NodeReply, known_per_key: int) -> None:
-    search.answered.add(node.id)
+    search.answered[node.id] = node
     for subkey, value in answer.values.get(key, {}).items():
         search.values.setdefault(subkey, set()).add(value)
+    known = search.path_of[node.id].known
     for other in answer.nearest.get(key, ()):
-        if len(search.known) >= known_per_key:
+        if len(known) >= known_per_key:
             break
-        search.known.setdefault(other.id, other)
+        known.setdefault(other.id, other)
 
 
 async def ask_all(

@@ -126,6 +126,54 @@ def test_nodes_that_invent_neighbours_are_bounded() -> None:
     asyncio.run(scenario())
 
 
+@given(seed=st.integers(0, 2**32), liars=st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_one_that_names_only_invented_nodes_withholds_nothing(seed: int, liars: int) -> None:
+    """It is the nearest node to the key and one of those we begin with; what it names is nearer still, and silent."""
+    world = World(60, seed)
+    draw = random.Random(seed + 1)
+    key = draw.getrandbits(BITS)
+    liar = Node(key ^ 1, PeerId("liar"))
+    invented = [Node(key ^ step, PeerId(f"invented {step}")) for step in range(2, 66)]
+    for holder in world.nearest(key, 5):
+        world.values[holder][key] = {"a": b"value"}
+    config = LookupConfig(breadth=8, patience_seconds=0.02)
+    rounds = 0
+
+    async def ask(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+        nonlocal rounds
+        if node == liar:
+            return NodeReply({}, dict.fromkeys(keys, invented))
+        if node in invented:
+            rounds += 1
+            await asyncio.sleep(0.05)  # a call's time is up
+            return None
+        return await world.ask(node, keys)
+
+    begin = [liar, *world.nearest(draw.getrandbits(BITS), 7)]
+    found = asyncio.run(lookup([key], lambda _: begin, ask, config))
+    assert found.values[key] == {"a": {b"value"}}
+    assert rounds <= 3  # one round of its path
+    honest = [node for node in found.nearest[key] if node != liar]
+    assert len(set(honest) & set(world.nearest(key, 5))) >= 4
+
+
+def test_the_number_of_questions_is_what_it_was() -> None:
+    """Three paths ask for no more than one did: on average 8 to 12 nodes of two hundred."""
+    asked = []
+    for paths in (1, 3):
+        total = 0
+        for seed in range(20):
+            world = World(200, seed)
+            key = random.Random(seed + 1).getrandbits(BITS)
+            start = world.knows[world.nodes[0]]
+            config = LookupConfig(breadth=8, paths=paths, patience_seconds=0.02)
+            asyncio.run(lookup([key], lambda _, start=start: start, world.ask, config))  # type: ignore[misc]
+            total += len(world.asked)
+        asked.append(total)
+    assert asked[1] <= 1.25 * asked[0], asked
+
+
 def test_a_bad_setting_is_named() -> None:
     with pytest.raises(ValueError, match="breadth"):
         LookupConfig(breadth=0)
