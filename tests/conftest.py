@@ -24,6 +24,7 @@ PROCESSES = (
     "box",
     "sweeps",
     "worlds",
+    "attacks",
 )  # folders whose tests start peers, or worlds in a process of their own
 # Tests that need no process and yet take seconds each, most of them to export a model: from the gate on.
 HEAVY = (

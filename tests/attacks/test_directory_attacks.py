@@ -1,0 +1,25 @@
+"""Each attack on the directory against real peers (`tests/attacks/ground.py` says when one is withstood)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from attacks.directory import ATTACKS
+from attacks.ground import hold, open_ground
+
+pytestmark = pytest.mark.alone
+
+SLOW = ("eviction",)  # a minute and a half
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ATTACKS]
+)
+def test_it_is_withstood(name: str) -> None:
+    async def scenario() -> None:
+        async with open_ground() as ground:
+            verdict = await hold(ground, name, check=ATTACKS[name].check)
+        assert not verdict.faults, str(verdict)
+
+    asyncio.run(scenario())
