@@ -33,6 +33,10 @@ class Stream(Protocol):
     remote: PeerId
     protocol: str
 
+    @property
+    def heard(self) -> bool:
+        """Whether a frame of the other end has come in."""
+
     async def send(
         self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
     ) -> None:

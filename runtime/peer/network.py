@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
@@ -12,6 +12,8 @@ from fusion.swarm.claims.leases import Leases
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+
+FILES = 8192  # streams are open files, and the usual limit of 1024 (256 on a Mac) is soon used up
 
 
 @dataclass(frozen=True)
@@ -40,3 +42,16 @@ async def open_network(
         Leases(identity.peer_id, directory) as leases,
     ):
         yield Network(transport, directory, offered, leases)
+
+
+def allow_more_files() -> None:
+    """Raise this process's limit of open files as far as it may, up to FILES; p2pd, started afterwards, has it too."""
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -23,7 +23,7 @@ from fusion.runtime.peer.announcement import Announcement, announced
 from fusion.runtime.peer.assembly import Assembly, assemble, job_files, training_and_serving
 from fusion.runtime.peer.capability import Capability, measure
 from fusion.runtime.peer.client import BLOB_QUOTA_BYTES, keep_torch_cache
-from fusion.runtime.peer.network import Network, open_network
+from fusion.runtime.peer.network import Network, allow_more_files, open_network
 from fusion.runtime.planes.choice import TORCH, choose
 from fusion.swarm.blobs.blobs import BlobConfig
 from fusion.swarm.blobs.eviction import Needs
@@ -88,6 +88,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     """
     config.home.mkdir(parents=True, exist_ok=True)
     keep_torch_cache(config.home)
+    allow_more_files()
     identity = Identity.load_or_create(config.home / "identity")
     threads = config.threads or os.cpu_count() or 1
     store = BlobStore(config.home / "blobs", config.blob_quota_bytes, Needs())

@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections import deque
 
 from fusion.swarm.errors import FrameError
-from fusion.swarm.streams.frames import DEFAULT_LIMITS, HEAD_BYTES, FrameLimits, decode_head, decode_header
+from fusion.swarm.streams.frames import (
+    CONTAINER_BYTES,
+    DEFAULT_LIMITS,
+    HEAD_BYTES,
+    FrameLimits,
+    decode_counted,
+    decode_head,
+)
 from fusion.swarm.transport import Frame, Header
 
 SCRATCH_BYTES = 64 * 1024
@@ -29,15 +36,18 @@ def delimited(message: bytes) -> bytes:
 
 
 class FrameParser:
-    """`room()` is where the next bytes go, `advance(n)` says that n came; frames gather in `ready`.
+    """`room()` is where the next bytes go, `advance(n)` says that n came; `ready` frames wait to be taken.
 
     With `preamble` the first thing on the stream is one message of p2pd's (a varint length and that many bytes),
     which becomes `self.preamble` (see `delimited`).
     """
 
     def __init__(self, limits: FrameLimits = DEFAULT_LIMITS, *, preamble: bool = False) -> None:
-        self.ready: deque[tuple[Frame, int]] = deque()  # frames not yet taken, and their size on the wire
-        self.ready_bytes = 0
+        self._ready: deque[tuple[Frame, int, int]] = (
+            deque()
+        )  # frames not yet taken, their size on the wire, what they take of memory
+        self.ready_bytes = 0  # of memory
+        self.heard = False  # whether a frame has arrived
         self.ended = False  # the sender said that no more frames come
         self.preamble: bytes | None = None
         self.allowed = limits.payload_bytes
@@ -50,7 +60,7 @@ class FrameParser:
         self._start = 0  # of what arrived in the scratch buffer and is not parsed yet
         self._end = 0
         self._lengths: tuple[int, int] | None = None  # of the frame being read: header, payload
-        self._header: tuple[str, Header] | None = None
+        self._header: tuple[str, Header, int] | None = None
         self._piece: memoryview | None = None  # a header or payload that is read straight into its own memory
         self._filled = 0
 
@@ -71,7 +81,7 @@ class FrameParser:
                 return
             piece, self._piece = self._piece, None
             if self._header is None:
-                self._header = decode_header(piece)
+                self._header = decode_counted(piece)
             else:
                 self._emit(piece)
         while self._parse_one():
@@ -81,6 +91,10 @@ class FrameParser:
             if rest:
                 self._scratch[:rest] = bytes(self._scratch[self._start : self._end])
             self._start, self._end = 0, rest
+
+    @property
+    def ready(self) -> int:
+        return len(self._ready)
 
     @property
     def filling(self) -> bool:
@@ -95,14 +109,14 @@ class FrameParser:
             self.advance(0)
 
     def take(self) -> tuple[Frame, int]:
-        """The oldest frame and its size in bytes; there must be one in `ready`."""
-        frame, size = self.ready.popleft()
-        self.ready_bytes -= size
+        """The oldest frame and its size on the wire in bytes; there must be one."""
+        frame, size, taken = self._ready.popleft()
+        self.ready_bytes -= taken
         return frame, size
 
     def forget(self) -> None:
         """Drop the frames that nobody will take any more."""
-        self.ready.clear()
+        self._ready.clear()
         self.ready_bytes = 0
 
     def _parse_one(self) -> bool:
@@ -129,7 +143,7 @@ class FrameParser:
                 if header_bytes + HEAD_BYTES > SCRATCH_BYTES:
                     self._read_apart(memoryview(bytearray(header_bytes)))
                 return False
-            self._header = decode_header(self._scratch[self._start : self._start + header_bytes])
+            self._header = decode_counted(self._scratch[self._start : self._start + header_bytes])
             self._start += header_bytes
         if self._end - self._start < payload_bytes:
             import numpy  # slow to import, and a command that gets only small frames does without
@@ -150,9 +164,12 @@ class FrameParser:
 
     def _emit(self, payload: memoryview) -> None:
         assert self._header is not None and self._lengths is not None
+        kind, header, containers = self._header
         size = HEAD_BYTES + sum(self._lengths)
-        self.ready.append((Frame(*self._header, payload), size))
-        self.ready_bytes += size
+        taken = size + CONTAINER_BYTES * containers
+        self._ready.append((Frame(kind, header, payload), size, taken))
+        self.ready_bytes += taken
+        self.heard = True
         self._header = self._lengths = None
 
     def _parse_preamble(self) -> bool:

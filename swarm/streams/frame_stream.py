@@ -17,9 +17,11 @@ from fusion.swarm.streams import frames
 from fusion.swarm.streams.frame_parser import FrameParser
 from fusion.swarm.streams.frames import FrameLimits, Message
 from fusion.swarm.streams.traffic import TrafficCounter
-from fusion.swarm.transport import Buffer, Frame, PeerId
+from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, PeerId
 
-UNREAD_BYTES = 1 << 20  # frames that wait here before we stop reading; one frame more may be on its way in
+# Of frames that wait here before we stop reading; one frame more may be on its way in. Of a stream that takes no more
+# than UNASKED_BYTES, as strangers open them, so much and no more.
+UNREAD_BYTES = 1 << 20
 _UNREAD_FRAMES = 256
 _JOINED_BYTES = 64 * 1024  # frames up to this size are sent as one buffer, larger ones without a copy
 _LINGER_SECONDS = 2.0
@@ -128,6 +130,10 @@ class FrameStream(asyncio.BufferedProtocol):
     def broke(self) -> bool:
         """Whether it ended, and neither side had said so."""
         return self.lost.done() and not self._closed and not self._parser.ended
+
+    @property
+    def heard(self) -> bool:
+        return self._parser.heard
 
     @property
     def allowed(self) -> int:
@@ -252,7 +258,8 @@ class FrameStream(asyncio.BufferedProtocol):
     def _full(self) -> bool:
         if self._parser.refused:
             return True
-        return self._parser.ready_bytes >= UNREAD_BYTES or len(self._parser.ready) >= _UNREAD_FRAMES
+        unread = UNREAD_BYTES if self._parser.allowed > UNASKED_BYTES else UNASKED_BYTES
+        return self._parser.ready_bytes >= unread or self._parser.ready >= _UNREAD_FRAMES
 
     async def _write(self, *parts: Buffer) -> None:
         if self._socket is None or self.lost.done() or self._socket.is_closing():

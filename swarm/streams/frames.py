@@ -25,6 +25,8 @@ HEAD_BYTES = _HEAD.size
 END = _HEAD.pack(0, 0)  # the last thing on a stream that its sender closed; without it the stream broke
 
 MAX_KIND_CHARACTERS = 64
+MAX_CONTAINERS = 4096  # lists and maps in one header: an empty one is a byte on the wire and 64 in memory
+CONTAINER_BYTES = 96  # of memory that we count for each
 _MAX_DEPTH = 16  # of lists and maps in a header
 
 
@@ -82,10 +84,19 @@ def decode_head(data: Buffer, limits: FrameLimits = DEFAULT_LIMITS, offset: int 
 
 def decode_header(data: Buffer) -> tuple[str, Header]:
     """Kind and header of a frame. Raises FrameError for bytes that are not exactly one header."""
+    kind, header, _ = decode_counted(data)
+    return kind, header
+
+
+def decode_counted(data: Buffer) -> tuple[str, Header, int]:
+    """As `decode_header`, and how many lists and maps the header consists of, at most MAX_CONTAINERS."""
+    containers = _Containers()
     try:
         value = msgpack.unpackb(
             data,
             strict_map_key=True,
+            list_hook=containers,
+            object_hook=containers,
             max_ext_len=0,
             max_str_len=len(data),
             max_bin_len=len(data),
@@ -102,7 +113,22 @@ def decode_header(data: Buffer) -> tuple[str, Header]:
     if not isinstance(header, dict):
         raise FrameError("a header that is not [kind, map]")
     _check_keys(header, _MAX_DEPTH)
-    return kind, header
+    return kind, header, containers.count
+
+
+class _Containers:
+    """Called with each list and map as it is made, so that a header of too many is given up before they are."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, made: Any) -> Any:
+        self.count += 1
+        if self.count > MAX_CONTAINERS:
+            raise FrameError(f"a header of more than {MAX_CONTAINERS} lists and maps")
+        return made
 
 
 def _check(header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:

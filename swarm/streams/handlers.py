@@ -18,16 +18,25 @@ from fusion.swarm.transport import Handler, PeerId, Stream
 logger = logging.getLogger(__name__)
 
 ERROR_SECONDS = 5.0  # how long the other end may take to accept our last words
+FIRST_FRAME_SECONDS = 10.0  # for whoever opened a stream to say something on it
 
 
 class Handlers:
-    """Runs at most `per_peer` handlers at once for each peer; further streams of that peer are dropped."""
+    """Runs at most `per_peer` handlers at once for each peer, and `in_all`; further streams are dropped. Of streams on
+    which nothing was said yet there are at most `silent`: a further one takes the place of the oldest, so that whoever
+    speaks at once, as honest peers do, gets in however many others hold theirs open. Peer ids are free, so these
+    numbers and not those of each peer are what a stranger cannot go round."""
 
-    def __init__(self, *, per_peer: int = 256) -> None:
+    def __init__(self, *, per_peer: int = 256, in_all: int = 2048, silent: int = 128) -> None:
         self._handlers: dict[str, Handler] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: Counter[PeerId] = Counter()
         self._per_peer = per_peer
+        self._in_all = in_all
+        self._most_silent = silent
+        self._silent: dict[
+            Stream, None
+        ] = {}  # on which nothing was said when they were last looked at, oldest first
         self._closed = False
 
     def __contains__(self, protocol: str) -> bool:
@@ -48,13 +57,37 @@ class Handlers:
             logger.warning("dropped a stream of %s: it has %d open already", stream.remote, self._per_peer)
             stream.abort()
             return
+        if len(self._tasks) >= self._in_all:
+            logger.warning("dropped a stream of %s: %d are open in all", stream.remote, self._in_all)
+            stream.abort()
+            return
+        self._await_first_frame(stream)
         self._running[stream.remote] += 1
         task = asyncio.create_task(run(handler, stream), name=f"{stream.protocol} from {stream.remote}")
         self._tasks.add(task)
-        task.add_done_callback(lambda done: self._finished(done, stream.remote))
+        task.add_done_callback(lambda done: self._finished(done, stream))
 
-    def _finished(self, task: asyncio.Task[None], remote: PeerId) -> None:
+    def _await_first_frame(self, stream: Stream) -> None:
+        if len(self._silent) >= self._most_silent:
+            self._silent = {each: None for each in self._silent if not each.heard}
+        if len(self._silent) >= self._most_silent:
+            self._hang_up(next(iter(self._silent)))
+        self._silent[stream] = None
+        asyncio.get_running_loop().call_later(FIRST_FRAME_SECONDS, self._hang_up, stream)
+
+    def _hang_up(self, stream: Stream) -> None:
+        if stream in self._silent:
+            del self._silent[stream]
+            if not stream.heard:
+                logger.debug(
+                    "hung up on %s, which opened %s and said nothing", stream.remote, stream.protocol
+                )
+                stream.abort()
+
+    def _finished(self, task: asyncio.Task[None], stream: Stream) -> None:
+        self._silent.pop(stream, None)
         self._tasks.discard(task)
+        remote = stream.remote
         self._running[remote] -= 1
         if self._running[remote] <= 0:
             del self._running[remote]

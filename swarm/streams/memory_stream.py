@@ -70,6 +70,11 @@ class MemoryStream:
         self._allowed = allowed
         self._turn = asyncio.Lock()
         self._closed = False
+        self._heard = False
+
+    @property
+    def heard(self) -> bool:
+        return self._heard or bool(self._incoming.frames)
 
     async def send(
         self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
@@ -97,6 +102,7 @@ class MemoryStream:
                 raise self._ended(pipe.end)
             await pipe.changed.wait()
         head, payload = pipe.take()
+        self._heard = True
         if len(payload) > self._allowed:
             self.abort()
             raise FrameError(

@@ -47,6 +47,10 @@ class StripedStream:
         for lane in stripes:
             lane.lost.add_done_callback(partial(self._lost, lane))
 
+    @property
+    def heard(self) -> bool:
+        return any(lane.heard for lane in self._stripes)
+
     async def send(
         self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
     ) -> None:

@@ -34,7 +34,7 @@ class WorldStream:
     """One end of a stream. `twin` is the other end; each belongs to a lane."""
 
     __slots__ = (
-        "_allowed", "_arrives", "_closed", "_end", "_inbox", "_network", "_waiter", "held", "lane", "local",
+        "_allowed", "_arrives", "_closed", "_end", "_heard", "_inbox", "_network", "_waiter", "held", "lane", "local",
         "protocol", "remote", "said", "twin",
     )  # fmt: skip
 
@@ -50,9 +50,13 @@ class WorldStream:
         self._allowed = allowed
         self._inbox: deque[tuple[str, bytes, bytes]] = deque()
         self._arrives = 0.0  # when the last frame that we sent does
-        self._closed = False
+        self._closed = self._heard = False
         self._end = ""
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def heard(self) -> bool:
+        return self._heard or bool(self._inbox)
 
     async def send(
         self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
@@ -119,6 +123,7 @@ class WorldStream:
             finally:
                 self._waiter = None
         kind, head, payload = self._inbox.popleft()
+        self._heard = True
         if len(payload) > self._allowed:
             self.abort()
             raise FrameError(f"{self.remote} on {self.protocol}: a payload of {len(payload)} bytes")

@@ -383,3 +383,79 @@ def test_a_partition_hides_new_records_and_newcomers_see_old_ones() -> None:
         await two.aclose()
 
     asyncio.run(main())
+
+
+def test_whoever_speaks_gets_in_however_many_silent_streams_are_open() -> None:
+    async def main() -> None:
+        handlers = Handlers(silent=4)
+
+        async def answer(stream: Stream) -> None:
+            frame = await stream.receive()
+            await stream.send(frame.kind)
+
+        handlers.add(ECHO, answer)
+        silent = []
+        for number in range(10):
+            ours, theirs = stream_pair(PeerId(f"stranger {number}"), B, ECHO)
+            handlers.accept(theirs)
+            silent.append(ours)
+        ours, theirs = stream_pair(A, B, ECHO)
+        handlers.accept(theirs)
+        await ours.send("hello")
+        assert (await ours.receive()).kind == "hello"
+        for stream in silent[:7]:
+            with pytest.raises(StreamBroken):
+                await stream.receive()
+        await silent[-1].send("late")
+        assert (await silent[-1].receive()).kind == "late"
+        await handlers.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_stream_on_which_nothing_is_said_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusion.swarm.streams.handlers.FIRST_FRAME_SECONDS", 0.01)
+
+    async def main() -> None:
+        handlers = Handlers()
+
+        async def answer(stream: Stream) -> None:
+            frame = await stream.receive()
+            await asyncio.sleep(0.05)  # it may take its time to answer
+            await stream.send(frame.kind)
+            await stream.receive()
+
+        handlers.add(ECHO, answer)
+        speaks, theirs = stream_pair(A, B, ECHO)
+        handlers.accept(theirs)
+        await speaks.send("hello")
+        silent, theirs = stream_pair(C, B, ECHO)
+        handlers.accept(theirs)
+        with pytest.raises(StreamBroken):
+            await silent.receive()
+        assert (await speaks.receive()).kind == "hello"
+        await handlers.aclose()
+
+    asyncio.run(main())
+
+
+def test_no_number_of_identities_opens_streams_without_end() -> None:
+    async def main() -> None:
+        handlers = Handlers(in_all=3)
+
+        async def wait(stream: Stream) -> None:
+            await stream.receive()
+            await asyncio.Event().wait()
+
+        handlers.add(ECHO, wait)
+        near = []
+        for number in range(4):
+            ours, theirs = stream_pair(PeerId(f"stranger {number}"), B, ECHO)
+            handlers.accept(theirs)
+            near.append(ours)
+        with pytest.raises(StreamBroken):
+            await near[3].receive()
+        await near[0].send("still there")
+        await handlers.aclose()
+
+    asyncio.run(main())

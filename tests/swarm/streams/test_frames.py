@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import array
 import os
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from fusion.swarm.errors import FrameError
 from fusion.swarm.streams.frame_parser import SCRATCH_BYTES, FrameParser
 from fusion.swarm.streams.frames import (
+    CONTAINER_BYTES,
     DEFAULT_LIMITS,
     END,
     HEAD_BYTES,
@@ -122,6 +124,31 @@ def test_bytes_that_are_no_header(data: bytes) -> None:
         decode_header(data)
 
 
+@pytest.mark.parametrize("empty", [b"\x80", b"\x90"], ids=["maps", "lists"])
+def test_a_header_of_empties_is_given_up_before_it_fills_the_memory(empty: bytes) -> None:
+    count = 256 * 1024 - 20
+    data = b"\x92\xa1k\x81\xa1a\xdd" + count.to_bytes(4, "big") + empty * count
+    tracemalloc.start()
+    try:
+        with pytest.raises(FrameError, match="lists and maps"):
+            decode_header(data)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+def test_unread_frames_are_counted_by_what_they_take_of_memory() -> None:
+    parser = FrameParser()
+    data = wire("k", {"a": [[]] * 4000})
+    for at in range(0, len(data), 1000):
+        part = data[at : at + 1000]
+        parser.room()[: len(part)] = part
+        parser.advance(len(part))
+    assert parser.ready == 1 and parser.ready_bytes > 4000 * CONTAINER_BYTES
+    assert parser.take()[1] == len(data)
+    assert parser.ready_bytes == 0
+
+
 def test_a_header_msgpack_cannot_carry_is_the_callers_mistake() -> None:
     for bad in ({"a": object()}, {"a": 1 << 70}, {"a": {1, 2}}):
         with pytest.raises(ValueError, match="'k' frame"):
@@ -180,7 +207,7 @@ def test_any_cut_of_the_bytes_gives_the_same_frames(
     feed(parser, data + (END + b"whatever follows" if ends else b""), sizes)
     assert parser.preamble == b"abc"
     assert parser.ended is ends
-    assert parser.ready_bytes == len(data) - 4
+    assert parser.ready_bytes == len(data) - 4 + 2 * CONTAINER_BYTES * len(bodies)
     for number, body in enumerate(bodies, 1):
         frame, size = parser.take()
         assert (frame.kind, frame.header, bytes(frame.payload)) == (str(number), header, body)
