@@ -34,9 +34,9 @@ class Handlers:
         self._per_peer = per_peer
         self._in_all = in_all
         self._most_silent = silent
-        self._silent: dict[
-            Stream, None
-        ] = {}  # on which nothing was said when they were last looked at, oldest first
+        # Streams on which nothing was said when they were last looked at, and until when that may be; oldest first.
+        self._silent: dict[Stream, float] = {}
+        self._timer: asyncio.TimerHandle | None = None  # one for all: a timer would keep a stream's memory to its end
         self._closed = False
 
     def __contains__(self, protocol: str) -> bool:
@@ -69,20 +69,27 @@ class Handlers:
 
     def _await_first_frame(self, stream: Stream) -> None:
         if len(self._silent) >= self._most_silent:
-            self._silent = {each: None for each in self._silent if not each.heard}
+            self._silent = {each: until for each, until in self._silent.items() if not each.heard}
         if len(self._silent) >= self._most_silent:
             self._hang_up(next(iter(self._silent)))
-        self._silent[stream] = None
-        asyncio.get_running_loop().call_later(FIRST_FRAME_SECONDS, self._hang_up, stream)
+        loop = asyncio.get_running_loop()
+        self._silent[stream] = loop.time() + FIRST_FRAME_SECONDS
+        if self._timer is None:
+            self._timer = loop.call_later(FIRST_FRAME_SECONDS, self._hang_up_on_late)
+
+    def _hang_up_on_late(self) -> None:
+        loop = asyncio.get_running_loop()
+        for stream, until in list(self._silent.items()):
+            if stream.heard or until <= loop.time():
+                self._hang_up(stream)
+        first = min(self._silent.values(), default=None)
+        self._timer = None if first is None else loop.call_at(first, self._hang_up_on_late)
 
     def _hang_up(self, stream: Stream) -> None:
-        if stream in self._silent:
-            del self._silent[stream]
-            if not stream.heard:
-                logger.debug(
-                    "hung up on %s, which opened %s and said nothing", stream.remote, stream.protocol
-                )
-                stream.abort()
+        del self._silent[stream]
+        if not stream.heard:
+            logger.debug("hung up on %s, which opened %s and said nothing", stream.remote, stream.protocol)
+            stream.abort()
 
     def _finished(self, task: asyncio.Task[None], stream: Stream) -> None:
         self._silent.pop(stream, None)
@@ -95,6 +102,8 @@ class Handlers:
     def cancel(self) -> list[asyncio.Task[None]]:
         """Cancel what runs, without waiting; nothing is accepted any more. The caller, if it is a handler, goes on."""
         self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
