@@ -223,10 +223,10 @@ class BlobStore:
                 continue
             chosen = [] if self.needs is None else victims(held, self.needs.all(), missing, self._now())
             if not chosen:
-                raise QuotaExceeded(
-                    f"a blob of {size} bytes does not fit: {used} of {self.quota_bytes} bytes in {self.root} are used, "
-                    f"{max(spare, 0)} may be written to the disk"
-                )
+                reason = f"{used} of {self.quota_bytes} bytes in {self.root} are used"
+                if self._reserved + size > spare:
+                    reason = f"the disk is full, {self.root} may take {max(spare, 0)} bytes more of it"
+                raise QuotaExceeded(f"a blob of {size} bytes does not fit: {reason}")
             for digest in chosen:
                 self.delete(digest)
 
