@@ -59,7 +59,7 @@ LIBRARY_LAYERS = {
 }
 LIBRARY_FILES = {
     "hivemind": {
-        *("swarm/streams/p2p.py", "swarm/streams/peer_ids.py"),
+        *("swarm/streams/p2p.py", "swarm/streams/p2pd_control.py", "swarm/streams/peer_ids.py"),
         *("swarm/dht/wire.py", "swarm/dht/calls.py", "swarm/dht/directory.py"),
     },
     "transformers": {"runtime/capture/huggingface.py"},

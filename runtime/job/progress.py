@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from fusion.runtime.job.fields import build
 from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.printable import one_line
 
 State = Literal["launching", "running", "done", "stopped", "failed"]
 RECENT = 64  # losses that a frame repeats, so that a watcher who polls misses none
@@ -45,6 +46,11 @@ class Progress:
     @property
     def finished(self) -> bool:
         return self.state in ("done", "stopped", "failed")
+
+    def told(self, **fields: object) -> Progress:
+        """With these fields changed. What another peer said ends up here too, and a record carries only clean lines."""
+        clean = {name: one_line(value) if isinstance(value, str) else value for name, value in fields.items()}
+        return replace(self, **clean)  # type: ignore[arg-type]
 
     def to_header(self) -> dict[str, Any]:
         return {f.name: _listed(getattr(self, f.name)) for f in fields(self)}

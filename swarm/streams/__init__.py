@@ -9,6 +9,7 @@ queued_stream     a long-lived stream with a task that writes, and its hello
 handlers          who answers an incoming stream, in a task of its own; errors told in one line
 p2p               the transport between real peers
 p2pd              libp2p's daemon: started, watched, ended with us
+p2pd_control      requests to it, and hivemind's view of it for the DHT
 p2pd_guard        the process between us and it, so that it never outlives us
 peer_ids          peer ids as text, as bytes, as hivemind has them
 dialer            whom the daemon is connected to, and where others listen

@@ -10,32 +10,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import hivemind.hivemind_cli
-from google.protobuf.message import DecodeError, Message
-from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE, ControlClient, DaemonConnector
-from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe
+from google.protobuf.message import DecodeError
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from fusion.swarm.errors import DaemonDied, PeerUnreachable, StreamBroken, StreamClosed, TransportError
 from fusion.swarm.identity import Identity
-from fusion.swarm.printable import error_line
 from fusion.swarm.streams.dial_workaround import detour
 from fusion.swarm.streams.dialer import Dialer, accepts, tcp_target
-from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.frames import FrameLimits
 from fusion.swarm.streams.handlers import Handlers
 from fusion.swarm.streams.memory_stream import stream_pair
 from fusion.swarm.streams.p2pd import Daemon
+from fusion.swarm.streams.p2pd_control import (
+    CONTROL_SECONDS,
+    GONE,
+    AttachedP2P,
+    ask,
+    attach,
+    check_answer,
+    framed,
+    unanswered,
+)
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
 from fusion.swarm.streams.reachable import is_loopback, local_network, reachable
 from fusion.swarm.streams.striping import SUFFIX, Gathering, join
@@ -44,9 +49,7 @@ from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traff
 
 logger = logging.getLogger(__name__)
 
-_CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
 _ADDRESS_SECONDS = 10.0  # libp2p learns its outside addresses little by little
-_GONE = "p2pd is gone"
 _KNOCK_SECONDS = 3.0
 _CONNECTED_SECONDS = 2.0  # how old p2pd's list may be for the many small calls of the DHT, until one fails
 
@@ -73,7 +76,7 @@ class P2PConfig:
 class P2PTransport:
     """Implements `fusion.swarm.transport.Transport`. Made by `async with P2PTransport.start(config) as transport`."""
 
-    def __init__(self, config: P2PConfig, daemon: Daemon, p2p: _Attached) -> None:
+    def __init__(self, config: P2PConfig, daemon: Daemon, p2p: AttachedP2P) -> None:
         self.peer_id: PeerId = config.identity.peer_id
         self.p2p = p2p  # for the DHT, which runs in this loop
         self._config = config
@@ -116,7 +119,7 @@ class P2PTransport:
         )
         transport: P2PTransport | None = None
         try:
-            transport = cls(config, daemon, await _attach(daemon))
+            transport = cls(config, daemon, await attach(daemon))
             await transport._start()
         except BaseException as error:
             if transport is not None:
@@ -124,7 +127,7 @@ class P2PTransport:
             else:
                 await daemon.aclose()
             if isinstance(error, (OSError, P2PDaemonError, asyncio.IncompleteReadError)):
-                raise TransportError(f"p2pd does not answer: {error_line(error)}") from error
+                raise unanswered(error) from error
             raise
         return transport
 
@@ -222,7 +225,7 @@ class P2PTransport:
                 )
                 await stream.write_message(framed(message))
                 data = await answer
-            _check_answer(data, f"cannot open {protocol} to {peer}")
+            check_answer(data, f"cannot open {protocol} to {peer}")
         except BaseException as error:
             if stream is not None:
                 stream.abort()
@@ -231,7 +234,7 @@ class P2PTransport:
                     f"{peer} did not answer within {self._config.dial_seconds:g} s"
                 ) from None
             if isinstance(error, OSError):
-                raise PeerUnreachable(f"cannot reach {peer}: {_GONE}") from error
+                raise PeerUnreachable(f"cannot reach {peer}: {GONE}") from error
             if isinstance(error, TransportError) and not isinstance(error, PeerUnreachable):
                 raise PeerUnreachable(f"cannot reach {peer}: {error}") from error
             raise
@@ -246,7 +249,7 @@ class P2PTransport:
         request = p2pd_pb2.StreamHandlerRequest(
             addr=listen, proto=[protocol, protocol + SUFFIX], balanced=False
         )
-        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request))
+        await ask(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request))
 
     def traffic(self) -> Mapping[PeerId, Traffic]:
         return self.counter.snapshot()
@@ -306,9 +309,9 @@ class P2PTransport:
 
     async def _list_connected(self) -> frozenset[PeerId]:
         try:
-            response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+            response = await ask(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
         except TransportError as error:
-            raise PeerUnreachable(_GONE) from error
+            raise PeerUnreachable(GONE) from error
         return frozenset(from_bytes(info.id) for info in response.peers)
 
     async def _dial(self, peer: PeerId, addresses: Sequence[str]) -> None:
@@ -321,7 +324,9 @@ class P2PTransport:
             async with detour(*target) as around:
                 await self._connect_to(peer, [f"{around}/p2p/{peer}"])
                 request = p2pd_pb2.DisconnectRequest(peer=to_bytes(peer))
-                await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+                await ask(
+                    self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request)
+                )
             await self._connect_to(peer, addresses)
 
     async def _connect_to(self, peer: PeerId, addresses: Sequence[str]) -> None:
@@ -329,7 +334,7 @@ class P2PTransport:
             peer=to_bytes(peer), addrs=[split_address(address)[0].to_bytes() for address in addresses]
         )
         request.timeout = _whole_seconds(self._config.dial_seconds)
-        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
+        await ask(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
 
     async def _before_call(self, peer: PeerID) -> None:
         try:
@@ -337,26 +342,9 @@ class P2PTransport:
         except TransportError as error:
             raise P2PDaemonError(str(error)) from error
 
-    async def _ask(self, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
-        response = p2pd_pb2.Response()
-        writer = None
-        try:
-            async with asyncio.timeout(_CONTROL_SECONDS):
-                reader, writer = await asyncio.open_unix_connection(str(self._daemon.control_path))
-                writer.write(framed(request))
-                await read_pbmsg_safe(reader, response)
-        except (OSError, asyncio.IncompleteReadError, DecodeError) as error:
-            raise TransportError(f"p2pd does not answer: {error_line(error)}") from error
-        finally:
-            if writer is not None:
-                writer.close()
-        if response.type == p2pd_pb2.Response.ERROR:
-            raise PeerUnreachable(_reason(response.error.msg))
-        return response
-
     async def _refresh_addresses(self) -> None:
         with contextlib.suppress(ValueError):  # hivemind's way to say that there are none
-            async with asyncio.timeout(_CONTROL_SECONDS):
+            async with asyncio.timeout(CONTROL_SECONDS):
                 visible = await self.p2p.get_visible_maddrs(latest=True)
             found = sorted(map(str, visible), key=lambda address: not is_loopback(address))
             self._all_addresses = tuple(found)
@@ -381,70 +369,6 @@ def split_address(address: str) -> tuple[Multiaddr, PeerId]:
         raise ValueError(f"{address!r} is not a multiaddr that ends in /p2p/<peer id>") from error
 
 
-class _Attached(P2P):  # type: ignore[misc]
-    """hivemind's P2P, which asks us before it calls another peer, and fails at once when p2pd is dead: by itself it
-    would wait for answers until every caller's time is up."""
-
-    before_call: Callable[[PeerID], Awaitable[None]]  # these two are the transport's
-    call_failed: Callable[[], None]  # p2pd did not get through
-    dead = False
-
-    async def call_protobuf_handler(self, peer_id: PeerID, *arguments: Any, **options: Any) -> Any:
-        if self.dead:
-            raise P2PDaemonError(_GONE)
-        await self.before_call(peer_id)
-        try:
-            return await super().call_protobuf_handler(peer_id, *arguments, **options)
-        except P2PDaemonError:
-            self.call_failed()
-            raise
-
-    async def remove_protobuf_handler(self, *arguments: Any, **options: Any) -> None:
-        if not self.dead:
-            await super().remove_protobuf_handler(*arguments, **options)
-
-    def bury(self) -> None:
-        self.dead = True
-        control = self._client.control
-        for task in (control._read_task, control._write_task):
-            if task is not None:  # they end with an error that nobody asks for
-                task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        for call in control._pending_calls.values():
-            if not call.done():
-                call.set_exception(P2PDaemonError(_GONE))
-
-
-class _Control(ControlClient):  # type: ignore[misc]
-    """hivemind's connection to p2pd, for the calls of the DHT and the answers to others'. By itself it writes the length
-    of each message byte by byte, then the message: here all that waits goes out in one write."""
-
-    async def _write_to_persistent_conn(self, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            while True:
-                messages = [await self._pending_messages.get()]
-                while not self._pending_messages.empty():
-                    messages.append(self._pending_messages.get_nowait())
-                writer.write(b"".join(map(framed, messages)))
-                await writer.drain()
-
-
-async def _attach(daemon: Daemon) -> _Attached:
-    """As hivemind's `P2P.replicate`, with a control connection of our own."""
-    p2p = _Attached()
-    p2p._child, p2p._alive = None, True
-    p2p._daemon_listen_maddr = Multiaddr(f"/unix{daemon.control_path}")
-    p2p._client_listen_maddr = Multiaddr(f"/unix{daemon.directory / 'h.sock'}")
-    p2p._client = Client(_initialized_with_create=True)
-    async with asyncio.timeout(_CONTROL_SECONDS):
-        p2p._client.control = await _Control.create(
-            DaemonConnector(p2p._daemon_listen_maddr),
-            p2p._client_listen_maddr,
-            persistent_conn_max_msg_size=DEFAULT_MAX_MSG_SIZE,
-        )
-        await p2p._ping_daemon()
-    return p2p
-
-
 def _p2pd_arguments(config: P2PConfig) -> list[str]:
     loopback = all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in config.listen)
     outside = int(not loopback)  # nothing to map or to be seen from on loopback
@@ -453,29 +377,6 @@ def _p2pd_arguments(config: P2PConfig) -> list[str]:
     if config.announce:
         arguments.append(f"-announceAddrs={','.join(config.announce)}")
     return arguments
-
-
-def _check_answer(data: bytes | None, what: str) -> None:
-    response = p2pd_pb2.Response()
-    try:
-        if data is None:
-            raise PeerUnreachable(f"{what}: p2pd hung up")
-        response.ParseFromString(data)
-    except DecodeError as error:
-        raise TransportError(f"{what}: p2pd's answer makes no sense") from error
-    if response.type == p2pd_pb2.Response.ERROR:
-        raise PeerUnreachable(f"{what}: {_reason(response.error.msg)}")
-
-
-def _reason(message: str) -> str:
-    """The last, most telling part of a Go error, in one short line."""
-    text = " ".join(message.split())
-    return text if len(text) <= 200 else f"{text[:80]} ... {text[-100:]}"
-
-
-def framed(message: Message) -> bytes:
-    """A message as p2pd reads it."""
-    return delimited(message.SerializeToString())
 
 
 def _whole_seconds(seconds: float) -> int:

@@ -27,7 +27,6 @@ from fusion.runtime.training.step.lead import LeadState, after, lead
 from fusion.runtime.training.step.run_statistics import CLEAN, Interruptions, RunStatistics
 from fusion.runtime.training.step.snapshot_books import SnapshotBooks
 from fusion.swarm.directory.records import Digest, JobId
-from fusion.swarm.printable import one_line
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
@@ -168,9 +167,7 @@ class Lead:
 
     def tell(self, **fields: object) -> None:
         """Change what the progress says."""
-        # What another peer said ends up here too, and a record carries only clean lines.
-        clean = {name: one_line(value) if isinstance(value, str) else value for name, value in fields.items()}
-        progress = replace(self.progress, **clean)  # type: ignore[arg-type]
+        progress = self.progress.told(**fields)
         if progress != self.progress:
             self.progress = progress
             self._changed()

@@ -1,0 +1,134 @@
+"""What is said to a p2pd that we started: requests over connections of their own, and hivemind's `P2P` over it for the DHT."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE, ControlClient, DaemonConnector
+from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
+
+from fusion.swarm.errors import PeerUnreachable, TransportError
+from fusion.swarm.printable import error_line
+from fusion.swarm.streams.frame_parser import delimited
+from fusion.swarm.streams.p2pd import Daemon
+
+CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
+GONE = "p2pd is gone"
+
+
+class AttachedP2P(P2P):  # type: ignore[misc]
+    """hivemind's P2P, which asks us before it calls another peer, and fails at once when p2pd is dead: by itself it
+    would wait for answers until every caller's time is up."""
+
+    before_call: Callable[[PeerID], Awaitable[None]]  # these two are the transport's
+    call_failed: Callable[[], None]  # p2pd did not get through
+    dead = False
+
+    async def call_protobuf_handler(self, peer_id: PeerID, *arguments: Any, **options: Any) -> Any:
+        if self.dead:
+            raise P2PDaemonError(GONE)
+        await self.before_call(peer_id)
+        try:
+            return await super().call_protobuf_handler(peer_id, *arguments, **options)
+        except P2PDaemonError:
+            self.call_failed()
+            raise
+
+    async def remove_protobuf_handler(self, *arguments: Any, **options: Any) -> None:
+        if not self.dead:
+            await super().remove_protobuf_handler(*arguments, **options)
+
+    def bury(self) -> None:
+        self.dead = True
+        control = self._client.control
+        for task in (control._read_task, control._write_task):
+            if task is not None:  # they end with an error that nobody asks for
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        for call in control._pending_calls.values():
+            if not call.done():
+                call.set_exception(P2PDaemonError(GONE))
+
+
+class _Control(ControlClient):  # type: ignore[misc]
+    """hivemind's connection to p2pd, for the calls of the DHT and the answers to others'. By itself it writes the length
+    of each message byte by byte, then the message: here all that waits goes out in one write."""
+
+    async def _write_to_persistent_conn(self, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            while True:
+                messages = [await self._pending_messages.get()]
+                while not self._pending_messages.empty():
+                    messages.append(self._pending_messages.get_nowait())
+                writer.write(b"".join(map(framed, messages)))
+                await writer.drain()
+
+
+async def attach(daemon: Daemon) -> AttachedP2P:
+    """As hivemind's `P2P.replicate`, with a control connection of our own."""
+    p2p = AttachedP2P()
+    p2p._child, p2p._alive = None, True
+    p2p._daemon_listen_maddr = Multiaddr(f"/unix{daemon.control_path}")
+    p2p._client_listen_maddr = Multiaddr(f"/unix{daemon.directory / 'h.sock'}")
+    p2p._client = Client(_initialized_with_create=True)
+    async with asyncio.timeout(CONTROL_SECONDS):
+        p2p._client.control = await _Control.create(
+            DaemonConnector(p2p._daemon_listen_maddr),
+            p2p._client_listen_maddr,
+            persistent_conn_max_msg_size=DEFAULT_MAX_MSG_SIZE,
+        )
+        await p2p._ping_daemon()
+    return p2p
+
+
+def framed(message: Message) -> bytes:
+    """A message as p2pd reads it."""
+    return delimited(message.SerializeToString())
+
+
+async def ask(daemon: Daemon, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
+    """One request over a connection of its own. Raises TransportError, PeerUnreachable for what p2pd could not do."""
+    response = p2pd_pb2.Response()
+    writer = None
+    try:
+        async with asyncio.timeout(CONTROL_SECONDS):
+            reader, writer = await asyncio.open_unix_connection(str(daemon.control_path))
+            writer.write(framed(request))
+            await read_pbmsg_safe(reader, response)
+    except (OSError, asyncio.IncompleteReadError, DecodeError) as error:
+        raise unanswered(error) from error
+    finally:
+        if writer is not None:
+            writer.close()
+    if response.type == p2pd_pb2.Response.ERROR:
+        raise PeerUnreachable(reason(response.error.msg))
+    return response
+
+
+def check_answer(data: bytes | None, what: str) -> None:
+    response = p2pd_pb2.Response()
+    try:
+        if data is None:
+            raise PeerUnreachable(f"{what}: p2pd hung up")
+        response.ParseFromString(data)
+    except DecodeError as error:
+        raise TransportError(f"{what}: p2pd's answer makes no sense") from error
+    if response.type == p2pd_pb2.Response.ERROR:
+        raise PeerUnreachable(f"{what}: {reason(response.error.msg)}")
+
+
+def reason(message: str) -> str:
+    """The last, most telling part of a Go error, in one short line."""
+    text = " ".join(message.split())
+    return text if len(text) <= 200 else f"{text[:80]} ... {text[-100:]}"
+
+
+def unanswered(error: BaseException) -> TransportError:
+    return TransportError(f"p2pd does not answer: {error_line(error)}")
