@@ -24,6 +24,7 @@ from fusion.swarm.identity import is_peer_id
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_STAGES = 4096
 MAX_REPLICAS = 64  # that are proposed for one stage
+MAX_STEP_SAMPLES = 1 << 15  # in a step, and in an evaluation: whoever leads knows them by number
 MAX_ADMITTED = 4096  # peers that are listed
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -129,11 +130,15 @@ def _validate_law(manifest: Manifest) -> None:
 
 def _validate_train(train: TrainConfig) -> None:
     for name, low, high in (
-        ("steps", 1, 10**9), ("microbatches", 1, 4096), ("microbatch_size", 1, 1 << 20), ("sequence", 0, 1 << 24),
+        ("steps", 1, 10**9), ("microbatches", 1, 4096), ("microbatch_size", 1, MAX_STEP_SAMPLES), ("sequence", 0, 1 << 24),
         ("seed", 0, 2**63 - 1), ("snapshot_every", 0, 10**9), ("evaluate_every", 0, 10**9),
         ("evaluate_batches", 1, 4096), ("depth", 1, 64),
     ):  # fmt: skip
         _require(low <= getattr(train, name) <= high, f"train.{name}", f"from {low} to {high}")
+    most = MAX_STEP_SAMPLES // train.microbatch_size
+    for name in ("microbatches", "evaluate_batches"):
+        rule = f"at most {most} of {train.microbatch_size} samples each ({MAX_STEP_SAMPLES} in all)"
+        _require(getattr(train, name) <= most, f"train.{name}", rule)
     for name, digest in (("train", train.data.train), ("held_out", train.data.held_out)):
         _require(digest is None or bool(_DIGEST.fullmatch(digest)), f"train.data.{name}", "a SHA-256 in hex")
     _require(train.data.token_bytes in (1, 2, 4), "train.data.token_bytes", "1, 2 or 4")

@@ -107,7 +107,7 @@ class Rad:
             for batch in range(self._config.evaluate_batches):
                 received = await self._receive(step, batch, evaluate=True)
                 await gate.acquire()
-                inputs = {**self._batches.held_out(batch), **received}
+                inputs = {**await asyncio.to_thread(self._batches.held_out, batch), **received}
                 task = group.create_task(self._evaluate(attempt, step, batch, inputs))
                 task.add_done_callback(lambda _: gate.release())
         losses = [self._losses[m] for m in sorted(self._losses)]
@@ -121,8 +121,7 @@ class Rad:
         """Wait for what the action reads; the result runs it."""
         at = action.microbatch
         if action.kind == "forward":
-            indices = self._batches.indices(step, at)
-            inputs = self._batches.read(indices)
+            indices, inputs = await asyncio.to_thread(self._draw, step, at)
             inputs.update(await self._receive(step, at, evaluate=False))
             return partial(self._forward, attempt, step, at, inputs, indices)
         gradients = [
@@ -131,6 +130,11 @@ class Rad:
             if edge.needs_gradient
         ]
         return partial(self._backward, attempt, step, at, gradients)
+
+    def _draw(self, step: int, microbatch: int) -> tuple[list[int], Tensors]:
+        """In a thread: a large microbatch takes many hashes, and the disk may be slow."""
+        indices = self._batches.indices(step, microbatch)
+        return indices, self._batches.read(indices)
 
     async def _receive(self, step: int, microbatch: int, *, evaluate: bool) -> Tensors:
         return {

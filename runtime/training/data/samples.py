@@ -6,20 +6,38 @@ from __future__ import annotations
 
 import hashlib
 import math
-from functools import lru_cache
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+from cachetools import LRUCache, cached
+from cachetools.keys import hashkey
 
 from fusion.runtime.job.manifest import TrainConfig
+
+REMEMBERED_SAMPLES = 1 << 20  # 8 bytes each
+
+Indices = npt.NDArray[np.int64]
 
 
 def sample_indices(seed: int, step: int, microbatch: int, config: TrainConfig, samples: int) -> list[int]:
     """The samples of one microbatch: every sample once an epoch, in an order that (seed, epoch) shuffles."""
     first = (step * config.microbatches + microbatch) * config.microbatch_size
-    return list(_window(seed, first, config.microbatch_size, samples))
+    found: list[int] = _window(seed, first, config.microbatch_size, samples).tolist()
+    return found
 
 
-@lru_cache(maxsize=1024)  # the lead asks again, to check what was fed
-def _window(seed: int, first: int, count: int, samples: int) -> tuple[int, ...]:
-    return tuple(_shuffled(seed, *divmod(first + i, samples), samples) for i in range(count))
+@cached(  # the lead asks again, to check what was fed
+    LRUCache[object, Indices](REMEMBERED_SAMPLES, getsizeof=len), key=hashkey, lock=Lock()
+)
+def _window(seed: int, first: int, count: int, samples: int) -> Indices:
+    parts = []
+    while count > 0:
+        epoch, begin = divmod(first, samples)
+        length = min(count, samples - begin)
+        parts.append(_shuffled(seed, epoch, np.arange(begin, begin + length), samples))
+        first, count = first + length, count - length
+    return np.concatenate(parts)
 
 
 def held_out_indices(batch: int, config: TrainConfig, samples: int) -> list[int]:
@@ -29,16 +47,24 @@ def held_out_indices(batch: int, config: TrainConfig, samples: int) -> list[int]
     return [((first + i) * samples // wanted) % samples for i in range(config.microbatch_size)]
 
 
-def _shuffled(seed: int, epoch: int, index: int, samples: int) -> int:
-    """The image of `index` under a permutation of range(samples): a Feistel network over the next power of four,
-    walked until it lands inside (Black and Rogaway 2002, "cycle-walking cipher"). No table, whatever the size."""
+def _shuffled(seed: int, epoch: int, indices: Indices, samples: int) -> Indices:
+    """The images of `indices` under a permutation of range(samples): a Feistel network over the next power of four,
+    walked until it lands inside (Black and Rogaway 2002, "cycle-walking cipher"). No table of samples, whatever their
+    number: a hash for each half of an index that occurs, of which there are about as many as the root of `samples`."""
     half = max(1, math.ceil(math.log2(max(2, samples)) / 2))
     mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
+    found = indices.copy()
+    outside = np.arange(len(found))  # places whose index is still on its walk
+    while len(outside):
+        left, right = found[outside] >> half, found[outside] & mask
         for turn in range(4):
-            digest = hashlib.blake2b(f"{seed}/{epoch}/{turn}/{right}".encode(), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
-        index = (left << half) | right
-        if index < samples:
-            return index
+            halves, places = np.unique(right, return_inverse=True)
+            hashed = [_hashed(f"{seed}/{epoch}/{turn}/{value}") & mask for value in halves.tolist()]
+            left, right = right, left ^ np.array(hashed, np.int64)[places]
+        found[outside] = (left << half) | right
+        outside = outside[found[outside] >= samples]
+    return found
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
