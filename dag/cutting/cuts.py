@@ -6,6 +6,7 @@ graph of stages has no cycle whatever the cuts are, and a value that skips stage
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,6 +22,8 @@ from fusion.dag.ir.dims import Poly, bind, size
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Input, Node, Ref, TensorType, Variable
 
+MAX_REPEATED = 1 << 20  # nodes that are computed again, over all stages
+
 Bytes = npt.NDArray[np.int64]
 
 
@@ -30,7 +33,8 @@ def split(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
     Nodes that `repeatable` names are computed again in every stage that reads them. A variable is in every stage
     that reads it (see `tie_groups`); one that nothing reads is kept, frozen, by stage 0. Names do not change, except
     that a value from another stage is an input called `edge_name(ref)`. A stage whose nodes nobody else needs has
-    no nodes. GraphError if the cuts do not ascend in [1, len(nodes)), or separate the users of a written buffer.
+    no nodes. GraphError if the cuts do not ascend in [1, len(nodes)), separate the users of a written buffer, or make
+    stages repeat more than MAX_REPEATED nodes. Takes time in proportion to the graph and what is repeated.
     """
     bounds = _bounds(graph, cuts)
     parts = _partition(graph, bounds)
@@ -47,7 +51,16 @@ def split(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
         )
         for ref in sorted(consumers, key=lambda r: (graph.node_index[r.name], r.index))
     }
-    return tuple(_stage(graph, s, part, edges, variables[s]) for s, part in enumerate(parts))
+    receives: list[list[Edge]] = [[] for _ in parts]
+    sends: list[list[Edge]] = [[] for _ in parts]
+    for edge in edges.values():
+        sends[edge.producer].append(edge)
+        for consumer in edge.consumers:
+            receives[consumer].append(edge)
+    return tuple(
+        _stage(graph, s, part, tuple(receives[s]), tuple(sends[s]), variables[s])
+        for s, part in enumerate(parts)
+    )
 
 
 def tie_groups(stages: Sequence[Stage]) -> tuple[TieGroup, ...]:
@@ -131,7 +144,7 @@ def _bounds(graph: Graph, cuts: Sequence[int]) -> list[int]:
 
 
 def _stage_of(node: int, bounds: Sequence[int]) -> int:
-    return int(np.searchsorted(bounds, node, side="right")) - 1
+    return bisect_right(bounds, node) - 1
 
 
 def _partition(graph: Graph, bounds: Sequence[int]) -> list[_Part]:
@@ -143,6 +156,7 @@ def _partition(graph: Graph, bounds: Sequence[int]) -> list[_Part]:
         home = _stage_of(index[ref.name], bounds) if ref.name in index else 0
         parts[home].results.append(i)
         wanted[home].append(ref)
+    left = len(graph.nodes) + MAX_REPEATED
     for s in reversed(range(len(parts))):
         part, first, todo = parts[s], bounds[s], list(wanted[s])
         while todo:
@@ -157,11 +171,18 @@ def _partition(graph: Graph, bounds: Sequence[int]) -> list[_Part]:
             elif at not in part.nodes:
                 part.nodes.add(at)
                 todo.extend(graph.nodes[at].refs())
+                left -= 1
+                if left < 0:
+                    raise GraphError(f"the cuts repeat more than {MAX_REPEATED} nodes")
     return parts
 
 
 def _variables(graph: Graph, parts: Sequence[_Part]) -> list[tuple[Variable, ...]]:
-    held = [tuple(v for v in graph.variables if v.name in part.names) for part in parts]
+    place = {v.name: i for i, v in enumerate(graph.variables)}
+    held = [
+        tuple(graph.variables[i] for i in sorted(place[name] for name in part.names if name in place))
+        for part in parts
+    ]
     read = {v.name for part in held for v in part}
     # What nothing reads gets no gradient, so an optimizer must not decay it either.
     idle = [replace(v, trainable=False) for v in graph.variables if v.name not in read]
@@ -169,10 +190,13 @@ def _variables(graph: Graph, parts: Sequence[_Part]) -> list[tuple[Variable, ...
 
 
 def _stage(
-    graph: Graph, s: int, part: _Part, edges: Mapping[Ref, Edge], variables: tuple[Variable, ...]
+    graph: Graph,
+    s: int,
+    part: _Part,
+    receives: tuple[Edge, ...],
+    sends: tuple[Edge, ...],
+    variables: tuple[Variable, ...],
 ) -> Stage:
-    receives = tuple(e for e in edges.values() if s in e.consumers)
-    sends = tuple(e for e in edges.values() if e.producer == s)
     renamed = {e.ref: Ref(e.name) for e in receives}
     nodes = [graph.nodes[i] for i in sorted(part.nodes)]
     nodes = [
@@ -199,6 +223,8 @@ def _symbol_carriers(
     types = [*(i.type for i in graph.inputs if i.name in names), *(e.type for e in receives)]
     missing -= {s for type_ in types for s in _plain_symbols(type_)}
     added: set[str] = set()
+    if not missing:
+        return added
     for input_ in sorted(graph.inputs, key=lambda i: i.name not in POSITIONAL):
         if missing & _plain_symbols(input_.type):
             added.add(input_.name)

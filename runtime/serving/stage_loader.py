@@ -86,7 +86,7 @@ class StageLoader:
         await self.fetch(manifest, stage)
         stages = await self.stages(manifest)
         try:
-            plan = plan_ring(stages, stage)
+            plan = await asyncio.to_thread(plan_ring, stages, stage)
         except JobError as error:
             raise JobFailed(str(error)) from None
         path = await self._context.blobs.fetch(manifest.weights[stage])

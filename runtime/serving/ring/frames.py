@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -91,42 +92,65 @@ class RingPlan:
 
 def hop_bytes(stages: Sequence[Stage]) -> tuple[int, ...]:
     """What crosses each cut for one position, first cut first. JobError as in `plan_ring`."""
-    crossing = [0] * len(stages)
-    for consumer, stage in enumerate(stages):
-        _check(stage, last=consumer == len(stages) - 1)
-        for producer in {consumer - 1, *(edge.producer for edge in stage.receives)} - {-1}:
-            size = _parcel(stages, producer, consumer).size_bytes(1)
-            for cut in range(producer + 1, consumer + 1):
-                crossing[cut] += size
-    return tuple(crossing[1:])
+    last = _last_reader(stages)
+    changes = [0] * (len(stages) + 1)  # from one cut to the next
+    for stage in stages:
+        for parcel in _incoming(stage, last):
+            size = parcel.size_bytes(1)
+            changes[parcel.producer + 1] += size
+            changes[parcel.consumer + 1] -= size
+    return tuple(accumulate(changes[1:-1]))
 
 
 def plan_ring(stages: Sequence[Stage], index: int) -> RingPlan:
-    """The ring as stage `index` sees it. JobError for a model that cannot be served this way.
+    """The ring as stage `index` sees it, in time in proportion to the number of stages. JobError for a model that cannot
+    be served this way.
 
     Consecutive stages always exchange a frame, even where no value crosses: it is what makes a stage run. Values of
     skip edges go straight to each stage that reads them.
     """
-    for stage in stages:
-        _check(stage, last=stage.index == len(stages) - 1)
+    last = _last_reader(stages)
     me = stages[index]
-    parcels = [_parcel(stages, a, b) for a in range(len(stages)) for b in range(a + 1, len(stages))]
-    found = [p for p in parcels if p.edges or p.consumer == p.producer + 1]
     return RingPlan(
         index=index,
         stages=len(stages),
-        incoming=tuple(p for p in found if p.consumer == index),
-        outgoing=tuple(p for p in found if p.producer == index),
+        incoming=_incoming(me, last),
+        outgoing=_outgoing(me, len(stages), last),
         reads_ids=_reads(me, "input_ids"),
         reads_positions=_reads(me, "position_ids"),
     )
 
 
-def _parcel(stages: Sequence[Stage], producer: int, consumer: int) -> Parcel:
-    edges = tuple(e for e in stages[consumer].receives if e.producer == producer)
-    # Ids travel along the chain as far as the last stage that reads them.
-    wanted = any(_reads(stage, "input_ids") for stage in stages[consumer:])
-    return Parcel(producer, consumer, edges, ids=consumer == producer + 1 and wanted)
+def _last_reader(stages: Sequence[Stage]) -> int:
+    """The last stage that reads token ids: they travel along the chain as far as that. -1 where none does."""
+    found = -1
+    for stage in stages:
+        _check(stage, last=stage.index == len(stages) - 1)
+        found = stage.index if _reads(stage, "input_ids") else found
+    return found
+
+
+def _incoming(stage: Stage, last_reader: int) -> tuple[Parcel, ...]:
+    before = stage.index - 1
+    edges: dict[int, list[Edge]] = {before: []} if stage.index else {}
+    for edge in stage.receives:
+        edges.setdefault(edge.producer, []).append(edge)
+    return tuple(
+        Parcel(producer, stage.index, tuple(found), producer == before and stage.index <= last_reader)
+        for producer, found in sorted(edges.items())
+    )
+
+
+def _outgoing(stage: Stage, stages: int, last_reader: int) -> tuple[Parcel, ...]:
+    after = stage.index + 1
+    edges: dict[int, list[Edge]] = {after: []} if after < stages else {}
+    for edge in stage.sends:
+        for consumer in edge.consumers:
+            edges.setdefault(consumer, []).append(edge)
+    return tuple(
+        Parcel(stage.index, consumer, tuple(found), consumer == after and after <= last_reader)
+        for consumer, found in sorted(edges.items())
+    )
 
 
 def _reads(stage: Stage, name: str) -> bool:

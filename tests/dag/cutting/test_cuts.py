@@ -22,6 +22,7 @@ from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.dag.ir.serialise import validate
+from support.operations import operations
 
 B, S = symbol("batch"), symbol("sequence")
 SIZES = {"batch": 2, "sequence": 3}
@@ -262,6 +263,31 @@ def test_content_is_sent_not_read_again():
     last = split(b.graph(y), (2,))[1]
     assert [(e.name, e.needs_gradient) for e in last.receives] == [("doubled/0", False), ("x/0", True)]
     assert "input_ids" not in {i.name for i in last.graph.inputs}
+
+
+def test_many_stages_are_work_in_proportion_to_their_number():
+    def cut(layers):
+        graph = chain(layers)
+        return operations(lambda: split(graph, legal_cuts(graph)))
+
+    few, many = cut(20), cut(160)
+    assert many < 12 * few
+
+
+def test_cuts_that_repeat_what_is_cheap_without_end_are_refused(monkeypatch):
+    monkeypatch.setattr("fusion.dag.cutting.cuts.MAX_REPEATED", 50)
+    b = Builder(INPUTS, VARIABLES)
+    mask = b("mask", "aten.to.dtype", Ref("position_ids"), DType("float32"))
+    for i in range(20):
+        mask = b(f"mask{i}", "aten.neg", mask)
+    row = b("row", "aten.unsqueeze", mask, -1)
+    x = b("x", "aten.embedding", Ref("table"), Ref("input_ids"), -1, False)
+    for i in range(8):
+        x = b(f"x{i}", "aten.add.Tensor", x, row, 1)
+    graph = b.graph(x)
+    assert len(split(graph, (24, 25))) == 3
+    with pytest.raises(GraphError, match="repeat more than 50 nodes"):
+        split(graph, (24, 25, 26, 27, 28, 29))
 
 
 def test_a_stage_is_given_what_tells_its_sizes():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.operations import operations
 from support.toy_ring import (
     GREEDY,
     HIDDEN,
@@ -29,7 +30,7 @@ from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.requests.request import Sampling, pack_tokens
-from fusion.runtime.serving.ring.frames import plan_ring
+from fusion.runtime.serving.ring.frames import ID_BYTES, hop_bytes, plan_ring
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition
 from fusion.runtime.serving.ring.stage import RingStage
 from fusion.swarm.errors import StaleTerm, SwarmError
@@ -366,6 +367,21 @@ def test_a_skip_edge_goes_straight_to_its_consumers() -> None:
 def test_ids_travel_as_far_as_the_last_stage_that_reads_them() -> None:
     plans = [plan_ring(make_stages(4, ids_at=(0, 2)), i) for i in range(4)]
     assert [p.ids for plan in plans for p in plan.outgoing] == [True, True, False]
+
+
+def test_a_plan_is_work_in_proportion_to_the_number_of_stages() -> None:
+    few, many = make_stages(64), make_stages(512)
+    work = [operations(lambda: plan_ring(stages, 7)) for stages in (few, many)]
+    assert work[1] < 10 * work[0]
+    work = [operations(lambda: hop_bytes(stages)) for stages in (few, many)]
+    assert work[1] < 10 * work[0]
+
+
+def test_skips_of_every_length_cross_the_cuts_between() -> None:
+    hop = 3 * 4  # bytes of a position of an edge
+    assert hop_bytes(make_stages(4)) == (hop, hop, hop)
+    assert hop_bytes(make_stages(4, skip=True)) == (3 * hop, hop + 2 * hop, hop + hop)
+    assert hop_bytes(make_stages(3, ids_at=(0, 2))) == (hop + ID_BYTES, hop + ID_BYTES)
 
 
 def test_parcels_of_every_dtype_come_back_as_they_were() -> None:
