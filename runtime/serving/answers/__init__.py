@@ -10,6 +10,7 @@ liveness          whether the stages are there and get on
 moves             to the next session while one runs
 recovery          to the next session after a fault
 generation        one answer: tokens in order, over as many sessions as it takes
+text_threads      where tokenizers run
 gateway           requests and clients
 
 Words: a route is one holder for each stage.

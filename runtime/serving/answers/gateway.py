@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from typing import ParamSpec, TypeVar
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
@@ -25,6 +26,7 @@ from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
 from fusion.runtime.serving.answers.generation import Generation
 from fusion.runtime.serving.answers.session_pair import Task
+from fusion.runtime.serving.answers.text_threads import TextThreads
 from fusion.runtime.serving.requests.request import (
     MAX_SEED,
     Answer,
@@ -32,6 +34,7 @@ from fusion.runtime.serving.requests.request import (
     Piece,
     check_answered,
     check_prompt,
+    check_size,
 )
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.directory.records import JobId
@@ -40,6 +43,9 @@ from fusion.swarm.printable import error_line
 from fusion.swarm.transport import Frame, Stream
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,7 @@ class Gateway:
             context.transport, self._config.failover.reach_seconds, context.clock.monotonic
         )
         self._catalog = Catalog(context, self._sessions.through)
+        self._threads = TextThreads()
         self._answering = 0
         self._reports: dict[tuple[JobId, int, Hop], asyncio.Task[Hop | None]] = {}
 
@@ -72,6 +79,7 @@ class Gateway:
             report.cancel()
         await asyncio.gather(*reports, return_exceptions=True)
         await self._sessions.aclose()
+        self._threads.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Piece | Answer, None]:
         """Pieces, then one Answer. Raises JobError (the request), NoRoute, JobFailed (a stage), SwarmError.
@@ -80,14 +88,26 @@ class Gateway:
         """
         began = self._context.clock.monotonic()
         model = await self._catalog.find(request.model)
+        if self._answering >= self._config.max_sessions:
+            raise JobFailed(f"this peer answers {self._config.max_sessions} requests already; ask another")
+        self._answering += 1
+        try:
+            async with aclosing(self._answered(request, model, began)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._answering -= 1
+
+    async def _answered(
+        self, request: GenerateRequest, model: ServedModel, began: float
+    ) -> AsyncGenerator[Piece | Answer, None]:
+        check_size(request, model.serve.max_sequence)
         if request.prompt is not None:
-            prompt = await asyncio.to_thread(model.text.encode, request.prompt)
+            prompt = await self._text(model, model.text.encode, request.prompt)
         else:
             prompt = list(request.prompt_ids or ())
         check_prompt(prompt, request.max_tokens, model.serve.vocabulary, model.serve.max_sequence)
         check_answered(request.answered, request.max_tokens, model.serve.vocabulary)
-        if self._answering >= self._config.max_sessions:
-            raise JobFailed(f"this peer answers {self._config.max_sessions} requests already; ask another")
         sampling = request.sampling
         if not request.seeded:
             sampling = replace(sampling, seed=self._context.random.randrange(MAX_SEED))
@@ -103,21 +123,18 @@ class Gateway:
             self._context, task, self._sessions, self._catalog, self._suspect, self._config.failover
         )
         tokens = list(request.answered)
-        stream = model.text.stream(prompt)
-        texts = [stream.push(token) for token in tokens]
+        stream = await self._text(model, model.text.stream, prompt)
+        texts = await self._text(model, lambda: [stream.push(token) for token in tokens])
         if generation.finish == "stop":
             texts.pop()
-        self._answering += 1
-        try:
-            async with aclosing(generation.tokens()) as chosen:
-                async for token in chosen:
-                    # An end token is not text.
-                    texts.append("" if generation.finish == "stop" else stream.push(token.id))
-                    yield Piece(index=len(tokens), id=token.id, text=texts[-1], logits=token.logits)
-                    tokens.append(token.id)
-        finally:
-            self._answering -= 1
-        texts.append(stream.finish())
+        async with aclosing(generation.tokens()) as chosen:
+            async for token in chosen:
+                # An end token is not text.
+                ends = generation.finish == "stop"
+                texts.append("" if ends else await self._text(model, stream.push, token.id))
+                yield Piece(index=len(tokens), id=token.id, text=texts[-1], logits=token.logits)
+                tokens.append(token.id)
+        texts.append(await self._text(model, stream.finish))
         yield Answer(
             text="".join(texts),
             tokens=tuple(tokens),
@@ -126,6 +143,14 @@ class Gateway:
             route=tuple(hop.peer for hop in generation.route),
             seconds=self._context.clock.monotonic() - began,
         )
+
+    async def _text(
+        self, model: ServedModel, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """In a thread where a tokenizer from somebody else runs; bytes take no time."""
+        if model.manifest.tokenizer is None:
+            return function(*args, **kwargs)
+        return await self._threads.run(model.job, function, *args, **kwargs)
 
     # --- owners that seem to have vanished
 

@@ -17,6 +17,7 @@ from fusion.swarm.transport import PeerId
 
 MAX_SEED = (1 << 63) - 1
 DEFAULT_MAX_TOKENS = 64
+MAX_TOKEN_BYTES = 16  # of text for one position, over a whole prompt: tokens have about 4
 MAX_ANSWERED = 30_000  # token ids that an answer which goes on elsewhere may bring: they travel in the header
 
 Finish = Literal["", "stop", "length"]  # not yet; an end token; as many tokens as were asked for
@@ -152,6 +153,17 @@ class Answer:
     prompt_tokens: int
     route: tuple[PeerId, ...]  # who ran each stage
     seconds: float  # at the gateway, from the request to the last token
+
+
+def check_size(request: GenerateRequest, max_sequence: int) -> None:
+    """JobError in one line where the prompt cannot be one that a model of so many positions takes: before it is made
+    into tokens, which takes time."""
+    if request.prompt is not None:
+        size, most = len(request.prompt.encode()), max_sequence * MAX_TOKEN_BYTES
+        if size > most:
+            raise JobError(
+                f"prompt: {size} bytes of text; the model takes {max_sequence} positions, which hold at most {most}"
+            )
 
 
 def check_prompt(prompt: Sequence[int], max_tokens: int, vocabulary: int, max_sequence: int) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.operations import operations
 
 from fusion.dag.cutting.cuts import (
     candidate_cuts,
@@ -22,7 +23,6 @@ from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.dag.ir.serialise import validate
-from support.operations import operations
 
 B, S = symbol("batch"), symbol("sequence")
 SIZES = {"batch": 2, "sequence": 3}

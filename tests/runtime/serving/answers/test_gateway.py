@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.served import (
+    MAX_SEQUENCE,
     PROMPTS,
     VOCABULARY,
     model,
@@ -19,6 +21,7 @@ from support.served import (
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
 from fusion.swarm.errors import RemoteError
@@ -185,5 +188,33 @@ def test_a_tokenizer_travels_with_the_model_and_stays_when_the_launcher_leaves(t
             expected = reference("gpt2", local.encode("if x:").ids, 20)
             assert list(answer.tokens) == expected
             assert len(answer.text) > 10 and answer.text == local.decode(expected).rstrip("\ufffd")
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_no_position_could_hold_never_reaches_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    threads: set[str] = set()
+
+    def encode(self: TokenizerText, prompt: str) -> list[int]:
+        read.append(len(prompt))
+        threads.add(threading.current_thread().name)
+        return original(self, prompt)
+
+    original = TokenizerText.encode
+    monkeypatch.setattr(TokenizerText, "encode", encode)
+
+    async def main() -> None:
+        async with swarm_of(1, tmp_path) as swarm:
+            digest = await swarm.peers[0].context.blobs.put(tokenizer_json())
+            await swarm.serve("gpt2", 1, tokenizer=digest)
+            with pytest.raises(RemoteError, match=r"prompt: \d+ bytes of text; the model takes"):
+                await swarm.ask(prompt="x" * (MAX_SEQUENCE * 16 + 1), max_tokens=1)
+            assert read == []
+            with pytest.raises(RemoteError, match="max_tokens: the model takes"):
+                await swarm.ask(prompt="x" * (MAX_SEQUENCE * 16), max_tokens=1)
+            assert read == [MAX_SEQUENCE * 16] and "MainThread" not in threads
 
     asyncio.run(main())
