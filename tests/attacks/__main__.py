@@ -17,32 +17,33 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from attacks import directory, stranger
+from attacks import stranger
+from attacks.catalog import ATTACKS
 from attacks.ground import hold, open_ground
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/attacks", description=__doc__.splitlines()[0])
     parser.add_argument("--attack", action="store_true", help="only the stranger's part of the attack NAME")
-    parser.add_argument("words", nargs="*", metavar="NAME", help=", ".join(directory.ATTACKS))
+    parser.add_argument("words", nargs="*", metavar="NAME", help=", ".join(ATTACKS))
     arguments = parser.parse_args()
     if arguments.attack:
         name, *addresses = arguments.words
         print(json.dumps(asyncio.run(_strike(name, addresses))), flush=True)
         return 0
-    held = [asyncio.run(_hold(name)) for name in arguments.words or directory.ATTACKS]
+    held = [asyncio.run(_hold(name)) for name in arguments.words or ATTACKS]
     return 0 if all(held) else 1
 
 
 async def _hold(name: str) -> bool:
     async with open_ground() as ground:
-        verdict = await hold(ground, name, check=directory.ATTACKS[name].check)
+        verdict = await hold(ground, name, check=ATTACKS[name].check)
     print(verdict, flush=True)
     return not verdict.faults
 
 
 async def _strike(name: str, addresses: list[str]) -> dict[str, object]:
-    attack = directory.ATTACKS[name]
+    attack = ATTACKS[name]
     async with stranger.stranger(addresses, attack.seconds) as one:
         notes = await attack.run(one) or {}
         spent = stranger.spent_seconds() - one.spent_before

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-from attacks.ground import HONEST_JOB, Ground, Verdict
+from attacks.ground import HONEST_JOB, Attack, Ground, Verdict
 from attacks.stranger import Offer, Stranger, store_request
 from hivemind.proto import dht_pb2
 from support.directory_records import claim_record, digest, job_record, peer_record, provider_record
@@ -27,13 +25,6 @@ CLAIM_SECONDS = 6.0
 IDENTITIES = 1024
 BATCH = 64  # records or keys in one request
 SLOW_SECONDS = 3.0  # half a lease
-
-
-@dataclass(frozen=True)
-class Attack:
-    run: Callable[[Stranger], Awaitable[dict[str, Any] | None]]
-    seconds: float = 8.0  # it goes on for, once prepared
-    check: Callable[[Ground, Verdict], Awaitable[None]] | None = None  # of what only this attack is about
 
 
 # --- Packets that end a process, or hold it.

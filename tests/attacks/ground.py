@@ -24,11 +24,13 @@ from support.directory_records import claim_record, digest
 from support.leaks import nothing_left
 
 from fusion.cli.local.fleet import Fleet, LocalPeer, open_fleet
+from fusion.runtime.job.protocol import STATUS
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.transport import PeerId, call
 
 HERE = Path(__file__).parent
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -79,6 +81,7 @@ class Ground:
     author: HivemindDirectory
     author_identity: Identity
     reader: HivemindDirectory
+    transport: P2PTransport  # the reader's
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -88,16 +91,25 @@ class Ground:
         return [_lines(self.fleet.root / f"{peer.name}.watch") for peer in self.peers]
 
     async def operation(self, step: int) -> bool:
-        """A claim is renewed and read, and all peers are listed."""
+        """A claim is renewed and read, all peers are listed, and each of them says what it does."""
         record = claim_record(self.author_identity, job=HONEST_JOB, step=step)
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self.author.publish(record)
                 claims = await self.reader.claims(HONEST_JOB, 0)
                 listed = {each.peer for each in await self.reader.peers()}
+                for peer in self.peers:
+                    await call(self.transport, PeerId(peer.peer_id), STATUS.name, "status")
         except (SwarmError, TimeoutError):
             return False
         return record in claims and {peer.peer_id for peer in self.peers} <= listed
+
+
+@dataclass(frozen=True)
+class Attack:
+    run: Callable[[Any], Awaitable[dict[str, Any] | None]]  # of an `attacks.stranger.Stranger`
+    seconds: float = 8.0  # it goes on for, once prepared
+    check: Callable[[Ground, Verdict], Awaitable[None]] | None = None  # of what only this attack is about
 
 
 @asynccontextmanager
@@ -113,17 +125,18 @@ async def open_ground(count: int = 3) -> AsyncIterator[Ground]:
             bootstrap = (peers[0].address,) if peers else ()
             peers.append(await fleet.start_peer(name, bootstrap=bootstrap, command=command))
         honest = [await _client(stack, peers[0].address) for _ in range(2)]
-        yield Ground(fleet, peers, honest[0][0], honest[0][1], honest[1][0])
+        (author, identity, _), (reader, _, transport) = honest
+        yield Ground(fleet, peers, author, identity, reader, transport)
 
 
-async def _client(stack: AsyncExitStack, address: str) -> tuple[HivemindDirectory, Identity]:
+async def _client(stack: AsyncExitStack, address: str) -> tuple[HivemindDirectory, Identity, P2PTransport]:
     identity = Identity.generate()
     config = P2PConfig(identity=identity, listen=LOOPBACK)
     transport = await stack.enter_async_context(P2PTransport.start(config))
     directory = await HivemindDirectory.start(transport.p2p, identity, DhtConfig(client=True))
     stack.push_async_callback(directory.aclose)
     await directory.join(await transport.connect(address))
-    return directory, identity
+    return directory, identity, transport
 
 
 async def hold(

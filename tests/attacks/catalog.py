@@ -1,0 +1,8 @@
+"""Every attack there is, by name."""
+
+from __future__ import annotations
+
+from attacks import directory, streams
+from attacks.ground import Attack
+
+ATTACKS: dict[str, Attack] = {**directory.ATTACKS, **streams.ATTACKS}
