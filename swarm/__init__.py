@@ -7,6 +7,7 @@ identity      the key on disk, the peer id made from it, signatures
 clock         where a peer reads the time from
 transport     what the rest knows of the wire: frames, streams, a transport; `call` for one question and one answer
 protocol      how a protocol is listed, with its cap; those of the swarm itself
+shares        who holds how much of what has run out, and who gives way; pure
 coordinates   round trips between peers who never met (Vivaldi)
 streams/      frames over libp2p, and all that makes one stream of them
 directory/    signed, short-lived records; who is in the swarm

@@ -208,6 +208,7 @@ class ServingService:
             *(context.transport, context.compute, loaded.plane, loaded.plan, seat),
             lambda: self._account(place),
             doubt=(lambda peer: None) if links is None else links.doubt,
+            clock=context.clock.monotonic,
         )
         running = asyncio.create_task(ring.run(), name=f"stage {place[1]} of {manifest.name}")
         hosted = self._hosted[place] = _Hosted(ring, manifest, loaded, running, owned)

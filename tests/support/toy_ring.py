@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -85,11 +87,12 @@ class ToyPlane:
         self.seen: dict[str, dict[str, torch.Tensor]] = {}
         self.capacity: dict[str, int] = {}
         self.full = False
+        self.most = math.inf  # positions, of all sessions together
         self.broken = False
         self._on_run = on_run
 
     def open(self, session: str, capacity: int) -> None:
-        if self.full:
+        if self.full or capacity + sum(self.capacity[each] for each in self.seen) > self.most:
             raise MemoryError("no room for another session's cache")
         self.seen[session], self.capacity[session] = {}, capacity
 
@@ -210,6 +213,7 @@ async def ring_of(
     stages: Sequence[Stage],
     *,
     on_run: Callable[[int, str, int, int], None] = lambda *_: None,
+    clock: Callable[[], float] = time.monotonic,
     **serve: Any,
 ) -> AsyncIterator[Ring]:
     settings: dict[str, Any] = {
@@ -225,7 +229,7 @@ async def ring_of(
         plane = ToyPlane(stages[i], lambda *run, i=i: on_run(i, *run))
         seat = RingPosition(job=JOB, name="toy", serve=ring.serve, peer=hop.peer, term=hop.term)
         workers.append(Worker())
-        stage = RingStage(transport, workers[-1], plane, plan_ring(stages, i), seat)
+        stage = RingStage(transport, workers[-1], plane, plan_ring(stages, i), seat, clock=clock)
 
         async def handler(stream: Stream, stage: RingStage = stage) -> None:
             ends = LinkEnds.from_hello(await hello(stream), PeerId("us"))

@@ -96,13 +96,15 @@ class Gateways:
     def _close(self, stream: QueuedStream, frame: Frame) -> None:
         session = self._sessions.named(frame.header)
         if session is not None and session.gateway is stream:
-            self._sessions.drop(session)
+            self._sessions.drop(session, completed=True)
 
     def _ping(self, stream: QueuedStream, frame: Frame) -> None:
         """Whoever asks wants to know whether we are there, and whether the session goes on here."""
         session = self._sessions.named(frame.header)
         if session is None:
             raise StaleTerm(f"{self._sessions.here} does not know this session")
+        if session.gateway is stream:
+            self._sessions.heard(session)
         stream.post("pong", {"session": session.id, "ran": session.ran})
 
     def _slow(self, stream: QueuedStream, frame: Frame) -> None:

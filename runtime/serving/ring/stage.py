@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,6 +48,7 @@ class RingStage:
         position: RingPosition,
         account: Callable[[], None] = lambda: None,
         doubt: Callable[[PeerId], None] = lambda peer: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`account` runs in the worker thread when sessions have come or gone: MemoryError (one line) where the peer
         would hold more than it lends. `doubt` is told of a peer whose link may have become slow."""
@@ -55,7 +57,7 @@ class RingStage:
         self._plan = plan
         self._position = position
         self._incoming = {parcel.producer: parcel for parcel in plan.incoming}
-        self._sessions = StageSessions(transport, worker, self._runner, plan, position)
+        self._sessions = StageSessions(transport, worker, self._runner, plan, position, clock)
         self._schedule = self._sessions.schedule
         self._gateways = Gateways(plan, position, self._sessions, self._advance, doubt)
         self._arrived, self._room = asyncio.Event(), asyncio.Event()  # work came; some was taken
@@ -213,7 +215,7 @@ class RingStage:
     async def _pass_on(self, work: Work[StageSession], outcome: Outcome) -> None:
         """What a chunk gave goes to the next stages; the last one's token around the ring."""
         session, chunk = work.session, work.chunk
-        session.ran += 1
+        self._sessions.heard(session, ran=True)
         if outcome.token is not None:
             self._answer(session, chunk.end, outcome.token, outcome.logits)
         if session.hops:

@@ -34,6 +34,8 @@ class StageSession:
     feed: Feed | None = None  # at the first stage
     parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # end of chunk -> sender -> its share
     ran: int = 0  # chunks
+    heard_at: float = 0.0  # when its gateway last said anything about it, or a chunk of it ran
+    freed: asyncio.Task[None] | None = None  # frees its memory, once it is closed
 
     @property
     def id(self) -> SessionId:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
@@ -17,14 +17,24 @@ from fusion.runtime.serving.ring.session import FailedReason, Opening, SessionId
 from fusion.runtime.serving.ring.stage_session import PLANE_ERRORS, StageRunner, StageSession
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.printable import error_line
+from fusion.swarm.shares import Shares
 from fusion.swarm.streams.queued_stream import QueuedStream
 from fusion.swarm.transport import Frame, Transport
 
 log = logging.getLogger(__name__)
 
+PROMPT_SECONDS = 10.0  # for the prompt to come, or a ping: a gateway that waits for another stage asks sooner
+QUIET_SECONDS = (
+    120.0  # for which nothing may be heard of a session that has its prompt, or whose prompt goes elsewhere
+)
+LOOK_SECONDS = 1.0  # between two looks for sessions of which nothing was heard
+
 
 class StageSessions:
-    """`run` has to be under way for sessions to open. `terms`: by which our claim to the stage may be known."""
+    """`run` has to be under way for sessions to open. `terms`: by which our claim to the stage may be known.
+
+    Sessions are counted by the gateway that opened them. Where memory or places run out, one that does nothing, or one
+    of whoever holds most, gives way (`fusion.swarm.shares`), or whoever asks is told that the stage is full."""
 
     def __init__(
         self,
@@ -33,10 +43,13 @@ class StageSessions:
         runner: StageRunner,
         plan: RingPlan,
         position: RingPosition,
+        clock: Callable[[], float],
     ) -> None:
         self.terms = {position.term}
         self.leaving = False  # our time is up: the sessions may end, and no new ones begin
         self.schedule: Schedule[StageSession] = Schedule(bounded=not plan.first)
+        self._clock = clock
+        self._shares: Shares[StageSession] = Shares(clock)  # in positions of the sequence
         self._worker = worker
         self._runner = runner
         self._plan = plan
@@ -62,10 +75,12 @@ class StageSessions:
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Take sessions; what they need runs in `tasks`."""
         self._tasks = tasks
+        self._watching = tasks.create_task(self._close_the_silent())
 
     def stop(self) -> None:
         """Take none, and fail those that are left."""
         self._tasks = None
+        self._watching.cancel()
         for session in self:
             self.fail(session, f"{self.here} is leaving", "moved")
 
@@ -97,11 +112,17 @@ class StageSessions:
             raise StaleTerm(f"{self.here} is held under term {max(self.terms)}, the route says {hop.term}")
         if self._tasks is None or self.leaving:
             raise StaleTerm(f"{self.here} is leaving")
-        session = StageSession(opening, gateway)
-        if self.schedule.admit(session):
-            session.task = self._tasks.create_task(self._prepare(session))
-        else:
-            self.tell(gateway, opening.session, f"{self.here} runs {len(self)} sessions already", "full")
+        session = StageSession(opening, gateway, heard_at=self._clock())
+        if not self.schedule.admit(session):
+            other = self._shares.yields(gateway.stream.remote, opening.capacity)
+            if other is None:
+                message = f"{self.here} runs {len(self)} sessions already: ask again later"
+                self.tell(gateway, opening.session, message, "full")
+                return
+            self._give_way(other)
+            self.schedule.admit(session)
+        self._shares.take(session, gateway.stream.remote, opening.capacity)
+        session.task = self._tasks.create_task(self._prepare(session))
 
     async def _prepare(self, session: StageSession) -> None:
         """Reach the stages we feed, reserve memory, then tell the gateway."""
@@ -121,7 +142,7 @@ class StageSessions:
                 self.fail(session, message, "vanished", stage)
                 return
         try:
-            await self._worker.run(self._runner.reserve, session.id, opening.capacity)
+            await self._reserve(session)
         except PLANE_ERRORS as error:
             reason: FailedReason = "full" if isinstance(error, MemoryError) else "broken"
             self.fail(session, f"{self.here}: {error_line(error)}", reason)
@@ -135,7 +156,40 @@ class StageSessions:
         session.ready = True
         session.gateway.post("opened", {"session": session.id})
 
+    async def _reserve(self, session: StageSession) -> None:
+        """Set memory aside for it, where others have to give way for it once they have. MemoryError: nobody has to."""
+        while True:
+            try:
+                await self._worker.run(self._runner.reserve, session.id, session.opening.capacity)
+                return
+            except MemoryError:
+                other = self._shares.yields(session.gateway.stream.remote)
+                if other is None or other is session:
+                    raise
+                self._give_way(other)
+                if other.freed is not None:
+                    await asyncio.wait([other.freed])
+
     # --- ends
+
+    def heard(self, session: StageSession, *, ran: bool = False) -> None:
+        """The gateway asked about the session, or a chunk of it `ran`."""
+        session.heard_at = self._clock()
+        if ran:
+            session.ran += 1
+            self._shares.use(session)
+
+    def _give_way(self, session: StageSession) -> None:
+        self.fail(session, f"{self.here} is full, and others have less of it: ask again later", "full")
+
+    async def _close_the_silent(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = self._clock()
+            for session in self:
+                awaited = self._plan.first and session.feed is None
+                if now - session.heard_at > (PROMPT_SECONDS if awaited else QUIET_SECONDS):
+                    self.fail(session, f"{self.here}: nothing was heard of the session for too long", "moved")
 
     def _lost(self, ends: LinkEnds, reason: str) -> None:
         log.info("%s: %s", self._position.where(ends.stage, ends.peer), reason)
@@ -174,19 +228,21 @@ class StageSessions:
         blamed = self._plan.index if stage is None else stage
         gateway.post("failed", {"session": session, "message": message, "reason": reason, "stage": blamed})
 
-    def drop(self, session: StageSession) -> None:
-        """Forget the session and free its memory; what waits for it does not run."""
+    def drop(self, session: StageSession, *, completed: bool = False) -> None:
+        """Forget the session and free its memory; what waits for it does not run. `completed`: its gateway says that it
+        is done with it."""
         if session.closed:
             return
         session.closed = True
         self.schedule.remove(session)
+        self._shares.release(session, completed=completed and session.ran > 0)
         if not self.schedule.sessions:
             self._emptied.set()
         if session.task is not None and session.task is not asyncio.current_task():
             session.task.cancel()
         if self._tasks is not None:
             # The worker runs calls in order: this comes after whatever still computes for the session.
-            self._tasks.create_task(self._worker.run(self._runner.free, session.id))
+            session.freed = self._tasks.create_task(self._worker.run(self._runner.free, session.id))
 
 
 def _unasked(ends: LinkEnds, frame: Frame) -> None:

@@ -1,0 +1,106 @@
+"""Who holds how much of what there is not enough of, and who gives way once it has run out. Pure.
+
+While there is room nobody is refused. When there is none, whoever asks gets in where another gives way; in this order:
+
+    what lies idle     the item that was not used for longest, whoever holds it
+    newcomers          where a peer asks that has completed something here: peers that never did hold at most half together.
+                       Ids are free, so no share of each could bound them
+    the largest share  the peer that holds most gives its newest item, if it is left with no less than the asker has
+
+Otherwise the asker is told that we are busy. The last rule takes from nobody for the sake of one who holds as much,
+so what runs is not traded to and fro.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from cachetools import LRUCache
+
+from fusion.swarm.transport import PeerId
+
+KNOWN_PEERS = 4096  # that completed something; those that did so last
+IDLE_SECONDS = 5.0
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+@dataclass
+class _Held:
+    holder: PeerId
+    amount: int
+    used_at: float
+
+
+class Shares(Generic[Item]):
+    """`limit` of all amounts together; without one, `room` is for others to know. `clock` gives seconds that only rise."""
+
+    def __init__(
+        self, clock: Callable[[], float], limit: float = math.inf, idle_seconds: float = IDLE_SECONDS
+    ) -> None:
+        self._clock = clock
+        self._limit = limit
+        self._idle_seconds = idle_seconds
+        self._held: dict[Item, _Held] = {}  # oldest first
+        self._of: Counter[PeerId] = Counter()
+        self._known: LRUCache[PeerId, None] = LRUCache(KNOWN_PEERS)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def of(self, holder: PeerId) -> int:
+        return self._of[holder]
+
+    def idle_seconds(self, item: Item) -> float:
+        """Since the item was taken or used."""
+        return self._clock() - self._held[item].used_at
+
+    def room(self, amount: int = 1) -> bool:
+        return self._of.total() + amount <= self._limit
+
+    def take(self, item: Item, holder: PeerId, amount: int = 1) -> None:
+        """Count it, whether or not there is room."""
+        self._held[item] = _Held(holder, amount, self._clock())
+        self._of[holder] += amount
+
+    def use(self, item: Item) -> None:
+        """It did something. Harmless where it is not held."""
+        if item in self._held:
+            self._held[item].used_at = self._clock()
+
+    def release(self, item: Item, *, completed: bool = False) -> None:
+        """Harmless where it is not held. `completed`: it served its purpose, which speaks for its holder."""
+        held = self._held.pop(item, None)
+        if held is None:
+            return
+        self._of[held.holder] -= held.amount
+        if self._of[held.holder] <= 0:
+            del self._of[held.holder]
+        if completed:
+            self._known[held.holder] = None
+
+    def yields(self, asker: PeerId, amount: int = 0) -> Item | None:
+        """What gives way to `amount` more for `asker`; None where nothing does. The caller releases it."""
+        now = self._clock()
+        idle = min(self._held, key=lambda item: self._held[item].used_at, default=None)
+        if idle is not None and now - self._held[idle].used_at >= self._idle_seconds:
+            return idle
+        newcomers = Counter({peer: held for peer, held in self._of.items() if peer not in self._known})
+        if asker in self._known and 2 * newcomers.total() > self._of.total():
+            return self._newest(newcomers.most_common(1)[0][0])
+        largest = max((peer for peer in self._of if peer != asker), key=self._of.__getitem__, default=None)
+        if largest is None:
+            return None
+        newest = self._newest(largest)
+        left = self._of[largest] - self._held[newest].amount
+        return newest if left >= self._of[asker] + amount else None
+
+    def _newest(self, holder: PeerId) -> Item:
+        return next(item for item in reversed(self._held) if self._held[item].holder == holder)
