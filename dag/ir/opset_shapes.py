@@ -12,7 +12,7 @@ from fusion.dag.ir.graph import DTYPE_BYTES, DType, TensorType
 from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK, Call
 
 MAX_TERMS = 16  # of a polynomial
-MAX_ELEMENTS = 2**62  # of a tensor, as far as its plain factors tell
+MAX_ELEMENTS = 2**40  # of a tensor, as far as its plain factors tell
 Shape = tuple[Dim, ...]
 
 FLOATS = tuple(d for d in DTYPE_BYTES if "float" in d)

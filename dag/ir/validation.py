@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from math import prod
 
 from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.errors import GraphError
@@ -14,6 +15,8 @@ from fusion.dag.ir.opset import infer
 from fusion.dag.ir.opset_shapes import MAX_ELEMENTS, MAX_TERMS
 from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK
 
+MAX_VARIABLE_ELEMENTS = 2**36  # of one: the largest of published models are below 2**32
+MAX_PARAMETERS = 2**42  # of all variables together
 MAX_NODES = 200_000
 MAX_VARIABLES = 200_000
 MAX_INTERFACE = 4096  # inputs, and outputs
@@ -37,11 +40,18 @@ def validate(graph: Graph) -> None:
     for source in sources:
         check_type(source.type, symbols, source.name)
         types[Ref(source.name)] = source.type
+    elements = 0
     for variable in graph.variables:
         if variable.kind not in ("parameter", "buffer") or any(
             isinstance(d, Poly) for d in variable.type.shape
         ):
             raise GraphError(f"variable {variable.name}: unknown kind or a size that is not a number")
+        count = prod(d for d in variable.type.shape if isinstance(d, int))
+        if count > MAX_VARIABLE_ELEMENTS:
+            raise GraphError(f"variable {variable.name}: more than {MAX_VARIABLE_ELEMENTS} elements")
+        elements += count
+    if elements > MAX_PARAMETERS:
+        raise GraphError(f"variables of {elements} elements: more than {MAX_PARAMETERS}")
     slots: set[Arg] = set()
     for node in graph.nodes:
         _check_node(node, types, symbols)

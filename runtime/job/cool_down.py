@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -32,6 +33,10 @@ class CoolDown(Generic[K]):
         _, before = self._failed.pop(key, (0.0, 0.0))
         seconds = min(self._longest_seconds, 2 * before) if before else self._first_seconds
         self._failed[key] = (self._clock() + seconds, seconds)
+
+    def refuse(self, key: K) -> None:
+        """It will fail whenever it is tried."""
+        self._failed[key] = (math.inf, self._longest_seconds)
 
     def lasts(self, key: K) -> bool:
         """Whether it is still to be left alone."""

@@ -11,6 +11,10 @@ class CaptureError(JobError):
     """The model cannot be captured as an operator DAG; names the operator or the construct."""
 
 
+class Understated(JobError):
+    """A stage that needs more than its manifest says, or takes far longer: this peer has no part in it."""
+
+
 class JobFailed(RuntimeError):
     """A running job that cannot go on; says why."""
 

@@ -1,5 +1,8 @@
 """The stages of a job's graph: its blob read, checked and cut as the manifest says, once for all stages that are loaded
-here."""
+here; and what each needs, worked out from the graph: the manifest is somebody else's word.
+
+Nothing that costs more than the graph is fetched for a stage whose manifest says less than it needs.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,51 @@ from dataclasses import dataclass, field
 
 from cachetools import LRUCache
 
+from fusion.dag.cutting.costs import type_bytes
 from fusion.dag.cutting.cuts import split, tie_groups
+from fusion.dag.cutting.memory import MemoryConfig, measure_memory
 from fusion.dag.cutting.stage import Stage, TieGroup
 from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.misfit import size_text
+from fusion.dag.placement.pipeline import held
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.errors import JobFailed
-from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.errors import JobFailed, Understated
+from fusion.runtime.job.manifest import CompressionConfig, Manifest, OptimizerConfig, ServeConfig, TrainConfig
 from fusion.swarm.directory.records import Digest
 
 MAX_GRAPH_BYTES = 64 << 20
 REMEMBERED_GRAPHS = 8
+TOLERATED_RATIO, TOLERATED_BYTES = 1.25, 16 << 20  # that a stage may need beyond what its manifest says
+SAFETENSORS_HEADER_BYTES = 1 << 20  # and as much again for each thousand tensors
+
+Config = TrainConfig | ServeConfig
 
 Stages = tuple[
     tuple[Stage, ...], tuple[TieGroup, ...]
 ]  # all stages, and the variables that several of them hold
 
 
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    graph: Graph
+    stages: Stages
+
+
 async def load_stages(context: Context, manifest: Manifest) -> Stages:
     """Raises BlobError where the graph cannot be had, JobFailed where it is none."""
+    return (await _load(context, manifest)).stages
+
+
+async def _load(context: Context, manifest: Manifest) -> Loaded:
     hints = [peer for peer in manifest.proposed if peer]
     data = await context.blobs.read(manifest.graph, MAX_GRAPH_BYTES, hints)
 
-    def cut() -> Stages:
-        stages = split(serialise.decode(data), manifest.cuts)
-        return stages, tie_groups(stages)
+    def cut() -> Loaded:
+        graph = serialise.decode(data)
+        stages = split(graph, manifest.cuts)
+        return Loaded(graph, (stages, tie_groups(stages)))
 
     try:
         return await asyncio.to_thread(cut)
@@ -43,7 +66,7 @@ async def load_stages(context: Context, manifest: Manifest) -> Stages:
 @dataclass(eq=False)
 class _Entry:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is read
-    stages: Stages | None = None
+    loaded: Loaded | None = None
 
 
 class StageGraphs:
@@ -55,8 +78,72 @@ class StageGraphs:
 
     async def of(self, manifest: Manifest) -> Stages:
         """As `load_stages`."""
+        return (await self._loaded(manifest)).stages
+
+    async def check(self, manifest: Manifest, stage: int) -> None:
+        """Understated where the stage needs clearly more memory than the manifest says. Raises as `of`."""
+        graph = (await self._loaded(manifest)).graph
+        needed = await asyncio.to_thread(needed_bytes, graph, manifest, stage)
+        declared = manifest.needed_bytes(stage)
+        if manifest.memory_bytes and needed > declared * TOLERATED_RATIO + TOLERATED_BYTES:
+            raise Understated(
+                f"stage {stage} of {manifest.name} needs {size_text(needed)}: its manifest says {size_text(declared)}"
+            )
+
+    async def _loaded(self, manifest: Manifest) -> Loaded:
         entry: _Entry = self._known.setdefault((manifest.graph, tuple(manifest.cuts)), _Entry())
         async with entry.lock:
-            if entry.stages is None:
-                entry.stages = await load_stages(self._context, manifest)
-        return entry.stages
+            if entry.loaded is None:
+                entry.loaded = await _load(self._context, manifest)
+        return entry.loaded
+
+
+def needed_bytes(graph: Graph, manifest: Manifest, stage: int) -> int:
+    """What a stage needs in memory, as whoever launches a job works it out for all stages."""
+    config = manifest.train or manifest.serve
+    assert config is not None, "a manifest without one is refused"
+    bounds = (0, *manifest.cuts, len(graph.nodes))
+    first, last = bounds[stage : stage + 2]
+    near = sorted({0, first, last, bounds[-1]})
+    tables = measure_memory(
+        graph, near, sizes_of(config), isinstance(config, TrainConfig), memory_config(config)
+    )
+    in_flight = 1
+    if isinstance(config, TrainConfig):
+        in_flight = held(stage, manifest.stages, config.microbatches, True, config.schedule, config.depth)
+    at = near.index(first)
+    return int(tables.bytes(at, at + 1, in_flight))
+
+
+def weights_bytes(stage: Stage) -> int:
+    """Of its variables."""
+    return sum(type_bytes(v.type) for v in stage.graph.variables)
+
+
+def file_bytes(tensors_bytes: int, tensors: int) -> int:
+    """The most that a safetensors file of so many tensors may take."""
+    return tensors_bytes + SAFETENSORS_HEADER_BYTES * (1 + tensors // 1000)
+
+
+def memory_config(config: Config) -> MemoryConfig:
+    if isinstance(config, TrainConfig):
+        return training_memory(config.optimizer, config.compression)
+    return serving_memory(config)
+
+
+def training_memory(optimizer: OptimizerConfig, compression: CompressionConfig) -> MemoryConfig:
+    return MemoryConfig(
+        optimizer_slots=2 if optimizer.kind == "adamw" else int(optimizer.momentum != 0),
+        error_feedback=compression.kind != "none" and compression.error_feedback,
+    )
+
+
+def serving_memory(config: ServeConfig) -> MemoryConfig:
+    return MemoryConfig(chunk=config.prefill_chunk if config.cache == "kv" else None)
+
+
+def sizes_of(config: Config) -> dict[str, int]:
+    """Of one microbatch, or of the longest session."""
+    if isinstance(config, TrainConfig):
+        return {"batch": config.microbatch_size, "sequence": config.sequence}
+    return {"batch": 1, "sequence": config.max_sequence}

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from fusion.runtime.job.errors import JobError
 
+MAX_TOKENIZER_BYTES = 64 << 20
 REPLACEMENT = "\ufffd"  # what an unfinished or impossible byte sequence decodes to
 CONTEXT_TOKENS = 6  # tokens of the prompt that give the first piece its neighbours
 # A character has at most four bytes: text that is still broken after this many tokens will never be whole.

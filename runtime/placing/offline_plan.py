@@ -18,9 +18,9 @@ from fusion.runtime.capture.huggingface import open_model, parameters_on_meta
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
+from fusion.runtime.job.stage_graphs import training_memory
 from fusion.runtime.placing.codec_placement import place_with_codecs
 from fusion.runtime.placing.plan import Plan, planned
-from fusion.runtime.placing.stage_memory import training_memory
 from fusion.runtime.placing.swarm_file import SwarmFile
 
 

@@ -11,11 +11,11 @@ from fusion.dag.placement.misfit import DoesNotFit
 from fusion.dag.placement.place import place
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
 from fusion.runtime.job.manifest_wire import MAX_REPLICAS
+from fusion.runtime.job.stage_graphs import Config, serving_memory, sizes_of, training_memory
 from fusion.runtime.placing.codec_placement import codec_families, place_with_codecs
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
 from fusion.runtime.placing.placed_job import Placed, as_asked
 from fusion.runtime.placing.plan import planned
-from fusion.runtime.placing.stage_memory import Config, serving_memory, sizes_of, training_memory
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.links.view import link_view
 from fusion.swarm.transport import PeerId

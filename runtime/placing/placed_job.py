@@ -9,8 +9,9 @@ from fusion.dag.cutting.cuts import split
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.job.stage_graphs import Config
 from fusion.runtime.placing.plan import Plan
-from fusion.runtime.placing.stage_memory import Config, fitted
+from fusion.runtime.placing.stage_memory import fitted
 from fusion.runtime.serving.ring.frames import hop_bytes
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.transport import PeerId

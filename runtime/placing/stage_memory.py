@@ -8,34 +8,15 @@ from math import inf
 
 import numpy as np
 
-from fusion.dag.cutting.memory import MemoryConfig, measure_memory
+from fusion.dag.cutting.memory import measure_memory
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.misfit import size_text
 from fusion.dag.placement.pipeline import held
-from fusion.runtime.job.manifest import CompressionConfig, OptimizerConfig, ServeConfig, TrainConfig
+from fusion.runtime.job.manifest import ServeConfig, TrainConfig
+from fusion.runtime.job.stage_graphs import Config, memory_config, sizes_of
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.transport import PeerId
-
-Config = TrainConfig | ServeConfig
-
-
-def training_memory(optimizer: OptimizerConfig, compression: CompressionConfig) -> MemoryConfig:
-    return MemoryConfig(
-        optimizer_slots=2 if optimizer.kind == "adamw" else int(optimizer.momentum != 0),
-        error_feedback=compression.kind != "none" and compression.error_feedback,
-    )
-
-
-def serving_memory(config: ServeConfig) -> MemoryConfig:
-    return MemoryConfig(chunk=config.prefill_chunk if config.cache == "kv" else None)
-
-
-def sizes_of(config: Config) -> dict[str, int]:
-    """Of one microbatch, or of the longest session."""
-    if isinstance(config, TrainConfig):
-        return {"batch": config.microbatch_size, "sequence": config.sequence}
-    return {"batch": 1, "sequence": config.max_sequence}
 
 
 def fitted(
@@ -50,12 +31,9 @@ def fitted(
     one of them, if there are any. PlacementError where some stage fits nobody who may have it."""
     training = isinstance(config, TrainConfig)
     first, count = np.arange(len(owners)), len(owners)
-    terms = (
-        training_memory(config.optimizer, config.compression)
-        if isinstance(config, TrainConfig)
-        else serving_memory(config)
+    tables = measure_memory(
+        graph, (0, *cuts, len(graph.nodes)), sizes_of(config), training, memory_config(config)
     )
-    tables = measure_memory(graph, (0, *cuts, len(graph.nodes)), sizes_of(config), training, terms)
     free = {peer.peer: peer.free_memory_bytes for peer in peers}
     most = max(free.values(), default=inf)
     room = [free.get(owner, inf) if owner else most for owner in owners]

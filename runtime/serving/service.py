@@ -13,10 +13,11 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import GENERATE, RING
+from fusion.runtime.job.stage_graphs import weights_bytes
 from fusion.runtime.serving.answers.gateway import Gateway, GatewayConfig
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition
 from fusion.runtime.serving.ring.stage import RingStage
-from fusion.runtime.serving.stage_loader import LoadedStage, StageLoader, weights_bytes
+from fusion.runtime.serving.stage_loader import LoadedStage, StageLoader
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from math import prod
+from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir.dims import bind
-from fusion.dag.ir.graph import DTYPE_BYTES
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.job.stage_graphs import StageGraphs
+from fusion.runtime.job.stage_graphs import StageGraphs, file_bytes, weights_bytes
+from fusion.runtime.job.text import MAX_TOKENIZER_BYTES
 from fusion.runtime.planes.plane import DecodingStage, Plane
 from fusion.runtime.serving.ring.frames import RingPlan, plan_ring
 from fusion.swarm.directory.records import Digest, JobId
@@ -69,13 +68,18 @@ class StageLoader:
             loading.cancel()
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
 
-    async def fetch(self, manifest: Manifest, stage: int) -> None:
-        """Everything that the stage needs, on this disk."""
-        wanted = [manifest.graph, manifest.weights[stage]]
+    async def fetch(self, manifest: Manifest, stage: int) -> Path:
+        """Everything that the stage needs, on this disk; where its weights are. Raises BlobError, JobFailed, Understated
+        where the manifest says less than the stage needs: then nothing but the graph was fetched."""
+        part = (await self.stages(manifest))[stage]
+        await self._graphs.check(manifest, stage)
+        blobs = self._context.blobs
+        most = file_bytes(weights_bytes(part), len(part.graph.variables))
+        wanted = [blobs.fetch(manifest.weights[stage], max_bytes=most)]
         if manifest.tokenizer is not None and stage in (0, manifest.stages - 1):
             # No stage reads it, any gateway may: the swarm has to hold it once the launcher is gone.
-            wanted.append(manifest.tokenizer)
-        await asyncio.gather(*(self._context.blobs.fetch(digest) for digest in wanted))
+            wanted.append(blobs.fetch(manifest.tokenizer, max_bytes=MAX_TOKENIZER_BYTES))
+        return (await asyncio.gather(*wanted))[0]
 
     async def stages(self, manifest: Manifest) -> tuple[Stage, ...]:
         """All stages of the job. Raises BlobError, JobFailed for a graph that is none."""
@@ -83,13 +87,12 @@ class StageLoader:
         return stages
 
     async def _load(self, stage: int, manifest: Manifest) -> LoadedStage:
-        await self.fetch(manifest, stage)
+        path = await self.fetch(manifest, stage)
         stages = await self.stages(manifest)
         try:
             plan = await asyncio.to_thread(plan_ring, stages, stage)
         except JobError as error:
             raise JobFailed(str(error)) from None
-        path = await self._context.blobs.fetch(manifest.weights[stage])
         try:
             plane = await self._context.compute.run(
                 lambda: self._plane.decoding(stages[stage], load_file(path))
@@ -97,12 +100,6 @@ class StageLoader:
         except (SafetensorError, ValueError, KeyError) as error:
             raise JobFailed(f"the weights of stage {stage} of {manifest.name}: {error}") from None
         return LoadedStage(plan, plane, manifest.weights[stage], weights_bytes(stages[stage]))
-
-
-def weights_bytes(stage: Stage) -> int:
-    return sum(
-        prod(bind(dim, {}) for dim in v.type.shape) * DTYPE_BYTES[v.type.dtype] for v in stage.graph.variables
-    )
 
 
 def _cancelled_ourselves() -> bool:

@@ -45,9 +45,10 @@ class StageSource:
         self._shards = shards
 
     async def plan(self, manifest: Manifest, index: int) -> StagePlan:
-        """Raises BlobError, JobFailed."""
+        """Raises BlobError, JobFailed, Understated."""
         config = trained(manifest, index)
         stages, ties = await self._graphs.of(manifest)
+        await self._graphs.check(manifest, index)
         return StagePlan(
             stage=stages[index],
             stages=len(stages),
@@ -69,10 +70,12 @@ class StageSource:
         inputs = [i.name for i in plan.stage.graph.inputs if i.name not in received]
         train = held_out = None
         if Batches.needs_blobs(config, inputs):
+            blobs = self._context.blobs
+            most = blobs.store.quota_bytes // 4  # one job's data leaves room for others'
             hints = list(dict.fromkeys([*near.values(), *(peer for peer in manifest.proposed if peer)]))
-            train = await self._context.blobs.fetch(config.data.train, hints)
+            train = await blobs.fetch(config.data.train, hints, max_bytes=most)
             if config.data.held_out is not None:
-                held_out = await self._context.blobs.fetch(config.data.held_out, hints)
+                held_out = await blobs.fetch(config.data.held_out, hints, max_bytes=most)
         batches = await asyncio.to_thread(self._make_batches, config, inputs, train, held_out)
         return StageParts(config=config, plan=plan, files=files, batches=batches, near=near)
 

@@ -65,6 +65,9 @@ class WorldGraphs(StageGraphs):
     async def of(self, manifest: Manifest) -> Stages:
         return stages_of(manifest.stages), ()
 
+    async def check(self, manifest: Manifest, stage: int) -> None:
+        return
+
 
 class WorldShards:
     """Implements `fusion.runtime.training.snapshots.stage_files.Shards` over a simulated disk."""

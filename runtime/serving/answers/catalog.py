@@ -17,7 +17,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.job.shortage import needs
-from fusion.runtime.job.text import ByteText, NoText, Text, TokenizerText
+from fusion.runtime.job.text import MAX_TOKENIZER_BYTES, ByteText, NoText, Text, TokenizerText
 from fusion.runtime.serving.answers.route_choice import (
     Costs,
     Layers,
@@ -34,7 +34,6 @@ from fusion.swarm.errors import SwarmError
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
-MAX_TOKENIZER_BYTES = 64 << 20
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
 AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that died has run out
 LIVE = frozenset({"launching", "running"})

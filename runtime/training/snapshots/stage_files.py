@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import torch
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.stage_graphs import file_bytes, weights_bytes
 from fusion.runtime.training.compute.stage_codecs import residual_shapes
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.step.checkpoint import Checkpoint
@@ -24,6 +26,7 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 SCRATCH_PREFIX = "shard-"
+STATE_COPIES = 9  # of a variable in a shard: itself, and slots of up to float64 for float16 (4 times as wide)
 KEPT = 2  # snapshots that stay on disk: somebody may be fetching the one before the newest
 
 
@@ -51,6 +54,9 @@ class StageFiles:
         self._stage = stage
         self._shards = shards
         self._residuals = {} if manifest.train is None else residual_shapes(stage, manifest.train)
+        state = STATE_COPIES * weights_bytes(stage) + 4 * sum(map(prod, self._residuals.values()))
+        tensors = STATE_COPIES * len(stage.graph.variables) + len(self._residuals)
+        self._most = file_bytes(state, tensors)  # that our weights, or a shard of ours, may take
         self._scratch = scratch_folder(context)
         self._by_step: dict[int, set[Digest]] = {}  # blobs of snapshots that we wrote or fetched
 
@@ -67,16 +73,16 @@ class StageFiles:
         blobs, stage = self._context.blobs, self._stage
         if checkpoint.digest is None:
             proposed = [peer for peer in self._manifest.proposed if peer]
-            path = await blobs.fetch(self._manifest.weights[stage.index], proposed)
+            path = await blobs.fetch(self._manifest.weights[stage.index], proposed, max_bytes=self._most)
             weights = await asyncio.to_thread(self._shards.load_weights, path, stage)
             return {snapshot.VARIABLE + name: tensor for name, tensor in weights.items()}
         digest = await self._shard_of(checkpoint.digest, owners)
-        path = await blobs.fetch(digest, self._near(stage.index, owners))
+        path = await blobs.fetch(digest, self._near(stage.index, owners), max_bytes=self._most)
         return await asyncio.to_thread(self._shards.load_state, path, stage, self._residuals)
 
     async def load_shard(self, digest: Digest, step: int, near: Sequence[PeerId]) -> dict[str, torch.Tensor]:
         """The state of our stage at `step` from one shard, which the peers of `near` hold. Raises BlobError, JobError."""
-        path = await self._context.blobs.fetch(digest, near)
+        path = await self._context.blobs.fetch(digest, near, max_bytes=self._most)
         self._keep(step, digest)
         return await asyncio.to_thread(self._shards.load_state, path, self._stage, self._residuals)
 
@@ -84,10 +90,12 @@ class StageFiles:
         """Bring here what `load` would read. Raises BlobError, JobError."""
         if checkpoint.digest is None:
             proposed = [peer for peer in self._manifest.proposed if peer]
-            await self._context.blobs.fetch(self._manifest.weights[self._stage.index], proposed)
+            weights = self._manifest.weights[self._stage.index]
+            await self._context.blobs.fetch(weights, proposed, max_bytes=self._most)
             return
         digest = await self._shard_of(checkpoint.digest, owners)
-        await self._context.blobs.fetch(digest, self._near(self._stage.index, owners))
+        near = self._near(self._stage.index, owners)
+        await self._context.blobs.fetch(digest, near, max_bytes=self._most)
 
     async def save(self, step: int, state: Mapping[str, torch.Tensor]) -> Digest:
         """Store the state of our stage at `step` as a blob. Raises BlobError, QuotaExceeded, OSError."""
@@ -140,7 +148,7 @@ class StageFiles:
             wanted += [] if manifest.tokenizer is None else [manifest.tokenizer]
         for digest in wanted:
             try:
-                await self._context.blobs.fetch(digest)
+                await self._context.blobs.fetch(digest, max_bytes=self._context.blobs.store.quota_bytes // 4)
             except SwarmError as error:
                 log.warning("stage %d of %s holds no copy of a file: %s", stage, manifest.name, error)
 

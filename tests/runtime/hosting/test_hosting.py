@@ -10,7 +10,7 @@ from support.hosting import FITNESS, Peer, over, swarm, until
 
 from fusion.runtime.hosting.hosting import HostingConfig
 from fusion.runtime.job import manifest_wire as manifests
-from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.runtime.job.errors import JobError, JobFailed, Understated
 from fusion.runtime.job.manifest_shelf import FETCHES_PER_AUTHOR
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
@@ -306,6 +306,31 @@ def test_a_stage_that_fails_cools_down_longer_each_time_and_takes_no_other_along
             lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
             assert len(lines) == 3 and not any("\n" in line for line in lines)
             assert lines[0] == "stage 1 of work: MemoryError: no room"
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_needs_more_than_its_manifest_says_is_left_to_others_for_good(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            job = await made.launch(made.manifest(ours, ours))
+            await ours.look()
+            await until(lambda: len(ours.service.running) == 2)
+            ours.service.end(job, 1, Understated("stage 1 needs\n9 GiB"))
+            await over(ours, (job, 1))
+            assert await made.owner(job, 1) is None
+            for _ in range(3):
+                made.clock.advance(100_000)
+                await made.announce(job)
+                await ours.look()
+            assert ours.service.begun.count((job, 1)) == 1 and (job, 0) in ours.service.running
+            record = await made.record(job)
+            assert record.state == "running", "no other peer has to think the same"
+            lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+            assert [line for line in lines if "needs" in line] == ["refused: stage 1 needs 9 GiB"]
 
     asyncio.run(main())
 

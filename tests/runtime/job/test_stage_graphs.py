@@ -4,12 +4,34 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support.instances import with_skips
 from support.served import swarm_of
 
 from fusion.dag.ir import serialise
-from fusion.runtime.job.errors import JobFailed
-from fusion.runtime.job.stage_graphs import StageGraphs
+from fusion.runtime.job import stage_graphs
+from fusion.runtime.job.errors import JobFailed, Understated
+from fusion.runtime.job.manifest import (
+    CompressionConfig,
+    DataConfig,
+    Manifest,
+    OptimizerConfig,
+    ServeConfig,
+    TrainConfig,
+)
+from fusion.runtime.job.stage_graphs import StageGraphs, needed_bytes
+from fusion.runtime.placing.stage_memory import fitted
+from fusion.swarm.directory.records import Digest
+from fusion.swarm.transport import PeerId
+
+TRAIN = TrainConfig(
+    steps=5, microbatches=6, microbatch_size=2, sequence=4, seed=0, optimizer=OptimizerConfig(),
+    data=DataConfig(kind="tokens", train=Digest("0" * 64)),
+)  # fmt: skip
+MANIFEST = Manifest(
+    name="m", kind="train", graph=Digest("0" * 64), cuts=(), weights=(), proposed=(), author=PeerId("a")
+)
 
 
 def test_a_graph_is_decoded_once_however_many_stages_are_loaded(
@@ -43,5 +65,55 @@ def test_a_graph_that_is_none_fails_the_job_and_is_not_remembered(tmp_path: Path
             for _ in range(2):
                 with pytest.raises(JobFailed, match="the graph of gpt2: "):
                     await graphs.of(wrong)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cuts", [(), (3,), (2, 5, 6), (1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("how", ["train", "kept", "gpipe", "kv", "recompute"])
+def test_a_volunteer_works_out_what_the_launcher_does(cuts: tuple[int, ...], how: str) -> None:
+    graph = with_skips(6, 16, np.random.default_rng(3), 0.6)
+    config: TrainConfig | ServeConfig
+    if how in ("kv", "recompute"):
+        config = ServeConfig(cache=how, max_sequence=24, vocabulary=9, prefill_chunk=4)  # type: ignore[arg-type]
+    else:
+        config = replace(
+            TRAIN,
+            schedule="gpipe" if how == "gpipe" else "1f1b",
+            compression=CompressionConfig(kind="uniform", error_feedback=how == "kept"),
+        )
+    config, memory = fitted(graph, config, cuts, [PeerId("")] * (len(cuts) + 1), ())
+    kind = "train" if isinstance(config, TrainConfig) else "serve"
+    manifest = replace(MANIFEST, cuts=cuts, kind=kind, **{"train": None, "serve": None, kind: config})
+    assert memory == tuple(needed_bytes(graph, manifest, stage) for stage in range(len(cuts) + 1))
+
+
+@pytest.mark.parametrize("kind", ["serve"])
+def test_a_stage_that_needs_more_than_its_manifest_says_is_refused_before_its_weights(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_graphs, "TOLERATED_BYTES", 0)
+
+    async def main() -> None:
+        async with swarm_of(3, tmp_path) as swarm:
+            job = await swarm.serve("gpt2", 2)
+            honest, strict = swarm.manifests[job], swarm.peers[2]
+            blobs = strict.context.blobs
+            needed = [
+                needed_bytes(serialise.decode(await blobs.read(honest.graph, 1 << 20)), honest, s)
+                for s in (0, 1)
+            ]
+            graphs = StageGraphs(strict.context)
+            await graphs.check(replace(honest, memory_bytes=tuple(needed)), 0)
+            low = replace(honest, memory_bytes=(1, needed[1]))
+            with pytest.raises(Understated, match=r"stage 0 of gpt2 needs .* MiB: its manifest says 0.0 MiB"):
+                await graphs.check(low, 0)
+            await graphs.check(low, 1)
+            heir = swarm.peers[1]
+            for digest in honest.weights:
+                await heir.context.blobs.drop(digest)
+            with pytest.raises(Understated):
+                await heir.service.prepare(job, low, 0, await heir.context.directory.job(job))  # type: ignore[arg-type]
+            assert not heir.context.blobs.has(honest.weights[0])
 
     asyncio.run(main())

@@ -15,9 +15,9 @@ from fusion.runtime.job.manifest import (
     TrainConfig,
 )
 from fusion.runtime.job.spec import GPTConfig
+from fusion.runtime.job.stage_graphs import serving_memory, training_memory
 from fusion.runtime.placing.place_job import place_job
 from fusion.runtime.placing.placed_job import as_asked
-from fusion.runtime.placing.stage_memory import serving_memory, training_memory
 from fusion.swarm.directory.records import Digest, PeerRecord
 from fusion.swarm.transport import PeerId
 
