@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakValueDictionary
+
+from cachetools import TTLCache
 
 from fusion.swarm.blobs.fetch import Fetch, ask_index
-from fusion.swarm.blobs.index import decode_index
+from fusion.swarm.blobs.index import CHUNK_BYTES, decode_index
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.blobs.upload_budget import UploadBudget
 from fusion.swarm.directory.api import Directory
@@ -31,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CHUNKS_ASKED = 64  # in one request
 HINT_SECONDS = 1.0  # for those who probably have a blob, before the directory is asked for others
+UNREAD_CHUNKS = 8  # chunks in memory that one reader has not taken yet, over all its streams
+ALL_UNREAD_CHUNKS = 128  # and all readers together
+SHUNNED_SECONDS = 60.0  # for which a reader that took nothing gets nothing
 WAIT_SECONDS = 5.0  # between two words to a reader whom the upload budget keeps waiting
 
 
@@ -39,7 +46,9 @@ class BlobConfig:
     holders: int = 4  # asked at once for one blob
     attempts: int = 6  # rounds without a single new chunk before a fetch gives up
     retry_seconds: float = 1.0  # between rounds
-    chunk_seconds: float = 30.0  # a holder that sends no chunk for so long is left
+    chunk_seconds: float = (
+        30.0  # a holder that sends no chunk for so long is left, and a reader that takes none
+    )
     announce_seconds: float = 20.0
     announced: int = 1024  # blobs that the swarm is told of, at most
     offer: bool = True  # False: the swarm is not told what we hold
@@ -76,6 +85,9 @@ class Blobs:
         self._fetches: dict[Digest, asyncio.Task[Path]] = {}
         self._waiting: dict[Digest, int] = {}
         self._uploads = asyncio.Semaphore(self._config.uploads)
+        self._unread = asyncio.Semaphore(ALL_UNREAD_CHUNKS)
+        self._unread_by: WeakValueDictionary[PeerId, asyncio.Semaphore] = WeakValueDictionary()
+        self._slow: TTLCache[PeerId, None] = TTLCache(1024, SHUNNED_SECONDS)
         self._budget = budget or UploadBudget(self._config.upload_bytes_per_second)
         self._announcing: set[asyncio.Task[None]] = set()
         self._announcer: asyncio.Task[None] | None = None
@@ -269,12 +281,12 @@ class Blobs:
                 raise FrameError("a blob request without a digest")
             digest = Digest(str(digest))
             if not self.store.has(digest):  # an honest question with a plain answer: nothing for the log
-                await stream.send("error", {"message": f"blob {digest:.8} is not here"})
+                await self._send(stream, "error", {"message": f"blob {digest:.8} is not here"})
                 continue
             match frame.kind, frame.header.get("chunks"):
                 case "index", _:
                     data = await asyncio.to_thread(self.store.index, digest)
-                    await stream.send("index", {}, [data])
+                    await self._send(stream, "index", {}, [data])
                 case "get", list() as chunks if len(chunks) <= MAX_CHUNKS_ASKED:
                     await self._send_chunks(stream, digest, chunks)
                 case _:
@@ -284,24 +296,55 @@ class Blobs:
         for chunk in chunks:
             if type(chunk) is not int:
                 raise FrameError("a blob request that is not one")
+            if stream.remote in self._slow:
+                raise FrameError("whoever took nothing of a chunk is left alone for a while")
+            await self._send_chunk(stream, digest, chunk)
+
+    async def _send_chunk(self, stream: Stream, digest: Digest, chunk: int) -> None:
+        """Read it only once there is room for it: it stays in memory until the reader has taken it."""
+        reader = stream.remote
+        own = self._unread_by.setdefault(reader, asyncio.Semaphore(UNREAD_CHUNKS))
+        async with AsyncExitStack() as turns:
+            if self._budget.limited:
+                size = min(CHUNK_BYTES, self.store.size(digest) - chunk * CHUNK_BYTES)
+                await self._patiently(stream, self._budget.spend(reader, max(0, size)))
+            for turn in (own, self._unread):
+                await self._patiently(stream, turn.acquire())
+                turns.callback(turn.release)
             async with self._uploads:
                 data = await asyncio.to_thread(self.store.read_chunk, digest, chunk)
-            await self._wait_for_budget(stream, len(data))
-            await stream.send("chunk", {"index": chunk}, [data])
+            await self._send(stream, "chunk", {"index": chunk}, [data])
 
-    async def _wait_for_budget(self, stream: Stream, count: int) -> None:
-        """Tell the reader now and then that we are still there: it leaves a holder that says nothing."""
-        if not self._budget.limited:
-            return
-        spending = asyncio.ensure_future(self._budget.spend(stream.remote, count))
+    async def _send(
+        self,
+        stream: Stream,
+        kind: str,
+        header: Mapping[str, Any] | None = None,
+        payload: Sequence[bytes] = (),
+    ) -> None:
+        """FrameError for a reader that does not take the frame."""
         try:
-            while True:
-                done, _ = await asyncio.wait([spending], timeout=WAIT_SECONDS)
-                if done:
-                    return
-                await stream.send("wait")
+            async with asyncio.timeout(self._config.chunk_seconds):
+                await stream.send(kind, header, payload)
+        except TimeoutError:
+            self._slow[stream.remote] = None
+            raise FrameError(f"nothing of a {kind} was taken for {self._config.chunk_seconds:g} s") from None
+
+    async def _patiently(self, stream: Stream, turn: Coroutine[Any, Any, object]) -> None:
+        """Wait for a turn, and tell the reader now and then that we are still there: it leaves a holder that says
+        nothing."""
+        talking = asyncio.create_task(self._soothe(stream))
+        try:
+            await turn
         finally:
-            spending.cancel()
+            talking.cancel()
+            await asyncio.wait([talking])
+
+    async def _soothe(self, stream: Stream) -> None:
+        with suppress(SwarmError):  # whoever has gone is seen at the next send
+            while True:
+                await asyncio.sleep(WAIT_SECONDS)
+                await self._send(stream, "wait")
 
 
 class TooLarge(BlobError):

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ from fusion.swarm.blobs.index import (
 from fusion.swarm.blobs.store import BadChunk, BlobStore
 from fusion.swarm.blobs.upload_budget import BURST_SECONDS, UploadBudget
 from fusion.swarm.directory.records import Digest, ProviderRecord
-from fusion.swarm.errors import BlobError, QuotaExceeded, RemoteError
+from fusion.swarm.errors import BlobError, QuotaExceeded, RemoteError, SwarmError
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.protocol import BLOB
-from fusion.swarm.transport import PeerId, Stream, call
+from fusion.swarm.transport import PeerId, Stream, call, checked
 
 QUOTA = 64 << 20
 PROMPT = BlobConfig(retry_seconds=0, attempts=2, chunk_seconds=5)
@@ -527,6 +528,36 @@ def test_hostile_requests_are_refused(tmp_path: Path) -> None:
                 with pytest.raises(RemoteError):
                     await call(ours._transport, id_of(holder), BLOB.name, kind, header)
             assert await ours.read(digest, 10) == b"data"
+
+    asyncio.run(scenario())
+
+
+def test_readers_who_take_nothing_hold_little_and_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusion.swarm.blobs.blobs.UNREAD_CHUNKS", 2)
+    read: list[int] = []
+
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder = await room.peer(config=replace(PROMPT, chunk_seconds=0.2))
+            digest = await holder.put(BIG)
+            read_chunk = holder.store.read_chunk
+            holder.store.read_chunk = lambda d, c: (read.append(c), read_chunk(d, c))[1]  # type: ignore[method-assign]
+            slow = MemoryTransport(room.network, Identity.generate().peer_id)
+            streams = [await slow.open(id_of(holder), BLOB.name) for _ in range(6)]
+            for stream in streams:
+                await stream.send("get", {"digest": digest, "chunks": [0, 1, 0, 1, 0, 1]})
+            ours = await room.peer()
+            assert await ours.read(digest, len(BIG), [id_of(holder)]) == BIG  # nobody else waits for them
+            read.clear()
+            for stream in streams:  # each is ended, with what lies before the end
+                with pytest.raises(SwarmError):
+                    while True:
+                        checked(await stream.receive())
+            assert len(read) <= 6 * 3
+            with pytest.raises(RemoteError, match="left alone"):
+                await call(slow, id_of(holder), BLOB.name, "get", {"digest": digest, "chunks": [0]})
 
     asyncio.run(scenario())
 
