@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,7 +26,7 @@ from fusion.swarm.transport import PeerId
 KNOWN_PEERS = 4096  # that completed something; those that did so last
 IDLE_SECONDS = 5.0
 
-Item = TypeVar("Item", bound=Hashable)
+Item = TypeVar("Item")
 
 
 @dataclass

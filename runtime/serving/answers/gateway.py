@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import ParamSpec, TypeVar
@@ -38,11 +38,19 @@ from fusion.runtime.serving.requests.request import (
 )
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.directory.records import JobId
-from fusion.swarm.errors import FrameError, SwarmError
+from fusion.swarm.errors import FrameError, StreamBroken, SwarmError
 from fusion.swarm.printable import error_line
+from fusion.swarm.shares import Shares
 from fusion.swarm.transport import Frame, Stream
 
 log = logging.getLogger(__name__)
+
+ANSWER_BYTES = 256 << 10  # that an answer takes here beside its prompt
+LARGE_PROMPTS = 16  # over UNASKED_BYTES, on their way here at once
+ARRIVING_SECONDS = 1.0  # after which one of them gives way to another
+UNREAD_SECONDS = 30.0  # for a client to read a token
+IDLE_SECONDS = 30.0  # without a token, before an answer gives way to any other
+BUSY = "this peer answers as many requests as it can, and others have fewer: ask again later, or ask another peer"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,7 +78,11 @@ class Gateway:
         )
         self._catalog = Catalog(context, self._sessions.through)
         self._threads = TextThreads()
-        self._answering = 0
+        clock = context.clock.monotonic
+        self._answers: Shares[asyncio.Future[None]] = Shares(
+            clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS
+        )
+        self._arriving: Shares[Stream] = Shares(clock, LARGE_PROMPTS, ARRIVING_SECONDS)
         self._reports: dict[tuple[JobId, int, Hop], asyncio.Task[Hop | None]] = {}
 
     async def aclose(self) -> None:
@@ -88,19 +100,6 @@ class Gateway:
         """
         began = self._context.clock.monotonic()
         model = await self._catalog.find(request.model)
-        if self._answering >= self._config.max_sessions:
-            raise JobFailed(f"this peer answers {self._config.max_sessions} requests already; ask another")
-        self._answering += 1
-        try:
-            async with aclosing(self._answered(request, model, began)) as pieces:
-                async for piece in pieces:
-                    yield piece
-        finally:
-            self._answering -= 1
-
-    async def _answered(
-        self, request: GenerateRequest, model: ServedModel, began: float
-    ) -> AsyncGenerator[Piece | Answer, None]:
         check_size(request, model.serve.max_sequence)
         if request.prompt is not None:
             prompt = await self._text(model, model.text.encode, request.prompt)
@@ -182,35 +181,87 @@ class Gateway:
     # --- clients
 
     async def attend(self, client: Stream) -> None:
-        """Answer one request of a client. It vanishing, or saying anything more, ends the generation."""
-        client.allow(MAX_PROMPT_BYTES)
-        frame = await client.receive()
-        if frame.kind != "generate":
-            raise FrameError(f"clients send generate, not {frame.kind!r:.40}")
-        answer = asyncio.create_task(self._answer(client, frame))
+        """Answer one request of a client. It vanishing, or saying anything more, ends the generation; so does another
+        client that has fewer, where there is not room for both."""
+        frame = await self._request(client)
+        place = self._place(client, len(frame.payload))
+        if place is None:
+            await _tell(client, BUSY)
+            return
+        answer = asyncio.create_task(self._answer(client, frame, place))
         gone = asyncio.create_task(client.receive())
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer, gone, place), return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
             answer.cancel()
             _, outcome = await asyncio.gather(gone, answer, return_exceptions=True)
+            self._answers.release(place, completed=outcome is True)
         if isinstance(outcome, Exception):
             raise outcome
+        if place.done():
+            await _tell(client, BUSY)
 
-    async def _answer(self, client: Stream, frame: Frame) -> None:
+    async def _request(self, client: Stream) -> Frame:
+        """The first frame. A prompt of more than UNASKED_BYTES is read only while few such arrive."""
+        other = None if self._arriving.room() else self._arriving.yields(client.remote, 1)
+        if other is not None:
+            self._arriving.release(other)
+            other.abort()
+        if self._arriving.room():
+            self._arriving.take(client, client.remote)
+            client.allow(MAX_PROMPT_BYTES)
+        try:
+            frame = await client.receive()
+        finally:
+            self._arriving.release(client)
+        if frame.kind != "generate":
+            raise FrameError(f"clients send generate, not {frame.kind!r:.40}")
+        return frame
+
+    def _place(self, client: Stream, prompt_bytes: int) -> asyncio.Future[None] | None:
+        """Among the answers that we give at once, done when it has to be given up; None where there is none."""
+        bytes_ = ANSWER_BYTES + prompt_bytes
+        while not self._answers.room(bytes_):
+            other = self._answers.yields(client.remote, bytes_)
+            if other is None:
+                return None
+            self._answers.release(other)
+            other.set_result(None)
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answers.take(place, client.remote, bytes_)
+        return place
+
+    async def _answer(self, client: Stream, frame: Frame, place: asyncio.Future[None]) -> bool:
+        """Whether it was given to its end."""
         try:
             request = GenerateRequest.from_frame(frame.header, frame.payload)
             async with aclosing(self.generate(request)) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, Piece):
                         header = {"index": piece.index, "id": piece.id, "text": piece.text}
-                        await client.send("token", header, [piece.logits] if piece.logits else ())
+                        self._answers.use(place)
+                        await _send(client, "token", header, piece.logits)
                     else:
-                        await client.send("done", _done(piece))
+                        await _send(client, "done", _done(piece))
         except (JobError, JobFailed, NoRoute) as error:
-            with suppress(SwarmError):  # the client may have gone as well
-                await client.send("error", {"message": str(error)})
+            await _tell(client, str(error))
+            return False
+        return True
+
+
+async def _send(client: Stream, kind: str, header: Mapping[str, object], payload: bytes = b"") -> None:
+    try:
+        async with asyncio.timeout(UNREAD_SECONDS):
+            await client.send(kind, header, [payload] if payload else ())
+    except TimeoutError:
+        client.abort()
+        raise StreamBroken(f"{client.remote} does not read its answer") from None
+
+
+async def _tell(client: Stream, message: str) -> None:
+    with suppress(SwarmError):  # the client may have gone as well
+        await _send(client, "error", {"message": message})
 
 
 def _done(answer: Answer) -> dict[str, object]:

@@ -88,11 +88,13 @@ class Generation:
                     yield chosen
         finally:
             watching.cancel()
-            await asyncio.gather(
-                watching, self._moves.aclose(), self._recovery.aclose(), return_exceptions=True
-            )
-            self._pair.drop_current()
-            self._pair.drop_next()
+            try:
+                await asyncio.gather(
+                    watching, self._moves.aclose(), self._recovery.aclose(), return_exceptions=True
+                )
+            finally:  # also where we are cancelled while we end: the client has gone, too
+                self._pair.drop_current()
+                self._pair.drop_next()
 
     async def _begin(self) -> None:
         """Begin a session. Faulted where a stage is missing or cannot be reached."""
