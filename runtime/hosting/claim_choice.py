@@ -13,6 +13,7 @@ from fusion.swarm.transport import PeerId
 
 # Idle peers may see a hole a heartbeat later than we did, and look at it again a heartbeat after it is theirs.
 IDLE_FIRST_SECONDS = HEAD_START_SECONDS + 2 * HEARTBEAT_SECONDS
+NOTHING_RUNS: Mapping[PeerId, int] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,22 +25,40 @@ class VacantStage:
     score: float  # 1.0 where the placement proposed this peer, else its own fitness below 1
     empty_seconds: float  # how long this peer has seen it without an owner
     memory_bytes: int
+    author: PeerId = PeerId("")  # noqa: RUF009 - of its job
     early: bool = False  # before the head start, because the newest state of the stage is on this peer
     standby: bool = False  # this peer stands by for it
     idle_heir: bool = False  # so does another one that owns no stage
 
 
 def stages_to_claim(
-    vacancies: Sequence[VacantStage], free_memory_bytes: int, free_seats: int
+    vacancies: Sequence[VacantStage],
+    free_memory_bytes: int,
+    free_seats: int,
+    running: Mapping[PeerId, int] = NOTHING_RUNS,
 ) -> tuple[VacantStage, ...]:
-    """Those of `vacancies` to claim, the best score first, then the longest empty: at most `free_seats`, and together
-    they fit the memory."""
+    """Those of `vacancies` to claim: at most `free_seats`, and together they fit the memory. Authors take turns, whose
+    stages are the fewest here first (`running`: how many of each), and have no more than their share of the seats: to
+    name us in many manifests moves nobody else out. Of one author's the best score first, then the longest empty."""
+    most = share_of_one(free_seats + sum(running.values()))
+    turns = Counter(running)
     chosen: list[VacantStage] = []
-    for vacancy in sorted(vacancies, key=lambda v: (-v.score, -v.empty_seconds, v.job, v.stage)):
-        if len(chosen) < free_seats and vacancy.memory_bytes <= free_memory_bytes:
-            free_memory_bytes -= vacancy.memory_bytes
-            chosen.append(vacancy)
+    left = sorted(vacancies, key=lambda v: (-v.score, -v.empty_seconds, v.job, v.stage))
+    while len(chosen) < free_seats:
+        fitting = [v for v in left if v.memory_bytes <= free_memory_bytes and turns[v.author] < most]
+        if not fitting:
+            break
+        vacancy = min(fitting, key=lambda v: turns[v.author])  # the first of those
+        left = [v for v in fitting if v is not vacancy]
+        turns[vacancy.author] += 1
+        free_memory_bytes -= vacancy.memory_bytes
+        chosen.append(vacancy)
     return tuple(chosen)
+
+
+def share_of_one(seats: int) -> int:
+    """Of so many seats, those that the jobs of one author may take: where there are four, one is for others."""
+    return seats - seats // 4
 
 
 def asks_who_is_idle(vacancies: Sequence[VacantStage], *, busy: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -92,8 +93,9 @@ def stages_to_read(
     free_memory_bytes: int,
     shuffle: Callable[[list[Place]], object],
 ) -> list[Place]:
-    """The stages whose claims we should know, those first that were proposed to us, then those of `ours`: the stages that
-    we might host, and all of the jobs that we have a hand in: when an owner vanishes we should know its standbys."""
+    """The stages whose claims we should know: those that we might host, and all of the jobs that we have a hand in (when
+    an owner vanishes we should know its standbys). Authors take turns; of each first what was proposed to us, then what
+    is of `ours`."""
     places = [
         (job, stage)
         for job, (_, manifest) in jobs.items()
@@ -102,4 +104,10 @@ def stages_to_read(
     ]
     shuffle(places)  # where there are too many, others next time
     places.sort(key=lambda place: (jobs[place[0]][1].proposed[place[1]] != us, place[0] not in ours))
-    return places
+    turns: Counter[PeerId] = Counter()
+    ranks = {}
+    for place in places:  # authors take turns, so that nobody's many stages keep us from looking at others'
+        author = jobs[place[0]][1].author
+        ranks[place] = turns[author]
+        turns[author] += 1
+    return sorted(places, key=ranks.__getitem__)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -83,7 +84,8 @@ class StageClaims:
         if asks_who_is_idle(vacant, busy=busy):
             peers = await self._context.directory.peers()
             vacant = our_share(vacant, self._context.peer_id, peers, busy=busy)
-        return stages_to_claim(vacant, self._context.memory.free_bytes, self._free_seats)
+        running = Counter(hosted.manifest.author for hosted in self._stages.running.values())
+        return stages_to_claim(vacant, self._context.memory.free_bytes, self._free_seats, running)
 
     async def claim(self, vacancy: VacantStage, known: OpenJob) -> None:
         """Claim a vacant stage and begin it, unless its last owner, of whom the directory knows no more, is there all the

@@ -52,6 +52,7 @@ class VacantStages:
             score=(1.0 + score) / 2 if early else score,
             empty_seconds=now - since,
             memory_bytes=manifest.needed_bytes(stage),
+            author=manifest.author,
             early=early,
             standby=us in order,
             idle_heir=any(is_idle(heir) and heir.peer != us for heir in standbys),

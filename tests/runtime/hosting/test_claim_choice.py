@@ -12,6 +12,7 @@ from fusion.runtime.hosting.claim_choice import (
     one_each,
     one_early,
     one_to_hand_on,
+    share_of_one,
     stages_to_claim,
 )
 from fusion.swarm.directory.records import ClaimRecord, JobId, PeerRecord
@@ -64,10 +65,32 @@ def test_the_choice_fits_takes_all_it_can_and_does_not_depend_on_the_order(
     chosen = stages_to_claim(found, memory, seats)
     assert len(chosen) <= seats and sum(v.memory_bytes for v in chosen) <= memory
     left = memory - sum(v.memory_bytes for v in chosen)
-    if len(chosen) < seats:
+    if len(chosen) < min(seats, share_of_one(seats)):
         assert all(v in chosen or v.memory_bytes > left for v in found)
     random.shuffle(found)  # type: ignore[attr-defined]
     assert stages_to_claim(found, memory, seats) == chosen
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([0.5, 1.0])), max_size=24),
+    st.integers(0, 12),
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 6)),
+)
+def test_authors_share_the_seats(asked: list[tuple[str, float]], seats: int, running: dict[str, int]) -> None:
+    found = [
+        replace(vacancy(stage=i, score=score, memory=0), author=PeerId(author))
+        for i, (author, score) in enumerate(asked)
+    ]
+    chosen = stages_to_claim(found, 100, seats, {PeerId(a): n for a, n in running.items()})
+    most = share_of_one(seats + sum(running.values()))
+    here = {a: running.get(a, 0) + sum(v.author == a for v in chosen) for a in "abc"}
+    taken = {a for a in "abc" if any(v.author == a for v in chosen)}
+    for a in taken:
+        assert here[a] <= most
+        for b in "abc":  # nobody got a seat that another who has fewer still waits for
+            waits = any(v.author == b and v not in chosen for v in found)
+            assert not waits or here[a] <= here[b] + 1
 
 
 def peer(name: str, free: int, memory: int = 100, role: str = "peer") -> PeerRecord:
