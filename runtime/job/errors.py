@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fusion.swarm.printable import error_line
+
 
 class JobError(ValueError):
     """A job file, a model directory or a request that cannot work; names the field and what would be right."""
@@ -21,3 +23,8 @@ class JobFailed(RuntimeError):
 
 class NoRoute(RuntimeError):
     """No live owner for some stage of the model; names the stage."""
+
+
+def first_cause(group: BaseExceptionGroup[BaseException]) -> RuntimeError:
+    """Of several tasks that failed, the first one's error, in one line."""
+    return RuntimeError(error_line(group.exceptions[0]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.runtime.job.errors import JobError, JobFailed, first_cause
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import GENERATE, RING
@@ -21,7 +21,6 @@ from fusion.runtime.serving.stage_loader import LoadedStage, StageLoader
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError
-from fusion.swarm.printable import error_line
 from fusion.swarm.streams.queued_stream import hello
 from fusion.swarm.transport import Stream
 
@@ -110,7 +109,7 @@ class ServingService:
                 tasks.create_task(self._report(job, stage, hosted))
                 tasks.create_task(self._keep_copy(manifest, stage))
         except ExceptionGroup as group:  # the first cause, as callers of any other coroutine would see it
-            raise RuntimeError(error_line(group.exceptions[0])) from group
+            raise first_cause(group) from group
         finally:
             del self._hosted[place]
 

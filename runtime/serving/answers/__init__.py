@@ -8,6 +8,7 @@ gateway_session   sessions as a gateway holds them
 session_pair      the session of an answer that runs, and the next
 liveness          whether the stages are there and get on
 moves             to the next session while one runs
+owner_reports     owners that seem to have vanished, reported once for all answers
 recovery          to the next session after a fault
 generation        one answer: tokens in order, over as many sessions as it takes
 text_threads      where tokenizers run

@@ -25,6 +25,7 @@ from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
 from fusion.runtime.serving.answers.generation import Generation
+from fusion.runtime.serving.answers.owner_reports import OwnerReports
 from fusion.runtime.serving.answers.session_pair import Task
 from fusion.runtime.serving.answers.text_threads import TextThreads
 from fusion.runtime.serving.requests.request import (
@@ -36,10 +37,7 @@ from fusion.runtime.serving.requests.request import (
     check_prompt,
     check_size,
 )
-from fusion.runtime.serving.ring.session import Hop
-from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, StreamBroken, SwarmError
-from fusion.swarm.printable import error_line
 from fusion.swarm.shares import Shares
 from fusion.swarm.transport import Frame, Stream
 
@@ -60,11 +58,10 @@ T = TypeVar("T")
 class GatewayConfig:
     max_sessions: int = 256
     failover: FailoverConfig = field(default_factory=FailoverConfig)
-    report_seconds: float = 8.0  # for those who could replace an owner to find out whether they have to
 
     def __post_init__(self) -> None:
-        if self.max_sessions < 1 or self.report_seconds <= 0:
-            raise ValueError("max_sessions and report_seconds must be above 0")
+        if self.max_sessions < 1:
+            raise ValueError("max_sessions must be above 0")
 
 
 class Gateway:
@@ -83,13 +80,10 @@ class Gateway:
             clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS
         )
         self._arriving: Shares[Stream] = Shares(clock, LARGE_PROMPTS, ARRIVING_SECONDS)
-        self._reports: dict[tuple[JobId, int, Hop], asyncio.Task[Hop | None]] = {}
+        self._reports = OwnerReports(context.succession, self._catalog.newer)
 
     async def aclose(self) -> None:
-        reports = list(self._reports.values())
-        for report in reports:
-            report.cancel()
-        await asyncio.gather(*reports, return_exceptions=True)
+        await self._reports.aclose()
         await self._sessions.aclose()
         self._threads.close()
 
@@ -119,7 +113,7 @@ class Gateway:
             logits=request.logits,
         )
         generation = Generation(
-            self._context, task, self._sessions, self._catalog, self._suspect, self._config.failover
+            self._context, task, self._sessions, self._catalog, self._reports.suspect, self._config.failover
         )
         tokens = list(request.answered)
         stream = await self._text(model, model.text.stream, prompt)
@@ -150,33 +144,6 @@ class Gateway:
         if model.manifest.tokenizer is None:
             return function(*args, **kwargs)
         return await self._threads.run(model.job, function, *args, **kwargs)
-
-    # --- owners that seem to have vanished
-
-    async def _suspect(self, model: ServedModel, stage: int, hop: Hop) -> Hop | None:
-        """Report the owner of a stage, once for all the answers that wait for it. Who owns the stage now; None where
-        nobody has taken it over."""
-        known = self._catalog.newer(model.job, stage, hop)
-        if known is not None and known.peer != hop.peer:
-            return known
-        hop = known or hop  # it was a replica and is the owner now
-        key = (model.job, stage, hop)
-        report = self._reports.get(key)
-        if report is None:
-            report = self._reports[key] = asyncio.create_task(self._report(*key))
-            report.add_done_callback(lambda _: self._reports.pop(key, None))
-        return await asyncio.shield(report)
-
-    async def _report(self, job: JobId, stage: int, hop: Hop) -> Hop | None:
-        if self._context.succession is None:
-            return None
-        try:
-            async with asyncio.timeout(self._config.report_seconds):
-                claim = await self._context.succession.suspect(job, stage, hop.peer, hop.term)
-        except (SwarmError, TimeoutError) as error:
-            log.info("stage %d of job %.8s: nobody could take it over: %s", stage, job, error_line(error))
-            return None
-        return None if claim is None or claim.term < hop.term else Hop(claim.peer, claim.term)
 
     # --- clients
 

@@ -1,0 +1,58 @@
+"""Owners that seem to have vanished, reported to those who could take their stages over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from fusion.runtime.job.context import Takeover
+from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.ring.session import Hop
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.printable import error_line
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 8.0  # for those who could replace an owner to find out whether they have to
+
+
+class OwnerReports:
+    """`newer` tells of a stage's owner whether a later one is known; `succession` None: nobody can be asked."""
+
+    def __init__(self, succession: Takeover | None, newer: Callable[[JobId, int, Hop], Hop | None]) -> None:
+        self._succession = succession
+        self._newer = newer
+        self._reports: dict[tuple[JobId, int, Hop], asyncio.Task[Hop | None]] = {}
+
+    async def aclose(self) -> None:
+        reports = list(self._reports.values())
+        for report in reports:
+            report.cancel()
+        await asyncio.gather(*reports, return_exceptions=True)
+
+    async def suspect(self, model: ServedModel, stage: int, hop: Hop) -> Hop | None:
+        """Report the owner of a stage, once for all the answers that wait for it. Who owns the stage now; None where
+        nobody has taken it over."""
+        known = self._newer(model.job, stage, hop)
+        if known is not None and known.peer != hop.peer:
+            return known
+        hop = known or hop  # it was a replica and is the owner now
+        key = (model.job, stage, hop)
+        report = self._reports.get(key)
+        if report is None:
+            report = self._reports[key] = asyncio.create_task(self._report(*key))
+            report.add_done_callback(lambda _: self._reports.pop(key, None))
+        return await asyncio.shield(report)
+
+    async def _report(self, job: JobId, stage: int, hop: Hop) -> Hop | None:
+        if self._succession is None:
+            return None
+        try:
+            async with asyncio.timeout(REPORT_SECONDS):
+                claim = await self._succession.suspect(job, stage, hop.peer, hop.term)
+        except (SwarmError, TimeoutError) as error:
+            log.info("stage %d of job %.8s: nobody could take it over: %s", stage, job, error_line(error))
+            return None
+        return None if claim is None or claim.term < hop.term else Hop(claim.peer, claim.term)
