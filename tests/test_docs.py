@@ -32,7 +32,7 @@ def lines(name: str, start: str) -> list[str]:
 
 
 def names(made: type) -> str:
-    return ", ".join(field.name for field in fields(made) if field.compare)  # what is on the wire
+    return ", ".join(field.name for field in fields(made))
 
 
 def row(protocol: WireProtocol) -> str:

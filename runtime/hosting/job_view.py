@@ -52,7 +52,6 @@ class JobView:
             if not is_over(record) and not self._board.over(record):
                 manifest = self._shelf.get(record)
                 if manifest is not None:
-                    self._context.leases.know(manifest.law(record.job))
                     jobs[record.job] = (record, manifest)
         self._shelf.keep_only({record.job for record in records})
         return jobs

@@ -12,7 +12,7 @@ replayed older record never displaces a newer one, and is itself gone before the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -81,7 +81,7 @@ def seal(record: Record, identity: Signer, expires_at: float) -> bytes:
 def encode(record: Record) -> bytes:
     """The record as its author signs it, for those who need no signature. Raises RecordError as `seal`."""
     check_fields(record)
-    values = {name: getattr(record, name) for name in _SIGNED[type(record)]}
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
     body: bytes = msgpack.packb([RECORD_VERSION, KIND_OF[type(record)], values])
     return body
 
@@ -111,8 +111,6 @@ def unseal_anywhere(data: bytes, now: float, *, grace_seconds: float = 0.0) -> S
         raise RecordError("the record has expired or ends too far in the future")
     if not _verified(author, signature, _signed(body, author, expires_at)):
         raise RecordError("the record's signature is not its author's")
-    if isinstance(record, ClaimRecord):
-        record = replace(record, expires_at=expires_at)
     return Sealed(record, expires_at)
 
 
@@ -168,7 +166,7 @@ def decode(body: bytes) -> Record:
             raise RecordError("the record's body has not the form of one")
     made = _CLASS[kind]
     try:
-        values = {name: found[name] for name in _SIGNED[made]}
+        values = {field.name: found[field.name] for field in fields(made)}
     except KeyError as error:
         raise RecordError(f"a {kind} record without its {error.args[0]}") from None
     for name, item in _ITEMS.get(made, {}).items():
@@ -191,5 +189,4 @@ _ITEMS: dict[type, dict[str, Callable[[Any], Any]]] = {
 }
 
 
-_SIGNED = {made: [field.name for field in fields(made) if field.compare] for made in KIND_OF}
 _CLASS: dict[str, Any] = {kind: made for made, kind in KIND_OF.items()}
