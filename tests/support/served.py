@@ -36,7 +36,6 @@ from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
-from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
@@ -176,7 +175,7 @@ class Swarm:
         self.owners: list[Peer] = []  # at first, by stage
         self.successors = Heirs(self)
         self.manifests: dict[JobId, Manifest] = {}
-        self.author = Identity.generate()
+        self.author = given.identity()
 
     async def serve(
         self,

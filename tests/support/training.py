@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file
 from support.surroundings import PRODUCT, Surroundings
 from torch import nn
@@ -45,6 +47,7 @@ from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord
+from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
@@ -292,10 +295,11 @@ def job(
     store = peer.context.blobs.store
     digests = store.put(data), store.put(held_out)
     train = replace(train, data=replace(train.data, train=digests[0], held_out=digests[1]))
-    job = GraphJob(name="test", graph=graph, variables=variables)
-    prepared = prepare_graph(
-        job, as_asked(graph, train, cuts or _even(graph, stages)), store, random=peer.context.random
-    )
+    key = hashlib.sha256(f"trainer at {peer.context.peer_id}".encode()).digest()
+    author = Identity(Ed25519PrivateKey.from_private_bytes(key), None)
+    placed = as_asked(graph, train, cuts or _even(graph, stages))
+    job = GraphJob(name="test", graph=graph, variables=variables, author=author)
+    prepared = prepare_graph(job, placed, store, random=peer.context.random, now=peer.context.clock.unix)
     return Job(prepared, store.path(digests[0]), store.path(digests[1]))
 
 
