@@ -11,12 +11,12 @@ too many (the surplus leaves, but only above `SPARE`, so that nobody comes and g
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fusion.swarm.claims.election import tie_break
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId, Place
 from fusion.swarm.transport import PeerId
@@ -109,8 +109,8 @@ def _surplus(opening: UncoveredStage, us: Candidate, score: float) -> bool:
     spare = SPARE if us.idle else 0
     if len(opening.standbys) + 1 <= WANTED + spare:
         return False
-    ours = (score, _tie_break(us.peer, opening.place))
-    before = [s for s in opening.standbys if s.ready and (s.score, _tie_break(s.peer, opening.place)) > ours]
+    ours = (score, tie_break(us.peer, *opening.place))
+    before = [s for s in opening.standbys if s.ready and (s.score, tie_break(s.peer, *opening.place)) > ours]
     return len(before) >= WANTED
 
 
@@ -140,7 +140,7 @@ def _fallen_to(
 
 
 def _players(candidates: Iterable[Candidate], job: JobId) -> list[Candidate]:
-    return sorted(candidates, key=lambda c: (not c.idle, _tie_break(c.peer, (job, 0))))[:CANDIDATES]
+    return sorted(candidates, key=lambda c: (not c.idle, tie_break(c.peer, job, 0)))[:CANDIDATES]
 
 
 def _may_take(candidate: Candidate, opening: UncoveredStage, turn: int) -> bool:
@@ -154,13 +154,9 @@ def _may_take(candidate: Candidate, opening: UncoveredStage, turn: int) -> bool:
 
 def _turn(candidate: Candidate, opening: UncoveredStage, load: int) -> tuple[bool, bool, int, bytes]:
     heir = not candidate.idle and candidate.peer == opening.heir
-    return not candidate.idle, not heir, load, _tie_break(candidate.peer, opening.place)
+    return not candidate.idle, not heir, load, tie_break(candidate.peer, *opening.place)
 
 
 def _need(opening: UncoveredStage) -> tuple[int, bytes]:
     """Orders stages by how much they need a standby; equal ones in an order that differs from job to job."""
-    return len(opening.standbys), _tie_break(PeerId(""), opening.place)
-
-
-def _tie_break(peer: PeerId, place: Place) -> bytes:
-    return hashlib.blake2b(f"{peer}/{place[0]}/{place[1]}".encode(), digest_size=8).digest()
+    return len(opening.standbys), tie_break(*opening.place)
