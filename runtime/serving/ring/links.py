@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
@@ -75,7 +76,8 @@ class RingLinks:
         self._on_frame = on_frame
         self._on_end = on_end
         self._links: dict[LinkEnds, QueuedStream] = {}
-        self._dialling: dict[LinkEnds, asyncio.Lock] = {}
+        # Of those that are being dialled now, held by whoever waits.
+        self._dialling: WeakValueDictionary[LinkEnds, asyncio.Lock] = WeakValueDictionary()
 
     async def to(self, ends: LinkEnds) -> QueuedStream:
         """The link to that stage. Raises PeerUnreachable or another TransportError."""
@@ -95,7 +97,6 @@ class RingLinks:
     def _ended(self, ends: LinkEnds, link: QueuedStream, reason: str) -> None:
         if self._links.get(ends) is link:
             del self._links[ends]
-            self._dialling.pop(ends, None)
         self._on_end(ends, reason)
 
     async def aclose(self) -> None:
