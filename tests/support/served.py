@@ -280,6 +280,7 @@ async def swarm_of(
         Peer(swarm.network, home, memory_bytes, failover, swarm.successors, given) for _ in range(count)
     ]
     for peer in swarm.peers:
+        await peer.context.leases.__aenter__()  # renews, however slow the machine is
         await peer.context.blobs.__aenter__()
         await peer.service.start()
     try:

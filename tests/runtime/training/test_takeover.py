@@ -361,7 +361,7 @@ def test_a_stage_is_handed_over_without_a_step_lost(tmp_path: Path, caplog: pyte
     asyncio.run(main())
 
 
-def test_a_baton_that_makes_no_sense_costs_a_roll_back_and_no_more(tmp_path: Path) -> None:
+def test_a_handover_that_makes_no_sense_costs_a_roll_back_and_no_more(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path / "rough", 4) as made:
             *owners, spare = made.peers
