@@ -1,9 +1,33 @@
-"""Attacks against real peers, with a verdict each.
+"""Attacks against real peers that train a job and serve a model, with a verdict each.
 
-    python tests/attacks [NAME...]          all, or those named; a line of JSON for each
-    python tests/attacks --attack NAME ADDRESS...    only the stranger's part, against peers that run already
+    python tests/attacks [NAME...] [--json FILE]     all, or those named; a table
+    python tests/attacks --list                      their names, and what each does
 
-Exit 0: all were withstood. 1: one was not.
+Exit 0: all were withstood. 1: one was not (`attacks.verdict.Verdict.faults` says when that is). The attacker is a process
+of its own which is stopped whenever it has used more than a quarter of a core.
+
+To add an attack, write an asynchronous function that gets an `attacks.stranger.Stranger` (an identity with p2pd, `peers`,
+`scene` with the honest jobs, `call` and `everywhere` for hivemind's requests, `transport.open` for streams, `sealed` for
+records, `accomplices` for more identities) and goes on while `time_left`; name it in its file's ATTACKS:
+
+    async def forged_end(one: Stranger) -> dict[str, Any]:
+        \"""Records of a stranger that say that the honest job was stopped.\"""
+        sent = 0
+        while one.time_left:
+            record = job_record(one.identity, job=one.scene.training, state="stopped", term=9 + sent)
+            await one.everywhere("store", store_request([one.sealed(record, 100.0)]))
+            sent += 1
+            await asyncio.sleep(0.5)
+        return {"sent": sent}
+
+    async def still_runs(ground: Ground, verdict: Verdict) -> None:
+        record = await ground.reader.job(ground.training.job)
+        if record is None or record.state != "running":
+            verdict.notes["fault: record"] = f"readers believe {record}"
+
+    ATTACKS = {"forged_end": Attack(forged_end, seconds=10.0, check=still_runs)}
+
+That the job goes on with the losses of an undisturbed run, and that every answer has the right tokens, is looked at anyway.
 """
 
 from __future__ import annotations
@@ -12,43 +36,63 @@ import argparse
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from attacks import stranger
 from attacks.catalog import ATTACKS
-from attacks.ground import hold, open_ground
+from attacks.ground import open_ground
+from attacks.hold import hold
+from attacks.stranger import Scene
+from attacks.table import show
+from attacks.verdict import Verdict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python tests/attacks", description=__doc__.splitlines()[0])
-    parser.add_argument("--attack", action="store_true", help="only the stranger's part of the attack NAME")
-    parser.add_argument("words", nargs="*", metavar="NAME", help=", ".join(ATTACKS))
-    arguments = parser.parse_args()
-    if arguments.attack:
-        name, *addresses = arguments.words
-        print(json.dumps(asyncio.run(_strike(name, addresses))), flush=True)
+    parser = argparse.ArgumentParser(prog="python tests/attacks", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--attack", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was seen")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all where none is named")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(ATTACKS))
+    if unknown:
+        parser.error(f"no attack is called {unknown[0]!r} (attacks: {', '.join(ATTACKS)})")
+    if options.list:
+        for name, attack in ATTACKS.items():
+            print(f"{name:18} {attack.seconds:3.0f} s  {' '.join((attack.run.__doc__ or '').split())}")
         return 0
-    held = [asyncio.run(_hold(name)) for name in arguments.words or ATTACKS]
-    return 0 if all(held) else 1
+    if options.attack:
+        asyncio.run(_strike(options.names[0]))
+        return 0
+    verdicts = [_held(name) for name in options.names or ATTACKS]
+    show(verdicts)
+    if options.json:
+        options.json.write_text(json.dumps([verdict.to_json() for verdict in verdicts], indent=1) + "\n")
+    return 1 if any(verdict.faults for verdict in verdicts) else 0
 
 
-async def _hold(name: str) -> bool:
-    async with open_ground() as ground:
-        verdict = await hold(ground, name, check=ATTACKS[name].check)
-    print(verdict, flush=True)
-    return not verdict.faults
+def _held(name: str) -> Verdict:
+    async def scenario() -> Verdict:
+        async with open_ground() as ground:
+            return await hold(ground, name, ATTACKS[name])
+
+    verdict = asyncio.run(scenario())
+    print(json.dumps(verdict.to_json()), file=sys.stderr, flush=True)
+    return verdict
 
 
-async def _strike(name: str, addresses: list[str]) -> dict[str, object]:
+async def _strike(name: str) -> None:
+    """The attacker's part: a scene comes in, we say when we are ready, wait for a word, and say what we did."""
     attack = ATTACKS[name]
-    async with stranger.stranger(addresses, attack.seconds) as one:
+    scene = Scene.from_json(await asyncio.to_thread(sys.stdin.readline))
+    async with stranger.stranger(scene, attack.seconds) as one:
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        one.begin()
         notes = await attack.run(one) or {}
-        spent = stranger.spent_seconds() - one.spent_before
-        share = spent / (time.monotonic() - one.began)
-        return {**notes, "share": round(share, 3), "calls": one.calls, "refused": one.refused}
+        print(json.dumps({**notes, "calls": one.calls, "refused": one.refused}), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from attacks import directory, streams
-from attacks.ground import Attack
+from attacks.hold import Attack
 
 ATTACKS: dict[str, Attack] = {**directory.ATTACKS, **streams.ATTACKS}

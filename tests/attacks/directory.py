@@ -8,8 +8,10 @@ import time
 from typing import Any
 
 import msgpack
-from attacks.ground import HONEST_JOB, Attack, Ground, Verdict
+from attacks.ground import HONEST_JOB, Ground
+from attacks.hold import Attack
 from attacks.stranger import Offer, Stranger, store_request
+from attacks.verdict import Verdict
 from hivemind.proto import dht_pb2
 from support.directory_records import claim_record, digest, job_record, peer_record, provider_record
 

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgpack
-import psutil
+from attacks.processor import SHARE, spent_seconds
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.proto import dht_pb2
 from support.directory_records import raw_seal
 
 from fusion.swarm.dht.values import key_id
 from fusion.swarm.directory.keys import key_of, subkey_of
-from fusion.swarm.directory.records import Record
+from fusion.swarm.directory.records import JobId, Record
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.streams.peer_ids import to_hivemind
 from fusion.swarm.transport import PeerId
 
-SHARE = 0.25  # of a core, p2pd included
 CALL_SECONDS = 5.0
 CALL_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, TimeoutError, ValueError)
 ANSWERS = {
@@ -34,19 +34,46 @@ ANSWERS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What anybody may know of those who are attacked."""
+
+    addresses: tuple[str, ...]
+    training: JobId  # an honest job, stages 0 and 1 at the first two peers
+    serving: JobId  # a served model, stages 0 and 1 at the last two
+    trainer: PeerId  # the author of both
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Scene:
+        values = json.loads(text)
+        return cls(**{**values, "addresses": tuple(values["addresses"])})
+
+
 @dataclass
 class Stranger:
-    """One attacking identity. `peers`: those that it attacks."""
+    """One attacking identity. `peers`: those that it attacks, in the order of `scene.addresses`."""
 
+    scene: Scene
     identity: Identity
     transport: P2PTransport
     peers: tuple[PeerId, ...]
-    addresses: tuple[str, ...]
-    until: float  # of time.monotonic
+    seconds: float
     began: float = field(default_factory=time.monotonic)
     spent_before: float = field(default_factory=lambda: spent_seconds())
     calls: int = 0
     refused: int = 0
+
+    def begin(self) -> None:
+        """The time runs from now on."""
+        self.began, self.spent_before = time.monotonic(), spent_seconds()
+
+    @property
+    def until(self) -> float:
+        """Of time.monotonic."""
+        return self.began + self.seconds
 
     @property
     def time_left(self) -> bool:
@@ -100,22 +127,21 @@ def store_request(offers: Sequence[Offer], *, in_cache: bool = False) -> Any:
     )
 
 
-def spent_seconds() -> float:
-    """Processor time of this process and of those below it."""
-    total = time.process_time()
-    for child in psutil.Process().children(recursive=True):
-        try:
-            times = child.cpu_times()
-        except psutil.Error:
-            continue
-        total += times.user + times.system
-    return total
-
-
 @asynccontextmanager
-async def stranger(addresses: Sequence[str], seconds: float) -> AsyncIterator[Stranger]:
+async def stranger(scene: Scene, seconds: float) -> AsyncIterator[Stranger]:
+    """A new identity that knows every peer of the scene."""
     identity = Identity.generate()
     config = P2PConfig(identity=identity, listen=("/ip4/127.0.0.1/tcp/0",))
     async with P2PTransport.start(config) as transport:
-        peers = tuple([await transport.connect(address) for address in addresses])
-        yield Stranger(identity, transport, peers, tuple(addresses), time.monotonic() + seconds)
+        peers = tuple([await transport.connect(address) for address in scene.addresses])
+        yield Stranger(scene, identity, transport, peers, seconds)
+
+
+@asynccontextmanager
+async def accomplices(one: Stranger, count: int) -> AsyncIterator[list[Stranger]]:
+    """The stranger and so many more identities, each with a p2pd of its own, for as long as it has time."""
+    async with AsyncExitStack() as stack:
+        others = [await stack.enter_async_context(stranger(one.scene, one.seconds)) for _ in range(count)]
+        for other in others:
+            other.began, other.spent_before = one.began, one.spent_before
+        yield [one, *others]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
-from attacks.ground import Attack
-from attacks.stranger import Stranger, stranger
+from attacks.hold import Attack
+from attacks.stranger import Stranger, accomplices
 
 from fusion.runtime.job.protocol import GENERATE, HOLD, JOB, RING, STAGE, STATUS
 from fusion.swarm.errors import TransportError
@@ -25,11 +25,7 @@ async def silent_streams(one: Stranger) -> dict[str, Any]:
     """Two thousand streams of eight identities to one peer, on which nothing is ever said; those that are hung up on
     are opened again."""
     victim, opened = one.peers[0], 0
-    async with AsyncExitStack() as stack:
-        others = [
-            await stack.enter_async_context(stranger(one.addresses[:1], one.until - one.began))
-            for _ in range(IDENTITIES - 1)
-        ]
+    async with accomplices(one, IDENTITIES - 1) as all_of_us:
         held: list[Stream] = []
 
         async def open_one(each: Stranger, number: int) -> None:
@@ -38,7 +34,7 @@ async def silent_streams(one: Stranger) -> dict[str, Any]:
                     held.append(await each.transport.open(victim, PROTOCOLS[number % len(PROTOCOLS)]))
 
         while one.time_left:
-            for each in (one, *others):
+            for each in all_of_us:
                 await one.pace()
                 await asyncio.gather(*(open_one(each, number) for number in range(AT_ONCE)))
                 opened = len(held)

@@ -1,4 +1,4 @@
-"""Each attack against real peers (`tests/attacks/ground.py` says when one is withstood)."""
+"""Each attack against real peers (`python tests/attacks --list`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 from attacks.catalog import ATTACKS
-from attacks.ground import hold, open_ground
+from attacks.ground import open_ground
+from attacks.hold import hold
 
 pytestmark = pytest.mark.alone
 
@@ -19,7 +20,7 @@ GATE = ("extensions", "dictionary", "empties")  # the gate tries one of each kin
 def test_it_is_withstood(name: str) -> None:
     async def scenario() -> None:
         async with open_ground() as ground:
-            verdict = await hold(ground, name, check=ATTACKS[name].check)
-        assert not verdict.faults, str(verdict)
+            verdict = await hold(ground, name, ATTACKS[name])
+        assert not verdict.faults, str(verdict.to_json())
 
     asyncio.run(scenario())

@@ -1,7 +1,11 @@
 """`fusion-peer` with a watch on its event loop, for the attacks: python tests/attacks/watched.py REPORT ARGUMENTS...
 
 Every half second a line of JSON is added to REPORT: when, the longest that the loop's thread computed without letting
-anybody else run since the last line (processor time, so that a busy machine does not count), and the process's memory.
+anybody else run since the last line (processor time, so that a busy machine does not count), the process's memory and
+its open files, and the processor time that it and its p2pd have used.
+
+Each call of the device takes DEVICE_SECONDS longer than it computes, as on a machine that has more to do than these small
+models: jobs are then bound by what they wait for, and most of this machine's processors are idle in quiet.
 """
 
 from __future__ import annotations
@@ -15,9 +19,14 @@ from typing import Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from attacks.processor import spent_seconds
+
 from fusion.cli.main import main
 from fusion.swarm.streams.p2p import P2PTransport
 
+DEVICE_SECONDS = 0.015
 TICK_SECONDS = 0.01
 REPORT_SECONDS = 0.5
 
@@ -30,15 +39,38 @@ async def watch(report: Path) -> None:
             await asyncio.sleep(TICK_SECONDS)
             worst = max(worst, time.thread_time() - before)
             if time.monotonic() - told >= REPORT_SECONDS:
-                line = {"at": time.time(), "block": worst, "rss": process.memory_info().rss}
+                line = {
+                    "at": time.time(),
+                    "block": worst,
+                    "rss": process.memory_info().rss,
+                    "files": process.num_fds(),
+                    "spent": spent_seconds(),
+                }
                 lines.write(json.dumps(line) + "\n")
                 worst, told = 0.0, time.monotonic()
+
+
+def slow_device() -> None:
+    from fusion.runtime.job.worker import Worker
+
+    run = Worker.run
+
+    async def run_slowly(self: Worker, function: Any, *args: Any, **kwargs: Any) -> Any:
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            time.sleep(DEVICE_SECONDS)
+            return result
+
+        return await run(self, slow, *args, **kwargs)
+
+    Worker.run = run_slowly  # type: ignore[method-assign, assignment]
 
 
 def watched(report: Path) -> None:
     launch = P2PTransport.launch.__func__  # type: ignore[attr-defined]
 
     async def launch_and_watch(cls: type[P2PTransport], config: Any) -> P2PTransport:
+        slow_device()
         transport: P2PTransport = await launch(cls, config)
         transport._tasks.append(asyncio.create_task(watch(report)))  # ends with the transport
         return transport

@@ -1,0 +1,153 @@
+"""The honest training job of the ground: two stages on fixed numbers, whose every loss is known beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from support.jobs import even_cuts
+from support.models import Chain
+from torch import nn
+
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.graph import Graph
+from fusion.dag.rewrites.clean import clean
+from fusion.runtime.capture.capture import capture_module, variables_from_module
+from fusion.runtime.job.manifest import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig
+from fusion.runtime.launch.launch import Prepared
+from fusion.runtime.launch.shard import GraphJob, prepare_graph
+from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
+from fusion.runtime.planes.plane import RngKey
+from fusion.runtime.planes.torch_plane import TorchTrainingStage
+from fusion.runtime.training.data.batches import Batches
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.identity import Identity
+from fusion.swarm.transport import PeerId
+
+NAME = "training"
+STAGES, MICROBATCHES, MICROBATCH_SIZE, SAMPLES = 2, 2, 4, 64
+STEPS = 10**6  # more than there is time for
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
+
+
+@dataclass
+class Committed:
+    """What the peers said about the job (`start --tell-steps`): when each step was committed, and with which loss."""
+
+    job: str = ""
+    steps: list[tuple[float, int]] = field(default_factory=list)  # unix seconds, committed steps
+    losses: dict[int, float] = field(default_factory=dict)  # of the step with this number, from 0
+    twice: list[str] = field(default_factory=list)  # steps that were committed again with another loss
+    ends: list[str] = field(default_factory=list)  # any word of an end, which is not honest
+
+    def hear(self, record: dict[str, Any]) -> None:
+        if record.get("event") != "step" or record.get("job") != self.job:
+            return
+        step, loss = int(record["step"]), record.get("loss")
+        if record.get("state") in ("done", "stopped", "failed"):
+            self.ends.append(
+                f"{record['state']} at step {step}: {record.get('error') or record.get('message')}"
+            )
+        if step < 1 or loss is None or (self.steps and self.steps[-1][1] == step):
+            return
+        self.steps.append((float(record["at"]), step))
+        if self.losses.setdefault(step - 1, loss) != loss:
+            self.twice.append(f"step {step - 1}: {self.losses[step - 1]} and then {loss}")
+
+    def rate(self, since: float, until: float) -> float:
+        """New steps a second; those that were committed before and are done again do not count."""
+        reached = [
+            max((step for at, step in self.steps if at <= limit), default=0) for limit in (since, until)
+        ]
+        return (reached[1] - reached[0]) / (until - since)
+
+    def longest_wait(self, since: float, until: float) -> float:
+        """Seconds without a commit."""
+        times = [since, *(at for at, _ in self.steps if since < at < until), until]
+        return max(late - early for early, late in pairwise(times))
+
+    async def begun(self, step: int) -> None:
+        while not self.steps or self.steps[-1][1] < step:
+            await asyncio.sleep(0.05)
+
+
+def training_job(store: BlobStore, author: Identity, owners: Sequence[PeerId]) -> Prepared:
+    """Blocking, for a second."""
+    module, graph, arrays = _model()
+    config = _config(store.put(save(arrays)))
+    job = GraphJob(name=NAME, graph=graph, variables=variables_from_module(module), author=author)
+    return prepare_graph(job, as_asked(graph, config, even_cuts(len(graph.nodes), STAGES), owners), store)
+
+
+def faults(committed: Committed, store: BlobStore, prepared: Prepared) -> list[str]:
+    """Why the committed steps are not those of an undisturbed run: empty when every loss is equal to the bit, and no
+    peer has heard of an end. Blocking: computes all steps."""
+    config = prepared.manifest.train
+    assert config is not None
+    found = committed.ends[:1] + committed.twice[:1]
+    last = max(committed.losses, default=-1)
+    for step, loss in zip(range(last + 1), true_losses(store, config), strict=False):
+        told = committed.losses.get(step, loss)  # a commit that followed at once may hide one
+        if told != loss:
+            return [*found, f"the loss of step {step} is {told}, and should be {loss}"]
+    return found
+
+
+def true_losses(store: BlobStore, config: TrainConfig) -> Iterator[float]:
+    """Of each step from the first on: the same stages, one after the other in this process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        module, graph, arrays = _model()
+        batches = Batches(config, list(arrays), store.path(config.data.train), None)
+        parts = split(graph, even_cuts(len(graph.nodes), STAGES))
+        planes = [TorchTrainingStage(part, variables_from_module(module), OPTIMIZER, "cpu") for part in parts]
+        for step in range(config.steps):
+            yield _step(planes, batches, step)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _step(planes: Sequence[TorchTrainingStage], batches: Batches, step: int) -> float:
+    losses = []
+    for microbatch in range(MICROBATCHES):
+        values, key = batches.train(step, microbatch), RngKey(5, step, microbatch)
+        for plane in planes:
+            values.update(plane.forward(microbatch, values, key))
+        losses.append(float(values["result/0"]))
+        gradients: dict[str, torch.Tensor] = {}
+        for plane in reversed(planes):
+            mine = {e.name: gradients[e.name] for e in plane.stage.sends if e.needs_gradient}
+            gradients.update(plane.backward(microbatch, mine, 1 / MICROBATCHES))
+    norm = sum(plane.squared_norm() for plane in planes)
+    for plane in planes:
+        plane.apply(learning_rate(OPTIMIZER, step, STEPS), clip_factor(OPTIMIZER, norm))
+    return sum(losses) / len(losses)
+
+
+def _model() -> tuple[nn.Module, Graph, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    module = Chain()
+    arrays = {"x": torch.randn(SAMPLES, 6), "targets": torch.randn(SAMPLES, 3)}
+    graph = clean(capture_module(module, {k: v[:MICROBATCH_SIZE] for k, v in arrays.items()}, nn.MSELoss()))
+    return module, graph, arrays
+
+
+def _config(data: Any) -> TrainConfig:
+    return TrainConfig(
+        steps=STEPS,
+        microbatches=MICROBATCHES,
+        microbatch_size=MICROBATCH_SIZE,
+        sequence=0,
+        seed=5,
+        optimizer=OPTIMIZER,
+        data=DataConfig(kind="arrays", train=data),
+        snapshot_every=100,
+        compression=CompressionConfig(live=False),
+    )

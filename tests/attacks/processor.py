@@ -1,0 +1,56 @@
+"""How much of a core processes use, and a process that is held to a share of one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+import psutil
+
+SHARE = 0.25  # of a core, p2pd included
+BURST_SECONDS = 0.2  # of processor time that may be saved up
+LOOK_SECONDS = 0.02
+
+
+def spent_seconds(pid: int | None = None) -> float:
+    """Processor time of a process (this one) and of those below it."""
+    return sum(_spent(process) for process in _family(pid))
+
+
+async def hold_to_share(pid: int, share: float = SHARE) -> None:
+    """Stops the process and those below it whenever they have used more than so much of a core; until cancelled."""
+    credit, looked, before, stopped = 0.0, time.monotonic(), spent_seconds(pid), False
+    try:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now, spent = time.monotonic(), spent_seconds(pid)
+            credit = min(BURST_SECONDS, credit + share * (now - looked) - (spent - before))
+            looked, before = now, spent
+            if stopped != (credit < 0.0):
+                stopped = not stopped
+                _signal(pid, stopped)
+    finally:
+        if stopped:
+            _signal(pid, False)
+
+
+def _signal(pid: int, stop: bool) -> None:
+    for process in _family(pid):
+        with suppress(psutil.Error):
+            process.suspend() if stop else process.resume()
+
+
+def _family(pid: int | None) -> Iterable[psutil.Process]:
+    with suppress(psutil.Error):
+        head = psutil.Process(pid)
+        return [head, *head.children(recursive=True)]
+    return []
+
+
+def _spent(process: psutil.Process) -> float:
+    with suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
