@@ -1,6 +1,6 @@
 """Attacks against real peers that train a job and serve a model, with a verdict each.
 
-    python tests/attacks [NAME...] [--json FILE]     all, or those named; a table
+    python tests/attacks [NAME...] [--json FILE] [--logs]     all, or those named; a table
     python tests/attacks --list                      their names, and what each does
 
 Exit 0: all were withstood. 1: one was not (`attacks.verdict.Verdict.faults` says when that is). The attacker is a process
@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--attack", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was seen")
+    parser.add_argument("--logs", action="store_true", help="show what the peers logged")
     parser.add_argument("names", nargs="*", metavar="NAME", help="all where none is named")
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(ATTACKS))
@@ -66,17 +67,21 @@ def main() -> int:
     if options.attack:
         asyncio.run(_strike(options.names[0]))
         return 0
-    verdicts = [_held(name) for name in options.names or ATTACKS]
+    verdicts = [_held(name, options.logs) for name in options.names or ATTACKS]
     show(verdicts)
     if options.json:
         options.json.write_text(json.dumps([verdict.to_json() for verdict in verdicts], indent=1) + "\n")
     return 1 if any(verdict.faults for verdict in verdicts) else 0
 
 
-def _held(name: str) -> Verdict:
+def _held(name: str, logs: bool) -> Verdict:
     async def scenario() -> Verdict:
         async with open_ground() as ground:
-            return await hold(ground, name, ATTACKS[name])
+            try:
+                return await hold(ground, name, ATTACKS[name])
+            finally:
+                for peer in ground.peers if logs else ():
+                    print(f"--- {peer.name}", ground.log(peer), sep="\n", file=sys.stderr)
 
     verdict = asyncio.run(scenario())
     print(json.dumps(verdict.to_json()), file=sys.stderr, flush=True)

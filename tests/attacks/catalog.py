@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attacks import directory, streams
+from attacks import directory, hostile_jobs, streams
 from attacks.hold import Attack
 
-ATTACKS: dict[str, Attack] = {**directory.ATTACKS, **streams.ATTACKS}
+ATTACKS: dict[str, Attack] = {**directory.ATTACKS, **streams.ATTACKS, **hostile_jobs.ATTACKS}

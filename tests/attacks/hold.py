@@ -61,6 +61,7 @@ async def hold(ground: Ground, name: str, attack: Attack, *, quiet_seconds: floa
     verdict.quiet_block_seconds = max(
         line["block"] for lines in quiet for line in lines if line["at"] > quiet_from
     )
+    verdict.quiet_cores, verdict.cores = _cores(ground, quiet_from, began), _cores(ground, began, ended)
     _watched(ground, verdict, quiet, began)
     await _judge_honest(ground, verdict, quiet_from)
     return verdict
@@ -70,11 +71,22 @@ def _rates(ground: Ground, since: float, until: float) -> Rates:
     return Rates(steps=ground.committed.rate(since, until), tokens=ground.answers.rate(since, until))
 
 
-def _watched(ground: Ground, verdict: Verdict, quiet: list[list[dict[str, float]]], since: float) -> None:
+def _cores(ground: Ground, since: float, until: float) -> float:
+    """That the peers used, all together."""
+    total = 0.0
+    for lines in ground.reports():
+        seen = [line for line in lines if since - 1.0 <= line["at"] <= until]
+        if len(seen) > 1:
+            total += (seen[-1]["spent"] - seen[0]["spent"]) / (seen[-1]["at"] - seen[0]["at"])
+    return total
+
+
+def _watched(ground: Ground, verdict: Verdict, quiet: list[list[dict[str, Any]]], since: float) -> None:
     for before, lines in zip(quiet, ground.reports(), strict=True):
         later = [line for line in lines if line["at"] > since]
-        verdict.block_seconds = max([verdict.block_seconds, *(line["block"] for line in later)])
         for line in later:
+            if line["block"] > verdict.block_seconds:
+                verdict.block_seconds, verdict.blocked_at = line["block"], line["where"]
             verdict.growth_bytes = max(verdict.growth_bytes, int(line["rss"] - before[-1]["rss"]))
             verdict.files = max(verdict.files, int(line["files"] - max(each["files"] for each in before)))
 

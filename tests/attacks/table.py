@@ -8,7 +8,7 @@ from attacks.verdict import Verdict
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 110
+WIDTH = 140
 
 
 def show(verdicts: Sequence[Verdict]) -> None:
@@ -35,7 +35,8 @@ def show(verdicts: Sequence[Verdict]) -> None:
             f"{verdict.block_seconds * 1000:.0f} ms",
             f"{verdict.growth_bytes / (1 << 20):+.0f} MiB",
             f"{verdict.files:+d}",
-            f"{verdict.share:.2f} core",
+            f"{verdict.share:.2f} cores",
+            f"{verdict.quiet_cores:.2f} -> {verdict.cores:.2f} cores",
         )
     console = Console(width=WIDTH)
     console.print(table)

@@ -33,10 +33,13 @@ class Verdict:
     honest: int = 0  # of these, how many went through
     slowest_seconds: float = 0.0  # of them
     block_seconds: float = 0.0  # the longest, of any peer's loop
+    blocked_at: str = ""  # where in the peer's code that was, if it was long enough to be seen
     quiet_block_seconds: float = 0.0
     growth_bytes: int = 0  # the most that any peer grew above quiet
     files: int = 0  # the most more open files than in quiet
     share: float = 0.0  # of a core that the attacker used
+    quiet_cores: float = 0.0  # that the peers used, all together
+    cores: float = 0.0  # the same during the attack
     honest_faults: list[str] = field(
         default_factory=list
     )  # wrong tokens, lost answers, losses that are not the job's own
@@ -62,7 +65,7 @@ class Verdict:
         if self.honest < HONEST_SHARE * self.operations:
             found.append(f"only {self.honest} of {self.operations} honest operations went through")
         if self.block_seconds > BLOCK_SECONDS:
-            found.append(f"a loop was held for {self.block_seconds:.2f} s")
+            found.append(f"a loop was held for {self.block_seconds:.2f} s: {self.blocked_at}")
         if self.growth_bytes > GROWTH_BYTES:
             found.append(f"a peer grew by {self.growth_bytes >> 20} MiB")
         told = [f"{name}: {what}" for name, what in self.notes.items() if name.startswith("fault")]

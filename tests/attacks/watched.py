@@ -2,7 +2,7 @@
 
 Every half second a line of JSON is added to REPORT: when, the longest that the loop's thread computed without letting
 anybody else run since the last line (processor time, so that a busy machine does not count), the process's memory and
-its open files, and the processor time that it and its p2pd have used.
+its open files, the processor time that it and its p2pd have used, and where in our code the loop was when it was late.
 
 Each call of the device takes DEVICE_SECONDS longer than it computes, as on a machine that has more to do than these small
 models: jobs are then bound by what they wait for, and most of this machine's processors are idle in quiet.
@@ -13,7 +13,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import time
+import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +31,41 @@ from fusion.swarm.streams.p2p import P2PTransport
 
 DEVICE_SECONDS = 0.015
 TICK_SECONDS = 0.01
+LATE_SECONDS = 0.1
+OURS, CALLS = str(Path(__file__).parents[2]), 4  # the innermost of the calls that are in our code
 REPORT_SECONDS = 0.5
 
 
+class Where:
+    """A thread that looks where the loop's thread is whenever the loop is late."""
+
+    def __init__(self) -> None:
+        self.ticked = time.monotonic()
+        self._thread = threading.get_ident()
+        self._seen: Counter[str] = Counter()
+
+    def look(self) -> None:
+        while True:
+            time.sleep(LATE_SECONDS / 2)
+            if time.monotonic() - self.ticked > LATE_SECONDS:
+                frame = sys._current_frames().get(self._thread)
+                calls = [each for each in traceback.extract_stack(frame) if OURS in each.filename]
+                self._seen[" < ".join(f"{each.name} {each.lineno}" for each in reversed(calls[-CALLS:]))] += 1
+
+    def most(self) -> str:
+        """Where it was most often since we were asked last."""
+        seen, self._seen = self._seen, Counter()
+        return seen.most_common(1)[0][0] if seen else ""
+
+
 async def watch(report: Path) -> None:
-    process, worst, told = psutil.Process(), 0.0, time.monotonic()
+    process, worst, told, where = psutil.Process(), 0.0, time.monotonic(), Where()
+    threading.Thread(target=where.look, daemon=True, name="where the loop is").start()
     with report.open("a", buffering=1) as lines:
         while True:
             before = time.thread_time()
             await asyncio.sleep(TICK_SECONDS)
+            where.ticked = time.monotonic()
             worst = max(worst, time.thread_time() - before)
             if time.monotonic() - told >= REPORT_SECONDS:
                 line = {
@@ -45,6 +74,7 @@ async def watch(report: Path) -> None:
                     "rss": process.memory_info().rss,
                     "files": process.num_fds(),
                     "spent": spent_seconds(),
+                    "where": where.most(),
                 }
                 lines.write(json.dumps(line) + "\n")
                 worst, told = 0.0, time.monotonic()

@@ -1,0 +1,197 @@
+"""What a stranger can do with jobs of its own: whatever a manifest says, volunteers look at it."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from dataclasses import replace
+from typing import Any
+
+import torch
+from attacks.ground import Ground
+from attacks.hold import Attack
+from attacks.honest_answers import NEW_TOKENS, PROMPTS, served_model
+from attacks.offers import Counter, open_counter
+from attacks.stranger import Stranger
+from attacks.verdict import Verdict
+from safetensors.torch import save
+from support.instances import Builder
+
+from fusion.dag.ir import serialise
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.job.manifest import DataConfig, Manifest, OptimizerConfig, ServeConfig, TrainConfig
+from fusion.runtime.job.manifest_wire import MAX_STEP_SAMPLES
+from fusion.runtime.launch.launch import launch, wait_until_held
+from fusion.runtime.serving.requests.client import complete
+from fusion.runtime.serving.requests.request import GenerateRequest
+from fusion.swarm.directory.records import Digest
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.identity import Identity
+from fusion.swarm.transport import PeerId
+
+STAGES = 4096
+GIB = 1 << 30
+MOST_FETCHED = 64 << 20
+SAMPLES = save({"x": torch.zeros(64, 4)})
+NOTHING = struct.pack("<Q", 2) + b"{}"  # safetensors of no tensors
+PLACED_SECONDS = 60.0
+SEATS_OF_ONE = 60  # stages that a greedy author offers to each peer
+
+
+def deep_graph(nodes: int) -> Graph:
+    built = Builder(4)
+    for _ in range(nodes):
+        built.at = built.add("aten.tanh", built.at)
+    return built.graph()
+
+
+def wide_graph(width: int) -> Graph:
+    """Two layers of so many squared numbers, 4 bytes each."""
+    built = Builder(width)
+    for _ in range(2):
+        built.block(width, width)
+    return built.graph()
+
+
+async def stages_4096(one: Stranger) -> dict[str, Any]:
+    """Jobs of 4 096 stages, all of which are proposed to the three peers, with a graph of as many nodes."""
+    counter = await open_counter(one)
+    graph = counter.put(serialise.encode(deep_graph(STAGES)))
+    for _ in range(3):
+        counter.offer(serving(counter, graph, STAGES, tuple(range(1, STAGES))))
+    await counter.keep_published()
+    return counter.notes
+
+
+async def understated_memory(one: Stranger) -> dict[str, Any]:
+    """Manifests that say one byte where the graph needs gigabytes: of weights, and of activations."""
+    counter = await open_counter(one)
+    wide = counter.put(serialise.encode(wide_graph(1 << 14)))  # 1 GiB a layer
+    deep = counter.put(serialise.encode(deep_graph(4096)))  # 128 KiB a node for each thousand of samples
+    heavy = counter.put_zeros(2 * GIB)
+    for peer in one.peers:
+        counter.offer(serving(counter, wide, 1, (), weights=(heavy,), proposed=(peer,), memory_bytes=(1,)))
+        counter.offer(training(counter, deep, peer, microbatch_size=MAX_STEP_SAMPLES, memory_bytes=(1,)))
+    await counter.keep_published()
+    return counter.notes
+
+
+async def understated_disk(one: Stranger) -> dict[str, Any]:
+    """Small graphs with gigabytes of weights, tokenizers and graphs of gigabytes."""
+    counter = await open_counter(one)
+    small = counter.put(serialise.encode(deep_graph(2)))
+    heavy = counter.put_zeros(4 * GIB)
+    for peer in one.peers:
+        counter.offer(serving(counter, small, 1, (), weights=(heavy,), proposed=(peer,)))
+        counter.offer(serving(counter, small, 1, (), tokenizer=heavy, proposed=(peer,)))
+        counter.offer(serving(counter, heavy, 1, (), proposed=(peer,)))
+        counter.offer(training(counter, small, peer, weights=(heavy,)))
+    await counter.keep_published()
+    return counter.notes
+
+
+async def huge_batches(one: Stranger) -> dict[str, Any]:
+    """Steps of a million samples, and ever new jobs of a single step of as many as a manifest may have."""
+    counter = await open_counter(one)
+    graph = counter.put(serialise.encode(deep_graph(2)))
+    for peer in one.peers:
+        counter.offer(training(counter, graph, peer, microbatch_size=1 << 20))
+        counter.offer(training(counter, graph, peer, microbatch_size=1, microbatches=1 << 20))
+    renewing = asyncio.create_task(counter.keep_published())
+    try:
+        while one.time_left:
+            peer = one.peers[len(counter.jobs) % len(one.peers)]
+            counter.offer(training(counter, graph, peer, microbatch_size=MAX_STEP_SAMPLES))
+            counter.offer(
+                training(counter, graph, peer, microbatch_size=8, microbatches=MAX_STEP_SAMPLES // 8)
+            )
+            await asyncio.sleep(3.0)
+    finally:
+        renewing.cancel()
+    return counter.notes
+
+
+async def seat_grab(one: Stranger) -> dict[str, Any]:
+    """Sixty jobs for every peer, each of them fit to run, all of one author."""
+    counter = await open_counter(one)
+    graph = counter.put(serialise.encode(deep_graph(2)))
+    for peer in one.peers:
+        for _ in range(SEATS_OF_ONE):
+            counter.offer(serving(counter, graph, 1, (), proposed=(peer,)))
+    await counter.keep_published()
+    return counter.notes
+
+
+def serving(counter: Counter, graph: Digest, stages: int, cuts: tuple[int, ...], **changes: Any) -> Manifest:
+    """Without weights, and by turns for all peers, if not told otherwise."""
+    peers = counter.one.peers
+    manifest = Manifest(
+        name="hostile", kind="serve", graph=graph, cuts=cuts, weights=(counter.put(NOTHING),) * stages,
+        proposed=tuple(peers[n % len(peers)] for n in range(stages)), author=PeerId(""),
+        serve=ServeConfig(cache="recompute", max_sequence=64, vocabulary=4),
+    )  # fmt: skip
+    return replace(manifest, **changes)
+
+
+def training(
+    counter: Counter,
+    graph: Digest,
+    peer: PeerId,
+    microbatches: int = 1,
+    microbatch_size: int = 4,
+    **changes: Any,
+) -> Manifest:
+    """One stage, one step."""
+    config = TrainConfig(
+        steps=1, microbatches=microbatches, microbatch_size=microbatch_size, sequence=0, seed=1,
+        evaluate_batches=1, optimizer=OptimizerConfig(), data=DataConfig(kind="arrays", train=counter.put(SAMPLES)),
+    )  # fmt: skip
+    manifest = Manifest(
+        name="hostile", kind="train", graph=graph, cuts=(), weights=(counter.put(NOTHING),), proposed=(peer,),
+        author=PeerId(""), train=config,
+    )  # fmt: skip
+    return replace(manifest, **changes)
+
+
+# --- What must not have happened
+
+
+async def little_was_fetched(ground: Ground, verdict: Verdict) -> None:
+    """The peers read the manifests, and next to nothing of the gigabytes; their homes have not grown."""
+    if not verdict.notes["manifests_read"]:
+        verdict.notes["fault: reach"] = "no peer looked at the jobs"
+    if verdict.notes["sent_bytes"] > MOST_FETCHED:
+        verdict.notes["fault: fetched"] = f"{verdict.notes['sent_bytes'] >> 20} MiB were fetched"
+    for peer in ground.peers:
+        size = sum(path.stat().st_size for path in peer.home.rglob("*") if path.is_file())
+        if size > MOST_FETCHED:
+            verdict.notes["fault: disk"] = f"{peer.name} has {size >> 20} MiB on its disk"
+
+
+async def others_find_room(ground: Ground, verdict: Verdict) -> None:
+    """A job of another author is placed, and answers, while the stranger's seats are taken."""
+    author = Identity.generate()
+    owners = [PeerId(peer.peer_id) for peer in ground.peers[:2]]
+    prepared = await ground.fleet.in_thread(served_model, ground.user.blobs.store, author, owners)
+    began = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(PLACED_SECONDS):
+            await launch(ground.user, prepared)
+            await wait_until_held(ground.user, prepared)
+            request = GenerateRequest(model=prepared.job, prompt_ids=PROMPTS[0], max_tokens=NEW_TOKENS)
+            answer = await complete(ground.user.transport, PeerId(ground.peers[2].peer_id), request)
+    except (SwarmError, TimeoutError) as error:
+        verdict.notes["fault: placed"] = f"a job of another author found no place: {error!r}"
+        return
+    verdict.notes["placed_seconds"] = round(asyncio.get_running_loop().time() - began, 1)
+    if answer.tokens != ground.answers.truth[PROMPTS[0]]:
+        verdict.notes["fault: tokens"] = f"its answer is {answer.tokens}"
+
+
+ATTACKS = {
+    "stages_4096": Attack(stages_4096, seconds=25.0, check=little_was_fetched),
+    "understated_memory": Attack(understated_memory, seconds=15.0, check=little_was_fetched),
+    "understated_disk": Attack(understated_disk, seconds=15.0, check=little_was_fetched),
+    "huge_batches": Attack(huge_batches, seconds=20.0, check=little_was_fetched),
+    "seat_grab": Attack(seat_grab, seconds=30.0, check=others_find_room),
+}
