@@ -4,6 +4,7 @@ SwarmError
   TransportError            the wire
     DaemonDied                p2pd ended by itself: this peer has to be opened anew
     PeerUnreachable           dialled, and nobody answered
+    UnknownProtocol           the peer is there and does not speak that protocol: of another release, or just starting
     StreamBroken              the other end vanished: reset, timeout, dead process
     StreamClosed              the other end finished cleanly (end of stream)
     FrameError                bytes that are not a frame, or exceed a cap: the sender's fault
@@ -31,6 +32,10 @@ class DaemonDied(TransportError):
 
 
 class PeerUnreachable(TransportError):
+    pass
+
+
+class UnknownProtocol(TransportError):
     pass
 
 

@@ -84,7 +84,8 @@ class Transport(Protocol):
     async def open(self, peer: PeerId, protocol: str, *, stripes: int = 1) -> Stream:
         """A new stream to a peer we are connected to or that the DHT can locate; opening to ourselves works and
         stays in the process. `stripes`: over how many of the network's streams, for payloads both ways at once (see
-        `fusion.swarm.streams.striping`). Raises PeerUnreachable (also where the peer does not speak `protocol`)."""
+        `fusion.swarm.streams.striping`). Raises PeerUnreachable, or UnknownProtocol where the peer is
+        there and does not speak `protocol`."""
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         """Run `handler` for each incoming stream of `protocol`, each in a task of its own. When it returns the

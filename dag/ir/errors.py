@@ -7,6 +7,10 @@ class GraphError(ValueError):
     """A graph, or the bytes of one, that breaks a rule; the message names the rule and the place."""
 
 
+class NewerGraph(GraphError):
+    """A graph for a newer op-set than this software's: others may run it."""
+
+
 class UnsupportedModel(GraphError):
     """A sound graph that a rewrite cannot handle without changing what it computes."""
 

@@ -26,10 +26,10 @@ from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK, REQUIRED, Call, Kind, O
 
 __all__ = [
     "MAX_LIST", "MAX_RANK", "OPSET", "OPSET_VERSION", "REQUIRED", "Call", "OpSpec", "Parameter",
-    "infer", "mixed_dims", "node_kind", "spec",
+    "infer", "mixed_dims", "needed_version", "node_kind", "spec",
 ]  # fmt: skip
 
-OPSET_VERSION = 1
+OPSET_VERSION = 1  # raised where operators are added; what one of them computes never changes
 
 _TABLES = (
     opset_contract,
@@ -50,6 +50,11 @@ def spec(op: str) -> OpSpec:
         return OPSET[op]
     except KeyError:
         raise GraphError(f"unknown op {op!r:.100}") from None
+
+
+def needed_version(graph: Graph) -> int:
+    """The first version of the op-set that has every operator of the graph: whoever knows it can run the graph."""
+    return max((spec(op).since for op in {node.op for node in graph.nodes}), default=1)
 
 
 def infer(op: str, args: tuple[Arg, ...], types: Mapping[Ref, TensorType]) -> tuple[TensorType, ...]:

@@ -116,6 +116,7 @@ class OpSpec:
     saves: tuple[str, ...] = ()
     bilinear: bool = False  # each saved argument is read again only for the gradient of another one
     differentiable: bool = True
+    since: int = 1  # the first version of the op-set that has it
 
     def call(self, args: tuple[Arg, ...], types: Mapping[Ref, TensorType]) -> Call:
         """The arguments by name, checked against the parameters. GraphError on a wrong number or sort of argument."""

@@ -1,6 +1,6 @@
 """A graph as bytes: canonical msgpack, so that equal graphs have equal bytes and the SHA-256 of them names the graph.
 
-    [format, version, op-set version, [symbol], [input], [variable], [node], [output]]
+    [format, version, needed op-set version, [symbol], [input], [variable], [node], [output]]
     input     [name, type]                      type  [dtype, [dimension]]
     variable  [name, type, is_parameter, trainable, [alias]]
     node      [name, op, [argument], [type]]
@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import msgpack
 
 from fusion.dag.ir.dims import Dim, Poly
-from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.errors import GraphError, NewerGraph
 from fusion.dag.ir.graph import Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
-from fusion.dag.ir.opset import OPSET_VERSION
+from fusion.dag.ir.opset import OPSET_VERSION, needed_version
 from fusion.dag.ir.validation import MAX_INTERFACE, MAX_NAME, MAX_NODES, MAX_SYMBOLS, MAX_VARIABLES, validate
 
 __all__ = ["FORMAT_VERSION", "MAX_BYTES", "decode", "digest", "encode", "validate"]
@@ -54,7 +54,8 @@ def digest(graph: Graph) -> str:
 
 
 def decode(data: bytes) -> Graph:
-    """The graph that `encode` made these bytes from, validated. GraphError, in one line, on any other bytes: time and
+    """The graph that `encode` made these bytes from, validated. NewerGraph where it needs a newer op-set or form than
+    ours; GraphError, in one line, on any other bytes: time and
     memory stay within a small multiple of what `MAX_BYTES` and `MAX_PARTS` allow, whatever lengths the bytes claim."""
     if len(data) > MAX_BYTES:
         raise GraphError(f"{len(data)} bytes: more than {MAX_BYTES}")
@@ -94,7 +95,7 @@ def _encode(graph: Graph) -> bytes:
 
     pack = msgpack.Packer(use_bin_type=True, autoreset=False)
     pack.pack_array_header(8)
-    for value in (FORMAT, FORMAT_VERSION, OPSET_VERSION, graph.symbols):
+    for value in (FORMAT, FORMAT_VERSION, needed_version(graph), graph.symbols):
         pack.pack(value)
     pack.pack_array_header(len(graph.inputs))
     for i in graph.inputs:
@@ -124,11 +125,12 @@ class _Reader:
     def graph(self) -> Graph:
         if self._stream.read_array_header() != 8 or self._item() != FORMAT:
             raise GraphError("not a graph")
-        versions = self._item(), self._item()
-        if versions != (FORMAT_VERSION, OPSET_VERSION):
-            raise GraphError(
-                f"version {versions!r:.60} of a graph: this peer knows {FORMAT_VERSION, OPSET_VERSION}"
-            )
+        for what, known in (("form", FORMAT_VERSION), ("op-set", OPSET_VERSION)):
+            version = self._item()
+            if type(version) is not int or version < 1:
+                raise GraphError(f"a graph of {what} {version!r:.20}")
+            if version > known:
+                raise NewerGraph(f"it needs {what} {version}: this peer knows {known}")
         symbols = self._item()
         self._symbols = tuple(_text(s) for s in _list(symbols, 0, MAX_SYMBOLS))
         inputs = tuple(self._each("inputs", MAX_INTERFACE, self._input))

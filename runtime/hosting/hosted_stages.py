@@ -14,7 +14,7 @@ from fusion.runtime.hosting.jobs.gossip import JobGossip
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.cool_down import CoolDown
-from fusion.runtime.job.errors import JobFailed, Understated
+from fusion.runtime.job.errors import JobFailed, Refused
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, Place
@@ -170,7 +170,7 @@ class HostedStages:
         if self._context.leases.holds(*place) is None:
             log.info("stage %d of %s is over here: %s", claim.stage, manifest.name, one_line(str(error)))
             return  # it is another's: no wonder that it was refused
-        if isinstance(error, Understated):  # others may think otherwise, and see that it is free
+        if isinstance(error, Refused):  # others may think otherwise, and see that it is free
             log.warning("refused: %s", one_line(str(error)))
             self.cooling.refuse(place)
             return

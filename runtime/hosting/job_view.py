@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
+from cachetools import FIFOCache
+
+from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
@@ -16,7 +20,11 @@ from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, Place
 from fusion.swarm.transport import PeerId
 
-OpenJob = tuple[JobRecord, Manifest]  # one that goes on, and whose manifest is here
+log = logging.getLogger(__name__)
+
+NEWER_JOBS = 1024  # that were named to whoever reads our log
+
+OpenJob = tuple[JobRecord, Manifest]  # one that goes on, whose manifest is here and whose graph we can run
 OpenJobs = Mapping[JobId, OpenJob]
 StagesClaims = Mapping[Place, tuple[ClaimRecord, ...]]  # the live claims of each stage that was looked at
 
@@ -37,6 +45,7 @@ class JobView:
         self._board = board
         self._places = places
         self._shelf = ManifestShelf(context.blobs, spawn, arrived, context.clock.monotonic)
+        self._newer: FIFOCache[JobId, None] = FIFOCache(NEWER_JOBS)
 
     async def records(self, max_age_seconds: float) -> tuple[JobRecord, ...]:
         """What the directory says of all jobs."""
@@ -46,15 +55,25 @@ class JobView:
         return records
 
     def open_jobs(self, records: Sequence[JobRecord]) -> OpenJobs:
-        """Those that go on, as far as their manifests are here; the others' are fetched."""
+        """Those that go on, as far as their manifests are here (the others' are fetched) and ask for no newer op-set than
+        ours: in such a job we have no part, and it goes on without us."""
         jobs: dict[JobId, OpenJob] = {}
         for record in records:
             if not is_over(record) and not self._board.over(record):
                 manifest = self._shelf.get(record)
-                if manifest is not None:
+                if manifest is not None and self._runs(record, manifest):
                     jobs[record.job] = (record, manifest)
         self._shelf.keep_only({record.job for record in records})
         return jobs
+
+    def _runs(self, record: JobRecord, manifest: Manifest) -> bool:
+        if manifest.opset <= OPSET_VERSION:
+            return True
+        if record.job not in self._newer:
+            self._newer[record.job] = None
+            what = (manifest.name, manifest.opset, OPSET_VERSION)
+            log.warning("job %s needs op-set %d: this peer knows %d and leaves it to newer ones", *what)
+        return False
 
     async def claims(
         self, jobs: OpenJobs, hosted: Collection[Place], ours: Collection[JobId]

@@ -48,6 +48,7 @@ class UncoveredStage:
     owner: PeerId | None  # None: nobody knows; those who stand by stay, nobody new comes
     memory_bytes: int
     disk_bytes: int
+    opset: int = 1  # that whoever runs it has to know
     standbys: tuple[Standby, ...] = ()  # not counting ourselves
     ours: bool = False  # we stand by for it now
     short_seconds: float = 0.0  # for how long it has had fewer standbys than wanted
@@ -65,6 +66,7 @@ class Candidate:
     peer: PeerId
     free_memory_bytes: int
     idle: bool  # it owns no stage
+    opset: int = 1  # that it knows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,7 @@ def _may_take(candidate: Candidate, opening: UncoveredStage, turn: int) -> bool:
     return (
         candidate.peer not in there
         and candidate.free_memory_bytes >= opening.memory_bytes
+        and candidate.opset >= opening.opset
         and (candidate.idle or turn < BUSY_WANTED)
     )
 

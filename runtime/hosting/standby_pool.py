@@ -15,6 +15,7 @@ from typing import Any
 
 from cachetools import FIFOCache
 
+from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.hosting.standby_assignment import (
     BUSY_WANTED,
@@ -28,7 +29,7 @@ from fusion.runtime.hosting.standby_assignment import (
 )
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.cool_down import CoolDown
-from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.errors import JobError, Refused
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.claims.election import stands_by, winner
@@ -91,6 +92,7 @@ class Pool:
         self._peers: Sequence[Candidate] = ()
         self._peers_read_at = -math.inf
         self._prepares = asyncio.Semaphore(PREPARES)
+        self._refused: FIFOCache[Place, None] = FIFOCache(REMEMBERED_PLACES)
         self._cooling: CoolDown[Place] = CoolDown(COOL_DOWN_SECONDS, LONGEST_COOL_DOWN_SECONDS, clock)
 
     @property
@@ -128,7 +130,12 @@ class Pool:
         await self._take_stock(jobs)
         for place in hosted:
             self.promoted(place)  # whatever took it there: what the host uses must not be forgotten
-        us = Candidate(peer=self._context.peer_id, free_memory_bytes=free_memory_bytes, idle=not hosted)
+        us = Candidate(
+            peer=self._context.peer_id,
+            free_memory_bytes=free_memory_bytes,
+            idle=not hosted,
+            opset=OPSET_VERSION,
+        )
         score = self._fitness * (1.0 if us.idle else BUSY_SCORE)
         openings = self._openings(jobs, claims, hosted)
         wanted = WANTED if us.idle else BUSY_WANTED
@@ -188,12 +195,12 @@ class Pool:
         found = [
             self._opening(place, jobs[place[0]][1], claims[place], owners, now)
             for place in claims
-            if place[0] in jobs and place not in hosted
+            if place[0] in jobs and place not in hosted and place not in self._refused
         ]
         seen = {opening.place for opening in found}
         for place, covered in self._covered.items():
             absent = place[0] not in jobs and now - covered.seen_at >= GRACE_SECONDS
-            if place not in seen and place not in hosted and not absent:
+            if place not in seen | self._refused.keys() and place not in hosted and not absent:
                 found.append(self._opening(place, covered.manifest, (), {}, now))
         return found
 
@@ -229,6 +236,7 @@ class Pool:
             owner=owner.peer if owner is not None and owner.ready else None,
             memory_bytes=memory_bytes,
             disk_bytes=memory_bytes * (KEPT_SNAPSHOTS if manifest.kind == "train" else 1),
+            opset=manifest.opset,
             standbys=standbys,
             ours=place in self._covered,
             short_seconds=now - since,
@@ -250,6 +258,7 @@ class Pool:
                 peer=peer.peer,
                 free_memory_bytes=peer.free_memory_bytes,
                 idle=peer.idle,
+                opset=peer.opset,
             )
             for peer in peers
             if peer.role == "peer"
@@ -317,6 +326,8 @@ class Pool:
                     place[1], covered.manifest.name, type(error).__name__, one_line(str(error)),
                 )  # fmt: skip
                 log.debug("where it happened", exc_info=error)
+                if isinstance(error, Refused):  # others may stand by for it, as soon as we do not
+                    self._refused[place] = None
                 self._cooling.start(place)
                 return
             self._cooling.forget(place)

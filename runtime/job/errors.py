@@ -13,8 +13,16 @@ class CaptureError(JobError):
     """The model cannot be captured as an operator DAG; names the operator or the construct."""
 
 
-class Understated(JobError):
-    """A stage that needs more than its manifest says, or takes far longer: this peer has no part in it."""
+class Refused(JobError):
+    """A stage in which this peer has no part; others may."""
+
+
+class Understated(Refused):
+    """A stage that needs more than its manifest says, or takes far longer."""
+
+
+class Unsupported(Refused):
+    """A stage of a graph that this peer's software does not understand: a newer one's, perhaps."""
 
 
 class JobFailed(RuntimeError):

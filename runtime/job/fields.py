@@ -1,7 +1,7 @@
 """Frozen dataclasses from mappings that somebody else wrote (a TOML file, a msgpack map off the wire).
 
-Strict on purpose: unknown keys, missing keys and wrong types are errors that name the field. Types understood:
-None, bool, int, float, str, Literal, unions, fixed and open tuples, NewType and nested dataclasses.
+Strict on purpose: unknown keys, missing keys and wrong types are errors that name the field. Only what a newer release
+may have added to a message is passed over (`known_only`). Types understood: None, bool, int, float, str, Literal, unions, fixed and open tuples, NewType and nested dataclasses.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ T = TypeVar("T")
 MAX_ITEMS = 100_000
 
 
-def build(cls: type[T], value: object, where: str = "") -> T:
+def build(cls: type[T], value: object, where: str = "", *, known_only: bool = False) -> T:
     """An instance of the dataclass `cls` from a mapping. ValueError names the field (`where.field`) and the rule;
-    a `__post_init__` that raises ValueError is reported the same way."""
+    a `__post_init__` that raises ValueError is reported the same way. `known_only`: keys that are no fields of `cls` are
+    passed over, here and in what is nested in it."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{where or cls.__name__} must be a table, not {_kind(value)}")
     known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
     prefix = f"{where}." if where else ""
     for key in value:
-        if key not in known:
+        if key not in known and not known_only:
             raise ValueError(f"{prefix}{key!s:.80} is not known here (known: {', '.join(sorted(known))})")
     hints = _hints(cls)  # type: ignore[arg-type]
     found: dict[str, Any] = {}
     for name, field in known.items():
         if name in value:
-            found[name] = _convert(hints[name], value[name], prefix + name)
+            found[name] = _convert(hints[name], value[name], prefix + name, known_only)
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{prefix}{name} is missing")
     try:
@@ -55,9 +56,9 @@ def _kind(value: object) -> str:
     return "nothing" if value is None else f"{type(value).__name__} {str(value)!r:.60}"
 
 
-def _convert(hint: Any, value: object, where: str) -> Any:
+def _convert(hint: Any, value: object, where: str, known_only: bool) -> Any:
     if isinstance(hint, NewType):
-        return _convert(hint.__supertype__, value, where)
+        return _convert(hint.__supertype__, value, where, known_only)
     origin = get_origin(hint)
     if origin is Literal:
         if value not in get_args(hint) or type(value) not in {type(a) for a in get_args(hint)}:
@@ -66,15 +67,15 @@ def _convert(hint: Any, value: object, where: str) -> Any:
             )
         return value
     if origin is Union or origin is types.UnionType:
-        return _either(get_args(hint), value, where)
+        return _either(get_args(hint), value, where, known_only)
     if origin is tuple:
-        return _tuple(get_args(hint), value, where)
+        return _tuple(get_args(hint), value, where, known_only)
     if is_dataclass(hint):
-        return build(hint, value, where)  # type: ignore[arg-type]
+        return build(hint, value, where, known_only=known_only)  # type: ignore[arg-type]
     return _scalar(hint, value, where)
 
 
-def _either(options: tuple[Any, ...], value: object, where: str) -> Any:
+def _either(options: tuple[Any, ...], value: object, where: str, known_only: bool) -> Any:
     if value is None:
         if type(None) in options:
             return None
@@ -82,20 +83,21 @@ def _either(options: tuple[Any, ...], value: object, where: str) -> Any:
     rest = [option for option in options if option is not type(None)]
     for option in rest[:-1]:
         try:
-            return _convert(option, value, where)
+            return _convert(option, value, where, known_only)
         except ValueError:
             continue
-    return _convert(rest[-1], value, where)
+    return _convert(rest[-1], value, where, known_only)
 
 
-def _tuple(items: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
+def _tuple(items: tuple[Any, ...], value: object, where: str, known_only: bool) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple) or len(value) > MAX_ITEMS:
         raise ValueError(f"{where} must be a list of at most {MAX_ITEMS} values, not {_kind(value)}")
     if len(items) == 2 and items[1] is Ellipsis:
-        return tuple(_convert(items[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+        return tuple(_convert(items[0], v, f"{where}[{i}]", known_only) for i, v in enumerate(value))
     if len(value) != len(items):
         raise ValueError(f"{where} must have {len(items)} values, not {len(value)}")
-    return tuple(_convert(t, v, f"{where}[{i}]") for i, (t, v) in enumerate(zip(items, value, strict=True)))
+    pairs = enumerate(zip(items, value, strict=True))
+    return tuple(_convert(t, v, f"{where}[{i}]", known_only) for i, (t, v) in pairs)
 
 
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -101,6 +101,7 @@ def validate(manifest: Manifest) -> None:
         _require(bool(_FILE_NAME.fullmatch(name)), "files", "plain file names, no folders")
     _require(is_peer_id(manifest.author), "author", "the peer id of whoever launched it")
     _validate_law(manifest)
+    _require(1 <= manifest.opset < 2**31, "opset", "from 1 to 2**31")
     _require(len(manifest.salt) <= 64, "salt", "at most 64 characters")
     has = {"train": manifest.train is not None, "serve": manifest.serve is not None}
     _require(has == {"train": manifest.kind == "train", "serve": manifest.kind == "serve"}, manifest.kind,

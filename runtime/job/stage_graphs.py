@@ -21,7 +21,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.misfit import size_text
 from fusion.dag.placement.pipeline import held
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.errors import JobFailed, Understated
+from fusion.runtime.job.errors import Understated, Unsupported
 from fusion.runtime.job.manifest import CompressionConfig, Manifest, OptimizerConfig, ServeConfig, TrainConfig
 from fusion.swarm.directory.records import Digest
 
@@ -44,7 +44,7 @@ class Loaded:
 
 
 async def load_stages(context: Context, manifest: Manifest) -> Stages:
-    """Raises BlobError where the graph cannot be had, JobFailed where it is none."""
+    """Raises BlobError where the graph cannot be had, Unsupported where it is none, or none that we understand."""
     return (await _load(context, manifest)).stages
 
 
@@ -60,7 +60,7 @@ async def _load(context: Context, manifest: Manifest) -> Loaded:
     try:
         return await asyncio.to_thread(cut)
     except GraphError as error:
-        raise JobFailed(f"the graph of {manifest.name}: {error}") from None
+        raise Unsupported(f"the graph of {manifest.name}: {error}") from None
 
 
 @dataclass(eq=False)

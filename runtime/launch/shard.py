@@ -16,6 +16,7 @@ from safetensors.torch import save
 
 from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.opset import needed_version
 from fusion.runtime.capture.sources import Read
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.manifest import Manifest, ServeConfig, TrainConfig
@@ -80,6 +81,7 @@ def prepare_graph(
         kind="train" if isinstance(config, TrainConfig) else "serve",
         graph=store.put(serialise.encode(graph)),
         cuts=placed.cuts,
+        opset=needed_version(graph),
         weights=tuple(store.put(save(contiguous(read(part.graph.variables)))) for part in parts),
         proposed=placed.proposed,
         replicas=placed.replicas,

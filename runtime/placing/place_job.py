@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fusion.compression.codec_speed import measure_families
+from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.opset import needed_version
 from fusion.dag.placement.misfit import DoesNotFit
 from fusion.dag.placement.place import place
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
@@ -29,7 +31,13 @@ def place_job(
     stages: int | None = None,
 ) -> Placed:
     """Placed on `peers`, of whose links `links` is known; a training job with codecs, for peers that are taken to encode
-    as fast as this machine. Raises PlacementError, in one line, where nobody can hold it."""
+    as fast as this machine. Raises PlacementError, in one line, where nobody can hold it, or knows its operators."""
+    opset = needed_version(graph)
+    able = [peer for peer in peers if peer.opset >= opset]
+    if peers and not able:
+        newest = max(peer.opset for peer in peers)
+        raise PlacementError(f"it needs op-set {opset}: the newest that a peer here knows is {newest}")
+    peers = able
     swarm = known_network(peers, link_view(peers, links))
     try:
         if isinstance(config, TrainConfig):

@@ -43,7 +43,7 @@ class StageLoader:
 
     async def load(self, place: Place, manifest: Manifest) -> LoadedStage:
         """The stage in memory: one that stands by and is promoted in the middle of its preparations goes on with them.
-        Raises JobFailed where no peer could load it (its graph, its weights), JobError where it was cancelled, BlobError
+        Raises JobFailed where no peer could load it (its weights), Unsupported where we do not understand its graph, JobError where it was cancelled, BlobError
         where a blob cannot be had."""
         loading = self._loading.get(place)
         if loading is None:
@@ -69,7 +69,7 @@ class StageLoader:
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
 
     async def fetch(self, manifest: Manifest, stage: int) -> Path:
-        """Everything that the stage needs, on this disk; where its weights are. Raises BlobError, JobFailed, Understated
+        """Everything that the stage needs, on this disk; where its weights are. Raises BlobError, Unsupported, Understated
         where the manifest says less than the stage needs: then nothing but the graph was fetched."""
         part = (await self.stages(manifest))[stage]
         await self._graphs.check(manifest, stage)
@@ -82,7 +82,7 @@ class StageLoader:
         return (await asyncio.gather(*wanted))[0]
 
     async def stages(self, manifest: Manifest) -> tuple[Stage, ...]:
-        """All stages of the job. Raises BlobError, JobFailed for a graph that is none."""
+        """All stages of the job. Raises BlobError, Unsupported for a graph that is none."""
         stages, _ = await self._graphs.of(manifest)
         return stages
 

@@ -152,7 +152,7 @@ class TrainingService:
     # --- streams
 
     async def _serve(self, stream: Stream) -> None:
-        said = build(m.Hello, await hello(stream), "hello")
+        said = build(m.Hello, await hello(stream), "hello", known_only=True)
         place = (said.job, said.target)
         host = await self._host_of(place)
         if host is None:

@@ -45,7 +45,7 @@ class StageSource:
         self._shards = shards
 
     async def plan(self, manifest: Manifest, index: int) -> StagePlan:
-        """Raises BlobError, JobFailed, Understated."""
+        """Raises BlobError, Unsupported, Understated."""
         config = trained(manifest, index)
         stages, ties = await self._graphs.of(manifest)
         await self._graphs.check(manifest, index)

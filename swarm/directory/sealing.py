@@ -2,7 +2,8 @@
 
 A sealed record is `msgpack([body, author, expires_at, signature])` where `body = msgpack([version, kind, fields])`
 and the Ed25519 signature covers the author, the expiry and the body as it is. Newer software may add fields and raise the
-version: ours must all be there and sound, others are ignored. The place of a record in the
+version: ours must all be there and sound (an older release's may lack those that have a default), others are ignored,
+and whoever stores or passes on a record keeps the bytes as they are. The place of a record in the
 directory (key and subkey) follows from its content, so a signature also fixes where the record may be stored.
 
 The expiry is the record's version too: publishers keep it rising, stores keep the record that expires last, so a
@@ -12,7 +13,7 @@ replayed older record never displaces a newer one, and is itself gone before the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -35,7 +36,10 @@ from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import verify
 from fusion.swarm.transport import PeerId
 
-RECORD_VERSION = 3  # what is lower is refused; 2 said nothing of who may
+RECORD_VERSION = 3
+OLDEST_RECORD_VERSION = (
+    3  # that is read, so that peers of two releases work together; 2 said nothing of who may
+)
 MAX_RECORD_BYTES = 4096
 MAX_TTL_SECONDS = 120.0
 MAX_CLAIM_SECONDS = RECORD_TTL_SECONDS  # a claim is a lease: who is gone must not hold a stage for longer
@@ -158,19 +162,23 @@ def _envelope(data: bytes) -> tuple[bytes, str, float, bytes]:
 def decode(body: bytes) -> Record:
     """What `encode` made; nothing says whose it is. Raises RecordError for bytes that are no record."""
     match _unpack(body, "the record's body"):
-        case [int() as version, *_] if version < RECORD_VERSION:
-            raise RecordError(f"record version {version}; this software knows {RECORD_VERSION} and newer")
-        case [int(), str() as kind, dict() as found, *_] if kind in _CLASS:
+        case [int() as version, *_] if version < OLDEST_RECORD_VERSION:
+            raise RecordError(
+                f"record version {version}; this software knows {OLDEST_RECORD_VERSION} and newer"
+            )
+        case [int() as version, str() as kind, dict() as found, *_] if kind in _CLASS:
             pass
         case _:
             raise RecordError("the record's body has not the form of one")
     made = _CLASS[kind]
-    try:
-        values = {field.name: found[field.name] for field in fields(made)}
-    except KeyError as error:
-        raise RecordError(f"a {kind} record without its {error.args[0]}") from None
+    values: dict[str, Any] = {}
+    for field in fields(made):
+        if field.name in found:
+            values[field.name] = found[field.name]
+        elif version >= RECORD_VERSION or field.default is MISSING:
+            raise RecordError(f"a {kind} record without its {field.name}")
     for name, item in _ITEMS.get(made, {}).items():
-        if isinstance(values[name], list):
+        if isinstance(values.get(name), list):
             try:
                 values[name] = tuple(map(item, values[name]))
             except TypeError:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from fusion.swarm.directory.sealing import unseal
-from fusion.swarm.errors import PeerUnreachable, RecordError
+from fusion.swarm.errors import PeerUnreachable, RecordError, UnknownProtocol
 from fusion.swarm.streams.frames import FrameLimits
 from fusion.swarm.streams.handlers import Handlers
 from fusion.swarm.streams.memory_stream import MemoryStream, stream_pair
@@ -73,7 +73,7 @@ class MemoryNetwork:
         if target is None or not self.reachable(opener.peer_id, peer):
             raise PeerUnreachable(f"cannot reach {peer}")
         if protocol not in target.handlers:
-            raise PeerUnreachable(f"{peer} does not speak {protocol}")
+            raise UnknownProtocol(f"{peer} does not speak {protocol}")
         near, far = stream_pair(
             opener.peer_id, peer, protocol, opener.limits, (opener.counter, target.counter)
         )

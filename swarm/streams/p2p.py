@@ -22,7 +22,14 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
-from fusion.swarm.errors import DaemonDied, PeerUnreachable, StreamBroken, StreamClosed, TransportError
+from fusion.swarm.errors import (
+    DaemonDied,
+    PeerUnreachable,
+    StreamBroken,
+    StreamClosed,
+    TransportError,
+    UnknownProtocol,
+)
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.dial_workaround import detour
 from fusion.swarm.streams.dialer import Dialer, accepts, tcp_target
@@ -235,7 +242,7 @@ class P2PTransport:
                 ) from None
             if isinstance(error, OSError):
                 raise PeerUnreachable(f"cannot reach {peer}: {GONE}") from error
-            if isinstance(error, TransportError) and not isinstance(error, PeerUnreachable):
+            if isinstance(error, TransportError) and not isinstance(error, PeerUnreachable | UnknownProtocol):
                 raise PeerUnreachable(f"cannot reach {peer}: {error}") from error
             raise
         self._hold(stream)
@@ -299,7 +306,7 @@ class P2PTransport:
 
     def _open_here(self, protocol: str) -> Stream:
         if protocol not in self._handlers:
-            raise PeerUnreachable(f"{self.peer_id} (this peer) does not speak {protocol}")
+            raise UnknownProtocol(f"{self.peer_id} (this peer) does not speak {protocol}")
         both = (self.counter, TrafficCounter())  # what stays in the process counts once
         near, far = stream_pair(self.peer_id, self.peer_id, protocol, self._config.limits, both)
         self._handlers.accept(far)

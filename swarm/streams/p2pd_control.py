@@ -15,13 +15,14 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_sa
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
-from fusion.swarm.errors import PeerUnreachable, TransportError
+from fusion.swarm.errors import PeerUnreachable, TransportError, UnknownProtocol
 from fusion.swarm.printable import error_line
 from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.p2pd import Daemon
 
 CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
 GONE = "p2pd is gone"
+NOT_SPOKEN = "protocols not supported"
 
 
 class AttachedP2P(P2P):  # type: ignore[misc]
@@ -113,6 +114,8 @@ async def ask(daemon: Daemon, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
 
 
 def check_answer(data: bytes | None, what: str) -> None:
+    """Raises UnknownProtocol where the other end answered, but not that; else PeerUnreachable or TransportError for
+    what p2pd could not do."""
     response = p2pd_pb2.Response()
     try:
         if data is None:
@@ -121,7 +124,9 @@ def check_answer(data: bytes | None, what: str) -> None:
     except DecodeError as error:
         raise TransportError(f"{what}: p2pd's answer makes no sense") from error
     if response.type == p2pd_pb2.Response.ERROR:
-        raise PeerUnreachable(f"{what}: {reason(response.error.msg)}")
+        message = f"{what}: {reason(response.error.msg)}"
+        # What go-multistream says after both ends have shaken hands.
+        raise UnknownProtocol(message) if NOT_SPOKEN in response.error.msg else PeerUnreachable(message)
 
 
 def reason(message: str) -> str:

@@ -34,9 +34,14 @@ class Peers:
         """The folder that holds the homes and the logs."""
         return self.fleet.root
 
-    def start(self, name: str, *arguments: str, bootstrap: tuple[str, ...] = ()) -> LocalPeer:
-        """Start `fusion-peer start` and wait until it is up. FleetError with its last words if it is not."""
-        peer: LocalPeer = self._call(self.fleet.start_peer(name, *arguments, bootstrap=bootstrap))
+    def start(
+        self, name: str, *arguments: str, bootstrap: tuple[str, ...] = (), prefix: Sequence[str] = ()
+    ) -> LocalPeer:
+        """Start `fusion-peer start` and wait until it is up. FleetError with its last words if it is not. `prefix` stands
+        before the command."""
+        peer: LocalPeer = self._call(
+            self.fleet.start_peer(name, *arguments, bootstrap=bootstrap, prefix=prefix)
+        )
         return peer
 
     def start_together(self, names: Sequence[str], bootstrap: tuple[str, ...] = ()) -> list[LocalPeer]:
@@ -55,10 +60,16 @@ class Peers:
             peers.append(self.start(f"peer-{i}", *arguments, bootstrap=(peers[0].address,)))
         return peers
 
-    def run(self, *arguments: str, on_record: Callable[[Record], None] = lambda record: None) -> list[Record]:
+    def run(
+        self,
+        *arguments: str,
+        prefix: Sequence[str] = (),
+        on_record: Callable[[Record], None] = lambda record: None,
+    ) -> list[Record]:
         """Run another command with --json to its end; the objects that it printed."""
+        name = f"{arguments[0]}-{uuid.uuid4().hex[:6]}"
         records: list[Record] = self._call(
-            self.fleet.run(f"{arguments[0]}-{uuid.uuid4().hex[:6]}", *arguments, on_record=on_record)
+            self.fleet.run(name, *arguments, prefix=prefix, on_record=on_record)
         )
         return records
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from worlds.virtual_time import Lane, VirtualLoop
 
-from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed
+from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed, UnknownProtocol
 from fusion.swarm.streams import frames
 from fusion.swarm.streams.handlers import Handlers
 from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, Handler, PeerId, Stream, Traffic
@@ -208,7 +208,7 @@ class Network:
         if target is None or not self.answers(me, peer):
             raise PeerUnreachable(f"cannot reach {peer}")
         if protocol not in target.handlers:
-            raise PeerUnreachable(f"{peer} does not speak {protocol}")
+            raise UnknownProtocol(f"{peer} does not speak {protocol}")
         near = WorldStream(self, me, peer, protocol, opener.lane, 1 << 30)
         far = WorldStream(self, peer, me, protocol, target.lane, UNASKED_BYTES)
         near.twin, far.twin = far, near

@@ -23,7 +23,7 @@ from fusion.runtime.serving.requests.request import (
     whole,
 )
 from fusion.swarm.directory.api import Directory
-from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed
+from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed, UnknownProtocol
 from fusion.swarm.transport import Frame, PeerId, Transport, checked
 
 GATEWAY_TRIES = 5  # peers that may vanish under one answer
@@ -52,7 +52,7 @@ async def generate(
                 async for piece in pieces:
                     yield piece
             return
-        except (PeerUnreachable, StreamBroken, StreamClosed):
+        except (PeerUnreachable, UnknownProtocol, StreamBroken, StreamClosed):
             gone |= {peer}
             if another is None or len(gone) >= GATEWAY_TRIES or len(tokens) > MAX_ANSWERED:
                 raise

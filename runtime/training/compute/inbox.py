@@ -192,7 +192,7 @@ def _header(frame: Frame) -> TensorHeader:
     if frame.kind not in TENSOR_KINDS:
         raise FrameError(f"no tensor frame is called {frame.kind[:40]!r}")
     try:
-        return build(TensorHeader, frame.header, frame.kind)
+        return build(TensorHeader, frame.header, frame.kind, known_only=True)
     except ValueError as error:
         raise FrameError(str(error)) from None
 

@@ -174,7 +174,7 @@ class Tuner:
             peer.peer
             for peer in peers
             if peer.role == "peer" and peer.peer not in owners
-            and peer.idle and least <= peer.free_memory_bytes
+            and peer.idle and least <= peer.free_memory_bytes and self._job.opset <= peer.opset
         ]  # fmt: skip
 
         def seen(peer: PeerId) -> int:

@@ -18,6 +18,7 @@ from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.spec import parse
 from fusion.dag.cutting.costs import type_bytes
 from fusion.dag.cutting.stage import Edge, Stage
+from fusion.dag.ir.opset import needed_version
 from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import Flow, Pipeline, StageLoad
@@ -47,6 +48,7 @@ class Job:
     ties: tuple[Tie, ...]
     memory_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
+    opset: int = 1  # that its peers have to know
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -72,6 +74,7 @@ def job_of(config: TrainConfig, stages: Sequence[Stage], memory_bytes: Sequence[
         ties=ties_of(stages, sizes),
         memory_bytes=tuple(memory_bytes),
         state_bytes=tuple(state_bytes(stage) for stage in stages),
+        opset=max(needed_version(stage.graph) for stage in stages),
     )
 
 

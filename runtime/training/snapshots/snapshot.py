@@ -62,7 +62,7 @@ def decode_index(data: bytes, job: JobId, stages: int) -> Index:
         version = value.get("version") if isinstance(value, dict) else None
         if isinstance(version, int) and version != INDEX_VERSION:
             raise JobError(f"the index of a snapshot of version {version}: this peer knows {INDEX_VERSION}")
-        index = build(Index, value)
+        index = build(Index, value, known_only=True)
         _check_ledger(index)
     except (ValueError, msgpack.UnpackException) as error:
         raise JobError(f"not the index of a snapshot: {error}") from None

@@ -35,7 +35,7 @@ class HandoverState:
     def read(cls, header: Mapping[str, Any]) -> HandoverState:
         """JobError for anything that is not a handover state."""
         try:
-            handover = build(cls, header, "handover")
+            handover = build(cls, header, "handover", known_only=True)
         except ValueError as error:
             raise JobError(str(error)) from None
         if handover.step < 0 or not is_digest(handover.shard):

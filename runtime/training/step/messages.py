@@ -266,5 +266,5 @@ def decode(frame: Frame) -> Message:
     if made is None:
         raise ValueError(f"{STAGE.name} knows no {frame.kind[:40]!r}")
     header = {key: value for key, value in frame.header.items() if key != "term"}
-    message: Message = build(made, header, frame.kind)
+    message: Message = build(made, header, frame.kind, known_only=True)
     return message

@@ -302,8 +302,10 @@ def test_many_parts_are_refused_before_they_fill_memory() -> None:
         (node_bytes([9, 1], None), "unknown sort"),
         (node_bytes({"a": 1}, None), "max_map_len"),
         (node_bytes([True, 2], None), "canonical"),
-        (node_bytes([1, 2], None).replace(b"\x01\x01\x90", b"\x01\x02\x90", 1), "version"),
-        (node_bytes([1, 2], None).replace(b"\x01\x01\x90", b"\x02\x01\x90", 1), "version"),
+        (node_bytes([1, 2], None).replace(b"\x01\x01\x90", b"\x01\x02\x90", 1), "needs op-set 2: this peer knows 1"),
+        (node_bytes([1, 2], None).replace(b"\x01\x01\x90", b"\x02\x01\x90", 1), "needs form 2: this peer knows 1"),
+        (node_bytes([1, 2], None).replace(b"\x01\x01\x90", b"\x01\x00\x90", 1), "of op-set 0"),
+        (node_bytes([1, 2], None).replace(b"\x01\x01\x90", b"\x01\xc3\x90", 1), "of op-set True"),
         (node_bytes([1, 2], None).replace(b"\x92\x01\x02", b"\x92\x01\xcc\x02", 1), "canonical"),
     ],
 )  # fmt: skip

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from support.hosting import FITNESS, Peer, over, swarm, until
 
+from fusion.dag.ir.opset import OPSET_VERSION
+from fusion.runtime.hosting import job_view
 from fusion.runtime.hosting.hosting import HostingConfig
 from fusion.runtime.job import manifest_wire as manifests
-from fusion.runtime.job.errors import JobError, JobFailed, Understated
+from fusion.runtime.job.errors import JobError, JobFailed, Understated, Unsupported
 from fusion.runtime.job.manifest_shelf import FETCHES_PER_AUTHOR
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
@@ -306,6 +308,50 @@ def test_a_stage_that_fails_cools_down_longer_each_time_and_takes_no_other_along
             lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
             assert len(lines) == 3 and not any("\n" in line for line in lines)
             assert lines[0] == "stage 1 of work: MemoryError: no room"
+
+    asyncio.run(main())
+
+
+def test_a_job_for_newer_software_is_left_to_newer_peers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            ours = await made.join()
+            manifest = made.manifest(ours, opset=OPSET_VERSION + 1)
+            job = await made.launch(manifest, state="running")
+            for _ in range(3):
+                made.clock.advance(100.0)
+                await made.announce(job, state="running")
+                await ours.look()
+            assert await made.owner(job, 0) is None and not ours.service.begun
+            assert (await made.record(job)).state == "running"
+            lines = [r.getMessage() for r in caplog.records if "op-set" in r.getMessage()]
+            assert lines == ["job work needs op-set 2: this peer knows 1 and leaves it to newer ones"]
+            monkeypatch.setattr(job_view, "OPSET_VERSION", OPSET_VERSION + 1)
+            newer = await made.join()
+            newer.blobs.store.put(manifests.encode(manifest))
+            await newer.look()
+            made.clock.advance(100.0)
+            await made.announce(job, state="running")
+            await newer.look()
+            await until(lambda: (job, 0) in newer.service.running)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_graph_that_one_peer_does_not_understand_ends_no_job(tmp_path: Path, stage: int) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            job = await made.launch(made.manifest(ours, ours))
+            await ours.look()
+            await until(lambda: len(ours.service.running) == 2)
+            ours.service.end(job, stage, Unsupported("the graph of work: unknown op 'aten.new'"))
+            await over(ours, (job, stage))
+            assert await made.owner(job, stage) is None, "others may have it"
+            assert (await made.record(job)).state in ("launching", "running")
 
     asyncio.run(main())
 

@@ -108,6 +108,14 @@ def test_what_does_not_fit_is_left_to_others() -> None:
     assert len(places_to_cover([opening(s) for s in range(4)], candidate("us"), [], SCORE, room)) == 3
 
 
+def test_a_peer_that_cannot_run_the_graph_is_not_waited_for() -> None:
+    older, newer = candidate("a"), [replace(candidate(name), opset=2) for name in "bc"]
+    holes = [opening(stage, opset=2) for stage in range(4)]
+    for us, other in (newer, newer[::-1]):
+        assert len(places_to_cover(holes, us, [older, other], SCORE, ROOMY)) == 4
+    assert places_to_cover(holes, older, newer, SCORE, ROOMY) == ()
+
+
 def test_a_stage_without_a_ready_owner_gets_no_new_standby_and_keeps_its_own() -> None:
     us = candidate("us")
     assert places_to_cover([opening(0, owner=None)], us, [], SCORE, ROOMY) == ()

@@ -57,6 +57,22 @@ class Frozen:
         return later
 
 
+# --- an owner of another release, or one that is just starting
+
+
+def test_an_owner_that_does_not_speak_the_protocol_is_not_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (heir,) = await one_job(made, 1)
+            witness = await made.join()
+            del owner.context.transport.handlers._handlers[HOLD.name]  # type: ignore[attr-defined]
+            assert await heir.context.succession.look(owner.id, job, 0) == SILENT  # type: ignore[union-attr]
+            assert await witness.context.succession.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
+            assert (job, 0) in owner.service.running and heir.service.begun == []
+
+    asyncio.run(main())
+
+
 # --- a killed owner
 
 

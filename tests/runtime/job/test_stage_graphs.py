@@ -11,7 +11,7 @@ from support.served import swarm_of
 
 from fusion.dag.ir import serialise
 from fusion.runtime.job import stage_graphs
-from fusion.runtime.job.errors import JobFailed, Understated
+from fusion.runtime.job.errors import Understated, Unsupported
 from fusion.runtime.job.manifest import (
     CompressionConfig,
     DataConfig,
@@ -55,7 +55,7 @@ def test_a_graph_is_decoded_once_however_many_stages_are_loaded(
     asyncio.run(main())
 
 
-def test_a_graph_that_is_none_fails_the_job_and_is_not_remembered(tmp_path: Path) -> None:
+def test_a_graph_that_is_none_is_refused_and_not_remembered(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm_of(2, tmp_path) as swarm:
             job = await swarm.serve("gpt2", 2)
@@ -63,7 +63,7 @@ def test_a_graph_that_is_none_fails_the_job_and_is_not_remembered(tmp_path: Path
             wrong = replace(swarm.manifests[job], graph=await blobs.put(b"no graph"))
             graphs = StageGraphs(swarm.peers[0].context)
             for _ in range(2):
-                with pytest.raises(JobFailed, match="the graph of gpt2: "):
+                with pytest.raises(Unsupported, match="the graph of gpt2: "):
                     await graphs.of(wrong)
 
     asyncio.run(main())

@@ -19,6 +19,7 @@ from support.directory_records import (
     raw_seal,
 )
 
+from fusion.swarm.directory import sealing
 from fusion.swarm.directory.keys import SHARDS, key_of, shard, subkey_of
 from fusion.swarm.directory.records import (
     KIND_OF,
@@ -162,6 +163,23 @@ def test_newer_software_may_say_more_but_not_less(version: int, record: Record) 
         body = msgpack.packb([version, KIND_OF[type(record)], {k: v for k, v in values.items() if k != name}])
         with pytest.raises(RecordError, match=f"without its {name}"):
             opened(raw_seal(record, ALICE, NOW + 6, body=body), record)
+
+
+def test_the_next_release_reads_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a field more, which has a default."""
+    ours = raw_seal(RECORDS[0], ALICE, NOW + 6)
+    values = {f.name: getattr(RECORDS[0], f.name) for f in dataclasses.fields(RECORDS[0])}
+    assert values.pop("up_mbps") == 0.0, "a field of the newest release, not said before"
+    body = msgpack.packb([RECORD_VERSION, "peer", values])
+    with pytest.raises(RecordError, match="without its up_mbps"):
+        opened(raw_seal(RECORDS[0], ALICE, NOW + 6, body=body), RECORDS[0])
+    monkeypatch.setattr(sealing, "RECORD_VERSION", RECORD_VERSION + 1)
+    assert opened(ours, RECORDS[0]) == RECORDS[0]
+    assert opened(raw_seal(RECORDS[0], ALICE, NOW + 6, body=body), RECORDS[0]) == RECORDS[0]
+    del values["opset"]  # which has none
+    body = msgpack.packb([RECORD_VERSION, "peer", values])
+    with pytest.raises(RecordError, match="without its opset"):
+        opened(raw_seal(RECORDS[0], ALICE, NOW + 6, body=body), RECORDS[0])
 
 
 def test_a_claim_is_a_lease() -> None:

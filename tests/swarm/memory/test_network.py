@@ -9,7 +9,14 @@ import pytest
 from fusion.swarm.directory.keys import claims_key, key_of, subkey_of
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, PeerRecord
 from fusion.swarm.directory.sealing import seal
-from fusion.swarm.errors import PeerUnreachable, RecordError, RemoteError, StreamBroken, StreamClosed
+from fusion.swarm.errors import (
+    PeerUnreachable,
+    RecordError,
+    RemoteError,
+    StreamBroken,
+    StreamClosed,
+    UnknownProtocol,
+)
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -86,7 +93,7 @@ def test_addresses_and_unknown_peers() -> None:
                 await one.connect("/memory/c/p2p/c")
             with pytest.raises(PeerUnreachable):
                 await one.open(C, ECHO)
-            with pytest.raises(PeerUnreachable, match="does not speak"):
+            with pytest.raises(UnknownProtocol, match="does not speak"):
                 await one.open(B, ECHO)
             with pytest.raises(ValueError, match="already"):
                 MemoryTransport(network, A)

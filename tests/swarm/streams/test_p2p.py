@@ -22,6 +22,7 @@ from fusion.swarm.errors import (
     StreamBroken,
     StreamClosed,
     TransportError,
+    UnknownProtocol,
 )
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.frames import FrameLimits
@@ -104,11 +105,13 @@ def test_it_runs_on_plain_asyncio_too(place: Path) -> None:
 def test_what_cannot_be_reached(place: Path) -> None:
     async def main() -> None:
         async with two(place, ECHO, echo, dial_seconds=5.0) as (one, other):
+            for peer in (one.peer_id, other.peer_id):  # somebody is there, which is not the same
+                with pytest.raises(UnknownProtocol) as unknown:
+                    await one.open(peer, "/fusion/nothing/1")
+                assert "\n" not in str(unknown.value) and not isinstance(unknown.value, PeerUnreachable)
             for attempt in (
-                one.open(other.peer_id, "/fusion/nothing/1"),
                 one.open(NOBODY, ECHO),
                 one.open(PeerId("nonsense"), ECHO),
-                one.open(one.peer_id, "/fusion/nothing/1"),
                 one.connect(f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"),
                 one.connect(other.addresses[0].replace(other.peer_id, NOBODY)),  # somebody else lives there
             ):

@@ -15,7 +15,7 @@ import pytest
 import uvloop
 from support.p2p_pair import two
 
-from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed
+from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed, UnknownProtocol
 from fusion.swarm.streams import striping
 from fusion.swarm.streams.frames import DEFAULT_LIMITS
 from fusion.swarm.streams.p2p import P2PTransport
@@ -360,7 +360,7 @@ def test_one_lane_twice_and_other_counts_do_not_mix() -> None:
 def test_a_peer_that_does_not_speak_it_or_is_gone() -> None:
     async def main() -> None:
         async with asyncio.timeout(60), pair(echo) as (one, other):
-            with pytest.raises(PeerUnreachable):
+            with pytest.raises(UnknownProtocol):
                 await one.open(other.peer_id, "/fusion/no-such/1", stripes=3)
             here = await other.open(other.peer_id, PROTOCOL, stripes=3)
             await here.send("x", {"n": 1})

@@ -1,0 +1,50 @@
+"""On whom a job is placed at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.instances import with_skips
+
+from fusion.dag.ir.errors import PlacementError
+from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.opset import OPSET, needed_version
+from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
+from fusion.runtime.placing import place_job as placing
+from fusion.swarm.directory.records import Digest, PeerRecord
+from fusion.swarm.transport import PeerId
+
+CONFIG = TrainConfig(
+    steps=5, microbatches=6, microbatch_size=2, sequence=4, seed=0, optimizer=OptimizerConfig(),
+    data=DataConfig(kind="tokens", train=Digest("0" * 64)),
+)  # fmt: skip
+
+
+def peer(name: str, opset: int, flops: float = 1e9) -> PeerRecord:
+    return PeerRecord(
+        peer=PeerId(name), name=f"quiet-{name}", addresses=(), role="peer", device="cpu", flops_per_second=flops,
+        memory_bytes=1 << 30, free_memory_bytes=1 << 30, software="0", opset=opset, started_at=0.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def graph() -> Graph:
+    return with_skips(6, 16, np.random.default_rng(3), 0.6)
+
+
+def test_a_job_goes_to_peers_that_know_its_operators(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = [peer("old", 1, 1e12), peer("new", 2)]
+    assert placing.place_job(graph, CONFIG, peers, (), 1).proposed == ("old",)
+    monkeypatch.setattr(placing, "needed_version", lambda graph: 2)
+    assert placing.place_job(graph, CONFIG, peers, (), 1).proposed == ("new",)
+    with pytest.raises(PlacementError, match="needs op-set 2: the newest that a peer here knows is 1"):
+        placing.place_job(graph, CONFIG, peers[:1], (), 1)
+
+
+def test_a_graph_needs_the_newest_of_its_operators(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert needed_version(graph) == 1
+    used = graph.nodes[-1].op
+    monkeypatch.setattr("fusion.dag.ir.opset.OPSET", {**OPSET, used: replace(OPSET[used], since=3)})
+    assert needed_version(graph) == 3
