@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from fusion.swarm.authority.law import Admission, JobLaw, Limits
@@ -134,6 +135,8 @@ class Manifest:
             limits=self.limits,
             launched_at=self.launched_at,
             steps=0 if self.train is None else self.train.steps,
+            name=self.name,
+            proposed=tuple(peer for peer in (*self.proposed, *chain.from_iterable(self.replicas)) if peer),
         )
 
     def needed_bytes(self, stage: int) -> int:

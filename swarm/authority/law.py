@@ -37,3 +37,5 @@ class JobLaw:
     limits: Limits = Limits()
     launched_at: int = 0  # unix seconds
     steps: int = 0  # at which a training job is done; 0: it never is (serving)
+    name: str = ""
+    proposed: tuple[PeerId, ...] = ()  # to whom the author would give its stages; a hint, and no right

@@ -231,12 +231,17 @@ class HivemindDirectory:
         return await self._records(LINK_KEYS, LinkRecord)
 
     async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
-        return newest_jobs(await self._listed(JOB_KEYS, JobRecord, max_age_seconds))
+        return newest_jobs(await self.words(max_age_seconds=max_age_seconds))
 
     async def job(self, job: JobId) -> JobRecord | None:
-        records = await self._records([jobs_key(shard(job))], JobRecord)
-        newest = newest_jobs(record for record in records if record.job == job)
+        newest = newest_jobs(await self.words(job))
         return newest[0] if newest else None
+
+    async def words(self, job: JobId | None = None, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+        if job is None:
+            return await self._listed(JOB_KEYS, JobRecord, max_age_seconds)
+        records = await self._records([jobs_key(shard(job))], JobRecord)
+        return tuple(record for record in records if record.job == job)
 
     async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
         return await self._records([claims_key(job, stage)], ClaimRecord)

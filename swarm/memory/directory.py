@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
 from fusion.swarm.directory.job_order import newest_jobs
-from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, providers_key, shard, subkey_of
+from fusion.swarm.directory.keys import claims_key, key_of, providers_key, subkey_of
 from fusion.swarm.directory.records import (
     ClaimRecord,
     Digest,
@@ -70,14 +70,15 @@ class MemoryDirectory:
         )
 
     async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
-        return newest_jobs(
-            record for key in JOB_KEYS for record in self._read(key) if isinstance(record, JobRecord)
-        )
+        return newest_jobs(await self.words())
 
     async def job(self, job: JobId) -> JobRecord | None:
-        records = [record for record in self._read(jobs_key(shard(job))) if isinstance(record, JobRecord)]
-        newest = newest_jobs(record for record in records if record.job == job)
+        newest = newest_jobs(await self.words(job))
         return newest[0] if newest else None
+
+    async def words(self, job: JobId | None = None, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+        found = [record for key in JOB_KEYS for record in self._read(key) if isinstance(record, JobRecord)]
+        return tuple(record for record in found if job in (None, record.job))
 
     async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
         return tuple(

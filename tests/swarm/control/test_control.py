@@ -18,6 +18,7 @@ from support.directory_records import claim_record, job_record, link_record, pee
 from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
 from fusion.swarm.control.server import LIMITS, ControlConfig, ControlServer, splice
 from fusion.swarm.directory.api import Directory
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -117,6 +118,8 @@ def test_the_directory_is_the_peers_own() -> None:
                 await w.directory.publish(record)
             assert await directory.peers() == (peer,)
             assert await directory.jobs() == (job,) and await directory.job(job.job) == job
+            assert await directory.words() == (job,) == await directory.words(job.job)
+            assert await directory.words(JobId("0" * 64)) == ()
             assert await directory.claims(claim.job, claim.stage) == (claim,)
             assert await directory.links() == (link,)
             assert await directory.providers(provider.digest) == (provider,)

@@ -1,0 +1,260 @@
+"""Which word on a job is to be believed, in the eyes of one reader: along the author's chain and not by its number. Pure.
+
+A job begins with its author, who signed its manifest; from then on whoever owns the first stage speaks for it, and all owners
+together say how it ended. So a word counts by who signed it, and only among those that count alike by `job_order`:
+
+* `stopped` is the author's to say, at any time and for good;
+* any end is believed once most of those say so that have a voice: who owns a stage now, as the reader sees it, and who owned
+  one last and has signed the end since. Of an owner that vanished without a word the stage has no voice;
+* an owner goes by its lead's word that the job failed: it must not wait for others who wait for it;
+* a snapshot and a step are believed of whoever leads, or led under that term before the reader's eyes; where nobody leads, of
+  the majority of the other owners;
+* an end that nobody proves counts for nothing while a stage has an owner: those who own one would know;
+* where nobody owns a stage, the words of those whom the author proposed, or whom the reader saw own a stage, go before the
+  author's that it has launched the job, and these before those of strangers. This is judged anew at each look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+from fusion.swarm.authority.grants import Verify
+from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.authority.statements import Statement, joined, opened, stated
+from fusion.swarm.directory.job_order import ENDED, job_order
+from fusion.swarm.directory.records import JobRecord
+from fusion.swarm.identity import verify as verify_signature
+from fusion.swarm.transport import PeerId
+
+PLAUSIBLE_TERM = (
+    2**24
+)  # terms of the job's first stage that are taken from words which nobody proved end here
+
+
+class Standing(IntEnum):
+    """What a word has for it; the higher goes before the lower."""
+
+    BARE = 0  # anybody may have said so
+    LAUNCHED = 1  # the author has launched the job
+    VOUCHED = 2  # somebody whom the author proposed, or who owned a stage, says so
+    PROVEN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What a reader has seen of who owns the stages of a job."""
+
+    law: JobLaw | None = None  # None while the manifest is not here
+    owners: Mapping[int, tuple[PeerId, int]] = field(default_factory=dict)  # by stage, now; with their terms
+    held: frozenset[tuple[int, int, PeerId]] = (
+        frozenset()
+    )  # (stage, term, peer): who owned one, as far as seen
+    us: PeerId | None = None  # our own word is not a stranger's
+
+    @property
+    def last(self) -> dict[int, PeerId]:
+        """The last owner of each stage that was seen."""
+        found: dict[int, tuple[int, PeerId]] = {}
+        for stage, term, peer in self.held:
+            found[stage] = max(found.get(stage, (-1, peer)), (term, peer))
+        return {stage: peer for stage, (_, peer) in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Belief:
+    record: JobRecord
+    standing: Standing
+    owned: bool  # whether a stage has an owner
+    # An owner says that the job has ended, and others that own stages have not said so yet: they may be about to.
+    doubted: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended, as far as can be told."""
+        return self.record.state in ENDED
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has ended for good: what may be kept in mind."""
+        return self.over and self.standing is Standing.PROVEN
+
+    @property
+    def vouched(self) -> bool:
+        """Whether anybody who owns, or owned, a part of the job says so."""
+        return self.standing >= Standing.VOUCHED
+
+    @property
+    def term(self) -> int:
+        """A term of the first stage that may be remembered."""
+        return self.record.term if self.vouched or self.record.term < PLAUSIBLE_TERM else 0
+
+
+@dataclass(frozen=True)
+class _Word:
+    said: Statement
+    record: JobRecord  # that it came in
+    own: bool  # the record's author says so itself
+
+
+def believe(records: Sequence[JobRecord], sight: Sight, verify: Verify = verify_signature) -> Belief | None:
+    """What to believe of all `records` on one job; None where there are none. The record has the manifest's name where
+    that is known, and carries the statements that others may go by."""
+    words = _words(records, verify)
+    if not words:
+        return None
+    ends = [word for word in words if word.said.state in ENDED and _plausible(word.said, sight)]
+    running = [word for word in words if word.said.state not in ENDED]
+    standing = {id(word): _standing(word.said, sight) for word in words}
+    proven = [word for word in ends if _final(word.said, sight)] or _majority(ends, sight)
+    if proven:
+        return _belief(max(proven, key=_order), Standing.PROVEN, words, sight, verify, known=True)
+    owned, lead = bool(sight.owners), sight.owners.get(0)
+    if not owned:  # what was proven of a job that went on proves nothing of one that nobody has any more
+        standing = {key: min(value, Standing.VOUCHED) for key, value in standing.items()}
+        running = [*running, *ends]
+    elif lead is None:
+        standing |= {id(word): Standing.PROVEN for word in _agreed(running, sight)}
+    if not running:
+        return _belief(max(words, key=_order), Standing.BARE, words, sight, verify, known=False)
+    best = max(running, key=lambda word: (standing[id(word)], word.said.state in ENDED, _order(word)))
+    # Of a stranger's word, where others own the stages, no more is true than that there is such a job.
+    bare = owned and standing[id(best)] is Standing.BARE
+    found = _belief(best, standing[id(best)], words, sight, verify, known=not bare)
+    floor = 0 if lead is None else lead[1]
+    said = [
+        word for word in ends if owned and word.said.term >= floor and _owned_one(word.said.signer, sight)
+    ]
+    return replace(found, doubted=bool(said))
+
+
+def _words(records: Iterable[JobRecord], verify: Verify) -> list[_Word]:
+    found = []
+    for record in records:
+        found.append(_Word(stated(record, record.author, 0), record, own=True))
+        found += [_Word(said, record, own=False) for said in opened(record.proof, record.job, verify)]
+    return found
+
+
+def _plausible(said: Statement, sight: Sight) -> bool:
+    """Training is done at the step that the manifest names."""
+    steps = 0 if sight.law is None else sight.law.steps
+    return said.state != "done" or steps == 0 or said.step >= steps
+
+
+def _final(said: Statement, sight: Sight) -> bool:
+    return said.state == "stopped" and sight.law is not None and said.signer == sight.law.author
+
+
+def _majority(ends: Sequence[_Word], sight: Sight) -> list[_Word]:
+    """The words on an end that most of those who have a voice agree on."""
+    lead = sight.owners.get(0)
+    last = sight.last
+    for state in ("done", "stopped", "failed"):
+        # A job that failed may be taken up again: what was said under an earlier lead does not count against a later one.
+        floor = lead[1] if lead is not None and state == "failed" else 0
+        agreed = [word for word in ends if word.said.state == state and word.said.term >= floor]
+        signers = {word.said.signer for word in agreed}
+        voices = {stage: peer for stage, peer in last.items() if peer in signers}
+        voices |= {stage: peer for stage, (peer, _) in sight.owners.items()}
+        votes = sum(peer in signers for peer in voices.values())
+        if 2 * votes > len(voices):
+            return [word for word in agreed if word.said.signer in voices.values()]
+        ours = sight.us is not None and any(peer == sight.us for peer, _ in sight.owners.values())
+        if state == "failed" and ours:
+            by_lead = [word for word in agreed if (0, word.said.term, word.said.signer) in sight.held]
+            if by_lead:
+                return by_lead
+    return []
+
+
+def _agreed(running: Sequence[_Word], sight: Sight) -> list[_Word]:
+    """Where nobody leads: the words on the newest snapshot that most of the other owners agree on."""
+    owners = {peer for peer, _ in sight.owners.values()}
+    voices = len(sight.owners)
+    by_snapshot: dict[Any, list[_Word]] = {}
+    for word in running:
+        if word.own and word.said.signer in owners:
+            by_snapshot.setdefault((word.said.snapshot, word.said.snapshot_step), []).append(word)
+    for words in by_snapshot.values():
+        signers = {word.said.signer for word in words}
+        if 2 * sum(peer in signers for peer, _ in sight.owners.values()) > voices:
+            return words
+    return []
+
+
+def _standing(said: Statement, sight: Sight) -> Standing:
+    led = (0, said.term, said.signer) in sight.held or sight.owners.get(0) == (said.signer, said.term)
+    if led and said.state not in ENDED:
+        return Standing.PROVEN
+    if said.signer == sight.us or _owned_one(said.signer, sight):
+        return Standing.VOUCHED
+    if sight.law is not None and said.signer in sight.law.proposed:
+        return Standing.VOUCHED
+    if said.state == "launching" and sight.law is not None and said.signer == sight.law.author:
+        return Standing.LAUNCHED
+    return Standing.BARE
+
+
+def _owned_one(peer: PeerId, sight: Sight) -> bool:
+    return any(owner == peer for owner, _ in sight.owners.values()) or any(
+        owner == peer for _, _, owner in sight.held
+    )
+
+
+def _order(word: _Word) -> tuple[Any, ...]:
+    """`job_order` of what is said, then whoever says it itself."""
+    order = job_order(_stripped(word))
+    return *order[:4], word.own, *order[4:]
+
+
+def _stripped(word: _Word) -> JobRecord:
+    said = word.said
+    return replace(
+        word.record, state=said.state, term=said.term, step=said.step, snapshot=said.snapshot,
+        snapshot_step=said.snapshot_step,
+    )  # fmt: skip
+
+
+def _belief(
+    word: _Word, standing: Standing, words: Sequence[_Word], sight: Sight, verify: Verify, *, known: bool
+) -> Belief:
+    """What a reader goes by. Not `known`: that there is such a job, and nothing of how it stands."""
+    record = _stripped(word)
+    final = _final(word.said, sight)
+    if not known:
+        blank = replace(record, state="running", term=0, step=0, snapshot=None, snapshot_step=-1)
+        record = replace(blank, lead=None, message="")
+    elif not word.own:  # whoever carried it says the rest, and may say anything
+        lead = sight.owners.get(0)
+        leads = word.said.state in ENDED or (lead is not None and lead[0] == word.said.signer)
+        record = replace(record, lead=word.said.signer if leads and not final else None, message="")
+    if final:
+        record = _stopped_at(record, words, sight)
+    if sight.law is not None:
+        record = replace(record, stages=sight.law.stages, name=sight.law.name or record.name)
+    carried = [data for each in words if each.own for data in each.record.proof]
+    trusted = [
+        data
+        for data in dict.fromkeys(carried)
+        if any(
+            _final(said, sight) or _standing(said, sight) > Standing.BARE
+            for said in opened([data], record.job, verify)
+        )
+    ]
+    record = replace(record, proof=joined(trusted, record.job, verify))
+    return Belief(record=record, standing=standing, owned=bool(sight.owners))
+
+
+def _stopped_at(record: JobRecord, words: Sequence[_Word], sight: Sight) -> JobRecord:
+    """The author's word that ends a job names no step: with the newest snapshot that anybody of the job speaks of."""
+    known = [word for word in words if _standing(word.said, sight) >= Standing.VOUCHED]
+    if not known:
+        return record
+    point = max(known, key=lambda word: (word.said.term, word.said.snapshot_step, word.said.step)).said
+    return replace(
+        record, term=max(record.term, point.term), step=max(record.step, point.step), snapshot=point.snapshot,
+        snapshot_step=point.snapshot_step,
+    )  # fmt: skip

@@ -1,0 +1,150 @@
+"""What a peer says of how a job stands, signed so that others can repeat it without being believed for their own sake. Pure.
+
+A record in the directory speaks for its author, and soon runs out. A statement speaks for its signer for as long as somebody
+repeats it: it rides in the `proof` of job records, whoever publishes these.
+
+A statement is `msgpack([1, job, state, term, step, snapshot, snapshot_step, signer, at, signature])`, about 210 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import msgpack
+
+from fusion.swarm.authority.grants import Verify
+from fusion.swarm.directory.records import (
+    MAX_PROOF_BYTES,
+    MAX_TERM,
+    Digest,
+    JobId,
+    JobRecord,
+    is_digest,
+)
+from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import verify as verify_signature
+from fusion.swarm.transport import PeerId
+
+VERSION = 1
+MAX_TIME = 2**40  # unix seconds
+CARRIED = 12  # in one record, which has to stay below 4 KiB
+State = Literal["launching", "running", "done", "stopped", "failed"]
+STATES: tuple[State, ...] = get_args(State)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    job: JobId
+    state: State
+    term: int  # of the lead, as the signer knows it
+    step: int
+    snapshot: Digest | None
+    snapshot_step: int  # -1 while there is none
+    signer: PeerId
+    at: int  # unix seconds, to tell which of two is the later one
+
+    def __post_init__(self) -> None:
+        if not is_digest(self.job) or not (self.snapshot is None or is_digest(self.snapshot)):
+            raise RecordError("a statement is about one job, and names its snapshot by a digest")
+        if self.state not in STATES or not 0 < len(self.signer) <= 64:
+            raise RecordError("a statement says how a job stands, and is signed by a peer")
+        whole = {"term": (0, MAX_TERM), "step": (0, 2**53), "snapshot_step": (-1, 2**53), "at": (0, MAX_TIME)}
+        for name, (least, most) in whole.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise RecordError(f"a statement with a bad {name}")
+
+
+def stated(record: JobRecord, signer: PeerId, at: float) -> Statement:
+    """What the record says, as a statement of `signer`'s."""
+    return Statement(
+        job=record.job, state=record.state, term=record.term, step=record.step, snapshot=record.snapshot,
+        snapshot_step=record.snapshot_step, signer=signer, at=int(at),
+    )  # fmt: skip
+
+
+def stop_statement(job: JobId, author: PeerId, at: float) -> Statement:
+    """What the author of a job signs to end it. It says nothing of how far the job came."""
+    return Statement(
+        job=job, state="stopped", term=0, step=0, snapshot=None, snapshot_step=-1, signer=author, at=int(at)
+    )
+
+
+def seal_statement(statement: Statement, sign: Callable[[bytes], bytes]) -> bytes:
+    """The bytes of a statement; `sign` is that of its signer."""
+    fields = _fields(statement)
+    data: bytes = msgpack.packb([*fields, sign(_signed(fields))])
+    return data
+
+
+@lru_cache(maxsize=4096)  # records come back every heartbeat with the same ones
+def open_statement(data: bytes, verify: Verify = verify_signature) -> Statement:
+    """Raises RecordError for bytes that are no statement, or one that its signer did not sign."""
+    if not isinstance(data, bytes) or len(data) > MAX_PROOF_BYTES:
+        raise RecordError(f"a statement has at most {MAX_PROOF_BYTES} bytes")
+    try:
+        value = msgpack.unpackb(
+            data, max_str_len=64, max_bin_len=64, max_array_len=10, max_map_len=0, max_ext_len=0
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError):
+        raise RecordError("a statement is not msgpack") from None
+    match value:
+        case [int(version), bytes(job), int(state), int(term), int(step), bytes() | None as snapshot, int(snapshot_step),
+              str(signer), int(at), bytes(signature)] if version == VERSION and 0 <= state < len(STATES):  # fmt: skip
+            statement = Statement(
+                job=JobId(job.hex()), state=STATES[state], term=term, step=step,
+                snapshot=None if snapshot is None else Digest(snapshot.hex()), snapshot_step=snapshot_step,
+                signer=PeerId(signer), at=at,
+            )  # fmt: skip
+        case _:
+            raise RecordError("the statement has not the form of one")
+    if not verify(statement.signer, signature, _signed(_fields(statement))):
+        raise RecordError("the statement's signature is not its signer's")
+    return statement
+
+
+def opened(proof: Iterable[bytes], job: JobId, verify: Verify = verify_signature) -> list[Statement]:
+    """The sound statements in `proof` that are about the job; what is none is left out."""
+    found = []
+    for data in proof:
+        try:
+            statement = open_statement(data, verify)
+        except RecordError:
+            continue
+        if statement.job == job:
+            found.append(statement)
+    return found
+
+
+def joined(proofs: Iterable[bytes], job: JobId, verify: Verify = verify_signature) -> tuple[bytes, ...]:
+    """The latest sound statement of each signer, the ends of the job first, at most CARRIED of them."""
+    latest: dict[PeerId, tuple[tuple[bool, int, int, int], bytes]] = {}
+    for data in proofs:
+        for one in opened([data], job, verify):
+            rank = (one.state not in ("launching", "running"), one.term, one.at, one.step)
+            if one.signer not in latest or rank > latest[one.signer][0]:
+                latest[one.signer] = (rank, data)
+    order = sorted(latest.items(), key=lambda item: (item[1][0], item[0]), reverse=True)
+    return tuple(data for _, (_, data) in order[:CARRIED])
+
+
+def _fields(statement: Statement) -> list[Any]:
+    return [
+        *(
+            VERSION,
+            bytes.fromhex(statement.job),
+            STATES.index(statement.state),
+            statement.term,
+            statement.step,
+        ),
+        None if statement.snapshot is None else bytes.fromhex(statement.snapshot),
+        *(statement.snapshot_step, statement.signer, statement.at),
+    ]
+
+
+def _signed(fields: list[Any]) -> bytes:
+    signed: bytes = msgpack.packb(["fusion-statement", *fields])
+    return signed

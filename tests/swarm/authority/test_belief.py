@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from support.directory_records import job_record
+
+from fusion.swarm.authority.belief import Belief, Sight, Standing, believe
+from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.authority.statements import seal_statement, stated, stop_statement
+from fusion.swarm.directory.records import Digest, JobId, JobRecord
+from fusion.swarm.identity import Identity
+
+AUTHOR, LAUNCHER, LEAD, SECOND, THIRD, IDLE, MALLORY, SYBIL = (Identity.generate() for _ in range(8))
+OWNERS = (LEAD, SECOND, THIRD)
+JOB = JobId("1" * 64)
+LAW = JobLaw(
+    job=JOB, author=AUTHOR.peer_id, stages=3, steps=90, name="tiny", proposed=(LEAD.peer_id, SECOND.peer_id)
+)
+TRUE, FALSE = Digest("5" * 64), Digest("6" * 64)
+
+
+def sight(*live: Identity | None, seen: bool = True, law: JobLaw | None = LAW, us: Identity = IDLE) -> Sight:
+    """Who owns each stage now, by stage, None where nobody does. All owned one under term 3, if `seen` then."""
+    owners = {stage: (one.peer_id, 3) for stage, one in enumerate(live) if one is not None}
+    held = frozenset((stage, 3, one.peer_id) for stage, one in enumerate(OWNERS)) if seen else frozenset()
+    held |= {(stage, term, peer) for stage, (peer, term) in owners.items()}
+    return Sight(law=law, owners=owners, held=held, us=us.peer_id)
+
+
+def said(who: Identity, **changes: Any) -> JobRecord:
+    """The lead is at step 40, its snapshot at 32, unless `changes` say otherwise."""
+    fields = {
+        "job": JOB,
+        "term": 3,
+        "step": 40,
+        "snapshot": TRUE,
+        "snapshot_step": 32,
+        "lead": None,
+        **changes,
+    }
+    return job_record(who, **fields)
+
+
+def with_statement(record: JobRecord, who: Identity, of: JobRecord | None = None) -> JobRecord:
+    proof = seal_statement(stated(of or record, who.peer_id, 7), who.sign)
+    return replace(record, proof=(*record.proof, proof))
+
+
+def ended(who: Identity, state: str = "done", **changes: Any) -> JobRecord:
+    return said(who, state=state, step=90, snapshot_step=90, lead=who.peer_id, **changes)
+
+
+def judged(records: list[JobRecord], seen: Sight) -> Belief:
+    found = believe(records, seen)
+    assert found is not None
+    return found
+
+
+TRUTH = said(LEAD, lead=LEAD.peer_id)
+FORGERIES = st.builds(
+    lambda who, carried, **fields: (
+        with_statement(said(who, **fields), who) if carried else said(who, **fields)
+    ),
+    st.sampled_from([MALLORY, SYBIL]),
+    st.booleans(),
+    state=st.sampled_from(["launching", "running", "done", "stopped", "failed"]),
+    term=st.integers(0, 2**31),
+    step=st.integers(0, 2**53),
+    snapshot=st.sampled_from([None, FALSE]),
+    snapshot_step=st.integers(-1, 2**53),
+    lead=st.sampled_from([None, MALLORY.peer_id, LEAD.peer_id]),
+    message=st.just("a lie"),
+    name=st.sampled_from(["tiny", "other"]),
+    stages=st.integers(0, 9),
+    kind=st.sampled_from(["train", "serve"]),
+)
+
+
+@given(st.lists(FORGERIES, max_size=6), st.randoms(use_true_random=False))
+def test_no_number_of_strangers_changes_what_is_said_by_who_leads(
+    forged: list[JobRecord], random: Any
+) -> None:
+    records = [TRUTH, *forged]
+    random.shuffle(records)
+    found = judged(records, sight(*OWNERS))
+    assert found.record == TRUTH and found.standing is Standing.PROVEN and not found.over
+
+
+@given(st.lists(FORGERIES, min_size=1, max_size=6))
+def test_of_strangers_words_alone_nothing_is_true_while_the_job_has_owners(forged: list[JobRecord]) -> None:
+    found = judged(forged, sight(LEAD))
+    assert not found.over and found.record.snapshot is None and found.record.term == 0
+    assert found.record.lead is None and found.record.message == "" and found.record.name == "tiny"
+
+
+@given(st.lists(FORGERIES, max_size=6), st.sampled_from(["done", "stopped", "failed"]))
+def test_most_owners_end_a_job_and_fewer_do_not(forged: list[JobRecord], state: str) -> None:
+    one = judged([TRUTH, ended(SECOND, state), *forged], sight(*OWNERS))
+    assert not one.over and one.doubted
+    two = judged([TRUTH, ended(SECOND, state), ended(THIRD, state), *forged], sight(*OWNERS))
+    assert (
+        two.settled and two.record.snapshot == TRUE and two.record.author in (SECOND.peer_id, THIRD.peer_id)
+    )
+
+
+def test_an_owner_that_is_gone_has_a_voice_only_if_it_spoke() -> None:
+    assert judged([TRUTH, ended(SECOND)], sight(None, None, THIRD)).doubted
+    assert judged([TRUTH, ended(SECOND), ended(LEAD)], sight(None, None, THIRD)).settled
+    assert judged([TRUTH, ended(SECOND)], sight(None, None, None)).settled
+    assert judged([TRUTH, ended(THIRD)], sight(None, None, THIRD)).settled
+
+
+def test_training_is_done_at_the_step_of_its_manifest_alone() -> None:
+    early = [replace(ended(one), step=89) for one in OWNERS]
+    assert not judged([TRUTH, *early], sight(*OWNERS)).over
+    assert not judged(early, sight()).over
+
+
+@given(st.lists(FORGERIES, max_size=6), st.booleans())
+def test_the_author_stops_a_job_whoever_carries_the_word(forged: list[JobRecord], live: bool) -> None:
+    stop = seal_statement(stop_statement(JOB, AUTHOR.peer_id, 9), AUTHOR.sign)
+    carried = replace(said(MALLORY, state="running", message="mine"), proof=(stop,))
+    found = judged([TRUTH, carried, *forged], sight(*OWNERS) if live else sight())
+    assert found.settled and found.record.state == "stopped" and found.record.proof == (stop,)
+    assert (found.record.snapshot, found.record.step, found.record.term) == (TRUE, 40, 3)
+    assert found.record.message == ""
+    unsigned = seal_statement(stop_statement(JOB, AUTHOR.peer_id, 9), MALLORY.sign)
+    assert not judged([TRUTH, replace(carried, proof=(unsigned,))], sight(*OWNERS)).over
+
+
+def test_an_owner_goes_by_the_word_of_its_lead_that_the_job_failed_and_others_wait_for_the_rest() -> None:
+    records = [TRUTH, ended(LEAD, "failed")]
+    live = (None, SECOND, THIRD)
+    assert judged(records, sight(*live, us=SECOND)).settled
+    assert not judged(records, sight(*live, us=IDLE)).over
+    assert not judged([TRUTH, ended(MALLORY, "failed")], sight(*live, us=SECOND)).over
+    # Taken up again under a later lead, what was said before counts no more.
+    later = replace(
+        sight(*live), owners={0: (THIRD.peer_id, 4), 1: (SECOND.peer_id, 3), 2: (THIRD.peer_id, 3)}
+    )
+    failed = [ended(one, "failed") for one in OWNERS]
+    found = judged([*failed, said(THIRD, term=4, lead=THIRD.peer_id)], later)
+    assert not found.over and not found.doubted
+
+
+def test_what_a_lead_said_is_believed_when_others_repeat_it_after_it_is_gone() -> None:
+    repeated = replace(with_statement(said(THIRD), LEAD, TRUTH), step=999, snapshot=FALSE, snapshot_step=998)
+    found = judged(
+        [repeated, said(MALLORY, term=9, snapshot=FALSE, snapshot_step=99)], sight(None, None, None)
+    )
+    assert found.vouched
+    by_stranger = with_statement(said(MALLORY, term=9, snapshot=FALSE, message="mine"), LEAD, TRUTH)
+    found = judged([by_stranger], sight(None, SECOND, THIRD))
+    assert (found.record.snapshot, found.record.step, found.record.message) == (TRUE, 40, "")
+    assert found.standing is Standing.PROVEN and found.record.lead is None
+
+
+def test_where_nobody_leads_most_other_owners_say_which_snapshot_is_the_newest() -> None:
+    newer = {"snapshot": Digest("7" * 64), "snapshot_step": 36}
+    live = (None, SECOND, THIRD)
+    alone = judged([TRUTH, said(SECOND, **newer)], sight(*live))
+    assert alone.record.snapshot == TRUE
+    both = judged([TRUTH, said(SECOND, **newer), said(THIRD, **newer)], sight(*live))
+    assert both.record.snapshot == newer["snapshot"]
+    led = judged([TRUTH, said(SECOND, **newer), said(THIRD, **newer)], sight(*OWNERS))
+    assert led.record == TRUTH
+
+
+@given(st.lists(FORGERIES, max_size=6))
+def test_at_first_sight_of_a_job_without_owners_those_whom_its_author_chose_go_first(
+    forged: list[JobRecord],
+) -> None:
+    ends = [with_statement(ended(one), one) for one in OWNERS]
+    found = judged([*ends, *forged], sight(seen=False))
+    assert found.over and found.vouched and not found.settled and found.record.snapshot == TRUE
+    running = judged([TRUTH, *forged], sight(seen=False))
+    assert not running.over and running.record.snapshot == TRUE
+
+
+@given(st.lists(FORGERIES, max_size=6))
+def test_a_job_that_was_just_launched_is_not_ended_by_strangers(forged: list[JobRecord]) -> None:
+    fields = {"state": "launching", "term": 0, "step": 0, "snapshot": None, "snapshot_step": -1}
+    launched = said(LAUNCHER, **fields)
+    launched = with_statement(launched, AUTHOR)
+    found = judged([launched, *forged], sight(seen=False))
+    assert found.record.state == "launching" and found.standing is Standing.LAUNCHED
+    assert found.record.snapshot is None
+
+
+def test_a_stranger_alone_is_believed_of_a_job_that_nobody_else_speaks_of_but_not_its_terms() -> None:
+    found = judged([said(MALLORY, term=2**31 - 2)], sight(seen=False))
+    assert found.standing is Standing.BARE and not found.owned and found.term == 0
+    assert judged([TRUTH], sight(*OWNERS)).term == 3
+    assert believe([], sight()) is None
+
+
+def test_the_words_that_others_may_go_by_travel_with_what_is_believed() -> None:
+    ends = [with_statement(ended(one), one) for one in (SECOND, THIRD)]
+    found = judged([TRUTH, *ends, with_statement(ended(MALLORY), MALLORY)], sight(*OWNERS))
+    assert set(found.record.proof) == {data for one in ends for data in one.proof}
+    alone = replace(found.record, author=IDLE.peer_id, lead=None)
+    assert judged([alone], sight(*OWNERS)).settled
