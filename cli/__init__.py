@@ -11,6 +11,7 @@ jobs              what runs; watch, stop, export
 plan              where a job would run
 serve             put a model on the swarm
 generate          ask a model
+swarm_key         the key of a closed swarm
 demo              all of it on this machine
 chaos             all of it, with kills
 client            how a command reaches the swarm, and who works in it

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,17 +26,33 @@ if TYPE_CHECKING:
 RETRY_SECONDS = 0.5
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a command is to come into the swarm, as its options say."""
+
+    home: Path
+    bootstrap: Sequence[str] | None = None
+    peer: str | None = None
+    swarm_key: Path | None = None
+
+    def checked(self) -> tuple[Path, tuple[str, ...]]:
+        """The home folder and the addresses to join through. ValueError names the option that is wrong."""
+        from fusion.swarm.swarm_key import find_key
+
+        folder = home_folder(self.home)
+        options.checked_peer(self.peer)
+        key = find_key(folder, self.swarm_key)
+        return folder, options.bootstrap_addresses(self.bootstrap, closed=key is not None)
+
+
 @asynccontextmanager
-async def connect(
-    home: Path, bootstrap: Sequence[str] | None = None, peer: str | None = None
-) -> AsyncIterator[Context]:
-    """Use the swarm through the peer that runs with this home, unless `peer` is another; else join it for as long as
+async def connect(way: Way) -> AsyncIterator[Context]:
+    """Use the swarm through the peer that runs with this home, unless `way.peer` is another; else join it for as long as
     the block lasts. Where that peer ends meanwhile, the command joins through those whom it knew."""
     from fusion.runtime.peer.client import CACHED_PEERS_FILE, open_attached
     from fusion.runtime.peer.peer_file import running_peer
 
-    folder, addresses = home_folder(home), options.bootstrap_addresses(bootstrap)
-    options.checked_peer(peer)
+    (folder, addresses), peer = way.checked(), way.peer
     here = running_peer(folder)
     if here is not None and (peer is None or peer.rpartition("/p2p/")[2] == here.peer_id):
         async with AsyncExitStack() as stack:
@@ -44,7 +61,9 @@ async def connect(
                 from fusion.swarm.directory.bootstrap import load_cached
 
                 met = await asyncio.to_thread(load_cached, folder / CACHED_PEERS_FILE)
-                context = await stack.enter_async_context(_join(folder, (*addresses, *met), None))
+                context = await stack.enter_async_context(
+                    _join(folder, (*addresses, *met), None, way.swarm_key)
+                )
                 return context.transport, context.directory
 
             try:
@@ -54,30 +73,31 @@ async def connect(
             else:
                 yield context
                 return
-    async with _join(folder, addresses, peer) as context:
+    async with _join(folder, addresses, peer, way.swarm_key) as context:
         yield context
 
 
 @asynccontextmanager
-async def join(
-    home: Path, bootstrap: Sequence[str] | None = None, peer: str | None = None
-) -> AsyncIterator[Context]:
-    """Join the swarm to hand something to it: through `peer`, else the peer that runs with this home, else the
+async def join(way: Way) -> AsyncIterator[Context]:
+    """Join the swarm to hand something to it: through `way.peer`, else the peer that runs with this home, else the
     bootstrap peers."""
-    folder, addresses = home_folder(home), options.bootstrap_addresses(bootstrap)
-    options.checked_peer(peer)
-    async with _join(folder, addresses, peer) as context:
+    folder, addresses = way.checked()
+    async with _join(folder, addresses, way.peer, way.swarm_key) as context:
         yield context
 
 
 @asynccontextmanager
-async def _join(home: Path, addresses: tuple[str, ...], peer: str | None) -> AsyncIterator[Context]:
+async def _join(
+    home: Path, addresses: tuple[str, ...], peer: str | None, swarm_key: Path | None
+) -> AsyncIterator[Context]:
     with lean_imports():  # only now: bad input should cost nothing
         import fusion.swarm.dht.directory
         import fusion.swarm.streams.p2p  # noqa: F401 - both are what `open_client` needs
         from fusion.runtime.peer.client import ClientConfig, open_client
 
-    async with open_client(ClientConfig(home=home, bootstrap=addresses, peer=peer)) as context:
+    async with open_client(
+        ClientConfig(home=home, bootstrap=addresses, peer=peer, swarm_key=swarm_key)
+    ) as context:
         yield context
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,6 +40,7 @@ def generate(
         int | None, typer.Option("--seed", min=0, help="Same seed, same answer (with a temperature).")
     ] = None,
     peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
     home: options.Home = options.DEFAULT_HOME,
     json: options.Json = False,
@@ -61,18 +61,16 @@ def generate(
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0),
         seeded=seed is not None,
     )
-    run(_generate(request, peer, bootstrap, home, output), debug=debug)
+    run(_generate(request, client.Way(home, bootstrap, peer, swarm_key), output), debug=debug)
 
 
-async def _generate(
-    request: GenerateRequest, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
-) -> None:
+async def _generate(request: GenerateRequest, way: client.Way, output: Output) -> None:
     from fusion.runtime.serving.requests.client import another_peer
     from fusion.runtime.serving.requests.client import generate as ask_gateway
     from fusion.runtime.serving.requests.request import Answer
 
-    async with client.connect(home, bootstrap, peer) as context:
-        gateway = await client.gateway(context, peer)
+    async with client.connect(way) as context:
+        gateway = await client.gateway(context, way.peer)
         answer: Answer | None = None
         # The prompt stands before its answer, as the model sees it; ids have no text of their own.
         text = request.prompt or ""

@@ -23,29 +23,31 @@ Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, or how it
 def jobs(
     context: typer.Context,
     peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
     home: options.Home = options.DEFAULT_HOME,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        list_jobs(peer, bootstrap, home, json, debug)
+        list_jobs(peer, swarm_key, bootstrap, home, json, debug)
 
 
 @app.command("list")
 def list_jobs(
     peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
     home: options.Home = options.DEFAULT_HOME,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Every job that the swarm knows."""
-    run(_list(peer, bootstrap, home, Output(as_json=json)), debug=debug)
+    run(_list(client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
 
 
-async def _list(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    async with client.connect(home, bootstrap, peer) as context:
+async def _list(way: client.Way, output: Output) -> None:
+    async with client.connect(way) as context:
         await client.working_peers(context)
         found = sorted(await context.directory.jobs(), key=lambda job: (job.name, job.job))
     output.emit({"jobs": [asdict(job) for job in found]})
@@ -63,17 +65,18 @@ async def _list(peer: str | None, bootstrap: list[str] | None, home: Path, outpu
 def watch(
     job: Job,
     peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
     home: options.Home = options.DEFAULT_HOME,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Show how a job goes on until it has ended."""
-    run(_watch(job, peer, bootstrap, home, Output(as_json=json)), debug=debug)
+    run(_watch(job, client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
 
 
-async def _watch(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    async with client.connect(home, bootstrap, peer) as context:
+async def _watch(job: str, way: client.Way, output: Output) -> None:
+    async with client.connect(way) as context:
         record = await job_client.find_job(context, job)
         last = await follow(context, record.job, output)
     output.emit({"event": "done", "job": record.job, "state": last.state, "step": last.step})
@@ -84,18 +87,19 @@ async def _watch(job: str, peer: str | None, bootstrap: list[str] | None, home: 
 def stop(
     job: Job,
     peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
     home: options.Home = options.DEFAULT_HOME,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """End a job that was launched with this home."""
-    run(_stop(job, peer, bootstrap, home, Output(as_json=json)), debug=debug)
+    run(_stop(job, client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
 
 
-async def _stop(job: str, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    async with client.connect(home, bootstrap, peer) as context:
-        author = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
+async def _stop(job: str, way: client.Way, output: Output) -> None:
+    async with client.connect(way) as context:
+        author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         record = await job_client.find_job(context, job)
         await job_client.stop(context, record, author)
     output.emit({"job": record.job, "name": record.name, "state": "stopped"})
@@ -107,6 +111,7 @@ def export(
     job: Job,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory for the model.")],
     peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
     home: options.Home = options.DEFAULT_HOME,
     json: options.Json = False,
@@ -116,15 +121,13 @@ def export(
     output = Output(as_json=json)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ValueError(f"{directory} is not an empty directory")
-    run(_export(job, directory, peer, bootstrap, home, output), debug=debug)
+    run(_export(job, directory, client.Way(home, bootstrap, peer, swarm_key), output), debug=debug)
 
 
-async def _export(
-    job: str, directory: Path, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
-) -> None:
+async def _export(job: str, directory: Path, way: client.Way, output: Output) -> None:
     from fusion.runtime.launch.export import export as export_job
 
-    async with client.connect(home, bootstrap, peer) as context:
+    async with client.connect(way) as context:
         record = await job_client.find_job(context, job)
         step = await export_job(context, record.job, directory)
     output.emit({"job": record.job, "name": record.name, "directory": str(directory), "step": step})

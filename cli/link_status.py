@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion.cli import client
@@ -17,10 +16,10 @@ if TYPE_CHECKING:
 MOST_ESTIMATED = 16  # peers, up to which the table shows what nobody has measured too
 
 
-async def link_status(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
+async def link_status(way: client.Way, output: Output) -> None:
     from fusion.swarm.links.view import link_view
 
-    async with client.connect(home, bootstrap, peer) as context:
+    async with client.connect(way) as context:
         found = await client.working_peers(context)
         records = await context.directory.links()
     peers = sorted(found, key=lambda each: each.name)

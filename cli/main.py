@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fusion.cli import jobs
+from fusion.cli import jobs, swarm_key
 from fusion.cli.chaos import chaos
 from fusion.cli.demo import demo
 from fusion.cli.generate import generate
@@ -38,6 +38,7 @@ app.add_typer(jobs.app, name="jobs")
 app.command()(serve)
 app.command()(generate)
 app.command()(status)
+app.add_typer(swarm_key.app, name="swarm-key")
 app.command()(demo)
 app.command()(chaos)
 

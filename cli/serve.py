@@ -28,6 +28,7 @@ def serve(
         int | None, typer.Option("--stages", min=1, help="Over how many peers (as few as it fits).")
     ] = None,
     peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
     home: options.Home = options.DEFAULT_HOME,
     json: options.Json = False,
@@ -39,20 +40,18 @@ def serve(
     if not name.strip():
         raise ValueError("--name: a name, such as my-model")
     output.status("loading the runtime ...")
-    run(_serve(directory, name, stages, peer, bootstrap, home, output), debug=debug)
+    run(_serve(directory, name, stages, client.Way(home, bootstrap, peer, swarm_key), output), debug=debug)
 
 
 async def _serve(
     directory: Path,
     name: str,
     stages: int | None,
-    peer: str | None,
-    bootstrap: list[str] | None,
-    home: Path,
+    way: client.Way,
     output: Output,
 ) -> None:
-    async with client.join(home, bootstrap, peer) as context:
-        author = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
+    async with client.join(way) as context:
+        author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         from fusion.runtime.launch.launch import prepare_serving
 
         peers = await client.working_peers(context)

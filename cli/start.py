@@ -68,6 +68,7 @@ def start(
             help="Most to give away of weights and snapshots, in megabits a second (no limit).",
         ),
     ] = None,
+    swarm_key: options.SwarmKey = None,
     json: options.Json = False,
     debug: options.Debug = False,
     stop_with: options.StopWith = None,
@@ -77,6 +78,8 @@ def start(
     ] = False,
 ) -> None:
     """Lend this machine to the swarm until Ctrl-C, which hands its work over and leaves nothing behind."""
+    from fusion.swarm.swarm_key import find_key
+
     output = Output(as_json=json)
     chosen: dict[str, Any] = {"listen": tuple(map(options.checked_listen, listen))} if listen else {}
     if upload is not None:
@@ -85,12 +88,16 @@ def start(
         chosen["memory_bytes"] = options.parse_size(memory, "--memory")
     if disk is not None:
         chosen["blob_quota_bytes"] = options.parse_size(disk, "--disk")
-    folder, addresses = options.home_folder(home), options.bootstrap_addresses(bootstrap)
+    folder = options.home_folder(home)
+    closed = find_key(folder, swarm_key) is not None
+    addresses = options.bootstrap_addresses(bootstrap, closed=closed)
     output.status("starting ...")
     with lean_imports():
         from fusion.runtime.peer.peer import PeerConfig
 
-    config = PeerConfig(home=folder, bootstrap=addresses, threads=threads, device=device.value, **chosen)
+    config = PeerConfig(
+        home=folder, bootstrap=addresses, threads=threads, device=device.value, swarm_key=swarm_key, **chosen
+    )
     lending = Lending(config, output, tell_steps=tell_steps)
     run_until_stopped(
         lending.run(), parent=stop_with, debug=debug, extra_seconds=lambda: lending.hand_over_seconds
@@ -151,7 +158,7 @@ class Lending:
         output = self._output
         _introduce(peer, self._config, output)
         failing = asyncio.create_task(peer.failed())
-        telling = [asyncio.create_task(_tell_announced(peer, output))]
+        telling = [asyncio.create_task(_tell_announced(peer, self._config, output))]
         if self._tell_steps:
             telling.append(asyncio.create_task(tell_steps(peer, output)))
         last: dict[str, Any] = {}
@@ -194,8 +201,12 @@ def same_ports(listen: tuple[str, ...], addresses: Sequence[str]) -> tuple[str, 
     return tuple(chosen)
 
 
-async def _tell_announced(peer: Peer, output: Output) -> None:
+async def _tell_announced(peer: Peer, config: PeerConfig, output: Output) -> None:
     await peer.announcement.done.wait()
+    from fusion.swarm.swarm_key import keep_key, load_key
+
+    if config.swarm_key is not None:  # it is right: the next start needs no option
+        keep_key(config.home, load_key(config.swarm_key))
     output.emit({"event": "announced", "peer_id": peer.context.peer_id})
     output.say("announced: the swarm knows this peer")
 

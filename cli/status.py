@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,6 +30,7 @@ Links = Annotated[bool, typer.Option("--links", help="Show round trips and rates
 
 def status(
     peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
     home: options.Home = options.DEFAULT_HOME,
     links: Links = False,
@@ -39,11 +39,11 @@ def status(
 ) -> None:
     """The swarm now: peers and what they can do, stages and who owns them or stands by, jobs, links."""
     show = link_status if links else _status
-    run(show(peer, bootstrap, home, Output(as_json=json)), debug=debug)
+    run(show(client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
 
 
-async def _status(peer: str | None, bootstrap: list[str] | None, home: Path, output: Output) -> None:
-    async with client.connect(home, bootstrap, peer) as context:
+async def _status(way: client.Way, output: Output) -> None:
+    async with client.connect(way) as context:
         peers, jobs = await asyncio.gather(client.working_peers(context), context.directory.jobs())
         claims, answers = await asyncio.gather(_claims(context, jobs), _links(context, peers))
     stages = [stage_of(job, number, found) for job, number, found in claims]

@@ -28,6 +28,7 @@ def train(
         bool, typer.Option("--detach", help="Return once the swarm holds model, weights and data itself.")
     ] = False,
     peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
     home: options.Home = options.DEFAULT_HOME,
     json: options.Json = False,
@@ -37,14 +38,17 @@ def train(
     output = Output(as_json=json)
     from fusion.runtime.job import spec
 
-    run(_train(spec.load(options.job_file(job)), detach, peer, bootstrap, home, output), debug=debug)
+    run(
+        _train(
+            spec.load(options.job_file(job)), detach, client.Way(home, bootstrap, peer, swarm_key), output
+        ),
+        debug=debug,
+    )
 
 
-async def _train(
-    spec: JobSpec, detach: bool, peer: str | None, bootstrap: list[str] | None, home: Path, output: Output
-) -> None:
-    async with client.join(home, bootstrap, peer) as context:
-        author = job_client.trainer_identity(home)  # only now: who cannot join leaves nothing
+async def _train(spec: JobSpec, detach: bool, way: client.Way, output: Output) -> None:
+    async with client.join(way) as context:
+        author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         from fusion.runtime.launch.launch import prepare_training
 
         peers = await client.working_peers(context, spec.placement.peers)

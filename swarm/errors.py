@@ -13,6 +13,8 @@ SwarmError
   BlobError                 a blob nobody has, or whose bytes do not match its digest
   QuotaExceeded             the disk or memory quota would be passed
   IdentityError (ValueError)  the identity file cannot be used; says what to do
+  SwarmKeyError (ValueError)  the file of a swarm's key cannot be used; says what to do
+  ClosedSwarm (ValueError)  there are peers, and none of them takes us for a member of its swarm
   RemoteError               the other peer answered with an error of its own; carries its one-line text
 """
 
@@ -68,6 +70,14 @@ class QuotaExceeded(SwarmError):
 
 
 class IdentityError(SwarmError, ValueError):
+    pass
+
+
+class SwarmKeyError(SwarmError, ValueError):
+    pass
+
+
+class ClosedSwarm(SwarmError, ValueError):
     pass
 
 

@@ -70,6 +70,17 @@ class Identity:
             ) from error
         return cls(_decode_private(data, path), path)
 
+    @classmethod
+    def load(cls, path: Path) -> Identity:
+        """The identity kept in the file. IdentityError as `load_or_create`, and where there is none."""
+        try:
+            data = _read(path)
+        except OSError as error:
+            raise IdentityError(f"cannot use identity file {path}: {error.strerror or error}") from error
+        if data is None:
+            raise IdentityError(f"identity file {path} is not there")
+        return cls(_decode_private(data, path), path)
+
     def private_bytes(self) -> bytes:
         """The key in the form that p2pd reads. A secret."""
         return _PRIVATE_PREFIX + self._key.private_bytes_raw() + self._public

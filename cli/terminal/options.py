@@ -30,6 +30,14 @@ Bootstrap = Annotated[
 PeerAddress = Annotated[
     str | None, typer.Option("--peer", metavar="ADDR", help="Ask this peer (a multiaddr ending in /p2p/ID).")
 ]
+SwarmKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--swarm-key",
+        metavar="FILE",
+        help="The key of a closed swarm (that in the home, where there is one).",
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="Print JSON, one object a line, and nothing else on stdout.")
 ]
@@ -58,11 +66,14 @@ def parse_ids(text: str) -> tuple[int, ...]:
     return ids
 
 
-def bootstrap_addresses(given: Sequence[str] | None) -> tuple[str, ...]:
+def bootstrap_addresses(given: Sequence[str] | None, *, closed: bool = False) -> tuple[str, ...]:
     """The multiaddrs to join through. Each of `given` is a file or a multiaddr; with None the default file is read
-    where there is one: in the working folder, else beside the package. ValueError names the line or the option."""
+    where there is one: in the working folder, else beside the package; not for a closed swarm, to which it does not
+    lead. ValueError names the line or the option."""
     from fusion.swarm.directory import bootstrap
 
+    if given is None and closed:
+        return ()
     if given is None:
         found = next((path for path in _default_files() if path.is_file()), None)
         return bootstrap.load(found) if found else ()

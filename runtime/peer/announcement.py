@@ -32,6 +32,9 @@ CONTROL_SOCKET = "control.sock"
 class Announcement:
     record: Callable[[], PeerRecord]  # as it is now
     done: asyncio.Event  # set once the swarm knows this peer
+    refused: (
+        asyncio.Event
+    )  # set once the bootstrap peers turn out to be of another swarm, and nobody else is there
 
 
 @asynccontextmanager
@@ -65,7 +68,7 @@ async def announced(
     )
     async with membership, ControlServer(transport, directory, Path(running.control)):
         with written_down(context.home, running):
-            yield Announcement(record, membership.announced)
+            yield Announcement(record, membership.announced, membership.refused)
 
 
 def record_of(context: Context, capability: Capability, started_at: float) -> PeerRecord:

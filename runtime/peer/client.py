@@ -21,8 +21,9 @@ from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
-from fusion.swarm.errors import PeerUnreachable
+from fusion.swarm.errors import ClosedSwarm, PeerUnreachable
 from fusion.swarm.identity import Identity
+from fusion.swarm.swarm_key import NO_MEMBER, find_key
 
 CACHED_PEERS_FILE = "peers.txt"  # in a home: whom the peer has met
 BLOB_QUOTA_BYTES = 50 << 30
@@ -35,6 +36,7 @@ class ClientConfig:
     peer: str | None = (
         None  # the only peer to join through; default: the one that runs with this home, and bootstrap
     )
+    swarm_key: Path | None = None  # default: that in the home, where there is one
     join_seconds: float = 15.0
 
 
@@ -71,13 +73,14 @@ async def open_attached(home: Path, elsewhere: Elsewhere | None = None) -> Async
 async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
     """Join the swarm without lending anything: launch, ask, watch. The identity lasts as long as the block.
 
-    Raises PeerUnreachable, in one line, if no peer of the swarm answers within `join_seconds`.
+    Raises PeerUnreachable, in one line, if no peer of the swarm answers within `join_seconds`; ClosedSwarm at once if
+    those that do are of another swarm, or of a closed one whose key we have not; SwarmKeyError.
     """
     from fusion.runtime.peer.network import open_network
     from fusion.swarm.dht.directory import DhtConfig
     from fusion.swarm.directory.membership import Membership, MembershipConfig
 
-    identity = Identity.generate()
+    identity, key = Identity.generate(), find_key(config.home, config.swarm_key)
     here = running_peer(config.home)
     ways = (config.peer,) if config.peer else (*(here.addresses if here else ()), *config.bootstrap)
     if not ways:
@@ -86,7 +89,7 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
         )
     async with (
         _own_store(config.home / "clients") as store,
-        open_network(identity, store, dht=DhtConfig(client=True)) as network,
+        open_network(identity, store, dht=DhtConfig(client=True), swarm_key=key) as network,
     ):
         transport, directory = network.transport, network.directory
         context = Context(
@@ -105,13 +108,25 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
         async with membership:
             try:
                 async with asyncio.timeout(config.join_seconds):
-                    await membership.joined.wait()
+                    await either(membership.joined, membership.refused)
             except TimeoutError:
                 tried = ", ".join(ways[:3])
                 raise PeerUnreachable(
                     f"no peer answers at {tried} (waited {config.join_seconds:.0f} s)"
                 ) from None
+            if not membership.joined.is_set():
+                raise ClosedSwarm(NO_MEMBER)
             yield context
+
+
+async def either(one: asyncio.Event, other: asyncio.Event) -> None:
+    """Wait until one of the two is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in (one, other)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def keep_torch_cache(folder: Path) -> None:

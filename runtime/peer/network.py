@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
@@ -12,6 +12,7 @@ from fusion.swarm.claims.leases import Leases
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.swarm_key import Authorizer
 
 FILES = 8192  # streams are open files, and the usual limit of 1024 (256 on a Mac) is soon used up
 
@@ -32,12 +33,17 @@ async def open_network(
     listen: tuple[str, ...] | None = None,
     dht: DhtConfig | None = None,
     blobs: BlobConfig | None = None,
+    swarm_key: Identity | None = None,
 ) -> AsyncIterator[Network]:
-    """Closed in the opposite order: claims, blobs, directory, and p2pd last. Raises TransportError (a taken port)."""
-    config = P2PConfig(identity=identity) if listen is None else P2PConfig(identity=identity, listen=listen)
+    """Closed in the opposite order: claims, blobs, directory, and p2pd last. With the key of a closed swarm its members
+    alone are asked and answered. Raises TransportError (a taken port)."""
+    authorizer = None if swarm_key is None else Authorizer(swarm_key, identity.peer_id)
+    config = P2PConfig(identity=identity, authorizer=authorizer)
+    if listen is not None:
+        config = replace(config, listen=listen)
     async with (
         P2PTransport.start(config) as transport,
-        await HivemindDirectory.start(transport.p2p, identity, dht) as directory,
+        await HivemindDirectory.start(transport.p2p, identity, dht, authorizer) as directory,
         Blobs(store, transport, directory, blobs) as offered,
         Leases(identity.peer_id, directory) as leases,
     ):

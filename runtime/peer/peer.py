@@ -28,8 +28,10 @@ from fusion.runtime.planes.choice import TORCH, choose
 from fusion.swarm.blobs.blobs import BlobConfig
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.errors import ClosedSwarm
 from fusion.swarm.identity import Identity
 from fusion.swarm.links.monitor import LinkMonitor
+from fusion.swarm.swarm_key import NO_MEMBER, find_key
 
 BLAME_SECONDS = 0.5
 
@@ -43,6 +45,7 @@ class PeerConfig:
     memory_bytes: int | None = None  # None: half of what is free
     device: str = "cpu"
     blob_quota_bytes: int = BLOB_QUOTA_BYTES  # of the disk, for weights, data and snapshots of jobs
+    swarm_key: Path | None = None  # of a closed swarm; default: that in the home, where there is one
     upload_mbps: float | None = None  # for blobs that others fetch; None: unlimited
 
     def __post_init__(self) -> None:
@@ -66,36 +69,43 @@ class Peer:
     parts: Assembly
 
     async def failed(self) -> BaseException:
-        """Wait until p2pd or the hosting ends by itself; why it did."""
+        """Wait until p2pd or the hosting ends by itself, or the bootstrap peers turn out to be of another swarm; why it
+        did."""
         daemon = asyncio.ensure_future(self.network.transport.failed())
+        refused = asyncio.ensure_future(self.announcement.refused.wait())
         try:
-            await asyncio.wait([daemon, self.parts.work], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([daemon, refused, self.parts.work], return_when=asyncio.FIRST_COMPLETED)
+            if refused.done():
+                return ClosedSwarm(NO_MEMBER)
             # What p2pd's end broke may be noticed before the end itself.
             await asyncio.wait([daemon], timeout=BLAME_SECONDS)
             if daemon.done():
                 return daemon.result()
             return self.parts.work.exception() or RuntimeError("the hosting ended")
         finally:
-            daemon.cancel()
+            daemon.cancel(), refused.cancel()
 
 
 @asynccontextmanager
 async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     """Run a peer until the block ends; it is announced in the directory when the block begins.
 
-    Raises, in one line each, IdentityError, TransportError (a taken port), BlobError or OSError (a full or read-only
+    Raises, in one line each, IdentityError, SwarmKeyError, TransportError (a taken port), BlobError or OSError (a full or read-only
     disk), ValueError (a device that is not there).
     """
     config.home.mkdir(parents=True, exist_ok=True)
     keep_torch_cache(config.home)
     allow_more_files()
     identity = Identity.load_or_create(config.home / "identity")
+    key = find_key(config.home, config.swarm_key)
     threads = config.threads or os.cpu_count() or 1
     store = BlobStore(config.home / "blobs", config.blob_quota_bytes, Needs())
     async with (
         Worker(threads, config.device) as worker,
         Worker() as codec_worker,
-        open_network(identity, store, listen=config.listen, blobs=_blob_config(config)) as network,
+        open_network(
+            identity, store, listen=config.listen, blobs=_blob_config(config), swarm_key=key
+        ) as network,
         LinkMonitor(network.transport, network.directory, network.transport.counter.receive_log) as links,
     ):
         capability = await worker.run(measure, config.device, threads, config.memory_bytes)

@@ -26,7 +26,7 @@ from fusion.swarm.dht.holders import Holders
 from fusion.swarm.dht.lookup import Found, LookupConfig, Node, ask_all, lookup
 from fusion.swarm.dht.service import DhtService
 from fusion.swarm.dht.values import ID_BYTES, MAX_SUBKEYS, key_id, node_id
-from fusion.swarm.dht.wire import CALL_ERRORS, Wire
+from fusion.swarm.dht.wire import CALL_ERRORS, NotOfThisSwarm, Wire
 from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
 from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, providers_key, shard, subkey_of
@@ -49,8 +49,9 @@ from fusion.swarm.directory.sealing import (
     unseal,
     unseal_anywhere,
 )
-from fusion.swarm.errors import PeerUnreachable, RecordError
+from fusion.swarm.errors import ClosedSwarm, PeerUnreachable, RecordError
 from fusion.swarm.identity import verify
+from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -84,10 +85,12 @@ class HivemindDirectory:
     """Implements `fusion.swarm.directory.api.Directory`. Made by `await HivemindDirectory.start(...)`; `join` brings it
     into a swarm; alone it is a swarm of one."""
 
-    def __init__(self, p2p: P2P, identity: Signer, config: DhtConfig) -> None:
+    def __init__(
+        self, p2p: P2P, identity: Signer, config: DhtConfig, authorizer: Authorizer | None = None
+    ) -> None:
         self._identity = identity
         self._config = config
-        self._wire = Wire(p2p, identity.peer_id, config.client)
+        self._wire = Wire(p2p, identity.peer_id, config.client, authorizer=authorizer)
         self._service = DhtService(
             identity.peer_id, self.now, self._wire.subnets, self._send, self._lives, replicas=config.replicas
         )
@@ -109,9 +112,16 @@ class HivemindDirectory:
         self._readers: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def start(cls, p2p: P2P, identity: Signer, config: DhtConfig | None = None) -> Self:
-        """A node on a running `P2P` of this event loop (`P2PTransport.p2p`), whose identity must be `identity`."""
-        made = cls(p2p, identity, config or DhtConfig())
+    async def start(
+        cls,
+        p2p: P2P,
+        identity: Signer,
+        config: DhtConfig | None = None,
+        authorizer: Authorizer | None = None,
+    ) -> Self:
+        """A node on a running `P2P` of this event loop (`P2PTransport.p2p`), whose identity must be `identity`.
+        `authorizer`: of a closed swarm."""
+        made = cls(p2p, identity, config or DhtConfig(), authorizer)
         await made._wire.serve(made._service)
         return made
 
@@ -138,9 +148,12 @@ class HivemindDirectory:
     # Membership of the DHT.
 
     async def join(self, peer: PeerId) -> bool:
-        """Make a peer that the transport can reach our neighbour in the DHT. False if it does not answer."""
+        """Make a peer that the transport can reach our neighbour in the DHT. False if it does not answer; ClosedSwarm if
+        one of us two is a member of a closed swarm and the other is not."""
         try:
             await self._calls.ping(peer)
+        except NotOfThisSwarm as error:
+            raise ClosedSwarm(str(error)) from error
         except CALL_ERRORS as error:
             logger.debug("no DHT node at %s: %s", peer, error)
             return False

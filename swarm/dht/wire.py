@@ -14,16 +14,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, P2PContext
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
-from hivemind.proto import dht_pb2
+from hivemind.proto import auth_pb2, dht_pb2
 
 from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.subnets import subnet_of
 from fusion.swarm.dht.values import ID_BYTES, node_id
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes, to_hivemind
+from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,13 @@ class FoundAt:
     nearest: Sequence[Node]
 
 
+class NotOfThisSwarm(ValueError):
+    """A peer that has not shown that it holds the key of our swarm. To it, an error without a word."""
+
+    def __repr__(self) -> str:  # what hivemind sends
+        return ""
+
+
 class Server(Protocol):
     """Who answers. `sender` is who asks, `claimed` the node id it gives itself: empty for one that is no node. What they
     raise goes to the sender as one line."""
@@ -61,10 +69,19 @@ class Server(Protocol):
 
 
 class Wire:
-    """Calls to other nodes over `p2p`, and the answers of ours. `client`: we have no node, nobody is answered."""
+    """Calls to other nodes over `p2p`, and the answers of ours. `client`: we have no node, nobody is answered.
+    `authorizer`: of a closed swarm, whose members alone are asked and answered."""
 
-    def __init__(self, p2p: P2P, peer: PeerId, client: bool, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        p2p: P2P,
+        peer: PeerId,
+        client: bool,
+        now: Callable[[], float] = time.time,
+        authorizer: Authorizer | None = None,
+    ) -> None:
         self._p2p = p2p
+        self._authorizer = authorizer
         self._peer = peer
         self._client = client
         self._subnet_of: dict[PeerId, str] = {}
@@ -77,20 +94,23 @@ class Wire:
             return
 
         async def ping(request: Any, context: P2PContext) -> Any:
-            server.ping(_sender(context), request.peer.node_id)
-            return dht_pb2.PingResponse(peer=self._info, dht_time=self._now())
+            server.ping(self._member(request, context), request.peer.node_id)
+            return dht_pb2.PingResponse(peer=self._info, dht_time=self._now(), auth=self._answer_auth())
 
         async def store(request: Any, context: P2PContext) -> Any:
-            taken = server.store(_sender(context), request.peer.node_id, _offers(request))
+            taken = server.store(self._member(request, context), request.peer.node_id, _offers(request))
             taken += [False] * (len(request.keys) - len(taken))
-            return dht_pb2.StoreResponse(store_ok=taken, peer=self._info)
+            return dht_pb2.StoreResponse(store_ok=taken, peer=self._info, auth=self._answer_auth())
 
         async def find(request: Any, context: P2PContext) -> Any:
+            sender = self._member(request, context)
             if len(request.keys) > MAX_KEYS or any(len(key) != ID_BYTES for key in request.keys):
                 raise ValueError(f"at most {MAX_KEYS} keys of {ID_BYTES} bytes")
             keys = [int.from_bytes(key, "big") for key in request.keys]
-            found = server.find(_sender(context), request.peer.node_id, keys)
-            return dht_pb2.FindResponse(results=map(_result, found), peer=self._info)
+            found = server.find(sender, request.peer.node_id, keys)
+            return dht_pb2.FindResponse(
+                results=map(_result, found), peer=self._info, auth=self._answer_auth()
+            )
 
         calls: tuple[tuple[str, Callable[[Any, P2PContext], Awaitable[Any]], Any, int], ...] = (
             ("ping", ping, dht_pb2.PingRequest, _MAX_PING_BYTES),
@@ -146,11 +166,41 @@ class Wire:
             self._subnet_of = {from_bytes(peer.to_bytes()): subnet for peer, subnet in found if subnet}
         return self._subnet_of
 
-    async def _call(self, peer: PeerId, name: str, request: Message, kind: Any, seconds: float) -> Any:
-        async with asyncio.timeout(seconds):
-            return await self._p2p.call_protobuf_handler(
-                to_hivemind(peer), _NAME.format(name), request, _Capped(kind, _MAX_ANSWER_BYTES)
-            )
+    async def _call(self, peer: PeerId, name: str, request: Any, kind: Any, seconds: float) -> Any:
+        if self._authorizer is not None:
+            request.auth.client_access_token.signature = self._authorizer.token
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._p2p.call_protobuf_handler(
+                    to_hivemind(peer), _NAME.format(name), request, _Capped(kind, _MAX_ANSWER_BYTES)
+                )
+        except P2PHandlerError as error:
+            if str(error):
+                raise
+            raise NotOfThisSwarm(f"{peer} answers members of its swarm alone") from error
+        if self._authorizer is not None:
+            shown = response.auth.service_access_token.signature
+            if not self._authorizer.admits(peer, shown):
+                raise NotOfThisSwarm(f"{peer} is of another swarm")
+        return response
+
+    # In a closed swarm, in the messages' fields that hivemind has for it.
+
+    def _member(self, request: Any, context: P2PContext) -> PeerId:
+        """Who asks. NotOfThisSwarm for one who has not shown that it is a member."""
+        sender = _sender(context)
+        if self._authorizer is not None:
+            shown = request.auth.client_access_token.signature
+            if not self._authorizer.admits(sender, shown):
+                raise NotOfThisSwarm
+        return sender
+
+    def _answer_auth(self) -> Any:
+        """Our own proof, for an answer; None in an open swarm."""
+        if self._authorizer is None:
+            return None
+        token = auth_pb2.AccessToken(signature=self._authorizer.token)
+        return auth_pb2.ResponseAuthInfo(service_access_token=token)
 
 
 class _Capped:

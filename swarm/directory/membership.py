@@ -21,7 +21,7 @@ from fusion.swarm.directory.api import GLANCE_SECONDS, HEARTBEAT_SECONDS, Direct
 from fusion.swarm.directory.bootstrap import MAX_CACHED, load_cached, save_cached
 from fusion.swarm.directory.missing_peers import MissingPeers, MissingPeersConfig
 from fusion.swarm.directory.records import PeerRecord
-from fusion.swarm.errors import SwarmError, TransportError
+from fusion.swarm.errors import ClosedSwarm, SwarmError, TransportError
 from fusion.swarm.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ class Neighbourhood(Protocol):
     """The part of a DHT that getting in is about. `HivemindDirectory` is one."""
 
     async def join(self, peer: PeerId) -> bool:
-        """Become the DHT neighbour of a connected peer; False if it does not answer."""
+        """Become the DHT neighbour of a connected peer; False if it does not answer, ClosedSwarm if it answers members
+        of its own swarm alone, or is no member of ours."""
 
     async def refresh(self) -> int:
         """Look for nodes around us; how many neighbours we have."""
@@ -75,7 +76,8 @@ class Membership:
     the block.
 
     `describe` makes our record as of now. `joined` is set once a neighbour was found, `announced` once our record went
-    out to a swarm (to ourselves, where there are no seeds): neither need ever happen.
+    out to a swarm (to ourselves, where there are no seeds), `refused` once bootstrap peers were there and took us for a
+    stranger, and we have no neighbour: none of these need ever happen.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Membership:
         peer listens."""
         self.announced = asyncio.Event()
         self.joined = asyncio.Event()
+        self.refused = asyncio.Event()
         self._transport = transport
         self._directory = directory
         self._neighbourhood = neighbourhood
@@ -147,8 +150,17 @@ class Membership:
         ours = {self._transport.peer_id, *self._neighbourhood.neighbours()}
         seeds = [seed for seed in self.seeds if seed.rpartition("/p2p/")[2] not in ours]
         limit = asyncio.Semaphore(self._config.seeds_at_once)
-        await asyncio.gather(*(self._try(seed, limit) for seed in seeds))
+        answers = await asyncio.gather(*(self._try(seed, limit) for seed in seeds), return_exceptions=True)
+        refused = False
+        for seed, answer in zip(seeds, answers, strict=True):
+            if isinstance(answer, ClosedSwarm):
+                logger.debug("%s: %s", seed, answer)
+                refused |= seed in self._config.bootstrap  # whom we met before may be of another swarm
+            elif isinstance(answer, BaseException):
+                raise answer
         if not self._neighbourhood.neighbours():
+            if refused and not self.joined.is_set():
+                self.refused.set()
             if seeds and not self._complained:
                 logger.warning(
                     "none of %d known peers answers; going on alone and trying again in the background",
@@ -190,9 +202,13 @@ class Membership:
         limit = asyncio.Semaphore(self._config.seeds_at_once)
         due = self._roll.due(time.monotonic())
         answered = await asyncio.gather(
-            *(self._try_any(addresses[:_ADDRESSES_EACH], limit) for addresses in due.values())
+            *(self._try_any(addresses[:_ADDRESSES_EACH], limit) for addresses in due.values()),
+            return_exceptions=True,
         )
-        back = [peer for peer, there in zip(due, answered, strict=True) if there]
+        for failure in answered:
+            if isinstance(failure, BaseException) and not isinstance(failure, ClosedSwarm):
+                raise failure
+        back = [peer for peer, there in zip(due, answered, strict=True) if there is True]
         for peer in back:
             self._roll.found(peer)
         if back:
@@ -213,7 +229,7 @@ class Membership:
         return await self._try_any((seed,), limit)
 
     async def _try_any(self, addresses: Sequence[str], limit: asyncio.Semaphore) -> bool:
-        """Dial one peer at all of its addresses; whether it is our neighbour then."""
+        """Dial one peer at all of its addresses; whether it is our neighbour then. Raises ClosedSwarm."""
         async with limit:
             tried = await asyncio.gather(
                 *(self._transport.connect(address) for address in addresses), return_exceptions=True

@@ -17,12 +17,14 @@ from fusion.swarm.streams import frames
 from fusion.swarm.streams.frame_parser import FrameParser
 from fusion.swarm.streams.frames import FrameLimits, Message
 from fusion.swarm.streams.traffic import TrafficCounter
+from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, PeerId
 
 # Of frames that wait here before we stop reading; one frame more may be on its way in. Of a stream that takes no more
 # than UNASKED_BYTES, as strangers open them, so much and no more.
 UNREAD_BYTES = 1 << 20
 _UNREAD_FRAMES = 256
+TOKEN = "member"  # the kind of the first frame, each way, in a closed swarm
 _JOINED_BYTES = 64 * 1024  # frames up to this size are sent as one buffer, larger ones without a copy
 _LINGER_SECONDS = 2.0
 
@@ -41,11 +43,17 @@ class FrameStream(asyncio.BufferedProtocol):
         remote: PeerId = PeerId(""),  # noqa: B008
         protocol: str = "",
         allowed: int | None = None,
+        authorizer: Authorizer | None = None,
     ) -> None:
-        """`allowed`: the largest payload to take at first; see `Stream.allow`."""
+        """`allowed`: the largest payload to take at first; see `Stream.allow`. `authorizer`: of a closed swarm, whose
+        members alone are heard and answered."""
         self.remote = remote
         self.protocol = protocol
         self._limits = limits
+        self._authorizer = authorizer
+        self._shown = authorizer is None  # our token, ahead of our first frame
+        self._admitted = authorizer is None  # the other end, by the first frame of its own
+        self._ours = bool(remote)  # we opened it
         self._traffic = traffic
         self._opened: Callable[[FrameStream, bytes | None], None] | None = opened
         self._parser = FrameParser(limits, preamble=True)
@@ -87,6 +95,8 @@ class FrameStream(asyncio.BufferedProtocol):
         if self._opened is not None and self._parser.preamble is not None:
             opened, self._opened = self._opened, None
             opened(self, self._parser.preamble)
+        if not self._admitted and not self._admit():
+            return
         self._time(nbytes)
         if self._parser.ended:
             self._say_end()
@@ -158,6 +168,8 @@ class FrameStream(asyncio.BufferedProtocol):
         head, views, size = message
         if self._closed or self._parser.ended:  # the other end has stopped reading too
             raise self._ended()
+        if not self._shown:
+            head = self._token() + head
         if len(head) + size <= _JOINED_BYTES:
             await self._write(b"".join((head, *views)))
         else:
@@ -238,6 +250,28 @@ class FrameStream(asyncio.BufferedProtocol):
 
     # Inside.
 
+    def _token(self) -> bytes:
+        """The frame that goes ahead of our first one. StreamBroken on a stream of one who has not shown its own."""
+        if not self._ours and not self._admitted:
+            raise StreamBroken(f"{self.remote} has not shown that it is a member of this swarm")
+        assert self._authorizer is not None
+        self._shown = True
+        return self.encode(TOKEN, {"token": self._authorizer.token}, ())[0]
+
+    def _admit(self) -> bool:
+        """Look at what came first; whether anything may be done with this stream. One who is no member gets no word."""
+        if self._parser.ready:
+            frame, _ = self._parser.take()
+            self._parser.heard = self._parser.ready > 0
+            assert self._authorizer is not None
+            said = frame.header.get("token") if frame.kind == TOKEN else None
+            self._admitted = self._authorizer.admits(self.remote, said)
+        elif not (self._parser.ended or self._parser.refused or self._failure):
+            return False  # half a frame
+        if not self._admitted:
+            self.abort()
+        return self._admitted
+
     def _time(self, nbytes: int) -> None:
         before, now = self._filling, self._parser.filling and self._failure is None
         if before or now:
@@ -285,6 +319,8 @@ class FrameStream(asyncio.BufferedProtocol):
             self._wake_reader()
 
     def _say_end(self) -> None:
+        if not self._admitted and not self._ours:
+            return  # not even that
         if not self._end_said and self._socket is not None and not self._socket.is_closing():
             self._end_said = True
             self._socket.write(frames.END)  # frames are handed over whole, so this never lands inside one

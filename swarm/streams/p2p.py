@@ -52,6 +52,7 @@ from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
 from fusion.swarm.streams.reachable import is_loopback, local_network, reachable
 from fusion.swarm.streams.striping import SUFFIX, Gathering, join
 from fusion.swarm.streams.traffic import TrafficCounter
+from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traffic
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class P2PConfig:
     limits: FrameLimits = FrameLimits()  # noqa: RUF009 - frozen
     streams_per_peer: int = 256
     dial_seconds: float = 10.0
+    authorizer: Authorizer | None = None  # of a closed swarm
     start_seconds: float = 60.0  # p2pd's death is noticed at once, so this only bounds a very slow machine
 
     def __post_init__(self) -> None:
@@ -227,7 +229,14 @@ class P2PTransport:
             async with asyncio.timeout(self._config.dial_seconds):
                 await self._contacts.reach(peer)
                 _, stream = await loop.create_unix_connection(
-                    lambda: FrameStream(self._config.limits, self.counter, opened, peer, protocol),
+                    lambda: FrameStream(
+                        self._config.limits,
+                        self.counter,
+                        opened,
+                        peer,
+                        protocol,
+                        authorizer=self._config.authorizer,
+                    ),
                     path=str(self._daemon.control_path),
                 )
                 await stream.write_message(framed(message))
@@ -279,7 +288,10 @@ class P2PTransport:
     # Streams.
 
     def _incoming(self) -> FrameStream:
-        return FrameStream(self._config.limits, self.counter, self._accept, allowed=UNASKED_BYTES)
+        config = self._config
+        return FrameStream(
+            config.limits, self.counter, self._accept, allowed=UNASKED_BYTES, authorizer=config.authorizer
+        )
 
     def _accept(self, stream: FrameStream, data: bytes | None) -> None:
         """p2pd's first message on a new incoming stream: who opens it, for which protocol."""

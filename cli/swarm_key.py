@@ -1,0 +1,35 @@
+"""`fusion-peer swarm-key`: the key of a closed swarm, whose members answer nobody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fusion.cli.terminal import options
+from fusion.cli.terminal.output import Output
+
+app = typer.Typer(help="Make the key of a closed swarm.", no_args_is_help=True)
+
+
+@app.callback()
+def swarm_key() -> None:
+    """Make the key of a closed swarm: those who have it are its members, and answer nobody else."""
+
+
+@app.command()
+def new(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Write a new key into FILE, which only its owner can read. Give it to the members, by a way that nobody else sees."""
+    from fusion.swarm.swarm_key import new_key
+
+    output = Output(as_json=json)
+    key = new_key(file)
+    output.emit({"event": "swarm-key", "file": str(file), "swarm": key.peer_id})
+    output.say(
+        f"the key of a new swarm is in {file}; each member starts with: fusion-peer start --swarm-key FILE"
+    )

@@ -1,0 +1,134 @@
+"""A closed swarm: whoever holds its key is a member, and members answer nobody else.
+
+The key is an Ed25519 key in a file, of the form of an identity's (`fusion-peer swarm-key new FILE`). A member shows a token
+that it signs for itself with the key: good for its own peer id, which the connection proves, and for a day. It goes ahead of
+the first frame of each stream, both ways, and with every call of the DHT and its answer, so that it costs no round trip
+and nothing has to be remembered of a peer that starts again; the last token of each peer is checked once.
+
+A token is `msgpack([until, signature])`, `until` in unix seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgpack
+from cachetools import FIFOCache
+
+from fusion.swarm.errors import IdentityError, SwarmKeyError
+from fusion.swarm.identity import Identity, verify
+from fusion.swarm.transport import PeerId
+
+KEY_FILE = "swarm.key"  # in a home: the key of the swarm that its peer is a member of
+TOKEN_SECONDS = 86_400
+SKEW_SECONDS = 3600  # between two members' clocks
+MAX_TOKEN_BYTES = 96
+REMEMBERED_PEERS = 4096
+REFUSED_SECONDS = 1.0  # in which nothing of a peer is checked whose token was none: a signature costs 0.1 ms
+NO_MEMBER = "no peer of this swarm answered: is it closed, has it another key?"
+
+
+class Authorizer:
+    """The tokens of one member: its own, and what others show it. `now` gives unix seconds."""
+
+    def __init__(self, key: Identity, peer: PeerId, now: Callable[[], float] = time.time) -> None:
+        self._key = key
+        self._peer = peer
+        self._now = now
+        self._own: tuple[int, bytes] = (0, b"")  # until when, and the token
+        self._admitted: FIFOCache[PeerId, tuple[bytes, int]] = FIFOCache(REMEMBERED_PEERS)
+        self._refused: FIFOCache[PeerId, float] = FIFOCache(REMEMBERED_PEERS)
+
+    @property
+    def token(self) -> bytes:
+        """What we show, renewed by the half of its time."""
+        now = self._now()
+        if self._own[0] < now + TOKEN_SECONDS / 2:
+            until = int(now) + TOKEN_SECONDS
+            self._own = until, msgpack.packb([until, self._key.sign(_signed(self._peer, until))])
+        return self._own[1]
+
+    def admits(self, peer: PeerId, token: object) -> bool:
+        """Whether a peer, known to be that peer, has shown that it holds the key."""
+        now = self._now()
+        shown, until = self._admitted.get(peer, (b"", 0))
+        if shown and shown == token:
+            return now < until + SKEW_SECONDS
+        if not isinstance(token, bytes) or len(token) > MAX_TOKEN_BYTES or self._refused.get(peer, 0.0) > now:
+            return False
+        until = self._checked(peer, token)
+        if not now - SKEW_SECONDS < until <= now + TOKEN_SECONDS + SKEW_SECONDS:
+            self._refused.pop(peer, None)
+            self._refused[peer] = now + REFUSED_SECONDS
+            return False
+        self._admitted.pop(peer, None)
+        self._admitted[peer] = token, until
+        return True
+
+    def _checked(self, peer: PeerId, token: bytes) -> int:
+        """Until when the token is good for the peer; 0 where it is none."""
+        caps = {"max_str_len": 0, "max_map_len": 0, "max_ext_len": 0, "max_array_len": 2, "max_bin_len": 64}
+        try:
+            match msgpack.unpackb(token, **caps):
+                case [int() as until, bytes() as signature]:
+                    signed = _signed(peer, until)
+                    return until if verify(self._key.peer_id, signature, signed) else 0
+        except (ValueError, OverflowError, msgpack.UnpackException):
+            pass
+        return 0
+
+
+def _signed(peer: PeerId, until: int) -> bytes:
+    signed: bytes = msgpack.packb(["fusion-swarm-member", peer, until])
+    return signed
+
+
+# Keys on disk.
+
+
+def new_key(path: Path) -> Identity:
+    """A new key in a file that only its owner can read. SwarmKeyError where there is a file already, or none can be."""
+    if path.exists():
+        raise SwarmKeyError(f"{path} exists already: a swarm's key is not overwritten")
+    return _written(Identity.generate(), path)
+
+
+def load_key(path: Path) -> Identity:
+    """SwarmKeyError, in one line, for a file that is none."""
+    try:
+        return Identity.load(path)
+    except IdentityError as error:
+        reason = str(error).partition(";")[0].replace("identity file", "swarm key")
+        raise SwarmKeyError(f"{reason}; make one with: fusion-peer swarm-key new FILE") from error
+
+
+def find_key(home: Path, given: Path | None) -> Identity | None:
+    """The key of the swarm: that in the file that was `given`, else that of the home; None in an open swarm."""
+    kept = home / KEY_FILE
+    if given is not None:
+        return load_key(given)
+    return load_key(kept) if kept.exists() else None
+
+
+def keep_key(home: Path, key: Identity) -> None:
+    """So that the peer of this home, and its commands, find it from now on. SwarmKeyError where it cannot be written."""
+    path = home / KEY_FILE
+    if not path.exists() or load_key(path).peer_id != key.peer_id:
+        _written(key, path)
+
+
+def _written(key: Identity, path: Path) -> Identity:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.unlink(missing_ok=True)
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(key.private_bytes())
+        os.replace(scratch, path)
+    except OSError as error:
+        raise SwarmKeyError(f"cannot write the swarm key {path}: {error.strerror or error}") from error
+    return key

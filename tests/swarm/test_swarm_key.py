@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.swarm.errors import SwarmKeyError
+from fusion.swarm.identity import Identity
+from fusion.swarm.memory.clock import ManualClock
+from fusion.swarm.swarm_key import (
+    KEY_FILE,
+    MAX_TOKEN_BYTES,
+    REFUSED_SECONDS,
+    SKEW_SECONDS,
+    TOKEN_SECONDS,
+    Authorizer,
+    find_key,
+    keep_key,
+    load_key,
+    new_key,
+)
+
+KEY, ANN, BEN = Identity.generate(), Identity.generate(), Identity.generate()
+
+
+def member(key: Identity = KEY, who: Identity = ANN, at: float = 1e9) -> tuple[Authorizer, ManualClock]:
+    clock = ManualClock()
+    clock.advance(at)
+    return Authorizer(key, who.peer_id, clock), clock
+
+
+def test_a_member_is_known_by_its_token_and_nobody_else_can_use_it() -> None:
+    ann, _ = member()
+    ben, _ = member(who=BEN)
+    stranger, _ = member(Identity.generate(), BEN)
+    assert len(ann.token) <= MAX_TOKEN_BYTES
+    assert ben.admits(ANN.peer_id, ann.token) and ben.admits(ANN.peer_id, ann.token)
+    assert not ann.admits(ANN.peer_id, ben.token), "signed for somebody else"
+    assert not ben.admits(BEN.peer_id, ann.token)
+    assert not ann.admits(BEN.peer_id, stranger.token), "of another swarm"
+    for nothing in (None, b"", "", 7, ann.token[:-1], ann.token + b"x", msgpack.packb([2**63, b"x" * 64])):
+        assert not member()[0].admits(ANN.peer_id, nothing)
+
+
+def test_a_token_is_renewed_and_an_old_one_ends() -> None:
+    ann, hers = member()
+    ben, his = member(who=BEN)
+    first = ann.token
+    assert ann.token is first and ben.admits(ANN.peer_id, first)
+    for clock in (hers, his):
+        clock.advance(TOKEN_SECONDS / 2 + 1)
+    assert ann.token != first and ben.admits(ANN.peer_id, ann.token)
+    assert ben.admits(ANN.peer_id, first), "what is under way counts too"
+    his.advance(TOKEN_SECONDS / 2 + SKEW_SECONDS)
+    assert not ben.admits(ANN.peer_id, first)
+
+
+@pytest.mark.parametrize("ahead", [-SKEW_SECONDS + 1, SKEW_SECONDS - 1])
+def test_clocks_may_differ_a_little(ahead: float) -> None:
+    ann, _ = member(at=1e9 + ahead)
+    assert member(who=BEN)[0].admits(ANN.peer_id, ann.token)
+    late, _ = member(at=1e9 - TOKEN_SECONDS - SKEW_SECONDS - 2)
+    early, _ = member(at=1e9 + SKEW_SECONDS + 2)
+    assert not member(who=BEN)[0].admits(ANN.peer_id, late.token)
+    assert not member(who=BEN)[0].admits(ANN.peer_id, early.token)
+
+
+def test_bad_tokens_of_one_peer_cost_a_signature_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    ben, clock = member(who=BEN)
+    bad = msgpack.packb([int(1e9) + 60, b"x" * 64])
+    checked: list[str] = []
+    monkeypatch.setattr("fusion.swarm.swarm_key.verify", lambda *_: checked.append("") is not None)
+    for _ in range(100):
+        assert not ben.admits(ANN.peer_id, bad)
+    assert len(checked) == 1
+    clock.advance(REFUSED_SECONDS)
+    assert not ben.admits(ANN.peer_id, bad) and len(checked) == 2
+
+
+@given(st.binary(max_size=2 * MAX_TOKEN_BYTES))
+def test_no_bytes_are_a_token_by_chance(data: bytes) -> None:
+    assert not member()[0].admits(BEN.peer_id, data)
+
+
+def test_a_key_on_disk(tmp_path: Path) -> None:
+    file, home = tmp_path / "keys" / "ours", tmp_path / "home"
+    key = new_key(file)
+    assert load_key(file).peer_id == key.peer_id and file.stat().st_mode & 0o077 == 0
+    with pytest.raises(SwarmKeyError, match="exists already"):
+        new_key(file)
+    assert find_key(home, None) is None, "an open swarm"
+    assert find_key(home, file).peer_id == key.peer_id and not home.exists()  # type: ignore[union-attr]
+    keep_key(home, key)
+    assert find_key(home, None).peer_id == key.peer_id  # type: ignore[union-attr]
+    before = (home / KEY_FILE).stat().st_ino
+    keep_key(home, key)
+    assert (home / KEY_FILE).stat().st_ino == before
+    other = new_key(tmp_path / "other")
+    keep_key(home, other)
+    assert find_key(home, None).peer_id == other.peer_id  # type: ignore[union-attr]
+    assert (home / KEY_FILE).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"text", None])
+def test_a_file_that_is_no_key_is_named_in_one_line(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "it"
+    if content is not None:
+        file.write_bytes(content)
+        os.chmod(file, 0o600)
+    with pytest.raises(SwarmKeyError, match="swarm-key new") as caught:
+        load_key(file)
+    assert "\n" not in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "it"
+    new_key(file)
+    file.chmod(0o644)
+    with pytest.raises(SwarmKeyError, match="other users"):
+        load_key(file)
