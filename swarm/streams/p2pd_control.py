@@ -72,6 +72,15 @@ class _Control(ControlClient):  # type: ignore[misc]
                 await writer.drain()
 
 
+class _Waiting(dict[Any, "asyncio.Future[Any]"]):
+    """hivemind's calls under way, without those whose caller has given up: an answer to one that comes before the caller
+    had its turn would end the task that reads all answers, and with it every later call."""
+
+    def __contains__(self, call: object) -> bool:
+        future = self.get(call)
+        return future is not None and not future.done()
+
+
 async def attach(daemon: Daemon) -> AttachedP2P:
     """As hivemind's `P2P.replicate`, with a control connection of our own."""
     p2p = AttachedP2P()
@@ -85,6 +94,7 @@ async def attach(daemon: Daemon) -> AttachedP2P:
             p2p._client_listen_maddr,
             persistent_conn_max_msg_size=DEFAULT_MAX_MSG_SIZE,
         )
+        p2p._client.control._pending_calls = _Waiting(p2p._client.control._pending_calls)
         await p2p._ping_daemon()
     return p2p
 
