@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.manifest import Manifest, OptimizerConfig
 from fusion.runtime.job.spec import DataSpec, GPTConfig, JobSpec, PlacementSpec, TrainSpec
@@ -77,7 +78,7 @@ def invented(number: int) -> PeerRecord:
     """A peer that a placement is computed for before there is any."""
     return PeerRecord(
         peer=PeerId(f"invented-{number}"), name="", addresses=(), role="peer", device="cpu",
-        flops_per_second=1e10, memory_bytes=4 << 30, free_memory_bytes=4 << 30, software="", opset=0,
+        flops_per_second=1e10, memory_bytes=4 << 30, free_memory_bytes=4 << 30, software="", opset=OPSET_VERSION,
         started_at=0.0,
     )  # fmt: skip
 
