@@ -2,7 +2,8 @@
 
 Every half second a line of JSON is added to REPORT: when, the longest that the loop's thread computed without letting
 anybody else run since the last line (processor time, so that a busy machine does not count), the process's memory and
-its open files, the processor time that it and its p2pd have used, and where in our code the loop was when it was late.
+its open files, the processor time that it and its p2pd have used, and where in our code the loop was when it was late; how many
+threads, tasks and blocks of Python's memory there are, and how many frames and offered records it has looked at.
 
 Each call of the device takes DEVICE_SECONDS longer than it computes, as on a machine that has more to do than these small
 models: jobs are then bound by what they wait for, and most of this machine's processors are idle in quiet.
@@ -27,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from attacks.processor import spent_seconds
 
 from fusion.cli.main import main
+from fusion.swarm.dht import service
+from fusion.swarm.streams import frame_parser
 from fusion.swarm.streams.p2p import P2PTransport
 
 DEVICE_SECONDS = 0.015
@@ -34,6 +37,8 @@ TICK_SECONDS = 0.01
 LATE_SECONDS = 0.1
 OURS, CALLS = str(Path(__file__).parents[2]), 4  # the innermost of the calls that are in our code
 REPORT_SECONDS = 0.5
+
+looked_at = {"frames": 0, "records": 0}  # by this peer, since its start
 
 
 class Where:
@@ -75,9 +80,29 @@ async def watch(report: Path) -> None:
                     "files": process.num_fds(),
                     "spent": spent_seconds(),
                     "where": where.most(),
+                    "threads": threading.active_count(),
+                    "tasks": len(asyncio.all_tasks()),
+                    "blocks": sys.getallocatedblocks(),
+                    **looked_at,
                 }
                 lines.write(json.dumps(line) + "\n")
                 worst, told = 0.0, time.monotonic()
+
+
+def count_what_comes() -> None:
+    """Frames by their heads, records by what a storing node checks first."""
+
+    def counted(module: Any, name: str, what: str) -> None:
+        function = getattr(module, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            looked_at[what] += 1
+            return function(*args, **kwargs)
+
+        setattr(module, name, count)
+
+    counted(frame_parser, "decode_head", "frames")
+    counted(service, "check_offer", "records")
 
 
 def slow_device() -> None:
@@ -101,6 +126,7 @@ def watched(report: Path) -> None:
 
     async def launch_and_watch(cls: type[P2PTransport], config: Any) -> P2PTransport:
         slow_device()
+        count_what_comes()
         transport: P2PTransport = await launch(cls, config)
         transport._tasks.append(asyncio.create_task(watch(report)))  # ends with the transport
         return transport
