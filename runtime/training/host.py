@@ -88,8 +88,12 @@ class TrainingHost:
 
     async def run(self) -> None:
         try:
-            if await self._work.snapshots.complete() and self.lead is not None:
-                self.lead.learn(self._work.snapshots.newest)
+            if await self._work.snapshots.complete():
+                newest = self._work.snapshots.newest
+                if self._loaded.handover is None:
+                    self._work.learn(newest.version)
+                if self.lead is not None:
+                    self.lead.learn(newest)
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 group.create_task(self.partners.run(), name=f"streams of stage {self._here.stage}")

@@ -74,7 +74,7 @@ class StageBuilder:
             size = state_bytes(loaded.plan.stage)
             async with asyncio.timeout(HANDOVER_SECONDS + size / HANDOVER_BYTES_PER_SECOND):
                 near = [peer] if peer is not None else []
-                state = await loaded.files.load_shard(handover.shard, handover.step, near)
+                state = await loaded.files.load_shard(handover.shard, handover.version, near)
         except (SwarmError, JobError, TimeoutError) as error:
             stage = loaded.plan.stage.index
             log.warning(

@@ -11,6 +11,7 @@ from fusion.runtime.training.snapshots.stage_snapshots import StageSnapshots
 from fusion.runtime.training.stage_messages import Outbox
 from fusion.runtime.training.step.events import Leave, Stay
 from fusion.runtime.training.step.handover_state import HandoverState
+from fusion.runtime.training.step.history import Version
 from fusion.runtime.training.step.run_statistics import RunStatistics
 
 
@@ -43,10 +44,10 @@ class StageHandover:
             self._passing.exception()  # nobody may be waiting any more: that is no error of its own
             self._passing = None
 
-    async def store(self, step: int, statistics: Callable[[], RunStatistics]) -> None:
-        """At the boundary, where the state is that of `step`. `statistics`: those that the stage knows."""
+    async def store(self, version: Version, statistics: Callable[[], RunStatistics]) -> None:
+        """At the boundary, where the state is that of `version`. `statistics`: those that the stage knows."""
         try:
-            shard = await self._snapshots.store(step)
+            shard = await self._snapshots.store(version)
         except JobError as error:
             self.fail(str(error))
             self._mailbox.put(Stay())
@@ -58,7 +59,7 @@ class StageHandover:
             self._mailbox.put(Stay())
         elif not self._passing.done():
             handover = HandoverState(
-                step=step, shard=shard, checkpoint=self._snapshots.newest, ledger=ledger, statistics=known,
+                step=version.step, history=version.history, shard=shard, checkpoint=self._snapshots.newest, ledger=ledger, statistics=known,
                 codecs=None if lead is None else lead.chosen,
             )  # fmt: skip
             self._passing.set_result(handover)

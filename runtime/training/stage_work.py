@@ -19,6 +19,7 @@ from fusion.runtime.training.stage_handover import StageHandover
 from fusion.runtime.training.stage_messages import Outbox
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step.history import Version
 from fusion.runtime.training.step.run_statistics import Attempt
 from fusion.runtime.training.step.stage import StageState, stage
 from fusion.runtime.training.streams.partner import Held
@@ -44,7 +45,7 @@ class StageWork:
         changed: Callable[[], None],
     ) -> None:
         self.state = StageState(
-            step=loaded.step, stage=here.stage, term=here.term, incarnation=here.incarnation, statistics=loaded.statistics
+            step=loaded.step, history=loaded.version.history, stage=here.stage, term=here.term, incarnation=here.incarnation, statistics=loaded.statistics
         )  # fmt: skip
         self._context = context
         self._here = here
@@ -66,6 +67,10 @@ class StageWork:
         self._applying: asyncio.Task[None] | None = None
         self._restoring: asyncio.Task[None] | None = None
 
+    def learn(self, version: Version) -> None:
+        """Which state was loaded; before anything is followed."""
+        self.state = replace(self.state, step=version.step, history=version.history)
+
     async def follow(self, event: e.StageEvent) -> None:
         self.state, actions = stage(self.state, event)
         for action in actions:
@@ -79,8 +84,8 @@ class StageWork:
                 self._tell(replace(action, text=self._partners.waiting_for[:300]))
             case m.Ready() | m.Leaving() | m.Lack():
                 self._tell(action)
-            case e.Run(attempt, step, after):
-                self._running = self._spawn(self._run(attempt, step, after))
+            case e.Run(attempt, _, after):
+                self._running = self._spawn(self._run(attempt, self.state.version, after))
             case e.Apply(rate, clip):
                 state = self.state
                 self._context.watch.commits(state.stage, state.attempt, state.step - 1)
@@ -97,8 +102,8 @@ class StageWork:
                 self.snapshots.go_back(action.checkpoint)
                 before, self._restoring = self._restoring, None
                 self._restoring = self._spawn(self._restore(action, before))
-            case e.HandOver(step):
-                self._spawn(self._hand_over(step))
+            case e.HandOver():
+                self._spawn(self._hand_over(self.state.version))
 
     def aside(self, message: m.Replicate | m.Move | m.Saved) -> None:
         """What the lead asks for beside the steps."""
@@ -126,7 +131,8 @@ class StageWork:
         """The lead."""
         self._outbox.send(0, message)
 
-    async def _run(self, attempt: Attempt, step: int, after: m.After) -> None:
+    async def _run(self, attempt: Attempt, version: Version, after: m.After) -> None:
+        step = version.step
         if after.codecs is not None:
             self._codecs.use(after.codecs)
         try:
@@ -135,7 +141,7 @@ class StageWork:
                 if loss is not None:
                     self._tell(m.Evaluated(step, loss))
             if after.snapshot:
-                await self.snapshots.take(step)
+                await self.snapshots.take(version)
             if after.finish:
                 return
             ready = await self._rad.step(attempt, step)
@@ -162,14 +168,15 @@ class StageWork:
         if before is not None:  # its checkpoint is not the one to go back to any more
             before.cancel()
             await asyncio.wait([before])
-        event: e.StageEvent = e.Restored(load.attempt, load.checkpoint.step)
+        version = load.checkpoint.version
+        event: e.StageEvent = e.Restored(load.attempt, version.step, version.history)
         try:
             await self.snapshots.restore(load.checkpoint)
         except JobError as error:
             event = e.LoadFailed(load.attempt, str(error)[:300])
         self._mailbox.put(event)
 
-    async def _hand_over(self, step: int) -> None:
+    async def _hand_over(self, version: Version) -> None:
         if self._applying is not None:
             await self._applying
-        await self.handover.store(step, lambda: self.state.statistics)
+        await self.handover.store(version, lambda: self.state.statistics)

@@ -13,10 +13,12 @@ from functools import cache
 from typing import Any
 
 from fusion.runtime.job.manifest import TrainConfig
+from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
+from fusion.runtime.training.step.history import INITIAL, Version, contents, extend
 from fusion.runtime.training.step.lead import LeadState, expected, lead
 from fusion.runtime.training.step.run_statistics import Attempt, Interruptions, RunStatistics
 from fusion.runtime.training.step.snapshot_books import SnapshotBooks
@@ -24,6 +26,7 @@ from fusion.runtime.training.step.stage import StageState, stage
 from fusion.swarm.directory.records import Digest
 
 SAMPLES = 11
+FOREIGN = -1  # a step of another history, in which the same number of steps were applied
 
 
 @cache
@@ -35,13 +38,26 @@ def ledger_of(config: TrainConfig, step: int) -> Ledger:
     return ledger_of(config, step - 1).commit(step - 1, fed, config.microbatches * config.microbatch_size)
 
 
+@cache
+def history_of(config: TrainConfig, step: int, stages: int) -> str:
+    """What the history of a step has to be: every stage's squared norm is 1."""
+    if step == 0:
+        return INITIAL
+    at = step - 1
+    made_of = contents(expected(config, at, SAMPLES), [1.0] * stages, [])
+    rate, clip = learning_rate(config.optimizer, at, config.steps), clip_factor(config.optimizer, stages)
+    return extend(history_of(config, at, stages), at, rate, clip, made_of)
+
+
 @dataclass
 class Owner:
     state: StageState
     newest: Checkpoint
     before: Checkpoint = START
     alive: bool = True
-    applied: list[int] = field(default_factory=list)  # the steps that its parameters are made of
+    applied: list[int] = field(
+        default_factory=list
+    )  # the steps that its parameters are made of; FOREIGN: another's
     work: e.Run | None = None
     local: list[e.StageEvent] = field(default_factory=list)  # what its own peer tells it, in order
 
@@ -52,6 +68,7 @@ class Model:
     stages: int
     chance: random.Random
     copies: float = 0.1  # of the messages come again later
+    forks: float = 0.0  # of the new owners come from another history, at the very step that the lead is at
     lead: LeadState = field(init=False)
     owners: list[Owner] = field(init=False)
     up: set[frozenset[int]] = field(default_factory=set)  # pairs of stages with a link
@@ -65,15 +82,17 @@ class Model:
     announced: Checkpoint = START  # by the lead of now
     discards: int = 0
     restores: int = 0
-    handovers: dict[int, tuple[int, list[int], Checkpoint, LeadState | None, RunStatistics]] = field(
+    handovers: dict[int, tuple[Version, list[int], Checkpoint, LeadState | None, RunStatistics]] = field(
         default_factory=dict
     )
 
     def __post_init__(self) -> None:
-        self.owners = [Owner(StageState(step=0, stage=i), START) for i in range(self.stages)]
+        self.owners = [Owner(StageState(step=0, history=INITIAL, stage=i), START) for i in range(self.stages)]
         self.to_stage = [[] for _ in range(self.stages)]
         self.to_lead = [[] for _ in range(self.stages)]
-        self.lead = LeadState(config=self.config, stages=self.stages, term=1, samples=SAMPLES)
+        self.lead = LeadState(
+            config=self.config, stages=self.stages, term=1, samples=SAMPLES, history=INITIAL
+        )
         for i in range(self.stages):
             self.link(i)
 
@@ -137,12 +156,19 @@ class Model:
         """The next owner, from the handover if there is one, else from the newest snapshot."""
         term = self.owners[i].state.term + 1
         handover = self.handovers.pop(i, None)
-        if handover is None:
-            state = StageState(step=self.record.step, stage=i, term=term)
+        if handover is None and i > 0 and self.chance.random() < self.forks:
+            step = self.lead.step
+            state = StageState(step=step, history="f" * 64, stage=i, term=term)
+            self.owners[i] = Owner(state, self.record, applied=[FOREIGN] * step)
+        elif handover is None:
+            version = self.record.version
+            state = StageState(step=version.step, history=version.history, stage=i, term=term)
             self.owners[i] = Owner(state, self.record, applied=list(range(self.record.step)))
         else:
-            step, applied, checkpoint, _, statistics = handover
-            state = StageState(step=step, stage=i, term=term, statistics=statistics)
+            version, applied, checkpoint, _, statistics = handover
+            state = StageState(
+                step=version.step, history=version.history, stage=i, term=term, statistics=statistics
+            )
             self.owners[i] = Owner(state, checkpoint, applied=list(applied))
         if i == 0:
             self.saving, self.announced = (-1, set()), START
@@ -151,6 +177,7 @@ class Model:
                 config=self.config, stages=self.stages, term=term, samples=SAMPLES,
                 snapshots=SnapshotBooks(newest=self.owners[0].newest),
                 ledger=self.record.ledger if old is None else old.ledger,
+                history=self.record.version.history if old is None else old.history,
                 interruptions=Interruptions(
                     statistics=RunStatistics() if old is None else old.statistics, counted=old is not None
                 ),
@@ -180,7 +207,10 @@ class Model:
                 self.saving[1].add(i)
                 if len(self.saving[1]) == self.stages:
                     checkpoint = Checkpoint(
-                        step=step, digest=Digest(f"{step:064}"), ledger=ledger_of(self.config, step)
+                        step=step,
+                        digest=Digest(f"{step:064}"),
+                        ledger=ledger_of(self.config, step),
+                        history=history_of(self.config, step, self.stages),
                     )
                     self.saving = (-1, set())
                     self.record = max(self.record, checkpoint, key=lambda p: p.rank)
@@ -203,11 +233,12 @@ class Model:
                 case m.Hold(_, stage, _):
                     self.tell(stage, action)
                     continue
-                case m.Commit(attempt, step, _, _, _):
+                case m.Commit(attempt, step):
                     for j in range(self.stages):
                         assert (j, attempt, step) in self.ready, "a commit without every ready"
                     assert self.commits.setdefault((attempt, step), action) == action, "two commits"
                     assert self.lead.ledger == ledger_of(self.config, step + 1)
+                    assert self.lead.history == history_of(self.config, step + 1, self.stages)
                 case m.Begin(_, step, _):
                     assert self.lead.ledger == ledger_of(self.config, step)
                     self.saving = (-1, set())
@@ -245,7 +276,7 @@ class Model:
                 case m.Suspect() | m.Leaving():
                     self.say(i, action)
                 case e.Run(_, step, _):
-                    assert step == len(owner.applied), "a step on another base"
+                    assert owner.applied == list(range(step)), "a step on another base"
                     owner.work = action
                 case m.Ready(attempt, step):
                     self.ready.add((i, attempt, step))
@@ -257,13 +288,13 @@ class Model:
                     owner.work = None
                 case e.Load(attempt, checkpoint):
                     owner.newest = checkpoint
-                    owner.local.append(e.Restored(attempt, checkpoint.step))
+                    owner.local.append(e.Restored(attempt, checkpoint.step, checkpoint.version.history))
                     owner.applied = list(range(checkpoint.step))
                 case e.HandOver(step):
                     assert step == len(owner.applied)
                     lead = self.lead if i == 0 else None
                     self.handovers[i] = (
-                        step,
+                        owner.state.version,
                         list(owner.applied),
                         owner.newest,
                         lead,

@@ -25,6 +25,7 @@ from fusion.runtime.job.fields import build
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.stage_graphs import StageGraphs, Stages
 from fusion.runtime.training.stage_source import StageSource
+from fusion.runtime.training.step.history import Version
 from fusion.swarm.directory.records import JobRecord
 
 
@@ -72,14 +73,20 @@ class WorldGraphs(StageGraphs):
 class WorldShards:
     """Implements `fusion.runtime.training.snapshots.stage_files.Shards` over a simulated disk."""
 
-    def save(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    def save(
+        self, tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
+    ) -> None:
         path.write_bytes(pack(tensors))
 
     def load_weights(self, path: Path, stage: Stage) -> dict[str, torch.Tensor]:
         return unpack(path.read_bytes())
 
     def load_state(
-        self, path: Path, stage: Stage, residuals: Mapping[str, tuple[int, ...]]
+        self,
+        path: Path,
+        stage: Stage,
+        residuals: Mapping[str, tuple[int, ...]],
+        version: Version | None = None,
     ) -> dict[str, torch.Tensor]:
         return unpack(path.read_bytes())
 

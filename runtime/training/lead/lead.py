@@ -23,6 +23,7 @@ from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.handover_state import HandoverState
+from fusion.runtime.training.step.history import Version
 from fusion.runtime.training.step.lead import LeadState, after, lead
 from fusion.runtime.training.step.run_statistics import CLEAN, Interruptions, RunStatistics
 from fusion.runtime.training.step.snapshot_books import SnapshotBooks
@@ -84,6 +85,7 @@ class Lead:
             term=term,
             samples=samples,
             ledger=newest.ledger if handover is None else handover.ledger,
+            history=newest.version.history if handover is None else handover.history,
             snapshots=SnapshotBooks(newest=newest),
             interruptions=Interruptions(
                 statistics=CLEAN if handover is None else handover.statistics, counted=handover is not None
@@ -108,9 +110,10 @@ class Lead:
 
     def learn(self, checkpoint: Checkpoint) -> None:
         """The snapshot that our stage was loaded from, now with its ledger; before anything is received."""
-        ledger = checkpoint.ledger if self._handed_over is None else self._handed_over.ledger
         books = replace(self._state.snapshots, newest=checkpoint)
-        self._state = replace(self._state, snapshots=books, ledger=ledger)
+        self._state = replace(self._state, snapshots=books)
+        if self._handed_over is None:
+            self._state = replace(self._state, ledger=checkpoint.ledger, history=checkpoint.version.history)
         self._period = SnapshotPeriod(began=self._clock(), taken=self._clock())
         self._watched = self._clock()
         self._tell_books()
@@ -188,8 +191,8 @@ class Lead:
                 self._event(message, stage)
             case m.Evaluated(step, loss):
                 self.tell(validation_loss=loss, validation_step=step)
-            case m.Shard(step, digest, seconds):
-                self._shard(stage, step, digest, seconds)
+            case m.Shard():
+                self._shard(stage, message)
             case m.Held(step, index):
                 self._held(stage, step, index)
             case m.Failed():
@@ -303,20 +306,23 @@ class Lead:
     def _snapshot(self, after: m.After) -> None:
         """Whether everybody is told to save the state of the step that the ledger is of."""
         if after.snapshot:
-            self._collector = Collector(stages=self._stages, ledger=self._state.ledger)
+            self._collector = Collector(
+                stages=self._stages, ledger=self._state.ledger, history=self._state.history
+            )
             self._index = None
             self._period = self._period.ask(self._clock())
 
-    def _shard(self, stage: int, step: int, digest: Digest, seconds: float) -> None:
+    def _shard(self, stage: int, shard: m.Shard) -> None:
         before = self._collector
-        self._collector = before.shard(stage, step, digest, seconds)
+        saved = Version(shard.step, shard.history)
+        self._collector = before.shard(stage, saved, shard.digest, shard.seconds)
         if self._collector.complete and self._collector.shards != before.shards:
             self._index = None
             self._spawn(self._write_index(self._collector))
 
     async def _write_index(self, collector: Collector) -> None:
         index = await self._put(encode_index(collector.index(self._job)))
-        if self._collector.shards == collector.shards and self._collector.ledger == collector.ledger:
+        if self._collector.shards == collector.shards and self._collector.version == collector.version:
             self._index = index
             self._everyone(m.Replicate(collector.step, index))
 

@@ -13,6 +13,7 @@ from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.snapshots.stage_files import StageFiles
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.handover_state import HandoverState
+from fusion.runtime.training.step.history import Version
 from fusion.runtime.training.step.run_statistics import CLEAN, RunStatistics
 
 
@@ -36,6 +37,11 @@ class Loaded:
         return CLEAN if self.handover is None else self.handover.statistics
 
     @property
+    def version(self) -> Version:
+        """Of the state."""
+        return self.start.version if self.handover is None else self.handover.version
+
+    @property
     def step(self) -> int:
         """That the state is of."""
-        return self.start.step if self.handover is None else self.handover.step
+        return self.version.step

@@ -24,6 +24,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.history import UNKNOWN, Version
 from fusion.swarm.directory.records import Digest, JobId, is_digest
 
 INDEX_VERSION = 2  # 1 had no ledger
@@ -31,6 +32,7 @@ MAX_INDEX_BYTES = 1 << 20
 VARIABLE = "variable/"
 OPTIMIZER = "optimizer/"
 CODEC = "codec/"
+STATE = "state"  # in the metadata of a shard: which one it is of
 NO_RESIDUALS: Mapping[str, tuple[int, ...]] = {}
 
 
@@ -40,11 +42,12 @@ class Index:
     step: int
     shards: tuple[Digest, ...]  # by stage
     ledger: Ledger  # of `step`
+    history: str = UNKNOWN  # of the state that the shards are of, all of them
     version: int = INDEX_VERSION
 
     def checkpoint(self, digest: Digest) -> Checkpoint:
         """What the index, whose blob has this digest, says that everybody can go back to."""
-        return Checkpoint(step=self.step, digest=digest, ledger=self.ledger)
+        return Checkpoint(step=self.step, digest=digest, ledger=self.ledger, history=self.history)
 
 
 def encode_index(index: Index) -> bytes:
@@ -83,6 +86,8 @@ def _check_ledger(index: Index) -> None:
         raise ValueError(f"a ledger of {index.ledger.steps} steps with the state of step {index.step}")
     if not is_digest(Digest(index.ledger.head)):
         raise ValueError("the head of a ledger is a SHA-256 in hex")
+    if index.history != UNKNOWN and not is_digest(Digest(index.history)):
+        raise ValueError("a history is a SHA-256 in hex")
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -93,6 +98,11 @@ def save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, st
         raise OSError(f"cannot write {path}: {error}") from None
 
 
+def marked(version: Version) -> dict[str, str]:
+    """The metadata of a shard of that state: one entry, for safetensors writes several in any order."""
+    return {STATE: f"{version.step} {version.history}"}
+
+
 def load_weights(path: Path, stage: Stage) -> dict[str, torch.Tensor]:
     """The initial weights of a stage. JobError for a blob that lacks a variable, has another one, or has one of
     another shape or dtype; all from its header, before any data is read."""
@@ -101,12 +111,17 @@ def load_weights(path: Path, stage: Stage) -> dict[str, torch.Tensor]:
 
 
 def load_state(
-    path: Path, stage: Stage, residuals: Mapping[str, tuple[int, ...]] = NO_RESIDUALS
+    path: Path,
+    stage: Stage,
+    residuals: Mapping[str, tuple[int, ...]] = NO_RESIDUALS,
+    version: Version | None = None,
 ) -> dict[str, torch.Tensor]:
     """The shard of a stage, checked as by `load_weights`; optimizer slots are scalars or as large as their variable.
-    `residuals`: what codecs may have left out, by edge or variable, and the shape of it."""
+    `residuals`: what codecs may have left out, by edge or variable, and the shape of it. JobError, too, where the shard
+    says that it is of another state than `version`."""
     types = {variable.name: variable.type for variable in stage.graph.variables}
-    return _load(path, {VARIABLE + name: kind for name, kind in types.items()}, types, residuals)
+    wanted = {VARIABLE + name: kind for name, kind in types.items()}
+    return _load(path, wanted, types, residuals, version)
 
 
 def variables(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -124,9 +139,12 @@ def _load(
     wanted: Mapping[str, TensorType],
     slots: Mapping[str, TensorType],
     left_out: Mapping[str, tuple[int, ...]] = NO_RESIDUALS,
+    version: Version | None = None,
 ) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
+            if version is not None:
+                _check_version((file.metadata() or {}).get(STATE), version)
             names = set(file.keys())
             missing = sorted(set(wanted) - names)
             if missing:
@@ -137,6 +155,14 @@ def _load(
             return {name: file.get_tensor(name) for name in sorted(names)}
     except SafetensorError as error:
         raise JobError(f"a weights blob is not safetensors: {error}") from None
+
+
+def _check_version(said: str | None, version: Version) -> None:
+    if said is None:  # of a peer that does not say it
+        return
+    step, _, history = said.partition(" ")
+    if step != str(version.step) or not version.matches(replace(version, history=history)):
+        raise JobError(f"a shard of state {said[:24]} in a snapshot of state {marked(version)[STATE][:24]}")
 
 
 def _check(
@@ -184,6 +210,7 @@ class Collector:
 
     stages: int
     ledger: Ledger = UNASKED  # of the step that was asked for
+    history: str = UNKNOWN  # of its state: a save of that step in another history is no part of it
     shards: Mapping[int, Digest] = field(default_factory=dict)
     holders: frozenset[int] = frozenset()
     seconds: float = 0.0  # the longest that it kept a stage's device
@@ -192,9 +219,13 @@ class Collector:
     def step(self) -> int:
         return self.ledger.steps
 
-    def shard(self, stage: int, step: int, digest: Digest, seconds: float = 0.0) -> Collector:
-        """`stage` has saved its shard of `step`."""
-        if step != self.step:
+    @property
+    def version(self) -> Version:
+        return Version(self.step, self.history)
+
+    def shard(self, stage: int, saved: Version, digest: Digest, seconds: float = 0.0) -> Collector:
+        """`stage` has saved its shard of that state."""
+        if not saved.matches(self.version):
             return self
         held = self.holders if self.shards.get(stage, digest) == digest else frozenset()
         return replace(
@@ -211,7 +242,7 @@ class Collector:
 
     def index(self, job: JobId) -> Index:
         shards = tuple(self.shards[s] for s in range(self.stages))
-        return Index(job=job, step=self.step, shards=shards, ledger=self.ledger)
+        return Index(job=job, step=self.step, shards=shards, ledger=self.ledger, history=self.history)
 
     def held(self, stage: int, step: int) -> Collector:
         """`stage` holds the index, its own shard and the one before."""

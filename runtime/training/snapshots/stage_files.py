@@ -14,11 +14,13 @@ import torch
 
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.stage_graphs import file_bytes, weights_bytes
 from fusion.runtime.training.compute.stage_codecs import residual_shapes
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.history import Version
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
@@ -33,12 +35,18 @@ KEPT = 2  # snapshots that stay on disk: somebody may be fetching the one before
 class Shards(Protocol):
     """How the state of a stage lies in a blob: `snapshot` says what each does, and does it."""
 
-    def save(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None: ...
+    def save(
+        self, tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
+    ) -> None: ...
 
     def load_weights(self, path: Path, stage: Stage) -> dict[str, torch.Tensor]: ...
 
     def load_state(
-        self, path: Path, stage: Stage, residuals: Mapping[str, tuple[int, ...]]
+        self,
+        path: Path,
+        stage: Stage,
+        residuals: Mapping[str, tuple[int, ...]],
+        version: Version | None = None,
     ) -> dict[str, torch.Tensor]: ...
 
 
@@ -76,15 +84,17 @@ class StageFiles:
             path = await blobs.fetch(self._manifest.weights[stage.index], proposed, max_bytes=self._most)
             weights = await asyncio.to_thread(self._shards.load_weights, path, stage)
             return {snapshot.VARIABLE + name: tensor for name, tensor in weights.items()}
-        digest = await self._shard_of(checkpoint.digest, owners)
+        digest, version = await self._shard_of(checkpoint, owners)
         path = await blobs.fetch(digest, self._near(stage.index, owners), max_bytes=self._most)
-        return await asyncio.to_thread(self._shards.load_state, path, stage, self._residuals)
+        return await asyncio.to_thread(self._shards.load_state, path, stage, self._residuals, version)
 
-    async def load_shard(self, digest: Digest, step: int, near: Sequence[PeerId]) -> dict[str, torch.Tensor]:
-        """The state of our stage at `step` from one shard, which the peers of `near` hold. Raises BlobError, JobError."""
+    async def load_shard(
+        self, digest: Digest, version: Version, near: Sequence[PeerId]
+    ) -> dict[str, torch.Tensor]:
+        """That state of our stage from one shard, which the peers of `near` hold. Raises BlobError, JobError."""
         path = await self._context.blobs.fetch(digest, near, max_bytes=self._most)
-        self._keep(step, digest)
-        return await asyncio.to_thread(self._shards.load_state, path, self._stage, self._residuals)
+        self._keep(version.step, digest)
+        return await asyncio.to_thread(self._shards.load_state, path, self._stage, self._residuals, version)
 
     async def fetch(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> None:
         """Bring here what `load` would read. Raises BlobError, JobError."""
@@ -93,12 +103,12 @@ class StageFiles:
             weights = self._manifest.weights[self._stage.index]
             await self._context.blobs.fetch(weights, proposed, max_bytes=self._most)
             return
-        digest = await self._shard_of(checkpoint.digest, owners)
+        digest, _ = await self._shard_of(checkpoint, owners)
         near = self._near(self._stage.index, owners)
         await self._context.blobs.fetch(digest, near, max_bytes=self._most)
 
-    async def save(self, step: int, state: Mapping[str, torch.Tensor]) -> Digest:
-        """Store the state of our stage at `step` as a blob. Raises BlobError, QuotaExceeded, OSError."""
+    async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
+        """Store that state of our stage as a blob. Raises BlobError, QuotaExceeded, OSError."""
         self._scratch.mkdir(parents=True, exist_ok=True)
         path = (
             self._scratch
@@ -107,7 +117,7 @@ class StageFiles:
         abandoned = threading.Event()  # we are cancelled, but a thread cannot be
 
         def write() -> None:
-            self._shards.save(state, path)
+            self._shards.save(state, path, snapshot.marked(version))
             if abandoned.is_set():
                 path.unlink(missing_ok=True)
 
@@ -117,7 +127,7 @@ class StageFiles:
         finally:
             abandoned.set()
             path.unlink(missing_ok=True)
-        self._keep(step, digest)
+        self._keep(version.step, digest)
         return digest
 
     async def replicate(self, index_digest: Digest, owners: Mapping[int, PeerId]) -> None:
@@ -152,11 +162,17 @@ class StageFiles:
             except SwarmError as error:
                 log.warning("stage %d of %s holds no copy of a file: %s", stage, manifest.name, error)
 
-    async def _shard_of(self, index_digest: Digest, owners: Mapping[int, PeerId]) -> Digest:
-        """Our own shard of a snapshot, which is kept from now on."""
-        index = await self._index(index_digest, owners)
-        self._keep(index.step, index_digest, index.shards[self._stage.index])
-        return index.shards[self._stage.index]
+    async def _shard_of(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> tuple[Digest, Version]:
+        """Our own shard of a snapshot, which is kept from now on, and the state that it is to be of."""
+        assert checkpoint.digest is not None, "the initial weights are no snapshot"
+        index = await self._index(checkpoint.digest, owners)
+        found = index.checkpoint(checkpoint.digest)
+        if not found.version.matches(checkpoint.version) or (
+            checkpoint.sound and checkpoint.ledger != found.ledger
+        ):
+            raise JobError(f"the snapshot {checkpoint.digest[:12]} is not of the state that it is said to be")
+        self._keep(index.step, checkpoint.digest, index.shards[self._stage.index])
+        return index.shards[self._stage.index], found.version
 
     async def _index(self, digest: Digest, owners: Mapping[int, PeerId]) -> snapshot.Index:
         data = await self._context.blobs.read(digest, snapshot.MAX_INDEX_BYTES, self._near(0, owners))

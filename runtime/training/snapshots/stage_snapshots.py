@@ -19,6 +19,7 @@ from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.loaded_stage import Loaded
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
+from fusion.runtime.training.step.history import Version
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
@@ -56,26 +57,26 @@ class StageSnapshots:
         self._spawn = spawn
         self._clock = clock
         self._saving: asyncio.Task[None] | None = None
-        self._save_step = -1  # the newest that we were asked to save
+        self._asked: Version | None = None  # the newest state that we were asked to save
         self._replica: Digest | None = None  # the newest index that we were asked to hold
 
-    async def take(self, step: int) -> None:
-        """Copy the state, which is that of `step`. It is saved, and the lead told of it, beside the steps that follow;
+    async def take(self, version: Version) -> None:
+        """Copy the state, which is that of `version`. It is saved, and the lead told of it, beside the steps that follow;
         a save before it that does not succeed is given up."""
         state, seconds = await self._compute.run(self._timed_state)
-        self._save_step = step
+        self._asked = version
         if self._saving is not None:
             await self._saving
-        self._saving = self._spawn(self._save(step, state, seconds))
+        self._saving = self._spawn(self._save(version, state, seconds))
 
-    async def store(self, step: int) -> Digest:
-        """The blob of the state, which is that of `step`, once it is saved. JobError where it cannot be."""
+    async def store(self, version: Version) -> Digest:
+        """The blob of the state, which is that of `version`, once it is saved. JobError where it cannot be."""
         state = await self._compute.run(self._state_now)
         if self._saving is not None:  # the others may be waiting for it
-            self._save_step = step
+            self._asked = version
             await self._saving
         try:
-            return await self._files.save(step, state)
+            return await self._files.save(version, state)
         except (SwarmError, OSError) as error:
             raise JobError(f"stage {self._stage} could not store its state: {error}") from None
 
@@ -113,6 +114,7 @@ class StageSnapshots:
                 "stage %d goes back beyond the newest snapshot, to step %d", self._stage, checkpoint.step
             )
         self.newest = checkpoint
+        self._asked = None  # what is not saved by now is of a history that may not go on
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to `checkpoint`. JobError where it cannot be had."""
@@ -123,15 +125,16 @@ class StageSnapshots:
         await self._compute.run(self._plane.load_state, state)
         self._codecs.load(snapshot.residuals(state))
 
-    async def _save(self, step: int, state: Mapping[str, torch.Tensor], seconds: float) -> None:
-        while self._save_step == step:
+    async def _save(self, version: Version, state: Mapping[str, torch.Tensor], seconds: float) -> None:
+        step = version.step
+        while self._asked == version:
             try:
-                digest = await self._files.save(step, state)
+                digest = await self._files.save(version, state)
             except (SwarmError, OSError) as error:
                 log.warning("stage %d could not save step %d: %s", self._stage, step, error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._tell(m.Shard(step, digest, seconds))
+            self._tell(m.Shard(step, digest, seconds, version.history))
             return
 
     def _timed_state(self) -> tuple[Mapping[str, torch.Tensor], float]:

@@ -6,6 +6,7 @@ stage            every stage's side
 attendance       who is here: which stages have joined, and whom each is linked to
 snapshot_books   which snapshots there are to go back to, and whether one is due
 lead             the lead's side
+history          which state a stage has: a digest of what it applied
 checkpoint       what everybody can go back to
 handover_state   what a leaving owner gives to the next
 run_statistics   losses, recoveries, steps discarded and replayed
@@ -16,12 +17,12 @@ The table: who says what when, and why it is exact.
 
     lead (`lead`)                                every stage (`stage`), the lead's own too
     ------------------                           ----------------------------------------------
-    has `join` of every stage at one step   <-   join      linked to its partners, state of step s
+    has `join` of every stage, in one state <-   join      linked to its partners, state of step s
     begin (attempt, s)                      ->   runs its microbatches of step s
                                             <-   ready     gradients of step s are complete, squared norm
     commit (s, rate, clip), all ready       ->   applies them: step s + 1, which begins at once
     discard, when a stage or a link is lost ->   drops gradients; state is still that of step s
-    restore (checkpoint)                    ->   joined at unlike steps: everybody back to the newest snapshot
+    restore (checkpoint)                    ->   joined in unlike states: everybody back to the newest snapshot
     finish                                  ->   the last snapshot is held; the job has ended
 
 A stage whose owner leaves is handed over at a boundary, and no step is lost:

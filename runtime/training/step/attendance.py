@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from fusion.runtime.training.step.history import Version
 from fusion.runtime.training.step.messages import Join, JoinId, Links
 
 
@@ -18,7 +19,7 @@ def supersedes(join_id: JoinId, known: JoinId) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Attendance:
-    joined: Mapping[int, int] = field(default_factory=dict)  # stage -> the step its state is of
+    joined: Mapping[int, Version] = field(default_factory=dict)  # stage -> the state that it has
     join_ids: Mapping[int, JoinId] = field(default_factory=dict)  # stage -> its newest join
     links: Mapping[int, Links] = field(default_factory=dict)  # stage -> whom it was linked to then
     leaving: frozenset[int] = frozenset()  # want to be handed over
@@ -40,14 +41,14 @@ class Attendance:
     def join(self, stage: int, message: Join) -> Attendance:
         return replace(
             self,
-            joined={**self.joined, stage: message.step},
+            joined={**self.joined, stage: message.version},
             join_ids={**self.join_ids, stage: message.join_id},
             links={**self.links, stage: message.links},
             held=self.held - {stage},
         )
 
     def lose(self, stage: int) -> Attendance:
-        return replace(self, joined={s: step for s, step in self.joined.items() if s != stage})
+        return replace(self, joined={s: state for s, state in self.joined.items() if s != stage})
 
     def leave(self, stage: int) -> Attendance:
         """It wants to be handed over."""
@@ -60,5 +61,5 @@ class Attendance:
     def part(self) -> Attendance:
         """The stages that leave have not joined any more. Those beside them have; but their links lead to the owner that
         leaves, so that nothing begins until they have joined again (`agree`), each at a time of its own."""
-        joined = {s: step for s, step in self.joined.items() if s not in self.leaving}
+        joined = {s: state for s, state in self.joined.items() if s not in self.leaving}
         return replace(self, joined=joined, held=self.held | self.leaving, leaving=frozenset())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.runtime.training.data.ledger import UNTRAINED, Ledger
+from fusion.runtime.training.step.history import INITIAL, UNKNOWN, Version
 from fusion.swarm.directory.records import Digest
 
 
@@ -15,11 +16,17 @@ class Checkpoint:
     step: int = 0
     digest: Digest | None = None
     ledger: Ledger = UNTRAINED  # of that step, where it is known: a job record has no room for it
+    history: str = UNKNOWN  # of the state, where it is known
 
     @property
     def sound(self) -> bool:
         """Whether the ledger is that of the step."""
         return self.ledger.steps == self.step
+
+    @property
+    def version(self) -> Version:
+        """Of the state."""
+        return Version(self.step, INITIAL if self.digest is None else self.history)
 
     @property
     def rank(self) -> tuple[int, str]:

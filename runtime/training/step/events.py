@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fusion.runtime.job.manifest import EdgeCodecs
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.history import UNKNOWN
 from fusion.runtime.training.step.run_statistics import Attempt
 
 # --- the lead hears from its own peer
@@ -88,6 +89,7 @@ class Completed:
 class Restored:
     attempt: Attempt
     step: int
+    history: str = UNKNOWN
 
 
 @dataclass(frozen=True)

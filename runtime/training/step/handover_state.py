@@ -15,6 +15,7 @@ from fusion.runtime.job.fields import build, plain
 from fusion.runtime.job.manifest import EdgeCodecs
 from fusion.runtime.training.data.ledger import UNTRAINED, Ledger
 from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.history import UNKNOWN, Version
 from fusion.runtime.training.step.run_statistics import CLEAN, RunStatistics
 from fusion.swarm.directory.records import Digest, is_digest
 
@@ -26,7 +27,12 @@ class HandoverState:
     checkpoint: Checkpoint  # the newest snapshot that all stages hold
     ledger: Ledger = UNTRAINED  # of `step`; from the lead only
     statistics: RunStatistics = CLEAN
+    history: str = UNKNOWN  # of the state
     codecs: EdgeCodecs | None = None  # that the lead has chosen since the job began; from the lead only
+
+    @property
+    def version(self) -> Version:
+        return Version(self.step, self.history)
 
     def to_header(self) -> dict[str, Any]:
         return plain(self)

@@ -14,6 +14,7 @@ from fusion.runtime.training.data.samples import sample_indices
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.attendance import Attendance, supersedes
+from fusion.runtime.training.step.history import UNKNOWN, Version, contents, extend
 from fusion.runtime.training.step.run_statistics import NO_ATTEMPT, Attempt, Interruptions, RunStatistics
 from fusion.runtime.training.step.snapshot_books import SnapshotBooks
 
@@ -29,6 +30,7 @@ class LeadState:
     count: int = 0  # attempts made by this lead
     phase: Literal["gathering", "running", "ended"] = "gathering"
     ledger: Ledger = UNTRAINED  # of the state that our own stage has: the next step is ledger.steps
+    history: str = UNKNOWN  # of that state
     here: Attendance = field(default_factory=Attendance)
     ready: Mapping[int, m.Ready] = field(default_factory=dict)
     snapshots: SnapshotBooks = field(default_factory=SnapshotBooks)
@@ -42,6 +44,10 @@ class LeadState:
     def step(self) -> int:
         """Committed steps."""
         return self.ledger.steps
+
+    @property
+    def version(self) -> Version:
+        return Version(self.step, self.history)
 
     @property
     def attempt(self) -> Attempt:
@@ -163,7 +169,7 @@ def _gather(state: LeadState) -> Result:
     """Begin when everybody is here, or go back to where everybody can be."""
     if state.missing or state.phase != "gathering" or not state.here.agree:
         return state, ()
-    if set(state.here.joined.values()) != {state.ledger.steps}:
+    if not Version.agree((state.version, *state.here.joined.values())):
         return _restore(state)
     step, config, snapshots = state.step, state.config, state.snapshots
     # What was asked for at this step and is not whole yet will not be: the others have begun anew.
@@ -182,7 +188,7 @@ def _gather(state: LeadState) -> Result:
         interruptions=state.interruptions.recover(),
     )
     state = _asked(state, following)
-    return state, (m.Begin(state.attempt, step, following, state.statistics),)
+    return state, (m.Begin(state.attempt, step, following, state.statistics, state.history),)
 
 
 def _restore(state: LeadState) -> Result:
@@ -192,6 +198,7 @@ def _restore(state: LeadState) -> Result:
         here=replace(state.here, joined={}),
         count=state.count + 1,
         ledger=checkpoint.ledger,
+        history=checkpoint.version.history,
         interruptions=replace(state.interruptions, broken=True),
     )
     return replace(state, restoring=state.attempt), (m.Restore(state.attempt, checkpoint),)
@@ -222,13 +229,24 @@ def _commit(state: LeadState) -> Result:
         return _refuse(state, f"stage {wrong[0]} fed other samples than those of step {step}")
     ledger = state.ledger.commit(step, fed, config.microbatches * config.microbatch_size)
     reports = state.ready
-    loss = next((report.loss for report in reports.values() if report.loss is not None), None)
+    rate, clip = (
+        learning_rate(config.optimizer, step, config.steps),
+        clip_factor(config.optimizer, squared_norm),
+    )
+    ordered = [reports[s] for s in range(state.stages)]
+    losses = [report.loss for report in ordered if report.loss is not None]
+    made_of = contents(fed, [report.squared_norm for report in ordered], losses)
+    loss = losses[0] if losses else None
     state = replace(
         state,
         ledger=ledger,
-        here=replace(state.here, joined=dict.fromkeys(range(state.stages), step + 1)),
+        history=extend(state.history, step, rate, clip, made_of),
         ready={},
-    ).count_on(state.statistics.commit(step, loss))
+    )
+    joined = dict.fromkeys(range(state.stages), state.version)
+    state = replace(state, here=replace(state.here, joined=joined)).count_on(
+        state.statistics.commit(step, loss)
+    )
     following = after(config, step + 1, stopping=state.stopping, due=state.snapshots.due)
     if following.snapshot and state.snapshots.saving and not following.finish:
         # One after the other: a job whose steps are quicker than its disks would never get one whole.
@@ -242,13 +260,7 @@ def _commit(state: LeadState) -> Result:
         following = replace(following, codecs=state.codecs)
         state = replace(state, codecs_changed=False)
     state = _asked(state, following)
-    commit = m.Commit(
-        state.attempt,
-        step,
-        learning_rate(config.optimizer, step, config.steps),
-        clip_factor(config.optimizer, squared_norm),
-        following,
-    )
+    commit = m.Commit(state.attempt, step, rate, clip, following, made_of)
     return state, (commit, e.Committed(step, reports))
 
 

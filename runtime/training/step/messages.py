@@ -23,6 +23,7 @@ from fusion.runtime.job.manifest import EdgeCodecs
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
+from fusion.runtime.training.step.history import UNKNOWN, Version
 from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import Frame, PeerId
@@ -89,6 +90,7 @@ class Begin:
     step: int
     after: After
     statistics: RunStatistics = CLEAN
+    history: str = UNKNOWN  # of the state that the step is run on
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Commit:
     learning_rate: float
     clip_factor: float
     after: After
+    made_of: str = UNKNOWN  # digest of the step's contents (`fusion.runtime.training.step.history`)
 
 
 @dataclass(frozen=True)
@@ -166,12 +169,17 @@ class Join:
 
     step: int  # -1: it has none
     join_id: JoinId
+    history: str = UNKNOWN  # of the state: a digest of the commits that were applied
     links: Links = ()  # the term under which each stage that it works with is held, as it knows
     attempt: Attempt = NO_ATTEMPT  # the newest that it has heard of
     abandoned: bool = False  # it dropped a step of that attempt before the lead said so
     newest: Checkpoint = START  # the newest snapshot that the stage knows to be held
     before: Checkpoint = START  # the one before it
     statistics: RunStatistics = CLEAN
+
+    @property
+    def version(self) -> Version:
+        return Version(self.step, self.history)
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,7 @@ class Shard:
     step: int
     digest: Digest
     seconds: float = 0.0  # that saving kept the device from the steps
+    history: str = UNKNOWN  # of the state that was saved
 
 
 @dataclass(frozen=True)

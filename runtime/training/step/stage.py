@@ -7,12 +7,14 @@ from typing import Literal
 
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step.history import UNKNOWN, Version, extend
 from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageState:
     step: int  # the step that the parameters are of; -1: of none
+    history: str = UNKNOWN  # of the commits that made them
     stage: int = 0
     term: int = 1  # that we hold the stage under
     incarnation: int = 0  # drawn at random, tells us from another host under the same term
@@ -32,6 +34,10 @@ class StageState:
     def join_id(self) -> m.JoinId:
         """Of our newest join."""
         return (self.term, self.incarnation, self.joins)
+
+    @property
+    def version(self) -> Version:
+        return Version(self.step, self.history)
 
 
 def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.StageAction, ...]]:
@@ -71,16 +77,16 @@ def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.S
                 state, attempt=attempt, loading=attempt, relinked=False, abandoned=False, phase="restoring"
             )
             return state, (*actions, e.Load(attempt, checkpoint))
-        case e.Restored(attempt, step):
+        case e.Restored(attempt, step, history):
             if state.phase != "restoring" or attempt != state.loading:
                 return state, ()
-            state = replace(state, step=step, phase="idle")
+            state = replace(state, step=step, history=history, phase="idle")
             return _join(state) if state.linked else (state, ())
         case e.LoadFailed(attempt, text):
             if state.phase != "restoring" or attempt != state.loading:
                 return state, ()
             # What was loaded of it in part is no state at all.
-            state = replace(state, step=-1, phase="idle")
+            state = replace(state, step=-1, history=UNKNOWN, phase="idle")
             if not state.linked:
                 return state, ()
             return _join(state) if state.relinked else (state, (m.Lack(attempt, text),))
@@ -96,7 +102,7 @@ def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.S
 def _join(state: StageState) -> tuple[StageState, tuple[e.StageAction, ...]]:
     state = replace(state, joins=state.joins + 1)
     join = m.Join(
-        step=state.step, join_id=state.join_id, links=state.links, attempt=state.attempt,
+        step=state.step, history=state.history, join_id=state.join_id, links=state.links, attempt=state.attempt,
         abandoned=state.abandoned, statistics=state.statistics,
     )  # fmt: skip
     return state, (join, m.Leaving(state.join_id)) if state.leaving else (join,)
@@ -121,7 +127,8 @@ def _begin(state: StageState, event: m.Begin) -> tuple[StageState, tuple[e.Stage
     )
     if not state.linked or state.phase == "restoring":
         return state, ()
-    if step != state.step:  # the lead has mistaken us: tell it again where we are
+    if not state.version.matches(Version(step, event.history)):
+        # The lead has mistaken us for the owner before: tell it where we are.
         state, more = _join(state)
         return state, (*actions, *more)
     return replace(state, phase="running"), (*actions, e.Run(attempt, step, event.after))
@@ -131,7 +138,9 @@ def _commit(state: StageState, event: m.Commit) -> tuple[StageState, tuple[e.Sta
     attempt, step, following = event.attempt, event.step, event.after
     if state.phase != "ready" or (attempt, step) != (state.attempt, state.step):
         return state, ()
-    state = replace(state, step=step + 1, statistics=state.statistics.commit(step, state.loss))
+    history = extend(state.history, step, event.learning_rate, event.clip_factor, event.made_of)
+    statistics = state.statistics.commit(step, state.loss)
+    state = replace(state, step=step + 1, history=history, statistics=statistics)
     apply = e.Apply(event.learning_rate, event.clip_factor)
     if state.stage in following.hold:
         return replace(state, phase="handing over"), (apply, e.HandOver(step + 1))

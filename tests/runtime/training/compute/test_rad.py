@@ -219,7 +219,6 @@ def test_who_talks_to_whom() -> None:
         (0, activation(step=2), "a tensor of step 2"),
         (0, activation(attempt=[1]), "attempt must have 2 values"),
         (0, activation(step="0"), "step must be a whole number"),
-        (0, activation(stray=1), "stray"),
         (0, Frame("activation", activation().header, memoryview(b"short")), "24 are right"),
         (0, Frame("rumour", activation().header), "no tensor frame"),
     ],

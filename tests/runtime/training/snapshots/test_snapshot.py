@@ -15,6 +15,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.history import UNKNOWN, Version
 from fusion.swarm.directory.records import Digest, JobId
 
 JOB = JobId("a" * 64)
@@ -103,14 +104,18 @@ def test_what_is_not_safetensors_is_refused(tmp_path: Path) -> None:
 
 
 def collecting(step: int) -> snapshot.Collector:
-    return snapshot.Collector(stages=2, ledger=replace(LEDGER, steps=step))
+    return snapshot.Collector(stages=2, ledger=replace(LEDGER, steps=step), history=D[7])
+
+
+def at(step: int, history: str = D[7]) -> Version:
+    return Version(step, history)
 
 
 def test_a_snapshot_counts_once_every_stage_holds_its_copies() -> None:
-    books = collecting(3).shard(0, 3, D[0], 0.5)
+    books = collecting(3).shard(0, at(3), D[0], 0.5)
     assert not books.complete
     assert books.held(0, 3) == books  # nothing to hold yet
-    books = books.shard(1, 3, D[1], 0.25)
+    books = books.shard(1, at(3), D[1], 0.25)
     assert books.complete and books.index(JOB).shards == (D[0], D[1]) and not books.durable
     assert books.index(JOB).ledger.steps == 3 and books.seconds == 0.5
     books = books.held(0, 3)
@@ -119,12 +124,46 @@ def test_a_snapshot_counts_once_every_stage_holds_its_copies() -> None:
 
 
 def test_only_shards_of_the_step_that_was_asked_for_count() -> None:
-    books = collecting(4).shard(0, 4, D[0])
-    assert books.shard(1, 3, D[1]) == books and books.shard(1, 5, D[1]) == books
-    assert snapshot.Collector(stages=1).shard(0, 0, D[0]) == snapshot.Collector(stages=1)
+    books = collecting(4).shard(0, at(4), D[0])
+    assert books.shard(1, at(3), D[1]) == books and books.shard(1, at(5), D[1]) == books
+    assert snapshot.Collector(stages=1).shard(0, at(0), D[0]) == snapshot.Collector(stages=1)
+
+
+def test_only_shards_of_the_history_that_was_asked_for_count() -> None:
+    books = collecting(4).shard(0, at(4), D[0])
+    assert books.shard(1, at(4, D[8]), D[1]) == books
+    assert books.shard(1, at(4, UNKNOWN), D[1]).complete  # of a peer that does not say it
+    index = books.shard(1, at(4), D[1]).index(JOB)
+    assert index.history == D[7] and index.checkpoint(D[3]).version == at(4)
+
+
+def test_a_shard_of_another_state_than_its_index_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    snapshot.save(STATE, path, snapshot.marked(at(4)))
+    for right in (at(4), at(4, UNKNOWN), None):
+        assert snapshot.load_state(path, STAGE, version=right)
+    for wrong in (at(3), at(5, UNKNOWN), at(4, D[8])):
+        with pytest.raises(JobError, match="a shard of state 4 7777"):
+            snapshot.load_state(path, STAGE, version=wrong)
+    snapshot.save(STATE, path)  # of a peer that does not say it
+    assert snapshot.load_state(path, STAGE, version=at(4))
+
+
+def test_the_same_state_makes_the_same_blob(tmp_path: Path) -> None:
+    made = set()
+    for turn in range(8):
+        snapshot.save(STATE, tmp_path / str(turn), snapshot.marked(at(4)))
+        made.add((tmp_path / str(turn)).read_bytes())
+    assert len(made) == 1
+
+
+def test_an_index_whose_history_is_none_is_refused() -> None:
+    index = snapshot.Index(job=JOB, step=7, shards=(D[1], D[2]), ledger=LEDGER, history="x")
+    with pytest.raises(JobError, match="history"):
+        snapshot.decode_index(snapshot.encode_index(index), JOB, 2)
 
 
 def test_a_shard_that_is_saved_anew_must_be_held_anew() -> None:
-    books = collecting(4).shard(0, 4, D[0]).shard(1, 4, D[1]).held(0, 4)
-    assert books.shard(1, 4, D[1]) == books
-    assert books.shard(1, 4, D[2]).holders == frozenset()
+    books = collecting(4).shard(0, at(4), D[0]).shard(1, at(4), D[1]).held(0, 4)
+    assert books.shard(1, at(4), D[1]) == books
+    assert books.shard(1, at(4), D[2]).holders == frozenset()

@@ -17,6 +17,7 @@ from fusion.runtime.training.snapshots.loaded_stage import Loaded
 from fusion.runtime.training.snapshots.stage_snapshots import StageSnapshots
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
+from fusion.runtime.training.step.history import Version
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import BlobError
 from fusion.swarm.transport import PeerId
@@ -55,7 +56,8 @@ class Files:
         self.saved: dict[int, dict[str, float]] = {}
         self.tried = asyncio.Event()
 
-    async def save(self, step: int, state: Mapping[str, torch.Tensor]) -> Digest:
+    async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
+        step = version.step
         self._try(step)
         self.saved[step] = {name: float(tensor) for name, tensor in state.items()}
         return D[step]
@@ -106,7 +108,7 @@ def test_what_is_saved_is_the_state_when_it_was_taken() -> None:
         async with Worker() as compute:
             async with asyncio.TaskGroup() as group:
                 stand = Stand(compute, group)
-                await stand.snapshots.take(1)
+                await stand.snapshots.take(Version(1, "a"))
                 stand.plane.value = 2.0
             assert stand.files.saved == {1: {"variable/w": 1.0, "codec/edge": 0.5}}
             assert stand.heard == [(1, D[1])]
@@ -120,11 +122,29 @@ def test_a_save_that_does_not_succeed_is_tried_again_until_the_next_one_is_taken
             async with asyncio.TaskGroup() as group:
                 stand = Stand(compute, group)
                 stand.files.lost = {1, 2}
-                await stand.snapshots.take(1)
+                await stand.snapshots.take(Version(1, "a"))
                 await stand.files.tried.wait()
                 stand.files.lost = {1}
-                await stand.snapshots.take(2)
+                await stand.snapshots.take(Version(2, "a"))
             assert stand.heard == [(2, D[2])]
+
+    asyncio.run(main())
+
+
+def test_a_save_of_one_history_is_given_up_for_that_of_the_same_step_in_another() -> None:
+    async def main() -> None:
+        async with Worker() as compute:
+            async with asyncio.TaskGroup() as group:
+                stand = Stand(compute, group)
+                stand.files.lost = {1}
+                await stand.snapshots.take(Version(1, "a"))
+                await stand.files.tried.wait()
+                stand.snapshots.go_back(START)
+                stand.files.lost = set()
+                stand.plane.value = 2.0
+                await stand.snapshots.take(Version(1, "b"))
+            assert stand.files.saved == {1: {"variable/w": 2.0, "codec/edge": 0.5}}
+            assert [t.history for t in stand.told if isinstance(t, m.Shard)] == ["b"]
 
     asyncio.run(main())
 
@@ -147,12 +167,12 @@ def test_a_state_is_stored_behind_the_snapshot_under_way_or_not_at_all() -> None
     async def main() -> None:
         async with Worker() as compute, asyncio.TaskGroup() as group:
             stand = Stand(compute, group)
-            await stand.snapshots.take(1)
-            assert await stand.snapshots.store(1) == D[1]
+            await stand.snapshots.take(Version(1, "a"))
+            assert await stand.snapshots.store(Version(1, "a")) == D[1]
             assert stand.heard == [(1, D[1])]
             stand.files.lost = {3}
             with pytest.raises(JobError, match="stage 2 could not store its state: no room"):
-                await stand.snapshots.store(3)
+                await stand.snapshots.store(Version(3, "a"))
 
     asyncio.run(main())
 

@@ -14,6 +14,7 @@ from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.history import INITIAL, Version
 from fusion.runtime.training.step.lead import MAX_FAILURES, LeadState, after, expected, lead
 from fusion.runtime.training.step.run_statistics import RunStatistics
 from fusion.runtime.training.step.snapshot_books import LACKS, SnapshotBooks
@@ -202,6 +203,33 @@ def test_stages_at_unlike_steps_all_go_back_to_the_newest_snapshot_that_any_of_t
     state, actions = lead(state, join(2), 1)
     assert actions == (m.Restore((7, 1), snapshot(2)),) and state.missing == (0, 1)
     assert state.ledger.steps == 2 and state.snapshots.before == snapshot(1)
+
+
+def test_stages_of_one_step_and_two_histories_go_back_to_one_snapshot() -> None:
+    state = LeadState(
+        config=CONFIG, stages=3, term=7, ledger=Ledger(steps=3), history="a" * 64,
+        snapshots=SnapshotBooks(newest=replace(snapshot(2), history="c" * 64)),
+    )  # fmt: skip
+    for i, history in ((0, "a" * 64), (1, "b" * 64)):
+        state, actions = lead(state, join(3, history=history), i)
+        assert actions == ()
+    state, actions = lead(state, join(3, history=""), 2)  # of a peer that does not say it
+    assert actions == (m.Restore((7, 1), state.snapshots.newest),)
+    assert state.version == Version(2, "c" * 64)
+    for i in range(3):
+        state, actions = lead(state, join(2, (1, 0, 2), history="c" * 64), i)
+    assert isinstance(actions[0], m.Begin)
+
+
+def test_lead_and_stages_find_the_same_history() -> None:
+    state = gathered(2, history=INITIAL)
+    member = StageState(step=0, history=INITIAL)
+    for _ in range(3):
+        before = state.history
+        state, commit = committed(state)
+        member = replace(member, phase="ready", attempt=commit.attempt)
+        member, _ = stage(member, commit)
+        assert member.version == state.version and state.history not in ("", before)
 
 
 def test_alike_steps_that_the_ledger_is_not_of_go_back_too() -> None:
@@ -493,10 +521,12 @@ def test_a_hold_counts_only_as_the_answer_to_the_newest_join() -> None:
 # --- all of them together
 
 
-def play(seed: int, *, faults: float, leaves: float, config: TrainConfig = CONFIG) -> Model:
+def play(
+    seed: int, *, faults: float, leaves: float, forks: float = 0.0, config: TrainConfig = CONFIG
+) -> Model:
     """Faults and departures while the job runs, then none until it has ended."""
     chance = random.Random(seed)
-    model = Model(config, chance.randint(1, 4), chance)
+    model = Model(config, chance.randint(1, 4), chance, forks=forks)
     for turn in range(20_000):
         if turn < 400:
             if chance.random() < faults:
@@ -527,6 +557,13 @@ def test_whatever_breaks_every_stage_applies_every_step_once_and_in_order(seed: 
     model = play(seed, faults=0.03, leaves=0.0)
     assert [o.applied for o in model.owners] == [list(range(CONFIG.steps))] * model.stages
     assert model.lead.ledger == ledger_of(CONFIG, CONFIG.steps)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_owners_that_come_from_another_history_are_sent_back_whatever_breaks(seed: int) -> None:
+    model = play(seed, faults=0.03, leaves=0.02, forks=0.5)
+    assert [o.applied for o in model.owners] == [list(range(CONFIG.steps))] * model.stages
 
 
 @given(st.integers(0, 2**32))
