@@ -32,7 +32,7 @@ def lines(name: str, start: str) -> list[str]:
 
 
 def names(made: type) -> str:
-    return ", ".join(field.name for field in fields(made))
+    return ", ".join(field.name for field in fields(made) if field.compare)  # what is on the wire
 
 
 def row(protocol: WireProtocol) -> str:

@@ -209,11 +209,16 @@ class Hosting:
         return self._stages.occupied
 
     async def take_over(
-        self, job: JobId, stage: int, over: int, handover: Mapping[str, Any] | None
+        self,
+        job: JobId,
+        stage: int,
+        over: int,
+        handover: Mapping[str, Any] | None,
+        proof: tuple[bytes, ...] = (),
     ) -> ClaimRecord | None:
-        """Claim the stage above the term `over`, which is known to be free, and begin to host it. None where we cannot
-        or another was first."""
-        return await self._claims.take_over((job, stage), over, handover)
+        """Claim the stage above the term `over`, which is known to be free, as `proof` shows, and begin to host it. None
+        where we cannot or another was first."""
+        return await self._claims.take_over((job, stage), over, handover, proof)
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
         """Begin to hand a stage that runs here to `peer`. It stays here if the peer does not take it."""

@@ -61,7 +61,10 @@ class JobView:
         for record in records:
             if not is_over(record) and not self._board.over(record):
                 manifest = self._shelf.get(record)
-                if manifest is not None and self._runs(record, manifest):
+                if manifest is None:
+                    continue
+                self._context.leases.know(manifest.law(record.job))
+                if self._runs(record, manifest):
                     jobs[record.job] = (record, manifest)
         self._shelf.keep_only({record.job for record in records})
         return jobs

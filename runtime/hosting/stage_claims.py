@@ -114,7 +114,7 @@ class StageClaims:
     # --- stages whose owner is gone, or leaves
 
     async def take_over(
-        self, place: Place, over: int, handover: Mapping[str, Any] | None
+        self, place: Place, over: int, handover: Mapping[str, Any] | None, proof: tuple[bytes, ...] = ()
     ) -> ClaimRecord | None:
         """As in `StageHolder`."""
         (job, stage), known = place, self._board.get(place[0])
@@ -131,7 +131,7 @@ class StageClaims:
             newest = asyncio.ensure_future(self._newest(record)) if stage == 0 else None
             try:
                 claim = await self._context.leases.claim(
-                    job, stage, self._fitness, over=over, confirm=handover is None
+                    job, stage, self._fitness, over=over, proof=proof, confirm=handover is None
                 )
                 if claim is None:
                     return None

@@ -1,13 +1,16 @@
 """Who follows an owner that vanished or leaves, without waiting for the directory to notice.
 
 Whoever sees an owner vanish asks the stage's standbys, best first. A standby believes nobody's word: it looks for itself
-whether the owner is there, and takes the stage over only if it is gone. The answer carries the new owner's signed claim.
+whether the owner is there. Where it is gone, and a majority of the stage's jurors have seen so for themselves and say it
+in favour of this standby (`fusion.swarm.claims.tenure`), it takes the stage over. The answer carries the new owner's
+signed claim.
 
 A standby with stages of its own asks those without first (`yours`): whoever is asked so asks nobody else.
 
-/fusion/hold/2   suspect {job, stage, peer, term, yours} -> owner {claim} | alive {term} | frozen {} | no {message}
+/fusion/hold/2   suspect {job, stage, peer, term, yours, word} -> owner {claim} | alive {term} | frozen {} | no {message}
                  holds   {job, stage}             -> holds {term}, 0 where the stage is not held
-                 take    {job, stage, term, handover} -> taking {claim} | no {message}; from the stage's owner, who leaves
+                 gone    {job, stage, peer, term} -> gone {word}, empty where we see otherwise; from who would follow
+                 take    {job, stage, term, handover, word} -> taking {claim} | no {message}; from the stage's owner, who leaves
 
 An owner that cannot be dialled, or whose stream breaks, twice in a row, is gone. One that says nothing is frozen or asleep,
 and keeps its stage until its claim has run out in the directory: then it is gone as well.
@@ -29,7 +32,8 @@ from fusion.runtime.job.context import StageHolder
 from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.claims.election import is_idle, successors, winner
 from fusion.swarm.claims.leases import Leases
-from fusion.swarm.directory.records import ClaimRecord, JobId, Place
+from fusion.swarm.claims.tenure import NEVER, Holding
+from fusion.swarm.directory.records import MAX_PROOFS, ClaimRecord, JobId, Place
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed, SwarmError
 from fusion.swarm.printable import one_line
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call
@@ -41,8 +45,8 @@ ANSWER_SECONDS = 4.0  # for a standby to look, claim and answer
 CHECK_SECONDS = 1.0  # for an owner that is there to say so
 HEDGE_SECONDS = 1.5  # until the next standby is asked as well
 PATIENCE_SECONDS = 0.3  # for the directory, where what it said a heartbeat ago may do
+WORD_SECONDS = 0.1  # for our own look at an owner, before we report it without our word
 LOOKS = 2  # at an owner, before it is gone
-TERM_LEAP = 1024  # how far above the terms that we know a report's may lie: nobody may use them up
 
 R = TypeVar("R")
 
@@ -100,7 +104,8 @@ class Takeovers:
         self._leases = leases
         self._check_seconds = check_seconds
         self._holder: StageHolder | None = None
-        self._running: dict[tuple[str, Place, int], asyncio.Future[Any]] = {}
+        self._running: dict[tuple[Any, ...], asyncio.Future[Any]] = {}
+        leases.testimonies = self._testimonies
 
     async def start(self, holder: StageHolder) -> None:
         """As in `Takeover`."""
@@ -112,7 +117,8 @@ class Takeovers:
     async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
         """As in `Takeover`. Asked several times at once, it happens once."""
         place = (job, stage)
-        return await self._once("suspect", place, term, lambda: self._find_successor(place, peer, term))
+        key = ("suspect", place, peer, term)
+        return await self._once(key, lambda: self._find_successor(place, peer, term))
 
     async def _find_successor(self, place: Place, peer: PeerId, term: int) -> ClaimRecord | None:
         known = winner(self._leases.recent(*place))
@@ -167,6 +173,7 @@ class Takeovers:
         header = {"job": place[0], "stage": place[1], "peer": peer, "term": term, "yours": yours}
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
+                header["word"] = await self._word_soon(place, Holding(peer, term), heir)
                 reply = await call(self._transport, heir, HOLD.name, "suspect", header)
             return self._answer(reply)
         except (SwarmError, ValueError, TimeoutError) as error:
@@ -218,14 +225,16 @@ class Takeovers:
 
     # --- a standby
 
-    async def _succeed(self, place: Place, peer: PeerId, term: int, *, yours: bool = False) -> SuspectReply:
+    async def _succeed(
+        self, place: Place, peer: PeerId, term: int, words: Sequence[bytes] = (), *, yours: bool = False
+    ) -> SuspectReply:
         # Apart, or two that ask each other would both wait.
-        what = "take" if yours else "succeed"
-        return await self._once(
-            what, place, term, lambda: self._look_and_take(place, peer, term, yours=yours)
-        )
+        key = ("take" if yours else "succeed", place, peer, term)
+        return await self._once(key, lambda: self._look_and_take(place, peer, term, words, yours=yours))
 
-    async def _look_and_take(self, place: Place, peer: PeerId, term: int, *, yours: bool) -> SuspectReply:
+    async def _look_and_take(
+        self, place: Place, peer: PeerId, term: int, words: Sequence[bytes], *, yours: bool
+    ) -> SuspectReply:
         holder, leases = self._holder, self._leases
         if (own := self._own(place)) is not None and own.term > term:
             return own
@@ -233,22 +242,49 @@ class Takeovers:
             (claim.job, claim.stage) == place for claim in leases.standbys.standing()
         ):
             return SuspectReply("no", message="not a standby of that stage")
-        if term > leases.known_term(*place) + TERM_LEAP:
-            return SuspectReply("no", message="no such term")
-        suspected = {peer, *(owner.peer for owner in [winner(leases.recent(*place))] if owner is not None)}
+        owner = winner(leases.recent(*place))
+        suspected = {peer, *(() if owner is None else (owner.peer,))}
+        holding = Holding(peer, term) if owner is None else Holding(owner.peer, owner.term)
+        asking = asyncio.ensure_future(self._testimonies(place, holding, words))
+        try:
+            reported = Holding(peer, term)
+            return await self._judge_and_take(place, reported, suspected, holding, asking, yours=yours)
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    async def _judge_and_take(
+        self,
+        place: Place,
+        reported: Holding,
+        suspected: set[PeerId],
+        asked: Holding,
+        asking: asyncio.Future[tuple[bytes, ...]],
+        *,
+        yours: bool,
+    ) -> SuspectReply:
+        """`asking`: for the testimonies that we need, should the owner be gone, against the one of `asked`."""
+        assert self._holder is not None
+        holder, leases, (peer, term) = self._holder, self._leases, reported
         signs, claims = await asyncio.gather(self._look_at(suspected, place), self._soon(place))
         owner = winner(claims)
         if owner is not None and owner.peer not in signs and owner.peer != leases.peer_id:
             signs |= await self._look_at({owner.peer}, place)
         verdict = judge(claims, peer, term, signs)
         if verdict == "take":
-            over = max([term, *(claim.term for claim in claims if claim.role == "owner")])
             log.info("stage %d of job %.8s: its owner %s is gone", place[1], place[0], peer)
             if holder.occupied and not yours:
                 taken = await self._ask_the_idle(place, peer, term, claims, signs)
                 if taken is not None:
                     return taken
-            await holder.take_over(*place, over, None)
+            words: tuple[bytes, ...] = ()
+            if owner is not None:
+                holding = Holding(owner.peer, owner.term)
+                words = await (asking if holding == asked else self._testimonies(place, holding))
+                if not leases.is_proof(*place, holding, leases.peer_id, words):
+                    log.info("stage %d of job %.8s: its neighbours do not say so", *place[::-1])
+                    return SuspectReply("frozen")
+            await holder.take_over(*place, leases.known_term(*place), None, words)
             if (own := self._own(place)) is not None:
                 return own
             return SuspectReply("no", message="the stage could not be taken over here")
@@ -302,6 +338,74 @@ class Takeovers:
                 return await self._claims(place)
         return self._leases.recent(*place)
 
+    # --- the words of the jurors
+
+    async def _testimonies(
+        self, place: Place, holding: Holding, given: Sequence[bytes] = ()
+    ) -> tuple[bytes, ...]:
+        """What the jurors say against the holder of a stage, in our favour, and `given`; no more than prove it, and what
+        came soon where they do not."""
+        us, leases = self._leases.peer_id, self._leases
+        words = [word for word in given if word][:1]
+        jurors = leases.jurors(*place, holding.peer)
+        asking = {asyncio.ensure_future(self._ask_juror(juror, place, holding)) for juror in jurors}
+        deadline = asyncio.get_running_loop().time() + 2 * self._check_seconds
+        try:
+            while asking and not leases.is_proof(*place, holding, us, words):
+                left = max(0.0, deadline - asyncio.get_running_loop().time())
+                done, asking = await asyncio.wait(asking, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                words += [word for task in done if (word := task.result())]
+                if not done:
+                    break
+            return tuple(words[:MAX_PROOFS])
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    async def _ask_juror(self, juror: PeerId, place: Place, holding: Holding) -> bytes:
+        us = self._leases.peer_id
+        if juror == us:
+            return await self._word(place, holding, us)
+        header = {"job": place[0], "stage": place[1], "peer": holding.peer, "term": holding.term}
+        try:
+            async with asyncio.timeout(2 * self._check_seconds):
+                reply = await call(self._transport, juror, HOLD.name, "gone", header)
+            word = _bytes(reply.header.get("word"))
+        except (SwarmError, ValueError, TimeoutError) as error:
+            log.debug("%s has no word on stage %d of job %.8s: %s", juror, place[1], place[0], error)
+            return b""
+        return word if self._leases.is_word(*place, holding, us, juror, word) else b""
+
+    async def _word_soon(self, place: Place, holding: Holding, heir: PeerId) -> bytes:
+        """Our word for a report, if we have seen soon enough that the holder is gone."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WORD_SECONDS):
+                return await self._word(place, holding, heir)
+        return b""
+
+    async def _word(self, place: Place, holding: Holding, heir: PeerId) -> bytes:
+        """Our testimony that the holder of the stage is gone and `heir` is to follow, if ours counts and we see that; else
+        nothing."""
+        leases = self._leases
+        if leases.peer_id not in leases.jurors(*place, holding.peer):
+            return b""
+        held = leases.tenure(*place)
+        if held is None or held.holding != holding:
+            await self._soon(place)  # it may be that we have not heard of it yet
+            held = leases.tenure(*place)
+        owner = winner(leases.recent(*place))
+        if held is None:
+            return b""
+        if held.holding == holding:
+            if held.until != NEVER:  # it has not said so itself
+                sign = await self._once(("look", place, holding), lambda: self.look(holding.peer, *place))
+                if sign.kind == "holds" or (sign.kind == "silent" and owner is not None):
+                    return b""
+        elif held.claim.peer != heir or held.claim.term < holding.term:
+            return b""
+        return leases.testify(*place, holding, heir)
+
     # --- an owner that leaves, or gives a stage away, and its successor
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
@@ -312,13 +416,15 @@ class Takeovers:
     async def hand_over(
         self, job: JobId, stage: int, term: int, handover: Mapping[str, Any], order: Sequence[PeerId]
     ) -> ClaimRecord | None:
-        """As in `Takeover`."""
-        header = {"job": job, "stage": stage, "term": term, "handover": dict(handover)}
+        """Give the stage, which we own under `term`, to the first of these peers that takes it; its claim."""
+        leases = self._leases
+        header: dict[str, Any] = {"job": job, "stage": stage, "term": term, "handover": dict(handover)}
         if len(msgpack.packb(header)) > MAX_HANDOVER_BYTES:
             log.warning("stage %d of job %.8s: too much to hand over", stage, job)
             return None
         for peer in order:
             try:
+                header["word"] = leases.testify(job, stage, Holding(leases.peer_id, term), peer)
                 async with asyncio.timeout(ANSWER_SECONDS):
                     reply = await call(self._transport, peer, HOLD.name, "take", header)
                 if reply.kind == "taking":
@@ -329,7 +435,9 @@ class Takeovers:
             log.info("stage %d of job %.8s not handed to %s: %s", stage, job, peer, one_line(reason))
         return None
 
-    async def _take(self, remote: PeerId, place: Place, term: int, handover: object) -> SuspectReply:
+    async def _take(
+        self, remote: PeerId, place: Place, term: int, handover: object, word: bytes
+    ) -> SuspectReply:
         if self._holder is None or not isinstance(handover, dict):
             return SuspectReply("no", message="nothing is taken over here")
         if len(msgpack.packb(handover)) > MAX_HANDOVER_BYTES:
@@ -340,7 +448,9 @@ class Takeovers:
                 break
         else:
             return SuspectReply("no", message=f"{remote} does not own the stage under term {term}")
-        await self._holder.take_over(*place, term, handover)
+        if not self._leases.is_proof(*place, Holding(remote, term), self._leases.peer_id, (word,)):
+            return SuspectReply("no", message=f"{remote} has not released the stage")
+        await self._holder.take_over(*place, term, handover, (word,))
         return self._own(place) or SuspectReply("no", message="the stage could not be taken over here")
 
     # --- what others ask
@@ -353,15 +463,21 @@ class Takeovers:
             await stream.send("holds", {"term": term})
             return
         term = _whole(frame.header.get("term"))
-        if frame.kind == "suspect":
+        word = _bytes(frame.header.get("word", b""))
+        if frame.kind in ("suspect", "gone"):
             peer = PeerId(str(frame.header.get("peer", ""))[:128])
-            answer = await self._succeed(place, peer, term, yours=frame.header.get("yours") is True)
+        if frame.kind == "gone":
+            await stream.send("gone", {"word": await self._word(place, Holding(peer, term), stream.remote)})
+            return
+        if frame.kind == "suspect":
+            yours = frame.header.get("yours") is True
+            answer = await self._succeed(place, peer, term, [word], yours=yours)
             kind: str = answer.kind
         elif frame.kind == "take":
-            answer = await self._take(stream.remote, place, term, frame.header.get("handover"))
+            answer = await self._take(stream.remote, place, term, frame.header.get("handover"), word)
             kind = "taking" if answer.kind == "owner" else answer.kind
         else:
-            raise ValueError(f"{HOLD.name} knows suspect, holds and take, not {frame.kind[:40]!r}")
+            raise ValueError(f"{HOLD.name} knows suspect, holds, gone and take, not {frame.kind[:40]!r}")
         if answer.kind == "owner":
             await stream.send(kind, {"claim": answer.sealed})
         elif answer.kind == "alive":
@@ -369,10 +485,9 @@ class Takeovers:
         else:
             await stream.send(kind, {"message": answer.message} if answer.message else {})
 
-    async def _once(self, what: str, place: Place, term: int, work: Callable[[], Awaitable[R]]) -> R:
+    async def _once(self, key: tuple[Any, ...], work: Callable[[], Awaitable[R]]) -> R:
         """`work`, shared by all who want the same at the same time. Where whoever does it is cancelled, another does
         it anew."""
-        key = (what, place, term)
         while (running := self._running.get(key)) is not None:
             await asyncio.wait([running])
             if not running.cancelled():

@@ -1,10 +1,13 @@
 """Who should speak for a stage. That two never do at once is for the receivers of frames, which refuse a lower term.
 
-election          who owns a stage, who follows, who should claim: pure rules over claims
+election          of the claims that count: who owns a stage, who follows, who should claim: pure rules
+tenure            whose claim counts, in one reader's view: the pure rule that strangers cannot get around
+testimony         signed words on who does not hold a stage any more, which claims carry as their proof
 leases            holding stages: claims published, won, renewed, lost, released
 standbys          standing by for stages that others own, or serving beside them
 claim_publisher   our own claims, and how the swarm is told
-claim_cache       what we remember of others' claims
+claim_cache       what we remember of others' claims, and who holds each stage by them
 
-Words: a claim says "this stage is mine" under a term; a lease, for how long; owner, replica (serves beside it), standby, released.
+Words: a claim says "this stage is mine" under a term; a lease, for how long; owner, replica (serves beside it), standby, released;
+a tenure is what a reader believes; a stage's jurors, the owners of the stages nearest to it.
 """

@@ -1,4 +1,5 @@
-"""What a peer remembers of others' claims: the terms it ever saw, what it read last, and what was shown to it directly.
+"""What a peer remembers of others' claims: what it read last, what was shown to it directly, and who holds each stage as far
+as it can tell (`fusion.swarm.claims.tenure`).
 
 The directory forgets a claim when it expires, and learns of a new one a little late; a peer should do neither.
 """
@@ -6,14 +7,23 @@ The directory forgets a claim when it expires, and learns of a new one a little 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from cachetools import FIFOCache
 
 from fusion.swarm.authority.grants import Role, Verify, refusal
 from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.claims import tenure
 from fusion.swarm.claims.election import latest, rank
-from fusion.swarm.directory.records import MAX_TERM, ClaimRecord, JobId, Record
+from fusion.swarm.claims.tenure import NEVER, Holding, Seat, Tenure
+from fusion.swarm.claims.testimony import open_testimony
+from fusion.swarm.directory.records import ClaimRecord, JobId, Record
 from fusion.swarm.errors import RecordError
+from fusion.swarm.transport import PeerId
+
+SHOWN = 8  # claims of one stage that were shown to us and are kept
+# How far below the ceiling a term must lie that only somebody's word stands for: a claim above it has to count.
+HINT_SPARE = 2 * tenure.ROUNDS
 
 Slot = tuple[JobId, int]
 # What its peer must be admitted for: whoever stands by may be the next owner only where it may own.
@@ -22,52 +32,106 @@ _ROLES: dict[str, Role] = {"owner": "own", "replica": "stand-by", "standby": "st
 
 class ClaimCache:
     """`unsealed` checks a record that somebody showed us, `now` gives unix seconds and `verify` checks signatures (all as
-    in `Directory`); `limit`: stages remembered. Claims of jobs whose `laws` are known count only of those whom these
-    admit."""
+    in `Directory`); `limit`: stages remembered. Claims of jobs whose law is known count only of those whom it admits.
+
+    `own`, where it is asked for: our own claim of the stage, which we know better than the directory does."""
 
     def __init__(
         self,
+        peer_id: PeerId,
         unsealed: Callable[[bytes], Record],
         limit: int,
         now: Callable[[], float],
         verify: Verify,
     ) -> None:
-        self.laws: FIFOCache[JobId, JobLaw] = FIFOCache(limit)
+        self._peer_id = peer_id
         self._unsealed = unsealed
         self._now = now
         self._verify = verify
-        self._terms: FIFOCache[Slot, int] = FIFOCache(limit)
+        self._laws: FIFOCache[JobId, JobLaw] = FIFOCache(limit)
+        self._hints: FIFOCache[Slot, int] = FIFOCache(limit)
         self._read: FIFOCache[Slot, tuple[ClaimRecord, ...]] = FIFOCache(limit)
-        self._credited: FIFOCache[Slot, bytes] = FIFOCache(limit)  # sealed, the highest of each stage
+        self._shown: FIFOCache[Slot, dict[PeerId, bytes]] = FIFOCache(limit)  # sealed
+        self._tenures: FIFOCache[Slot, Tenure] = FIFOCache(limit)
+
+    def know(self, law: JobLaw) -> None:
+        self._laws[law.job] = law
+        highest = self._ceiling(law.job)
+        for stage in range(law.stages):
+            known = self._tenures.get((law.job, stage))
+            if known is not None and known.over is None and known.claim.term > highest:
+                del self._tenures[law.job, stage]
 
     def observe(self, slot: Slot, term: int) -> None:
-        # Nothing can be claimed above the last term: who names it would keep everybody from the stage for ever.
-        if self.term(slot) < term < MAX_TERM:
-            self._terms[slot] = term
+        """Somebody says that the stage had this term: ours shall be above it. It costs nobody else's."""
+        if self._hints.get(slot, 0) < term <= self._ceiling(slot[0]) - HINT_SPARE:
+            self._hints[slot] = term
 
     def term(self, slot: Slot) -> int:
-        """The highest term of the stage that was ever seen; 0 for none."""
-        return self._terms.get(slot, 0)
+        """The term of whoever held the stage last; 0 for none."""
+        known = self._tenures.get(slot)
+        return 0 if known is None else known.claim.term
 
-    def read(self, slot: Slot, claims: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
-        """The directory has just said `claims`: what is true of the stage, with what was shown to us."""
+    def highest(self, slot: Slot) -> int:
+        """The highest term of the stage that we believe, or that somebody spoke of."""
+        return max(self.term(slot), self._hints.get(slot, 0))
+
+    def read(self, slot: Slot, claims: tuple[ClaimRecord, ...]) -> None:
+        """The directory has just said `claims`."""
         self._read[slot] = claims
-        return self.recent(slot)
 
-    def recent(self, slot: Slot) -> tuple[ClaimRecord, ...]:
-        """The claims of the stage as last read, with what was shown to us since; nothing is asked."""
+    def recent(self, slot: Slot, own: ClaimRecord | None) -> tuple[ClaimRecord, ...]:
+        """What is true of the stage, from what was read last and shown to us: of claims to own it only the one that
+        counts, while its lease lasts. Nothing is asked."""
+        held = self.tenure(slot, own)
+        found = [claim for claim in self.seen(slot, own) if claim.role != "owner"]
+        if held is not None and held.claim.peer == self._peer_id:
+            return tuple(found if own is None or own.role != "owner" else [*found, own])
+        return tuple(found if held is None or not held.lives(self._now()) else [*found, held.claim])
+
+    def behind(self, slot: Slot, own: ClaimRecord | None) -> ClaimRecord | None:
+        """Of a stage that nobody holds any more: the live claim of whoever knows no better than to claim it under a term
+        that was used before."""
+        held = self.tenure(slot, own)
+        if held is None or held.lives(self._now()):
+            return None
+        late = [c for c in self.seen(slot, own) if c.role == "owner" and c.expires_at > self._now()]
+        return max((c for c in late if c.term <= held.claim.term), key=rank, default=None)
+
+    def give_up(self, slot: Slot) -> None:
+        """Our own claim of the stage is no more."""
+        known = self._tenures.get(slot)
+        if known is not None and known.claim.peer == self._peer_id:
+            self._tenures[slot] = replace(known, until=NEVER, lapsed=None, settled=True)
+
+    def tenure(self, slot: Slot, own: ClaimRecord | None) -> Tenure | None:
+        """Who holds the stage now, or held it last."""
+        view = tenure.View(
+            proves=self.proves, now=self._now(), ceiling=self._ceiling(slot[0]), alone=self._is_alone(slot)
+        )
+        known = tenure.settle(self._tenures.get(slot), self.seen(slot, own), view)
+        if known is not None:
+            self._tenures[slot] = known
+        return known
+
+    def seen(self, slot: Slot, own: ClaimRecord | None) -> tuple[ClaimRecord, ...]:
+        """Every claim of the stage that may be made, whether it counts or not, the newest of each peer."""
         found = {claim.peer: claim for claim in self._read.get(slot, ())}
-        shown = self._shown(slot)
-        if shown is not None:
-            found[shown.peer] = latest(found.get(shown.peer), shown)
-        admitted = tuple(claim for claim in found.values() if self.refusal(claim) is None)
-        for claim in admitted:
+        for peer in list(self._shown.get(slot, ())):
+            shown = self._open(slot, peer)
+            if shown is not None:
+                found[peer] = latest(found.get(peer), shown)
+        for claim in found.values():
             self.observe(slot, claim.term)
-        return admitted
+        before = found.pop(self._peer_id, None)
+        if own is not None:
+            found[own.peer] = own
+        elif before is not None and before.role != "owner":  # not what we owned before a restart
+            found[before.peer] = before
+        return tuple(claim for claim in found.values() if self.refusal(claim) is None)
 
     def credit(self, data: bytes) -> ClaimRecord:
-        """Believe the sealed claim of an owner until it expires or a higher one is shown. Raises RecordError for
-        anything else."""
+        """Reckon with the sealed claim of an owner until it expires. Raises RecordError for anything else."""
         claim = self._unsealed(data)
         if not isinstance(claim, ClaimRecord) or claim.role != "owner":
             raise RecordError("what was shown is not the claim of an owner")
@@ -77,15 +141,22 @@ class ClaimCache:
                 f"{claim.peer} may not own stage {claim.stage} of job {claim.job[:12]}: {refused}"
             )
         slot = (claim.job, claim.stage)
-        shown = self._shown(slot)
-        if shown is None or rank(claim) >= rank(shown):
-            self._credited[slot] = data
-        self.observe(slot, claim.term)
+        if slot not in self._read:
+            raise RecordError(
+                "nothing is known of that stage yet"
+            )  # what was shown first is not believed first
+        shown = self._shown.setdefault(slot, {})
+        before = self._open(slot, claim.peer)
+        if before is None or before.term <= claim.term:
+            shown.pop(claim.peer, None)
+            while len(shown) >= SHOWN:
+                del shown[next(iter(shown))]
+            shown[claim.peer] = data
         return claim
 
     def refusal(self, claim: ClaimRecord) -> str | None:
-        """Why the claim counts for nothing; None where it counts, or nobody knows the job's law yet."""
-        law = self.laws.get(claim.job)
+        """Why the claim counts for nothing; None where it may, or nobody knows the job's law yet."""
+        law = self._laws.get(claim.job)
         role = None if law is None else _ROLES.get(claim.role)
         if law is None or role is None:
             return None
@@ -93,14 +164,70 @@ class ClaimCache:
             return f"the job has {law.stages} stages"
         return refusal(law, claim.grants, claim.peer, role, claim.stage, self._now(), self._verify)
 
-    def _shown(self, slot: Slot) -> ClaimRecord | None:
-        data = self._credited.get(slot)
-        if data is None:
+    # --- proofs
+
+    def proves(self, claim: ClaimRecord, holding: Holding) -> bool:
+        """Whether the claim's proof shows that whoever held its stage so does not any more."""
+        slot, voters = (claim.job, claim.stage), set()
+        for data in claim.proof:
+            try:
+                testimony = open_testimony(data, *slot, claim.peer, self._verify)
+            except RecordError:
+                continue
+            if testimony.holding == holding and testimony.is_good(self._now()):
+                voters.add(testimony.voter)
+        return holding.peer in voters or self.is_majority(slot, holding.peer, voters)
+
+    def is_majority(self, slot: Slot, suspect: PeerId, voters: set[PeerId]) -> bool:
+        """Whether so many jurors have a word against the stage's holder."""
+        return bool(voters) and tenure.is_majority(voters, self._seats(slot, suspect))
+
+    def jurors(self, slot: Slot, suspect: PeerId) -> tuple[PeerId, ...]:
+        """Whose word counts on whether `suspect` holds the stage."""
+        return tuple(sorted(frozenset().union(*self._seats(slot, suspect))))
+
+    def unproven(self, slot: Slot, own: ClaimRecord) -> Holding | None:
+        """Whom a proof of our claim of the stage should be over and is not: the holder whose lease ran out before us, or
+        somebody who still claims it under a term that ours does not exceed by right."""
+        known = self._tenures.get(slot)
+        if known is None or known.claim.peer != self._peer_id:
+            return None
+        if not known.settled:
+            return known.lapsed
+        now = self._now()
+        rivals = [
+            Holding(claim.peer, claim.term)
+            for claim in self.seen(slot, own)
+            if claim.role == "owner" and claim.peer != self._peer_id and claim.expires_at > now
+        ]
+        unproven = [r for r in rivals if r.term <= own.term and not self.proves(own, r)]
+        return max(unproven, key=lambda rival: rival.term, default=None)
+
+    def _seats(self, slot: Slot, suspect: PeerId | None = None) -> tuple[Seat, ...]:
+        job, stage = slot
+        law = self._laws.get(job)
+        if law is None:
+            return ()
+        held = (self._tenures.get((job, other)) for other in tenure.jury(stage, law.stages))
+        return tenure.seats((each for each in held if each is not None), suspect, self._now())
+
+    def _is_alone(self, slot: Slot) -> bool:
+        """Whether no stage's owner could ever have a word on this one."""
+        law = self._laws.get(slot[0])
+        return law is None or not tenure.jury(slot[1], law.stages)
+
+    def _ceiling(self, job: JobId) -> int:
+        law = self._laws.get(job)
+        return tenure.ceiling(0 if law is None else law.launched_at, self._now())
+
+    def _open(self, slot: Slot, peer: PeerId) -> ClaimRecord | None:
+        shown = self._shown.get(slot, {})
+        if peer not in shown:
             return None
         try:
-            claim = self._unsealed(data)
+            claim = self._unsealed(shown[peer])
         except RecordError:
-            del self._credited[slot]
+            del shown[peer]
             return None
         assert isinstance(claim, ClaimRecord), "only claims are credited"
         return claim

@@ -10,12 +10,17 @@ import asyncio
 import logging
 from dataclasses import replace
 
+from cachetools import FIFOCache
+
 from fusion.swarm.claims.claim_cache import Slot
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.errors import SwarmError
 
 logger = logging.getLogger(__name__)
+
+
+SAID_SLOTS = 65_536
 
 
 class ClaimPublisher:
@@ -26,16 +31,35 @@ class ClaimPublisher:
         self.standing: dict[
             Slot, ClaimRecord
         ] = {}  # of stages that we stand by for or run beside their owner
-        self.claiming: set[Slot] = set()  # to be won or lost: nothing else is said of these
+        self.claiming: dict[Slot, ClaimRecord] = {}  # to be won or lost: nothing else is said of these
         self.wake = asyncio.Event()  # set when there is something for `say_unsaid`
         self.late: set[asyncio.Task[None]] = set()  # publications that nobody waits for any more
         self._directory = directory
         self._ttl_seconds = ttl_seconds
         self._unsaid: dict[Slot, ClaimRecord] = {}
+        self._now = directory.now
+        # How long what we said of a stage lasts, unix seconds.
+        self._until: FIFOCache[Slot, float] = FIFOCache(SAID_SLOTS)
 
     def of(self, slot: Slot) -> ClaimRecord | None:
-        """Our claim of the stage, an owner's or a standby's."""
-        return self.owned.get(slot) or self.standing.get(slot)
+        """Our claim of the stage, an owner's or a standby's, as others may see it."""
+        claim = self.owned.get(slot) or self.standing.get(slot)
+        return None if claim is None else self.dated(claim)
+
+    def dated(self, claim: ClaimRecord) -> ClaimRecord:
+        """With the end of what the directory was told last."""
+        return replace(claim, expires_at=self._until.get((claim.job, claim.stage), 0.0))
+
+    def claims(self, claim: ClaimRecord) -> ClaimRecord:
+        """From now on this is what we claim, until it is won or lost; with its end."""
+        slot = (claim.job, claim.stage)
+        self.claiming[slot] = claim
+        self._until[slot] = self._now() + self._ttl_seconds
+        return self.dated(claim)
+
+    def lapsed(self, claim: ClaimRecord) -> bool:
+        """Whether nobody can see the claim any more."""
+        return self._until.get((claim.job, claim.stage), 0.0) <= self._now()
 
     def say_soon(self, claim: ClaimRecord) -> None:
         """Leave it to the next `say_unsaid`."""
@@ -79,7 +103,7 @@ class ClaimPublisher:
     async def publish(self, claim: ClaimRecord, patience_seconds: float | None = None) -> None:
         """Raises SwarmError. With patience, what takes longer goes on in the background: one node that does not answer
         must not hold up a takeover."""
-        work = self._directory.publish(claim, ttl_seconds=self._ttl_seconds)
+        work = self._store(claim)
         if patience_seconds is None:
             await work
             return
@@ -92,6 +116,11 @@ class ClaimPublisher:
                 task.add_done_callback(self._published_late)
         if task.done():
             task.result()
+
+    async def _store(self, claim: ClaimRecord) -> None:
+        until = self._now() + self._ttl_seconds
+        await self._directory.publish(claim, ttl_seconds=self._ttl_seconds)
+        self._until[claim.job, claim.stage] = until
 
     def _published_late(self, task: asyncio.Task[None]) -> None:
         self.late.discard(task)

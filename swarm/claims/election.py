@@ -28,25 +28,12 @@ def rank(claim: ClaimRecord) -> tuple[int, float, bytes]:
     return claim.term, claim.score, tie_break(claim.peer, claim.stage)
 
 
-def next_term(claims: Iterable[ClaimRecord], floor: int = 0) -> int:
-    """The term of a new claim: above every term seen, released and standby claims and `floor` included; at least 1."""
-    return 1 + max([floor, *(claim.term for claim in claims)])
-
-
 def latest(known: ClaimRecord | None, shown: ClaimRecord) -> ClaimRecord:
     """Which of two claims of one peer it made last: `known` from the directory, `shown` to us directly as the owner's.
 
     A peer's terms only rise, and at one term it owns the stage, then releases it, then stands by.
     """
     return known if known is not None and known.term >= shown.term else shown
-
-
-def rivals(claims: Iterable[ClaimRecord], peer: PeerId, over: int) -> list[ClaimRecord]:
-    """The claims that a new one of `peer` must reckon with: not its own, nor those of owners that are known to be gone,
-    whose term is at most `over`."""
-    return [
-        claim for claim in claims if claim.peer != peer and not (claim.role == "owner" and claim.term <= over)
-    ]
 
 
 def successors(claims: Iterable[ClaimRecord]) -> tuple[ClaimRecord, ...]:

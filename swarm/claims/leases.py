@@ -1,4 +1,5 @@
-"""Holding stages: claims published, won, renewed every heartbeat, lost or released. The rule is `fusion.swarm.claims.election`.
+"""Holding stages: claims published, won, renewed every heartbeat, lost or released. Whose claim counts is the rule of
+`fusion.swarm.claims.tenure`.
 
 Knows the directory and nothing of what a stage does. A lease tells who *should* speak for a stage; that two peers
 never do at once is the receivers' business (they refuse a lower term).
@@ -11,24 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.claim_cache import ClaimCache, Slot
 from fusion.swarm.claims.claim_publisher import ClaimPublisher
-from fusion.swarm.claims.election import next_term, rank, rivals, stands_by, winner
+from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.standbys import Standbys
+from fusion.swarm.claims.tenure import ROUNDS, Holding, Tenure
+from fusion.swarm.claims.testimony import Testimony, open_testimony, seal_testimony
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS, Directory
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.directory.sealing import MAX_CLAIM_SECONDS
-from fusion.swarm.errors import SwarmError
+from fusion.swarm.errors import RecordError, SwarmError
 from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
-
-_ROUNDS = 8  # of raising a claim above rivals at the same term
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,8 @@ class LeaseConfig:
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     confirm_seconds: float = 0.3  # between publishing a claim and looking who else published one
     patience_seconds: float = 0.5  # for nodes that take a claim slowly, where somebody waits for a takeover
-    remembered_slots: int = 65_536  # stages whose highest term we keep in mind
+    remembered_slots: int = 65_536  # stages whose holder we keep in mind
+    prove_seconds: float = 3.0  # from one request for testimonies on a stage of ours to the next
 
     def __post_init__(self) -> None:
         if self.heartbeat_seconds <= 0 or self.confirm_seconds < 0 or self.remembered_slots < 1:
@@ -51,13 +53,18 @@ class LeaseConfig:
         return min(3 * self.heartbeat_seconds, MAX_CLAIM_SECONDS)
 
 
+# Words of the jurors of a stage against one who held it, in our favour.
+Testimonies = Callable[[Slot, Holding], Awaitable[tuple[bytes, ...]]]
+
+
 class Leases:
     """The stages that this peer owns, and in `standbys` those that it stands by for. `async with Leases(...)` renews
     its claims every heartbeat and releases them at the end; `beat` is one heartbeat, for tests that drive the clock
     themselves.
 
     `on_lost` is called (in the loop, must not block) with our old claim when a higher claim has taken a stage from us;
-    the stage is then no longer in `mine()`.
+    the stage is then no longer in `mine()`. `testimonies` asks the jurors of a stage of ours for their words against
+    another holder of it.
     """
 
     def __init__(
@@ -69,14 +76,17 @@ class Leases:
     ) -> None:
         self.peer_id = peer_id
         self.on_lost = on_lost
+        self.testimonies: Testimonies | None = None
         self._directory = directory
         self._config = config or LeaseConfig()
         self._ours = ClaimPublisher(directory, self._config.ttl_seconds)
         self._memory = ClaimCache(
-            directory.unsealed, self._config.remembered_slots, directory.now, directory.verify
+            peer_id, directory.unsealed, self._config.remembered_slots, directory.now, directory.verify
         )
         self.standbys = Standbys(peer_id, self._ours, self._memory)
         self._locks: dict[Slot, asyncio.Lock] = {}
+        self._proving: dict[Slot, float] = {}  # when testimonies were asked for last
+        self._disowned: dict[Slot, dict[PeerId, Testimony]] = {}  # what jurors said against our own claim
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -105,10 +115,6 @@ class Leases:
             if isinstance(result, BaseException) and not isinstance(result, SwarmError):
                 raise result
 
-    def know(self, law: JobLaw) -> None:
-        """From now on claims of the job count only of those whom its manifest admits."""
-        self._memory.laws[law.job] = law
-
     def mine(self) -> tuple[ClaimRecord, ...]:
         return tuple(self._ours.owned.values())
 
@@ -116,44 +122,54 @@ class Leases:
         """Our live claim of the stage, or None."""
         return self._ours.owned.get((job, stage))
 
+    def know(self, law: JobLaw) -> None:
+        """From now on claims of the job count only of those whom its manifest admits, at most at its ceiling of terms, and
+        the owners of its stages have a word on each other's."""
+        self._memory.know(law)
+
     def observe(self, job: JobId, stage: int, term: int) -> None:
-        """Remember a term seen elsewhere (in a frame, a StaleTerm refusal, a job record): our next claim of the stage
-        goes above it, even when the claims that carried it have expired."""
+        """Remember a term that somebody speaks of (in a StaleTerm refusal, a job record): our next claim of a vacant stage
+        goes above it. Nobody else's claim counts for less."""
         self._memory.observe((job, stage), term)
 
     def known_term(self, job: JobId, stage: int) -> int:
-        """The highest term of the stage that we ever saw; 0 for none."""
+        """The term of whoever held the stage last, as far as we know; 0 for none."""
         return self._memory.term((job, stage))
 
-    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
-        """The live claims of a stage, one per peer (ours as we last said it), whose terms are remembered."""
+    def tenure(self, job: JobId, stage: int) -> Tenure | None:
+        """Who holds the stage, or held it last, as far as we know; nothing is asked."""
         slot = (job, stage)
-        self._memory.read(slot, await self._directory.claims(job, stage))
+        return self._memory.tenure(slot, self._ours.of(slot))
+
+    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+        """The live claims of a stage, one per peer (ours as we last said it); of those to own it the one that counts."""
+        self._memory.read((job, stage), await self._directory.claims(job, stage))
         return self.recent(job, stage)
 
     def recent(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
         """What `claims` said last, with our own claim and what was shown to us (`credit`) since; nothing is asked."""
         slot = (job, stage)
-        own = self._ours.of(slot)
-        # We know better than the directory what we do not own: it may still tell from before a restart.
-        claims = [
-            claim
-            for claim in self._memory.recent(slot)
-            if claim.peer != self.peer_id or (own is None and claim.role != "owner")
-        ]
-        return tuple(claims if own is None else [*claims, own])
+        return self._memory.recent(slot, self._ours.of(slot))
 
     async def owner(self, job: JobId, stage: int) -> ClaimRecord | None:
         """The live claim that owns the stage now, or None."""
         return winner(await self.claims(job, stage))
 
     async def claim(
-        self, job: JobId, stage: int, score: float, *, over: int = 0, confirm: bool = True
+        self,
+        job: JobId,
+        stage: int,
+        score: float,
+        *,
+        over: int = 0,
+        proof: tuple[bytes, ...] = (),
+        confirm: bool = True,
     ) -> ClaimRecord | None:
         """Try to become the owner of a vacant stage: publish a claim at the next term, look who won.
 
-        `over`: owners up to that term are known to be gone, whatever the directory says; nothing is read before the
-        claim is published, unless we have seen a higher term. Without `confirm` nothing is read afterwards either: for a stage that its owner hands us.
+        `over`: owners up to that term are known to be gone, as `proof` shows to others, whatever the directory says;
+        nothing is read before the claim is published, unless we have seen a higher term. Without `confirm` nothing is
+        read afterwards either: for a stage that its owner hands us.
         Returns our claim (`ready` False), at once if we hold the stage already; None where another peer
         owns it or won. Raises RecordError (bad arguments) or TransportError (nobody could be asked).
         """
@@ -168,7 +184,7 @@ class Leases:
                 owner = await self.owner(job, stage)
                 if owner is not None and owner.term > over:
                     return None
-            term = next_term((), max(over, self.known_term(job, stage)))
+            term = 1 + (max(over, self.known_term(job, stage)) if over else self._memory.highest(slot))
             ours = ClaimRecord(
                 job=job,
                 stage=stage,
@@ -178,42 +194,57 @@ class Leases:
                 score=score,
                 step=0,
                 load=0.0,
+                proof=proof,
             )
             before = self._ours.standing.pop(slot, None)  # must not be published over the claim
-            self._ours.claiming.add(slot)
             won: ClaimRecord | None = None
             try:
                 won = await self._win(ours, over, confirm)
             finally:
-                self._ours.claiming.discard(slot)
+                tried = self._ours.claiming.pop(slot)
                 if won is None:
+                    self._memory.give_up(slot)
                     if before is not None:
-                        self._ours.standing[slot] = before
-                    await self._ours.withdraw(replace(ours, term=max(term, self.known_term(job, stage))))
+                        self._ours.standing[slot] = replace(before, term=max(before.term, tried.term))
+                    await self._ours.withdraw(tried)
             if won is not None:
-                self.observe(job, stage, won.term)
                 self._ours.owned[slot] = won
+                self._disowned.pop(slot, None)
+                self.tenure(job, stage)
             return won
 
     async def _win(self, ours: ClaimRecord, over: int, confirm: bool) -> ClaimRecord | None:
         """Publish `ours`, raised above every rival, until nobody else can hold its term; None if another wins."""
-        for _ in range(_ROUNDS):
+        slot = (ours.job, ours.stage)
+        for _ in range(ROUNDS):
+            mine = self._ours.claims(ours)
             await self._ours.publish(ours, self._config.patience_seconds if over else None)
             if not confirm:
                 return ours
             if not over:
                 await asyncio.sleep(self._config.confirm_seconds)
-            claims = await self.claims(ours.job, ours.stage)
-            others = rivals(claims, ours.peer, over)
-            if winner([*others, ours]) != ours:
+            self._memory.read(slot, await self._directory.claims(*slot))
+            held = self._memory.tenure(slot, mine)
+            if held is None or held.claim.peer != ours.peer:
                 return None
-            highest = max((other.term for other in others if _counts(other, ours.term)), default=0)
-            if highest < ours.term:
-                return ours
             # A rival of this term may have looked before we published and believe that it won: no two holders may
             # share a term, or receivers could not tell them apart. Nor may we take one that somebody released.
-            ours = replace(ours, term=highest + 1)
+            rivals = [
+                claim.term
+                for claim in self._memory.seen(slot, mine)
+                if claim.peer != ours.peer
+                and claim.role in ("owner", "released")
+                and ours.term <= claim.term < held.floor + ROUNDS
+                and (held.over is None or self._memory.proves(claim, held.over))
+            ]
+            if not rivals:
+                return ours
+            ours = replace(ours, term=max(rivals) + 1)
         return None
+
+    def behind(self, job: JobId, stage: int) -> ClaimRecord | None:
+        """The claim of whoever should be told that the stage was held under its term before; nothing is asked."""
+        return self._memory.behind((job, stage), self._ours.of((job, stage)))
 
     def sealed(self, job: JobId, stage: int) -> bytes | None:
         """Our claim of a stage that we own, signed now, to be shown to a peer that has not seen it in the directory."""
@@ -221,14 +252,72 @@ class Leases:
         return None if held is None else self._directory.sealed(held, ttl_seconds=self._config.ttl_seconds)
 
     def credit(self, data: bytes) -> ClaimRecord:
-        """Believe a sealed claim of an owner that somebody showed us, as if the directory had it, until it expires or
-        a higher one is shown; it may cost us the stage. Raises RecordError for anything else."""
+        """Reckon with a sealed claim of an owner that somebody showed us, as if the directory had it, until it expires; it
+        may cost us the stage. Raises RecordError for anything else, and for a claim that does not count."""
         claim = self._memory.credit(data)
-        held = self._ours.owned.get((claim.job, claim.stage))
-        if held is not None and claim.peer != self.peer_id and rank(claim) > rank(held):
+        slot = (claim.job, claim.stage)
+        tenure, held = self.tenure(*slot), self._ours.owned.get(slot)
+        if tenure is None or tenure.holding != (claim.peer, claim.term):
+            raise RecordError(f"stage {claim.stage} is not {claim.peer}'s under term {claim.term}")
+        if held is not None and claim.peer != self.peer_id:
             self._give_way(held, claim)
             self._ours.withdraw_soon(held)
         return claim
+
+    # --- words on who holds a stage
+
+    def jurors(self, job: JobId, stage: int, suspect: PeerId) -> tuple[PeerId, ...]:
+        """Whose word counts on whether `suspect` still holds the stage, we among them where ours does."""
+        return self._memory.jurors((job, stage), suspect)
+
+    def testify(self, job: JobId, stage: int, holding: Holding, heir: PeerId) -> bytes:
+        """Our signed word that `holding` is over, and `heir` to follow."""
+        testimony = Testimony(voter=self.peer_id, holding=holding, at=int(self._directory.now()))
+        return seal_testimony(testimony, job, stage, heir, self._directory.sign)
+
+    def is_word(
+        self, job: JobId, stage: int, holding: Holding, heir: PeerId, voter: PeerId, word: bytes
+    ) -> bool:
+        """Whether that is `voter`'s testimony against the holder, in favour of `heir`."""
+        try:
+            testimony = open_testimony(word, job, stage, heir, self._directory.verify)
+        except RecordError:
+            return False
+        return testimony.voter == voter and testimony.holding == holding
+
+    def is_proof(
+        self, job: JobId, stage: int, holding: Holding, heir: PeerId, words: Iterable[bytes]
+    ) -> bool:
+        """Whether these testimonies, together, let `heir` follow."""
+        return self._memory.proves(_bare_claim(job, stage, heir, tuple(words)), holding)
+
+    def refusal(self, job: JobId, stage: int, holding: Holding) -> dict[str, object]:
+        """Our word that whoever says that it holds the stage so does not, for the one that we refuse."""
+        held = self.tenure(job, stage)
+        heir = self.peer_id if held is None or held.holding == holding else held.claim.peer
+        return {"heir": heir, "word": self.testify(job, stage, holding, heir)}
+
+    def disowned(self, job: JobId, stage: int, juror: PeerId, refusal: Mapping[str, object]) -> bool:
+        """`juror` refuses us with its word: whether by now so many have said that our claim of the stage is over that it
+        is."""
+        slot, held = (job, stage), self._ours.owned.get((job, stage))
+        if held is None:
+            return True
+        holding = Holding(self.peer_id, held.term)
+        heir, word = refusal.get("heir"), refusal.get("word")
+        if not isinstance(heir, str) or not isinstance(word, bytes):
+            return False
+        try:
+            testimony = open_testimony(word, job, stage, PeerId(heir), self._directory.verify)
+        except RecordError:
+            return False
+        if testimony.voter != juror or testimony.holding != holding:
+            return False
+        said = self._disowned.setdefault(slot, {})
+        said[juror] = testimony
+        now = self._directory.now()
+        voters = {peer for peer, each in said.items() if each.holding == holding and each.is_good(now)}
+        return self._memory.is_majority(slot, self.peer_id, voters)
 
     def update(
         self,
@@ -260,6 +349,7 @@ class Leases:
         """Give the stage up: our claim becomes "released", so that others need not wait for it to expire."""
         held = self._ours.owned.pop((job, stage), None)
         if held is not None:
+            self._forget((job, stage))
             await self._ours.withdraw(held)
 
     # --- renewing
@@ -279,20 +369,56 @@ class Leases:
         if held is None:
             return
         try:
-            await self._ours.publish(held)
-            claims = await self.claims(*slot)
+            if self._ours.lapsed(held):
+                # We were away: whoever has followed meanwhile did so rightly, and must be seen before we go on.
+                await self._look(slot)
+            if slot in self._ours.owned:
+                await self._ours.publish(self._ours.owned[slot])
+                await self._look(slot)
         except SwarmError as error:
             logger.warning("claim of stage %d of job %.8s not renewed: %s", slot[1], slot[0], error)
+
+    async def _look(self, slot: Slot) -> None:
+        """Who holds a stage of ours; we may have lost it."""
+        await self.claims(*slot)
+        held, tenure = self._ours.owned.get(slot), self.tenure(*slot)
+        if held is None or tenure is None:  # it may have been released while we looked
             return
-        best = winner(claims)
-        held = self._ours.owned.get(slot)  # it may have been released while we looked
-        if held is None or best is None or best.peer == self.peer_id or rank(best) <= rank(held):
+        if tenure.claim.peer != self.peer_id:
+            if tenure.lives(self._directory.now()):
+                self._give_way(held, tenure.claim)
+                await self._ours.withdraw(held)
             return
-        self._give_way(held, best)
-        await self._ours.withdraw(held)
+        unproven = self._memory.unproven(slot, held)
+        now = self._directory.now()
+        if unproven is not None and now - self._proving.get(slot, 0.0) >= self._config.prove_seconds:
+            self._proving[slot] = now
+            task = asyncio.create_task(self._prove(held, unproven), name="proving a claim")
+            self._ours.late.add(task)
+            task.add_done_callback(self._ours.late.discard)
+
+    async def _prove(self, held: ClaimRecord, holding: Holding) -> None:
+        """Have our claim carry the words of a majority that `holding` is over."""
+        slot = (held.job, held.stage)
+        words = () if self.testimonies is None else await self.testimonies(slot, holding)
+        owned = self._ours.owned.get(slot)
+        if (
+            owned is not None
+            and owned.term == held.term
+            and self.is_proof(*slot, holding, self.peer_id, words)
+        ):
+            self._ours.owned[slot] = replace(owned, proof=words)
+            self._ours.say_soon(owned)
+
+    def _forget(self, slot: Slot) -> None:
+        """What was about our claim of the stage, which is no more."""
+        self._memory.give_up(slot)
+        self._proving.pop(slot, None)
+        self._disowned.pop(slot, None)
 
     def _give_way(self, held: ClaimRecord, best: ClaimRecord) -> None:
         del self._ours.owned[held.job, held.stage]
+        self._forget((held.job, held.stage))
         logger.info(
             "stage %d of job %.8s went from us (term %d) to %s (term %d)",
             held.stage,
@@ -321,6 +447,7 @@ class Leases:
                 continue
 
 
-def _counts(other: ClaimRecord, term: int) -> bool:
-    """Whether another's claim keeps us from `term`. A standby's tells which terms it has seen: ours, perhaps."""
-    return not stands_by(other) or other.term > term
+def _bare_claim(job: JobId, stage: int, peer: PeerId, proof: tuple[bytes, ...]) -> ClaimRecord:
+    return ClaimRecord(
+        job=job, stage=stage, peer=peer, role="owner", term=0, score=0.0, step=0, load=0.0, proof=proof
+    )  # fmt: skip

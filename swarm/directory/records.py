@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, NewType
 
 from fusion.swarm.coordinates import DIMENSIONS, LARGEST_ERROR, LARGEST_MS
@@ -94,6 +94,8 @@ class ClaimRecord:
         bytes, ...
     ] = ()  # the chain that admits the peer to the job (`fusion.swarm.authority.grants`)
     proof: tuple[bytes, ...] = ()  # why it stands above the claim of a live owner
+    # Unix seconds: when it ends, of one that was read. It is no part of what is signed here, but of the seal around it.
+    expires_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

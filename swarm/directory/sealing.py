@@ -13,7 +13,7 @@ replayed older record never displaces a newer one, and is itself gone before the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -85,7 +85,7 @@ def seal(record: Record, identity: Signer, expires_at: float) -> bytes:
 def encode(record: Record) -> bytes:
     """The record as its author signs it, for those who need no signature. Raises RecordError as `seal`."""
     check_fields(record)
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    values = {field.name: getattr(record, field.name) for field in _SIGNED[type(record)]}
     body: bytes = msgpack.packb([RECORD_VERSION, KIND_OF[type(record)], values])
     return body
 
@@ -115,6 +115,8 @@ def unseal_anywhere(data: bytes, now: float, *, grace_seconds: float = 0.0) -> S
         raise RecordError("the record has expired or ends too far in the future")
     if not _verified(author, signature, _signed(body, author, expires_at)):
         raise RecordError("the record's signature is not its author's")
+    if isinstance(record, ClaimRecord):
+        record = replace(record, expires_at=expires_at)
     return Sealed(record, expires_at)
 
 
@@ -172,7 +174,7 @@ def decode(body: bytes) -> Record:
             raise RecordError("the record's body has not the form of one")
     made = _CLASS[kind]
     values: dict[str, Any] = {}
-    for field in fields(made):
+    for field in _SIGNED[made]:
         if field.name in found:
             values[field.name] = found[field.name]
         elif version >= RECORD_VERSION or field.default is MISSING:
@@ -197,4 +199,5 @@ _ITEMS: dict[type, dict[str, Callable[[Any], Any]]] = {
 }
 
 
+_SIGNED = {made: [field for field in fields(made) if field.compare] for made in KIND_OF}
 _CLASS: dict[str, Any] = {kind: made for made, kind in KIND_OF.items()}

@@ -104,6 +104,7 @@ class Peer:
 
     async def host(self, prepared: Prepared, stage: int) -> None:
         """Claim a stage, as the peer's hosting does, and run it in a task."""
+        self.context.leases.know(prepared.manifest.law(prepared.job))
         claim = await self.context.leases.claim(prepared.job, stage, 1.0)
         assert claim is not None
         self.tasks[stage] = asyncio.create_task(
@@ -113,6 +114,7 @@ class Peer:
     async def stand_by(self, prepared: Prepared, stage: int, record: JobRecord) -> int:
         """Prepare a stage and say so, as the peer's pool does; again for a newer record."""
         self.work[prepared.job] = prepared.manifest
+        self.context.leases.know(prepared.manifest.law(prepared.job))
         step = await self.service.prepare(prepared.job, prepared.manifest, stage, record)
         self.context.leases.standbys.stand_by(prepared.job, stage, score=0.5, step=step, ready=True)
         await self.context.leases.beat()
@@ -127,9 +129,16 @@ class Peer:
         return bool(self.tasks)
 
     async def take_over(
-        self, job: JobId, stage: int, over: int, handover: Mapping[str, Any] | None
+        self,
+        job: JobId,
+        stage: int,
+        over: int,
+        handover: Mapping[str, Any] | None,
+        proof: tuple[bytes, ...] = (),
     ) -> ClaimRecord | None:
-        claim = await self.context.leases.claim(job, stage, 0.5, over=over, confirm=handover is None)
+        claim = await self.context.leases.claim(
+            job, stage, 0.5, over=over, proof=proof, confirm=handover is None
+        )
         before = self.tasks.get(stage)
         # Asked twice, as by its neighbours and by the test, it is hosted once.
         if claim is not None and (before is None or before.done()):

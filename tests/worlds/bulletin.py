@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from dataclasses import replace
 from typing import Any
 
 from worlds.network import Network
@@ -72,7 +73,7 @@ class Bulletin:
             else:
                 seen[reader] = 1e18
         versions = self._slots.setdefault(key, {}).setdefault(subkey, [])
-        versions.append((expires_at, record, seen))
+        versions.append((expires_at, _dated(record, expires_at), seen))
         if len(versions) > 1 and versions[-2][0] > expires_at:
             versions.sort(key=lambda version: version[0])
         if len(versions) > KEPT_VERSIONS:
@@ -145,7 +146,7 @@ class WorldDirectory:
     def sealed(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> bytes:
         expires_at = self._expiry(ttl_seconds)
         token = f"{len(self._bulletin.sealed)}".encode()
-        self._bulletin.sealed[token] = (expires_at, record)
+        self._bulletin.sealed[token] = (expires_at, _dated(record, expires_at))
         return token
 
     def unsealed(self, data: bytes) -> Record:
@@ -173,6 +174,10 @@ class WorldDirectory:
         await asyncio.sleep(bulletin.look_up_seconds() if seconds is None else seconds)
         if bulletin.rng.random() < bulletin.fails:
             raise TransportError("the directory does not answer")
+
+
+def _dated(record: Record, expires_at: float) -> Record:
+    return replace(record, expires_at=expires_at) if isinstance(record, ClaimRecord) else record
 
 
 def _place(record: Record) -> tuple[Key, Key]:

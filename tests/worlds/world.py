@@ -20,7 +20,7 @@ from worlds.network import Network, WorldStream, WorldTransport
 from worlds.oracle import Oracle
 from worlds.process import STAGE_BYTES, Outcome, Process
 from worlds.scenario import Fault, Scenario
-from worlds.virtual_time import Lane, VirtualLoop, cpu_seconds
+from worlds.virtual_time import EPOCH_SECONDS, Lane, VirtualLoop, cpu_seconds
 
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.hosting.hosting import Hosting
@@ -114,7 +114,7 @@ class World:
                 seed=plan.seed % 1000, optimizer=OptimizerConfig(), data=DataConfig(kind="tokens", train=_TRAIN),
                 snapshot_every=plan.snapshot_every,
             ),
-            salt=str(plan.seed), author=_AUTHOR,
+            salt=str(plan.seed), launched_at=int(EPOCH_SECONDS), author=_AUTHOR,
         )  # fmt: skip
         data = manifests.encode(manifest)
         job = JobId(digest_of(data))

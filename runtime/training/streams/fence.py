@@ -1,7 +1,7 @@
 """Who may speak for a partner of a stage, and who no longer may.
 
-A `hello` is welcomed only from the owner of the stage it speaks for, as its sealed claim proves or the directory says,
-at the term it names. Of several who come under one term the first is the owner to us: another peer's hello at that
+A `hello` is welcomed only from the owner of the stage it speaks for, as its sealed claim or the directory shows by the
+rule of `fusion.swarm.claims.tenure`, at the term it names. Of several who come under one term the first is the owner to us: another peer's hello at that
 term, or that of the same peer's stage after it began anew (a restart may forget which terms were used), is refused as
 is every lower term, with `stale` {term}; a higher term ends the streams of the owner before it. An owner that knew no
 better, because it joined after the claims of the one before had run out, gives the stage up and claims it anew above
@@ -14,7 +14,6 @@ import logging
 from dataclasses import dataclass
 
 from fusion.runtime.training.step.messages import Hello
-from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import RecordError, StaleTerm, SwarmError
@@ -97,14 +96,15 @@ class Fence:
             return proof
         owner = await self._leases.owner(self._job, self._partner)
         self.check(peer, hello)  # somebody may have said hello under a higher term while we looked
-        if owner is not None and owner.term > hello.term:
-            raise StaleTerm(f"stage {self._partner} is under term {owner.term}, not {hello.term}")
+        held = self._leases.tenure(self._job, self._partner)
+        if held is not None and held.claim.peer != peer and held.claim.term >= hello.term:
+            raise Overtaken(self._partner, hello.term, held.claim.term)
         if owner is None or (owner.peer, owner.term) != (peer, hello.term):
             raise Later(f"no claim of stage {self._partner} at term {hello.term} seen yet")
         return owner
 
     def _proof(self, peer: PeerId, hello: Hello) -> ClaimRecord | None:
-        """The claim that came with the hello, if it shows that `peer` owns its stage and we know of no higher one."""
+        """The claim that came with the hello, if it shows that `peer` owns its stage."""
         if not hello.claim:
             return None
         try:
@@ -113,7 +113,4 @@ class Fence:
             log.debug("stage %d: the claim of stage %d: %s", self._stage, self._partner, error)
             return None
         wanted = (self._job, self._partner, peer, hello.term, "owner")
-        if (claim.job, claim.stage, claim.peer, claim.term, claim.role) != wanted:
-            return None
-        best = winner(self._leases.recent(self._job, self._partner))
-        return claim if best is None or best.term <= claim.term else None
+        return claim if (claim.job, claim.stage, claim.peer, claim.term, claim.role) == wanted else None

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.fields import plain
@@ -21,8 +23,9 @@ from fusion.runtime.training.step.messages import Hello
 from fusion.runtime.training.streams.fence import Fence, Overtaken
 from fusion.runtime.training.streams.suspicion import Suspicion
 from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId
-from fusion.swarm.errors import FrameError, StaleTerm, SwarmError, TransportError
+from fusion.swarm.errors import FrameError, SwarmError, TransportError
 from fusion.swarm.streams.queued_stream import HELLO_SECONDS, QueuedStream, dial
 from fusion.swarm.transport import Stream, checked
 
@@ -30,6 +33,7 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1  # doubled up to the longest, from one failed dial to the next
 LONGEST_RETRY_SECONDS = 1.6
+REFUSED_SECONDS = RECORD_TTL_SECONDS
 PATIENCE_SECONDS = 0.1  # for a peer whose stream broke to answer once more, before it is suspected
 
 
@@ -65,6 +69,7 @@ class Partner:
         )
         self._news = asyncio.Event()  # set when somebody tells us of an owner
         self._suspicion = Suspicion(context, here.job, here.stage, stage, self._succeeded)
+        self._refused_since = math.inf  # it says that our own stage is over
         self._sent_bytes = 0  # on links that are no more
 
     @property
@@ -167,16 +172,18 @@ class Partner:
             return claim
         claims = await leases.claims(job, self.stage)
         claim = winner(claims)
+        if claim is None and (behind := leases.behind(job, self.stage)) is not None:
+            # It is dialled all the same: one of us will be told that it was overtaken, and claim its stage above that. If
+            # neither dialled, both would wait for ever.
+            return behind
         if claim is None:
             if self._last is not None:
                 self._suspect(self._last, group)
             if not any(other.role == "standby" for other in claims):
                 raise _Vacant(needs(self.stage, self._here.memory_bytes))
             raise SwarmError("no peer holds it; a standby is about to")
-        # Another peer's than spoke to us under the same term is dialled all the same: one of us will be told that it was
-        # overtaken, and claim its stage above that. If neither dialled, both would wait for ever.
-        if claim.term < self.fence.highest:
-            raise StaleTerm(f"term {claim.term} is over")
+        # One whose term is over for our fence had the stage taken from it while it was cut off from us, and has it back. It is
+        # dialled all the same, and dials us: either will be told that it was overtaken, and claim its stage above that.
         return claim
 
     async def _greet(self, claim: ClaimRecord) -> Stream:
@@ -191,14 +198,25 @@ class Partner:
                 reply = checked(await stream.receive())
                 term = reply.header.get("term")
                 if reply.kind == "stale" and isinstance(term, int):
-                    leases.observe(here.job, here.stage, term)
-                    raise Overtaken(here.stage, here.term, term)
+                    self._refused(claim, term, reply.header)
                 if reply.kind != "welcome":
                     raise SwarmError(str(reply.header.get("message", "refused"))[:200])
             except BaseException:
                 stream.abort()
                 raise
         return stream
+
+    def _refused(self, claim: ClaimRecord, term: int, refusal: Mapping[str, Any]) -> None:
+        """The other end says that our stage was held under a higher term. One neighbour may be wrong about that, or lie:
+        a majority of them may not, nor one that goes on with it for as long as a lease lasts, for nobody can work then.
+        Raises Overtaken, or SwarmError where it is to be asked again."""
+        leases, here, now = self._context.leases, self._here, asyncio.get_running_loop().time()
+        self._refused_since = min(now, self._refused_since)
+        disowned = leases.disowned(here.job, here.stage, claim.peer, refusal)
+        if disowned or now - self._refused_since >= REFUSED_SECONDS:
+            leases.observe(here.job, here.stage, term)
+            raise Overtaken(here.stage, here.term, term)
+        raise SwarmError(f"says that stage {here.stage} was held under term {term}")
 
     async def _use(self, stream: Stream) -> bool:
         """Until the stream ends: whether the other end vanished, rather than closed or refused it."""
@@ -209,6 +227,7 @@ class Partner:
         self._suspicion.end()
         self.outgoing, self._shown = link, self._last
         self._waits = ""
+        self._refused_since = math.inf
         self._changed()
         try:
             ended = await link.wait()

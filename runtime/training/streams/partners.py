@@ -18,6 +18,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.training.step.messages import TENSOR_KINDS, Hello, Message, decode, encode
 from fusion.runtime.training.streams.fence import Later, Overtaken
 from fusion.runtime.training.streams.partner import Held, Partner
+from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.errors import FrameError, StaleTerm
 from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, checked
 
@@ -140,7 +141,9 @@ class Partners:
             claim = await partner.fence.claim_of(stream.remote, hello)
             self._check_open(partner)
         except Overtaken as error:
-            await stream.send("stale", {"term": error.term})
+            holding = Holding(stream.remote, hello.term)
+            refusal = self._context.leases.refusal(hello.job, hello.source, holding)
+            await stream.send("stale", {"term": error.term, **refusal})
             raise
         except Later as error:
             await stream.send("later", {"message": str(error)})

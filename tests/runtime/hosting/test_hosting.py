@@ -522,7 +522,12 @@ def test_a_stage_that_another_peer_won_is_given_up(tmp_path: Path) -> None:
             claim = ClaimRecord(
                 job=job, stage=0, peer=rival.peer_id, role="owner", term=9, score=0.1, step=0, load=0.0
             )
-            await MemoryDirectory(made.network, rival, made.clock).publish(claim)
+            directory = MemoryDirectory(made.network, rival, made.clock)
+            await directory.publish(claim)
+            await ours.context.leases.beat()
+            assert ours.hosting.hosted == ((job, 0),), "it has no right to the stage"
+            made.clock.advance(91.0)  # we were away for long
+            await directory.publish(claim)
             await ours.context.leases.beat()
             await over(ours, (job, 0))
             await ours.look()

@@ -42,6 +42,7 @@ from fusion.runtime.job.spec import GPTConfig, load
 from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Held, launch, prepare_training, wait_until_held
 from fusion.runtime.training.data.batches import Batches
+from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import Digest
 
 
@@ -182,7 +183,7 @@ def test_an_owner_of_a_term_that_is_over_is_refused(tmp_path: Path) -> None:
                     await stream.send("ready", {"term": hello["term"] - 1})
                     reply = await stream.receive()
                 stream.abort()
-                return f"{reply.kind}: {reply.header.get('message')}"
+                return f"{reply.kind}: {reply.header.get('message', reply.header.get('term'))}"
 
             assert "no claim of stage 1 at term 9 seen yet" in await say(intruder, term=9)
             assert "under term 5, not 4" in await say(old, target_term=4)
@@ -193,12 +194,12 @@ def test_an_owner_of_a_term_that_is_over_is_refused(tmp_path: Path) -> None:
                 "stale"
             )  # it began anew under a term it had used
             assert "a frame of term 0 on a stream of term 1" in await say(old, incarnation=incarnation)
-            # The stage goes to another peer at a higher term: what the old owner says now is refused.
-            intruder.context.leases.observe(job_id, 1, 1)
+            # The stage goes to another peer, as its owner says itself: what the old owner says now is refused.
             claim = (await intruder.context.leases.claims(job_id, 1))[0]
-            taken = replace(claim, peer=intruder.context.peer_id, term=2)
-            await intruder.context.directory.publish(taken)
-            assert "under term 2, not 1" in await say(old, incarnation=incarnation)
+            heir, holding = intruder.context.peer_id, Holding(claim.peer, claim.term)
+            word = old.context.leases.testify(job_id, 1, holding, heir)
+            await intruder.context.directory.publish(replace(claim, peer=heir, term=2, proof=(word,)))
+            assert await say(old, incarnation=incarnation) == "stale: 2"
             await until(lambda: old.context.leases.holds(job_id, 1) is None)
 
     asyncio.run(main())

@@ -7,8 +7,6 @@ from support.directory_records import claim_record
 from fusion.swarm.claims.election import (
     HEAD_START_SECONDS,
     latest,
-    next_term,
-    rivals,
     should_claim,
     successors,
     winner,
@@ -52,17 +50,6 @@ def test_everyone_who_sees_the_same_claims_elects_the_same(
         assert all((claim.term, claim.score) <= (best.term, best.score) for claim in owners)
 
 
-@given(claim_sets(), st.integers(0, 9), st.sampled_from([0.2, 1.0]))
-@settings(max_examples=100, deadline=None)
-def test_a_claim_at_the_next_term_wins_whatever_its_score(
-    claims: list[ClaimRecord], floor: int, score: float
-) -> None:
-    term = next_term(claims, floor)
-    assert term > floor and term >= 1
-    newcomer = claim_record(Identity.generate(), term=term, score=score)
-    assert winner([*claims, newcomer]) == newcomer
-
-
 def test_equal_scores_spread_over_peers() -> None:
     winners = set()
     for stage in range(64):
@@ -88,20 +75,6 @@ def test_a_vacant_stage_goes_to_the_proposed_peer_then_the_best_standby_then_any
     assert not should_claim([mine, theirs], other.peer_id, score=0.5, vacant_seconds=0)
     released = claim_record(other, role="released")
     assert should_claim([released], me, score=1.0, vacant_seconds=0)
-
-
-@given(claim_sets(), st.integers(0, 4))
-@settings(max_examples=100, deadline=None)
-def test_rivals_are_all_others_but_the_owners_that_are_gone(claims: list[ClaimRecord], over: int) -> None:
-    us = PEERS[0].peer_id
-    left = rivals(claims, us, over)
-    for claim in claims:
-        gone = claim.role == "owner" and claim.term <= over
-        assert (claim in left) == (claim.peer != us and not gone)
-    # A claim above `over` and above what is left wins, whatever the dead said.
-    term = next_term(left, over)
-    ours = claim_record(PEERS[0], term=term, score=0.2)
-    assert winner([*left, ours]) == ours
 
 
 def test_standbys_follow_each_other_a_heartbeat_apart_the_ready_ones_first() -> None:

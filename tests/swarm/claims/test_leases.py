@@ -6,8 +6,10 @@ import random
 import pytest
 from support.directory_records import JOB, claim_record, provider_record
 
+from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId, Record
 from fusion.swarm.errors import RecordError
@@ -278,7 +280,7 @@ def test_a_replica_keeps_its_term_until_it_only_stands_by() -> None:
         ours.standbys.only_stand_by(JOB, 0)
         assert [claim.role for claim in ours.standbys.standing()] == ["standby"]
         assert not ours.standbys.beside(JOB, 0)
-        assert ours.standbys.serve_beside(JOB, 0) == term + 3, "a later claim has a later term"
+        assert ours.standbys.serve_beside(JOB, 0) == term, "nobody's word raises it"
         ours.standbys.stand_by(JOB, 0, score=0.3, step=1, ready=True, busy=True)
         assert [(claim.role, claim.load) for claim in ours.standbys.standing()] == [("standby", 1.0)]
         assert ours.standbys.serve_beside(JOB, 0) == 0, "it owns stages of its own"
@@ -313,10 +315,9 @@ def test_whoever_fails_to_claim_stands_by_again() -> None:
         assert owned is not None and await ours.claim(JOB, 0, 0.4, over=0) is None
         claiming = asyncio.create_task(ours.claim(JOB, 0, 0.4, over=owned.term))
         await asyncio.sleep(0)
-        other.credit(room.directories[0].sealed(claim_record(room.identities[0], term=1)))
         rival = Identity.generate()
         high = claim_record(rival, term=owned.term + 1, score=1.0)
-        ours.credit(MemoryDirectory(room.network, rival, room.clock).sealed(high))
+        await MemoryDirectory(room.network, rival, room.clock).publish(high)
         ours.standbys.stand_by(JOB, 0, score=0.4, step=99)  # in the middle of it: not said over the claim
         assert await claiming is None
         [standing] = ours.standbys.standing()
@@ -378,7 +379,8 @@ def test_a_claim_that_was_shown_counts_before_the_directory_has_it() -> None:
         assert reader.credit(data) == new
         assert await reader.owner(JOB, 0) == new and winner(reader.recent(JOB, 0)) == new
         older = owner.sealed(JOB, 0)
-        assert older is not None and reader.credit(older) == old  # true once, and outranked
+        with pytest.raises(RecordError):  # true once, and outranked
+            reader.credit(older or b"")
         assert await reader.owner(JOB, 0) == new
         assert reader.known_term(JOB, 0) == 2
         room.clock.advance(RECORD_TTL_SECONDS)
@@ -396,7 +398,10 @@ def test_what_the_directory_says_later_of_the_same_peer_outweighs_what_was_shown
         await owner.claim(JOB, 0, 1.0)
         data = owner.sealed(JOB, 0)
         assert data is not None
-        reader.credit(data)
+        with pytest.raises(RecordError, match="nothing is known"):
+            reader.credit(data)
+        await reader.claims(JOB, 0)
+        assert reader.credit(data) == owner.holds(JOB, 0)
         owner.update(JOB, 0, step=8, ready=True)
         await owner.beat()
         seen = await reader.owner(JOB, 0)
@@ -431,6 +436,7 @@ def test_only_an_owner_s_own_sound_claim_is_credited() -> None:
     async def scenario() -> None:
         room = Room(2)
         leases, (one, two) = room.leases[0], room.directories
+        await leases.claims(JOB, 0)
         standby = two.sealed(claim_record(room.identities[1], role="standby"))
         good = two.sealed(claim_record(room.identities[1], term=5))
         for data in (
@@ -461,26 +467,125 @@ def test_the_proposed_peer_wins_a_race() -> None:
     asyncio.run(scenario())
 
 
+def law(stages: int, launched_at: int = 0) -> JobLaw:
+    return JobLaw(job=JOB, author=Identity.generate().peer_id, stages=stages, launched_at=launched_at)
+
+
+async def two_stages(room: Room) -> tuple[ClaimRecord, ClaimRecord]:
+    """The first peer owns stage 0, the second stage 1, for long enough that nobody contests it; all know of both."""
+    one, juror = room.leases[:2]
+    for leases in room.leases:
+        leases.know(law(2))
+    first, second = await one.claim(JOB, 0, 1.0), await juror.claim(JOB, 1, 1.0)
+    assert first is not None and second is not None
+    for _ in range(5):
+        await room.beat()
+        await see(room)
+    return first, second
+
+
+async def see(room: Room) -> None:
+    for leases in room.leases:
+        for stage in (0, 1):
+            await leases.claims(JOB, stage)
+
+
+def against(juror: Leases, claim: ClaimRecord, heir: Leases) -> bytes:
+    return juror.testify(claim.job, claim.stage, Holding(claim.peer, claim.term), heir.peer_id)
+
+
 def test_after_a_partition_one_owner_is_left_and_the_other_is_told() -> None:
     async def scenario() -> None:
-        room = Room(2)
-        one, two = room.leases
+        room = Room(3)
+        one, juror, two = room.leases
         ids = [identity.peer_id for identity in room.identities]
-        first = await one.claim(JOB, 0, 1.0)
-        assert first is not None
-        await two.owner(JOB, 0)
+        first, _ = await two_stages(room)
+
+        async def asked(slot: tuple[JobId, int], holding: Holding) -> tuple[bytes, ...]:
+            return (juror.testify(*slot, holding, two.peer_id),)
+
+        two.testimonies = asked
         room.network.partition(ids[:1], ids[1:])
         for _ in range(int(RECORD_TTL_SECONDS) + 1):
             await room.beat()
+            await see(room)
         second = await two.claim(JOB, 0, 0.2)  # the minority's owner lives on, unseen
         assert second is not None and second.term == 2 and one.mine() == (first,)
+        for _ in range(3):  # its neighbour bears it out meanwhile
+            await room.beat()
+            await see(room)
         room.network.heal()
-        await room.beat()
-        await room.beat()
-        assert one.mine() == () and two.mine() == (second,)
-        assert room.lost == [[first], []]
+        for _ in range(5):
+            await room.beat()
+            await see(room)
+        assert one.mine() == () and [(c.peer, c.term) for c in two.mine()] == [(two.peer_id, 2)]
+        assert room.lost == [[first], [], []]
         claims = await two.claims(JOB, 0)
-        assert {c.peer: c.role for c in claims} == {ids[0]: "released", ids[1]: "owner"}
+        assert {c.peer: c.role for c in claims} == {ids[0]: "released", ids[2]: "owner"}
+
+    asyncio.run(scenario())
+
+
+def test_without_a_majority_s_word_no_claim_costs_a_live_owner_anything() -> None:
+    async def scenario() -> None:
+        room = Room(4)
+        one, juror, thief, other = room.leases
+        first, _ = await two_stages(room)
+        for term in (2, 2 + 8, 1000, 2**31 - 1, 2**31):
+            for proof in ((), (against(thief, first, thief),), (against(juror, first, other),), (b"x",)):
+                stolen = claim_record(room.identities[2], term=term, score=1.0, proof=proof)
+                await room.directories[2].publish(stolen)
+                for leases in (one, juror, other):
+                    with pytest.raises(RecordError):
+                        leases.credit(room.directories[2].sealed(stolen))
+                await one.beat()
+                assert winner(await juror.claims(JOB, 0)) == first
+                assert winner(await one.claims(JOB, 0)) == first and one.mine() == (first,)
+                assert juror.known_term(JOB, 0) == 1
+        assert room.lost == [[], [], [], []]
+        # With the word of the only juror it is another matter; for that peer, not for another one.
+        word = against(juror, first, other)
+        assert other.is_proof(JOB, 0, Holding(first.peer, 1), other.peer_id, [word])
+        taken = await other.claim(JOB, 0, 0.1, over=1, proof=(word,))
+        assert taken is not None and taken.term == 2
+        assert juror.credit(other.sealed(JOB, 0) or b"") == taken
+        await one.beat()
+        assert one.mine() == () and room.lost[0] == [first]
+
+    asyncio.run(scenario())
+
+
+def test_terms_cannot_be_used_up() -> None:
+    async def scenario() -> None:
+        room = Room(3)
+        thief = room.identities[2]
+        room.leases[0].know(law(1, launched_at=int(room.clock()) - 10))
+        for role, term in (("owner", 2**31 - 2), ("released", 2**31 - 1), ("standby", 2**31), ("owner", 76)):
+            await room.directories[2].publish(claim_record(thief, role=role, term=term))
+            room.leases[0].observe(JOB, 0, term)
+            assert await room.leases[0].owner(JOB, 0) is None and room.leases[0].known_term(JOB, 0) == 0
+        claim = await room.leases[0].claim(JOB, 0, 1.0)
+        assert claim is not None and claim.term == 1
+
+    asyncio.run(scenario())
+
+
+def test_one_neighbour_of_two_cannot_disown_an_owner() -> None:
+    async def scenario() -> None:
+        room = Room(3)
+        one, liar, third = room.leases
+        for leases in room.leases:
+            leases.know(law(3))
+        first = await one.claim(JOB, 0, 1.0)
+        assert first is not None and await liar.claim(JOB, 1, 1.0) and await third.claim(JOB, 2, 1.0)
+        for stage in (1, 2):
+            await one.claims(JOB, stage)
+        holding = Holding(first.peer, first.term)
+        for _ in range(3):
+            assert not one.disowned(JOB, 0, liar.peer_id, liar.refusal(JOB, 0, holding))
+        assert not one.disowned(JOB, 0, third.peer_id, liar.refusal(JOB, 0, holding)), "another's word"
+        assert not one.disowned(JOB, 0, third.peer_id, {"heir": 1, "word": b"x"})
+        assert one.disowned(JOB, 0, third.peer_id, third.refusal(JOB, 0, holding))
 
     asyncio.run(scenario())
 

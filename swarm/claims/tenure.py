@@ -1,0 +1,183 @@
+"""Whose claim of a stage counts: a pure rule over what one reader has seen, so that a claim is believed for its right and
+not for its number.
+
+A reader keeps one tenure for each stage: who holds it, under which term, since when, and until when its lease lasts in
+the reader's own view (the end that the holder signed, which is at most a lease away). A claim of another peer counts,
+if its term is higher, where
+
+(a) the lease has run out in the reader's own view: a vacancy needs no proof, only a term below the ceiling;
+(b) it proves that the holder does not hold the stage any more, and that its own peer is to follow: the holder's signed
+    release, or such testimonies of a majority of the jurors, the owners of the stages nearest to this one, as the reader
+    knows them; it is at most ROUNDS above then;
+(c) it contests a tenure that is not settled, with the same right as that has and a higher rank, at most ROUNDS above the
+    term that both follow. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
+    its claim proves that a majority saw that as well: the two halves of a swarm that was divided agree in this way.
+    Until then the holder before gets the stage back with the claim that it had.
+
+Everything else is void: it owns nothing, ends no lease and raises no term. The holder itself may go on above its own
+claim, below the ceiling, and its own word that it does not own the stage any more ends the tenure. A term lower than
+the last holder's is void for ever.
+
+The ceiling is SPARE_TERMS more than the seconds since the job was launched, so that terms cannot be used up: claims that
+need no neighbour's word raise them by less than one a second in the long run. A reader that knows nothing of a stage
+believes the highest claim below the ceiling.
+
+A juror has one word, however many stages it owns, and the holder none against itself. Where an owner's lease merely ran
+out and another peer followed, the word of either stands for that stage: it may have been cut off from us, not gone.
+Nobody who owns no stage has a word. Where no other peer owns a stage of the job only (a) and a release remain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fusion.swarm.claims.election import rank
+from fusion.swarm.directory.records import MAX_TERM, ClaimRecord
+from fusion.swarm.transport import PeerId
+
+ROUNDS = 8  # of raising a claim above rivals with the same right
+# A reader hears of rivals within a heartbeat, and they of each other within the time that a claim is confirmed in.
+CONTEST_SECONDS = 3.0
+SPARE_TERMS = 64
+JURY_STAGES = 8
+
+
+class Holding(NamedTuple):
+    peer: PeerId
+    term: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenure:
+    """Who holds a stage, in one reader's view. Times are unix seconds."""
+
+    claim: ClaimRecord  # the newest of the holder's
+    since: float
+    until: float  # NEVER: the holder gave it up itself
+    floor: int  # the term that it followed; nobody contests it further than ROUNDS above
+    over: Holding | None = None  # whom it followed by a proof
+    lapsed: Holding | None = None  # whom it followed because that one's lease had run out
+    settled: bool = True  # False: `lapsed`, and no majority has borne it out yet
+
+    @property
+    def holding(self) -> Holding:
+        return Holding(self.claim.peer, self.claim.term)
+
+    def lives(self, now: float) -> bool:
+        return now < self.until
+
+
+NEVER = 0.0
+
+# Whether a claim proves that whoever held the stage so does not any more, and that the claim's peer is to follow.
+Proves = Callable[[ClaimRecord, Holding], bool]
+# Those whose word stands for one juror.
+Seat = frozenset[PeerId]
+
+
+@dataclass(frozen=True)
+class View:
+    """What one reader goes by at one moment. `alone`: nobody has a word on the stage, so that there is no majority to
+    wait for. `now`: unix seconds."""
+
+    proves: Proves
+    now: float
+    ceiling: int
+    alone: bool
+
+
+def settle(known: Tenure | None, claims: Iterable[ClaimRecord], view: View) -> Tenure | None:
+    """Who holds the stage after `claims` were seen, one of each peer with its end (`expires_at`). The tenure may have run
+    out (`Tenure.lives`)."""
+    claims = tuple(claims)
+    if known is not None:
+        own = next((claim for claim in claims if claim.peer == known.claim.peer), None)
+        known = known if own is None else _carried_on(known, own, view)
+        if not known.settled and known.lapsed is not None:
+            known = replace(known, settled=view.alone or view.proves(known.claim, known.lapsed))
+            known = _restored(known, claims, view)
+    owners = [claim for claim in claims if claim.role == "owner" and claim.expires_at > view.now]
+    owners.sort(key=rank, reverse=True)
+    for _ in owners:  # what follows the holder that we know of may have been followed itself
+        follower = next(filter(None, (_follower(known, claim, view) for claim in owners)), None)
+        if follower is None:
+            break
+        known = follower
+    return known
+
+
+def _restored(known: Tenure, claims: Iterable[ClaimRecord], view: View) -> Tenure:
+    """The tenure of the holder before, if it has only been cut off from us, and nobody bears out that it was gone."""
+    for claim in claims:
+        lives = claim.role == "owner" and claim.expires_at > view.now
+        if not known.settled and lives and Holding(claim.peer, claim.term) == known.lapsed:
+            return Tenure(claim=claim, since=NEVER, until=claim.expires_at, floor=claim.term - 1)
+    return known
+
+
+def _carried_on(known: Tenure, own: ClaimRecord, view: View) -> Tenure:
+    """With what the holder says itself."""
+    if own.role != "owner":
+        return (
+            known if own.term < known.claim.term else replace(known, until=NEVER, lapsed=None, settled=True)
+        )
+    higher = own.term > known.claim.term
+    if own.term < known.claim.term or own.expires_at <= view.now or known.until == NEVER:
+        return known
+    if higher and (own.term > view.ceiling or not known.lives(view.now)):
+        return known
+    return replace(known, claim=own, until=max(known.until, own.expires_at))
+
+
+def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | None:
+    """The tenure of the claim's peer, if it follows the one that is known."""
+    fresh = Tenure(claim=claim, since=view.now, until=claim.expires_at, floor=claim.term - 1)
+    if known is None:
+        return fresh if claim.term <= view.ceiling else None
+    before = known.holding
+    fresh = replace(fresh, floor=before.term)
+    if not known.lives(view.now):
+        if not before.term < claim.term <= view.ceiling:
+            return None
+        if known.until == NEVER or claim.peer == before.peer:
+            return fresh
+        return replace(fresh, lapsed=before, settled=view.alone or view.proves(claim, before))
+    if claim.peer == before.peer:
+        return None
+    if before.term < claim.term <= before.term + ROUNDS and view.proves(claim, before):
+        return replace(fresh, over=before)
+    young = view.now - known.since < CONTEST_SECONDS or not known.settled
+    if not young or rank(claim) <= rank(known.claim) or claim.term > known.floor + ROUNDS:
+        return None
+    if known.over is not None and not view.proves(claim, known.over):
+        return None
+    return replace(known, claim=claim, until=claim.expires_at, settled=known.lapsed is None)
+
+
+def ceiling(launched_at: float, now: float) -> int:
+    """The highest term that a claim may have which no neighbour's word supports. Both in unix seconds."""
+    return min(MAX_TERM - 1, SPARE_TERMS + max(0, int(now - launched_at)))
+
+
+def jury(stage: int, stages: int) -> tuple[int, ...]:
+    """The stages whose owners have a word on who holds `stage`: the nearest ones."""
+    others = sorted((abs(other - stage), other) for other in range(stages) if other != stage)
+    return tuple(other for _, other in others[:JURY_STAGES])
+
+
+def seats(jurors: Iterable[Tenure], suspect: PeerId | None, now: float) -> tuple[Seat, ...]:
+    """Who has a word on whether `suspect` holds its stage: one juror each of the peers that hold `jurors` now."""
+    found: dict[PeerId, set[PeerId]] = {}
+    for tenure in jurors:
+        if tenure.claim.peer != suspect and tenure.lives(now):
+            voices = found.setdefault(tenure.claim.peer, {tenure.claim.peer})
+            if tenure.lapsed is not None:
+                voices.add(tenure.lapsed.peer)
+    return tuple(frozenset(voices - {suspect}) for voices in found.values())
+
+
+def is_majority(voters: Collection[PeerId], found: Collection[Seat]) -> bool:
+    """Whether more than half of the jurors are among the voters."""
+    return 2 * sum(not seat.isdisjoint(voters) for seat in found) > len(found)

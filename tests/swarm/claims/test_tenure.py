@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.directory_records import JOB
+
+from fusion.swarm.claims.election import rank
+from fusion.swarm.claims.tenure import (
+    CONTEST_SECONDS,
+    JURY_STAGES,
+    NEVER,
+    ROUNDS,
+    SPARE_TERMS,
+    Holding,
+    Tenure,
+    View,
+    ceiling,
+    is_majority,
+    jury,
+    seats,
+    settle,
+)
+from fusion.swarm.directory.records import MAX_TERM, ClaimRecord
+from fusion.swarm.transport import PeerId
+
+PEERS = [PeerId(name) for name in ("ann", "bob", "cat", "dan", "eve")]
+LEASE = 6.0
+NOBODY: frozenset[tuple[PeerId, Holding]] = frozenset()
+
+
+def claim(
+    peer: str, term: int, *, role: str = "owner", score: float = 0.5, until: float = LEASE
+) -> ClaimRecord:
+    return ClaimRecord(
+        job=JOB, stage=1, peer=PeerId(peer), role=role, term=term, score=score, step=0, load=0.0, expires_at=until  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def view(
+    now: float,
+    proven: Collection[tuple[PeerId, Holding]] = NOBODY,
+    *,
+    highest: int = 1000,
+    alone: bool = False,
+) -> View:
+    """`proven`: whose claims prove that who held the stage is gone."""
+    return View(
+        proves=lambda claim, holding: (claim.peer, holding) in proven, now=now, ceiling=highest, alone=alone
+    )
+
+
+def held(peer: str = "ann", term: int = 5, *, since: float = -100.0, until: float = LEASE) -> Tenure:
+    return Tenure(claim=claim(peer, term, until=until), since=since, until=until, floor=term - 1)
+
+
+def owner(tenure: Tenure | None) -> Holding | None:
+    return None if tenure is None else tenure.holding
+
+
+ANN = Holding(PeerId("ann"), 5)
+
+
+def test_over_a_live_tenure_only_a_proof_counts() -> None:
+    thief = claim("eve", 6)
+    assert owner(settle(held(), [claim("ann", 5), thief], view(1.0))) == ANN
+    assert owner(settle(held(), [claim("ann", 5), thief], view(1.0, {(PeerId("eve"), ANN)}))) == ("eve", 6)
+    # A proof over another holder or another term of it is none.
+    for other in (Holding(PeerId("ann"), 4), Holding(PeerId("bob"), 5)):
+        assert owner(settle(held(), [thief], view(1.0, {(PeerId("eve"), other)}))) == ANN
+    # Not one that is far above, or not above at all.
+    for term in (4, 5, 5 + ROUNDS + 1, MAX_TERM - 1):
+        assert owner(settle(held(), [claim("eve", term)], view(1.0, {(PeerId("eve"), ANN)}))) == ANN
+
+
+def test_a_lease_that_ran_out_needs_no_proof_but_a_higher_term_below_the_ceiling() -> None:
+    late = LEASE + 0.1
+    assert owner(settle(held(), [claim("eve", 6, until=20.0)], view(late))) == ("eve", 6)
+    assert owner(settle(held(), [claim("eve", 41, until=20.0)], view(late, highest=40))) == ANN
+    for term in (1, 4, 5):  # whoever was away for long does not come back below
+        assert owner(settle(held(), [claim("eve", term, until=20.0)], view(late))) == ANN
+    # A renewal that comes late, before anybody followed, comes in time.
+    renewed = settle(held(), [claim("ann", 5, until=11.0), claim("eve", 6, until=20.0)], view(late))
+    assert renewed is not None and renewed.holding == ANN and renewed.lives(late)
+
+
+def test_who_gives_the_stage_up_says_so_itself() -> None:
+    for role in ("released", "standby", "replica"):
+        given_up = settle(held(), [claim("ann", 5, role=role)], view(1.0))
+        assert given_up is not None and not given_up.lives(1.0)
+        # What the directory still has of its claim does not bring it back.
+        again = settle(given_up, [claim("ann", 5)], view(1.1))
+        assert again is not None and not again.lives(1.1)
+        followed = settle(given_up, [claim("bob", 6)], view(1.1))
+        assert followed is not None and followed.settled and followed.holding == ("bob", 6)
+    assert owner(settle(held(), [claim("ann", 4, role="released")], view(1.0))) == ANN
+    assert settle(held(), [claim("ann", 4, role="released")], view(1.0)).lives(1.0)  # type: ignore[union-attr]
+
+
+def test_contenders_of_one_right_go_by_rank_for_a_while() -> None:
+    first = settle(held(), [claim("bob", 6, until=20.0)], view(7.0))
+    assert first is not None and not first.settled
+    rival = claim("cat", 7, until=20.0)
+    assert owner(settle(first, [rival], view(7.5))) == ("cat", 7)
+    assert owner(settle(first, [claim("cat", 6 + ROUNDS, until=20.0)], view(7.5))) == ("bob", 6)
+    # Borne out by a majority, it is contested for CONTEST_SECONDS only.
+    proven = {(PeerId("bob"), ANN)}
+    later = 7.0 + CONTEST_SECONDS + 0.1
+    assert owner(settle(first, [claim("bob", 6, until=20.0), rival], view(later, proven))) == ("bob", 6)
+    assert owner(settle(first, [rival], view(later))) == ("cat", 7)
+    # Where nobody has a word there is nothing to wait for.
+    assert owner(settle(first, [rival], view(later, alone=True))) == ("bob", 6)
+
+
+def test_who_was_only_cut_off_gets_its_stage_back_unless_a_majority_saw_it_gone() -> None:
+    first = settle(held(), [claim("bob", 6, until=40.0)], view(7.0))
+    back = [claim("ann", 5, until=20.0), claim("bob", 6, until=40.0)]
+    assert owner(settle(first, back, view(12.0))) == ANN
+    assert owner(settle(first, back, view(12.0, {(PeerId("bob"), ANN)}))) == ("bob", 6)
+    assert owner(settle(first, [claim("ann", 5, until=11.0), *back[1:]], view(12.0))) == ("bob", 6)
+    assert owner(settle(first, [claim("ann", 4, until=20.0), *back[1:]], view(12.0))) == ("bob", 6)
+
+
+def test_who_followed_by_a_proof_is_contested_by_proofs_only() -> None:
+    proven = {(PeerId("bob"), ANN), (PeerId("dan"), ANN)}
+    first = settle(held(), [claim("bob", 6)], view(1.0, proven))
+    assert first is not None and first.over == ANN
+    assert owner(settle(first, [claim("eve", 7)], view(1.5, proven))) == ("bob", 6)
+    assert owner(settle(first, [claim("dan", 7)], view(1.5, proven))) == ("dan", 7)
+    assert owner(settle(first, [claim("dan", 7)], view(1.0 + CONTEST_SECONDS, proven))) == ("bob", 6)
+
+
+def test_a_chain_of_owners_is_followed_at_once() -> None:
+    bob = Holding(PeerId("bob"), 6)
+    proven = {(PeerId("bob"), ANN), (PeerId("cat"), bob)}
+    assert owner(settle(held(), [claim("cat", 7), claim("bob", 6)], view(1.0, proven))) == ("cat", 7)
+
+
+def test_terms_grow_by_the_second() -> None:
+    assert ceiling(100.0, 50.0) == ceiling(100.0, 100.0) == SPARE_TERMS
+    assert ceiling(100.0, 160.0) == SPARE_TERMS + 60
+    assert ceiling(0.0, 1e18) == MAX_TERM - 1
+
+
+def test_the_jury_is_the_owners_of_the_nearest_stages() -> None:
+    assert jury(0, 1) == () and jury(1, 3) == (0, 2) and jury(5, 100)[:4] == (4, 6, 3, 7)
+    assert all(len(jury(stage, 64)) == JURY_STAGES for stage in range(64))
+    tenures = [held("bob"), held("bob"), held("cat"), held("ann"), held("dan", until=0.5)]
+    found = seats(tenures, PeerId("ann"), 1.0)
+    assert sorted(map(sorted, found)) == [["bob"], ["cat"]]  # each once, not the suspect, not who ran out
+    cut_off = replace(held("cat"), lapsed=Holding(PeerId("eve"), 4))
+    assert frozenset({"cat", "eve"}) in seats([cut_off], PeerId("ann"), 1.0)
+
+
+def test_half_is_no_majority() -> None:
+    two = (frozenset({PeerId("bob")}), frozenset({PeerId("cat"), PeerId("eve")}))
+    assert not is_majority([PeerId("bob")], two)
+    assert not is_majority([PeerId("cat"), PeerId("eve")], two)  # one juror's two voices
+    assert is_majority([PeerId("bob"), PeerId("eve")], two)
+    assert not is_majority([], ()) and not is_majority([PeerId("bob")], ())
+
+
+@st.composite
+def claims_of_others(draw: st.DrawFn) -> list[ClaimRecord]:
+    """Whatever peers other than the holder may say at one moment."""
+    peers = draw(st.lists(st.sampled_from(PEERS[1:]), unique=True, max_size=4))
+    return [
+        claim(
+            peer,
+            draw(st.one_of(st.integers(0, 20), st.integers(0, MAX_TERM))),
+            role=draw(st.sampled_from(["owner", "owner", "replica", "standby", "released"])),
+            score=draw(st.sampled_from([0.1, 0.5, 1.0])),
+            until=draw(st.floats(0.0, 200.0)),
+        )
+        for peer in peers
+    ]
+
+
+@given(st.lists(claims_of_others(), max_size=20), st.integers(1, MAX_TERM - 1))
+@settings(max_examples=300, deadline=None)
+def test_nothing_that_others_say_without_a_proof_changes_a_live_tenure(
+    said: list[list[ClaimRecord]], highest: int
+) -> None:
+    known: Tenure | None = held()
+    for number, claims in enumerate(said):
+        now = number * LEASE / 21
+        known = settle(known, claims, view(now, highest=highest))
+        assert known == held()
+
+
+@given(st.lists(st.tuples(claims_of_others(), st.booleans(), st.floats(0.0, 5.0)), max_size=25))
+@settings(max_examples=300, deadline=None)
+def test_no_sequence_of_claims_uses_the_terms_up(steps: list[tuple[list[ClaimRecord], bool, float]]) -> None:
+    """Whoever says what, with the word of a majority or without: terms stay below the ceiling but for ROUNDS for every
+    time that a majority had its word."""
+    known: Tenure | None = None
+    now, words = 0.0, 0
+    for claims, majority, pause in steps:
+        now += pause
+        proven = {(c.peer, known.holding) for c in claims} if known is not None and majority else NOBODY
+        before = known
+        known = settle(known, claims, view(now, proven, highest=ceiling(0.0, now)))
+        words += known is not None and known.over is not None and known != before
+        if before is not None and known is not None:
+            assert known.claim.term >= before.claim.term
+        assert known is None or known.claim.term <= ceiling(0.0, now) + ROUNDS * words
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(PEERS), st.integers(0, 3), st.sampled_from([0.1, 1.0])), min_size=1, max_size=4,
+             unique_by=lambda each: each[0]),
+    st.data(),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_honest_contenders_converge(entrants: list[tuple[PeerId, int, float]], data: st.DataObject) -> None:
+    """Those that claim a vacancy, whichever of them a reader sees first: with all of them seen it is the highest rank."""
+    known = None
+    claims = [claim(peer, 6 + rise, score=score, until=20.0) for peer, rise, score in entrants]
+    best = max(claims, key=rank)
+    for start in (None, held("zoe", until=0.0)):
+        known = start
+        for seen in (data.draw(st.permutations(claims)), claims):
+            for at in range(1, len(seen) + 1):
+                known = settle(known, seen[:at], view(1.0))
+        if start is not None or best.term <= min(c.term for c in claims) - 1 + ROUNDS:
+            assert known is not None and known.claim == best
+
+
+def test_never_is_before_every_moment() -> None:
+    assert NEVER <= 0.0 and not replace(held(), until=NEVER).lives(0.0)
