@@ -8,6 +8,7 @@ clock         where a peer reads the time from
 swarm_key     a closed swarm: whose members show each other tokens, and answer nobody else
 transport     what the rest knows of the wire: frames, streams, a transport; `call` for one question and one answer
 protocol      how a protocol is listed, with its cap; those of the swarm itself
+subnets       whose neighbours two addresses are; pure
 shares        who holds how much of what has run out, and who gives way; pure
 coordinates   round trips between peers who never met (Vivaldi)
 streams/      frames over libp2p, and all that makes one stream of them

@@ -19,18 +19,25 @@ class WireProtocol:
     about: str  # one line
     # The largest payload of one frame that the serving side takes; None: the job's plan says.
     payload_bytes: int | None = UNASKED_BYTES
+    # How long neither side may say anything on a stream, in seconds: then whoever serves it hangs up. (The first frame has
+    # `fusion.swarm.streams.handlers.FIRST_FRAME_SECONDS`, on each of them.)
+    idle_seconds: float
     stripes: int = 1  # over how many of libp2p's streams one of these goes (`fusion.swarm.streams.striping`)
 
 
-BLOB = WireProtocol(name="/fusion/blob/1", about="chunks of a blob, from whoever holds it")
+BLOB = WireProtocol(
+    name="/fusion/blob/1", about="chunks of a blob, from whoever holds it", idle_seconds=120.0
+)
 PROBE = WireProtocol(
     name="/fusion/probe/1",
     about="what the link between two peers is like: pings, trains of bytes, reports",
     payload_bytes=MAX_TRAIN_BYTES,
+    idle_seconds=120.0,  # idle neighbours are pinged every few seconds
 )
 CONTROL = WireProtocol(
     name="/fusion/control/1",
     about="commands of this user to the peer that runs on this machine, over a Unix socket: its streams, its directory",
+    idle_seconds=6 * 3600.0,  # a command may watch a job that waits for a peer
     payload_bytes=16 << 20,  # of what is passed on; the largest are prompts, then chunks of blobs
 )
 

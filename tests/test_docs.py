@@ -38,7 +38,9 @@ def names(made: type) -> str:
 def row(protocol: WireProtocol) -> str:
     cap = protocol.payload_bytes
     size = "the job's plan says" if cap is None else f"{cap >> 20} MiB" if cap >> 20 else f"{cap >> 10} KiB"
-    return f"| `{protocol.name}` | {protocol.about} | {size} | {protocol.stripes} |"
+    idle = protocol.idle_seconds
+    quiet = f"{idle / 3600:g} h" if idle >= 3600 else f"{idle / 60:g} min"
+    return f"| `{protocol.name}` | {protocol.about} | {size} | {quiet} | {protocol.stripes} |"
 
 
 def test_the_list_of_protocols() -> None:

@@ -13,22 +13,34 @@ STAGE = WireProtocol(
     name="/fusion/stage/3",
     about="training: tensors and the steps' messages, from one stage of a job to another",
     payload_bytes=None,
+    idle_seconds=6 * 3600.0,  # a step may take long, and a job may wait for a peer; only owners get as far
     stripes=4,  # activations one way, gradients the other, at once
 )
 RING = WireProtocol(
     name="/fusion/ring/1",
     about="serving: sessions between a gateway and the stages, activations and tokens between the stages",
     payload_bytes=None,
+    idle_seconds=3600.0,  # of a gateway or a stage with nothing to send; sessions have their own shares
 )
 GENERATE = WireProtocol(
     name="/fusion/generate/1",
     about="one prompt to a gateway, the answer's tokens back",
     payload_bytes=MAX_PROMPT_BYTES,
+    idle_seconds=600.0,  # a token may wait for a stage to be taken over
 )
-JOB = WireProtocol(name="/fusion/job/1", about="launch, watch and stop a job; the news of a snapshot")
+JOB = WireProtocol(
+    name="/fusion/job/1",
+    about="launch, watch and stop a job; the news of a snapshot",
+    idle_seconds=3600.0,  # between two steps that a watcher is told of
+)
 HOLD = WireProtocol(
-    name="/fusion/hold/2", about="who holds a stage; an owner that is gone or leaves, and its successor"
+    name="/fusion/hold/2",
+    about="who holds a stage; an owner that is gone or leaves, and its successor",
+    idle_seconds=60.0,
 )
-STATUS = WireProtocol(name="/fusion/status/1", about="what a peer shows beyond its record")
+STATUS = WireProtocol(name="/fusion/status/1", about="what a peer shows beyond its record", idle_seconds=60.0)
 
 PROTOCOLS = (STAGE, RING, GENERATE, JOB, HOLD, STATUS, *SWARM_PROTOCOLS)
+
+# For how long a stream of each may be idle where it is served, by name.
+IDLE_SECONDS = {protocol.name: protocol.idle_seconds for protocol in PROTOCOLS}

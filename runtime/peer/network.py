@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
+from fusion.runtime.job.protocol import IDLE_SECONDS
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import Leases
@@ -38,7 +39,7 @@ async def open_network(
     """Closed in the opposite order: claims, blobs, directory, and p2pd last. With the key of a closed swarm its members
     alone are asked and answered. Raises TransportError (a taken port)."""
     authorizer = None if swarm_key is None else Authorizer(swarm_key, identity.peer_id)
-    config = P2PConfig(identity=identity, authorizer=authorizer)
+    config = P2PConfig(identity=identity, authorizer=authorizer, idle_seconds=IDLE_SECONDS)
     if listen is not None:
         config = replace(config, listen=listen)
     async with (

@@ -62,7 +62,9 @@ class ControlServer:
         self._transport = transport
         self._directory = directory
         self._config = config or ControlConfig()
-        self._handlers = Handlers(per_peer=self._config.connections)  # they all count as one peer's
+        self._handlers = Handlers(
+            per_peer=self._config.connections, idle_seconds={CONTROL.name: CONTROL.idle_seconds}
+        )  # they all count as one peer's
         self._handlers.add(CONTROL.name, self._attend)
         self._counter = TrafficCounter()  # what stays on the machine is not the swarm's traffic
         self._server: asyncio.AbstractServer | None = None

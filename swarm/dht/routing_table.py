@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterator
 
 from fusion.swarm.dht.lookup import Node
-from fusion.swarm.dht.subnets import may_enter
+from fusion.swarm.subnets import may_enter
 
 BUCKET_NODES = 20
 _BITS = 160

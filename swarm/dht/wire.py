@@ -21,9 +21,9 @@ from hivemind.proto import auth_pb2, dht_pb2
 
 from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.lookup import Node
-from fusion.swarm.dht.subnets import subnet_of
 from fusion.swarm.dht.values import ID_BYTES, node_id
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes, to_hivemind
+from fusion.swarm.subnets import subnet_of
 from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import PeerId
 

@@ -49,6 +49,8 @@ class FrameStream(asyncio.BufferedProtocol):
         members alone are heard and answered."""
         self.remote = remote
         self.protocol = protocol
+        self.subnet: str | None = None  # the public network of whoever opened it, where that is known
+        self.used_at = asyncio.get_running_loop().time()  # when a frame last came in or went out
         self._limits = limits
         self._authorizer = authorizer
         self._shown = authorizer is None  # our token, ahead of our first frame
@@ -178,6 +180,7 @@ class FrameStream(asyncio.BufferedProtocol):
             except asyncio.CancelledError:
                 self.abort()
                 raise
+        self.used_at = asyncio.get_running_loop().time()
         self._traffic.sent(self.remote, len(head) + size)
 
     async def receive(self) -> Frame:
@@ -201,6 +204,7 @@ class FrameStream(asyncio.BufferedProtocol):
             finally:
                 self._reader = None
         frame, size = self._parser.take()
+        self.used_at = asyncio.get_running_loop().time()
         self._traffic.received(self.remote, size)
         self._read_on()
         return frame

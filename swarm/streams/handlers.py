@@ -9,29 +9,47 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 
 from fusion.swarm.errors import StreamBroken, StreamClosed, TransportError
 from fusion.swarm.printable import error_line
+from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.transport import Handler, PeerId, Stream
 
 logger = logging.getLogger(__name__)
 
 ERROR_SECONDS = 5.0  # how long the other end may take to accept our last words
-FIRST_FRAME_SECONDS = 10.0  # for whoever opened a stream to say something on it
+FIRST_FRAME_SECONDS = 10.0  # for whoever opened a stream to say something on it, whatever the protocol
+IDLE_LOOK_SECONDS = 15.0  # between looks at which streams are idle
+SUFFIX = "/lanes"  # of the name of a protocol, for one of the streams that a striped one goes over
 
 
 class Handlers:
     """Runs at most `per_peer` handlers at once for each peer, and `in_all`; further streams are dropped. Of streams on
     which nothing was said yet there are at most `silent`: a further one takes the place of the oldest, so that whoever
     speaks at once, as honest peers do, gets in however many others hold theirs open. Peer ids are free, so these
-    numbers and not those of each peer are what a stranger cannot go round."""
+    numbers and not those of each peer are what a stranger cannot go round; nor can one with a public network of its own,
+    who gets `per_subnet`. A stream on which neither side has said anything for the `idle_seconds` of its protocol is
+    dropped as well."""
 
-    def __init__(self, *, per_peer: int = 256, in_all: int = 2048, silent: int = 128) -> None:
+    def __init__(
+        self,
+        *,
+        per_peer: int = 256,
+        per_subnet: int = 512,
+        in_all: int = 2048,
+        silent: int = 128,
+        idle_seconds: Mapping[str, float] | None = None,
+    ) -> None:
         self._handlers: dict[str, Handler] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._running: Counter[PeerId] = Counter()
+        self._running: Counter[PeerId | str] = Counter()  # of each peer, and of each public network
+        self._idle_seconds = dict(idle_seconds or {})
+        self._open: dict[FrameStream, float] = {}  # and how long each may be idle
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._per_peer = per_peer
+        self._per_subnet = per_subnet
         self._in_all = in_all
         self._most_silent = silent
         # Streams on which nothing was said when they were last looked at, and until when that may be; oldest first.
@@ -59,12 +77,20 @@ class Handlers:
             logger.warning("dropped a stream of %s: it has %d open already", stream.remote, self._per_peer)
             stream.abort()
             return
+        subnet = stream.subnet if isinstance(stream, FrameStream) else None
+        if subnet is not None and self._running[subnet] >= self._per_subnet:
+            logger.warning("dropped a stream from %s: it has %d open already", subnet, self._per_subnet)
+            stream.abort()
+            return
         if len(self._tasks) >= self._in_all:
             logger.warning("dropped a stream of %s: %d are open in all", stream.remote, self._in_all)
             stream.abort()
             return
         self._await_first_frame(stream)
+        self._watch(stream)
         self._running[stream.remote] += 1
+        if subnet is not None:
+            self._running[subnet] += 1
         task = asyncio.create_task(run(handler, stream), name=f"{stream.protocol} from {stream.remote}")
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._finished(done, stream))
@@ -93,19 +119,40 @@ class Handlers:
             logger.debug("hung up on %s, which opened %s and said nothing", stream.remote, stream.protocol)
             stream.abort()
 
+    def _watch(self, stream: Stream) -> None:
+        seconds = self._idle_seconds.get(stream.protocol.removesuffix(SUFFIX))
+        if seconds is not None and isinstance(stream, FrameStream):
+            self._open[stream] = seconds
+            if self._idle_timer is None:
+                loop = asyncio.get_running_loop()
+                self._idle_timer = loop.call_later(IDLE_LOOK_SECONDS, self._hang_up_on_idle)
+
+    def _hang_up_on_idle(self) -> None:
+        loop = asyncio.get_running_loop()
+        for stream, seconds in list(self._open.items()):
+            if loop.time() - stream.used_at >= seconds:
+                logger.debug("hung up on %s: %s idle for %.0f s", stream.remote, stream.protocol, seconds)
+                stream.abort()
+        self._idle_timer = loop.call_later(IDLE_LOOK_SECONDS, self._hang_up_on_idle) if self._open else None
+
     def _finished(self, task: asyncio.Task[None], stream: Stream) -> None:
         self._silent.pop(stream, None)
         self._tasks.discard(task)
-        remote = stream.remote
-        self._running[remote] -= 1
-        if self._running[remote] <= 0:
-            del self._running[remote]
+        subnet = None
+        if isinstance(stream, FrameStream):
+            self._open.pop(stream, None)
+            subnet = stream.subnet
+        for holder in filter(None, (stream.remote, subnet)):
+            self._running[holder] -= 1
+            if self._running[holder] <= 0:
+                del self._running[holder]
 
     def cancel(self) -> list[asyncio.Task[None]]:
         """Cancel what runs, without waiting; nothing is accepted any more. The caller, if it is a handler, goes on."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._idle_timer):
+            if timer is not None:
+                timer.cancel()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()

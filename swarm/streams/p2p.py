@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import hivemind.hivemind_cli
@@ -52,6 +52,7 @@ from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
 from fusion.swarm.streams.reachable import is_loopback, local_network, reachable
 from fusion.swarm.streams.striping import SUFFIX, Gathering, join
 from fusion.swarm.streams.traffic import TrafficCounter
+from fusion.swarm.subnets import subnet_of
 from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traffic
 
@@ -70,6 +71,7 @@ class P2PConfig:
     announce: tuple[str, ...] = ()  # multiaddrs to tell others instead of what we listen on
     limits: FrameLimits = FrameLimits()  # noqa: RUF009 - frozen
     streams_per_peer: int = 256
+    idle_seconds: Mapping[str, float] = field(default_factory=dict)  # by protocol, as their lists say
     dial_seconds: float = 10.0
     authorizer: Authorizer | None = None  # of a closed swarm
     start_seconds: float = 60.0  # p2pd's death is noticed at once, so this only bounds a very slow machine
@@ -93,7 +95,7 @@ class P2PTransport:
         self._contacts = Dialer(self._list_connected, self._dial)
         p2p.before_call, p2p.call_failed = self._before_call, self._contacts.doubt
         daemon.ended.add_done_callback(lambda _: p2p.bury())
-        self._handlers = Handlers(per_peer=config.streams_per_peer)
+        self._handlers = Handlers(per_peer=config.streams_per_peer, idle_seconds=config.idle_seconds)
         self.counter = TrafficCounter()
         self._listen_path = daemon.directory / "s.sock"
         self._server: asyncio.AbstractServer | None = None
@@ -305,6 +307,8 @@ class P2PTransport:
             return
         stream.remote = from_bytes(info.peer)
         stream.protocol = info.proto
+        with suppress(Exception):  # the parser of multiaddrs raises whatever its codecs do
+            stream.subnet = subnet_of(str(Multiaddr(info.addr)))
         self._hold(stream)
         self._handlers.accept(stream)
 

@@ -21,10 +21,9 @@ import numpy
 from fusion.swarm.errors import FrameError
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.frames import Message
-from fusion.swarm.streams.handlers import run
+from fusion.swarm.streams.handlers import SUFFIX, run
 from fusion.swarm.transport import Buffer, Frame, Handler, PeerId, Stream
 
-SUFFIX = "/lanes"  # of a protocol, where its streams come as lanes
 MOST_LANES = 8
 LEAST_PIECE_BYTES = 64 * 1024
 MOST_PIECE_BYTES = 256 * 1024

@@ -15,16 +15,19 @@ from collections.abc import Callable
 
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.jobs.gossip import JobGossip
+from fusion.runtime.hosting.jobs.watchers import BUSY, Place, Watchers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import JobId, JobRecord
+from fusion.swarm.errors import StreamBroken
 from fusion.swarm.identity import verify
 from fusion.swarm.transport import Stream
 
 WATCH_SECONDS = 0.25
+UNREAD_SECONDS = 30.0  # for a watcher to take what it is told
 STOP_WINDOW_SECONDS = 300.0  # how far the clock of whoever stops a job may be from ours
 
 
@@ -45,6 +48,7 @@ class JobServer:
         self._gossip = gossip
         self._nudged = nudged
         self._stopped = stopped
+        self._watchers = Watchers(context.clock.monotonic)
 
     async def start(self) -> None:
         """Answer from now on."""
@@ -74,6 +78,11 @@ class JobServer:
             known = await self._context.directory.job(job)
             await stream.send("redirect", {"lead": known.lead if known else None})
             return
+        with self._watchers.place(stream.remote) as place:
+            await self._follow(stream, job, place)
+
+    async def _follow(self, stream: Stream, job: JobId, place: Place) -> None:
+        """Tell of the job until it ends, the watcher goes or another one needs its place."""
         gone = asyncio.ensure_future(stream.receive())  # a watcher says nothing more
         last: Progress | None = None
         try:
@@ -83,11 +92,14 @@ class JobServer:
                     if progress.finished:
                         # Whoever sees the end asks the directory next: it must know of it, and of the last snapshot.
                         await self._gossip.say(job)
-                    await stream.send("progress", progress.to_header())
+                    await _tell(stream, progress)
+                    self._watchers.told(place)
                     last = progress
                 if (progress is not None and progress.finished) or gone.done():
                     return
-                await asyncio.wait([gone], timeout=WATCH_SECONDS)
+                if place.done():
+                    raise ValueError(BUSY)
+                await asyncio.wait([gone, place], timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
@@ -108,6 +120,16 @@ class JobServer:
         record = self._board.cut_short(job, "stopped", "stopped by whoever launched it", progress)
         self._stopped(job)
         return record
+
+
+async def _tell(stream: Stream, progress: Progress) -> None:
+    """StreamBroken for a watcher that takes nothing."""
+    try:
+        async with asyncio.timeout(UNREAD_SECONDS):
+            await stream.send("progress", progress.to_header())
+    except TimeoutError:
+        stream.abort()
+        raise StreamBroken(f"{stream.remote} follows a job and reads nothing") from None
 
 
 def stop_request(job: JobId, at: float) -> bytes:

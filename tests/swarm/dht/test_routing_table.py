@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.routing_table import BUCKET_NODES, RoutingTable, bucket_of
-from fusion.swarm.dht.subnets import MOST_IN_A_BUCKET, may_enter, subnet_of
+from fusion.swarm.subnets import MOST_IN_A_BUCKET, may_enter, subnet_of
 from fusion.swarm.transport import PeerId
 
 ids = st.integers(0, 2**160 - 1)

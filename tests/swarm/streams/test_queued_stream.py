@@ -12,7 +12,7 @@ from fusion.swarm.protocol import WireProtocol
 from fusion.swarm.streams.queued_stream import Ended, QueuedStream, dial, hello
 from fusion.swarm.transport import Frame, PeerId, Stream
 
-TALK = WireProtocol(name="/test/talk/1", about="a test", payload_bytes=1 << 20)
+TALK = WireProtocol(name="/test/talk/1", about="a test", payload_bytes=1 << 20, idle_seconds=60.0)
 LARGE = [bytes(1 << 20)]
 
 

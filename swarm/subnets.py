@@ -11,7 +11,9 @@ MOST_IN_A_BUCKET = 2
 
 def subnet_of(address: str) -> str | None:
     """The network of a multiaddr; None for one that is no public IP address: private networks and this machine have few
-    addresses and no strangers."""
+    addresses and no strangers. None as well for one that is reached through a relay, whose address it is."""
+    if "/p2p-circuit" in address:
+        return None
     parts = address.split("/")
     try:
         ip = ipaddress.ip_address(parts[2]) if parts[1] in ("ip4", "ip6") else None

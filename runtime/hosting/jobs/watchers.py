@@ -1,0 +1,47 @@
+"""Those who follow jobs here: each holds a stream and a task for as long as it likes, so there are only so many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fusion.swarm.shares import Shares
+from fusion.swarm.transport import PeerId
+
+WATCHERS = 256  # in all
+WATCHERS_PER_PEER = 16
+IDLE_SECONDS = 300.0  # without news, after which one gives way first, where there is no room for another
+BUSY = "busy: too many follow jobs here"
+
+Place = asyncio.Future[None]  # done once it has to be given up
+
+
+class Watchers:
+    """`clock` gives seconds that only rise."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._shares: Shares[Place] = Shares(clock, WATCHERS, IDLE_SECONDS)
+
+    @contextmanager
+    def place(self, peer: PeerId) -> Iterator[Place]:
+        """A place for one stream of `peer`. ValueError where it has its share, or nobody gives way."""
+        if self._shares.of(peer) >= WATCHERS_PER_PEER:
+            raise ValueError(BUSY)
+        while not self._shares.room():
+            other = self._shares.yields(peer, 1)
+            if other is None:
+                raise ValueError(BUSY)
+            self._shares.release(other)
+            other.set_result(None)
+        place: Place = asyncio.get_running_loop().create_future()
+        self._shares.take(place, peer)
+        try:
+            yield place
+        finally:
+            self._shares.release(place)
+            place.cancel()
+
+    def told(self, place: Place) -> None:
+        """It was told something new."""
+        self._shares.use(place)
