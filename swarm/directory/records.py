@@ -114,6 +114,7 @@ class Pair(NamedTuple):
     rtt_ms: float  # 0: not measured
     mbps: float  # of what we send, as the peer sees it arrive; 0: not measured
     age_seconds: float  # since the rate was last borne out, or the round trip where there is no rate
+    into_mbps: float = 0.0  # of what the peer sends us, as we saw it arrive; 0: not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +193,7 @@ def _coordinate(value: object) -> bool:
 
 
 def _pairs(value: object) -> bool:
-    numbers = (_number(MAX_RTT_MS), _number(MAX_MBPS), _number(1e9))
+    numbers = (_number(MAX_RTT_MS), _number(MAX_MBPS), _number(1e9), _number(MAX_MBPS))
     return (
         isinstance(value, tuple)
         and len(value) <= MAX_PAIRS

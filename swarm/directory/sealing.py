@@ -193,7 +193,7 @@ def decode(body: bytes) -> Record:
 # Fields that are lists on the wire, and what their items become.
 _ITEMS: dict[type, dict[str, Callable[[Any], Any]]] = {
     PeerRecord: {"addresses": lambda item: item, "coordinate": lambda item: item},
-    LinkRecord: {"pairs": lambda item: Pair(*item)},
+    LinkRecord: {"pairs": lambda item: Pair(*item[: len(Pair._fields)])},
     JobRecord: {"proof": lambda item: item},
     ClaimRecord: {"grants": lambda item: item, "proof": lambda item: item},
 }

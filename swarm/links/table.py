@@ -21,6 +21,7 @@ from fusion.swarm.streams.link_estimate import FALL, RateEstimate, RttEstimate, 
 from fusion.swarm.transport import PeerId
 
 TOGETHER_SECONDS = 1.5  # reports no further apart are of the same time
+INTO_SECONDS = 60.0  # for which our measurement of what a peer sends us is published
 SHARE_OF_BUSY = 0.2  # of the longest transfer's time: from there on one counts as sharing a link with it
 NOTICED = 1.35  # a rate, or round trip, that changed by this factor is news
 LISTED_SECONDS = 60.0  # for which a peer counts as there, and as one that there is traffic with
@@ -158,8 +159,14 @@ class Neighbour:
         if not rate and not rtt:
             return None
         at = self.answers.rtt.at if self.out.estimate is None else self.out.estimate.at
+        # A bound, or what was so a while ago, must not hold a better link down.
+        into = self.into.bytes_per_second if now - self.into.firm_at <= INTO_SECONDS else 0.0
         return Pair(
-            self.peer, min(1e3 * rtt, MAX_RTT_MS), min(rate / BYTES_PER_MBIT, MAX_MBPS), max(0.0, now - at)
+            self.peer,
+            rtt_ms=min(1e3 * rtt, MAX_RTT_MS),
+            mbps=min(rate / BYTES_PER_MBIT, MAX_MBPS),
+            age_seconds=max(0.0, now - at),
+            into_mbps=min(into / BYTES_PER_MBIT, MAX_MBPS),
         )
 
 

@@ -1,12 +1,13 @@
 """What the swarm's records say of the link between any two peers. Pure: records in, numbers out.
 
-A pair that was measured has its own numbers. For one that was not the round trip comes from network coordinates, the
+A pair that was measured has its own numbers, and where both ends measured it those of the end that saw less of it: what
+one peer says of itself makes no link better than its partner found it. For one that was not the round trip comes from network coordinates, the
 rate from the sender's uplink and the receiver's downlink; where not even those are known there is no number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusion.swarm.coordinates import Coordinate, distance_ms
@@ -15,6 +16,7 @@ from fusion.swarm.links.packet_trains import FAST
 from fusion.swarm.transport import PeerId
 
 BYTES_PER_MBIT = 1e6 / 8
+AGREEING = 3.0  # times: how far apart two honest ends may see one round trip, of which one has waited for a busy machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +53,11 @@ class LinkView:
         """What goes from `one` to `two`."""
         there, back = self.pairs.get((one, two)), self.pairs.get((two, one))
         trips = [pair.rtt_ms for pair in (there, back) if pair is not None and pair.rtt_ms > 0]
-        rtt = min(trips, default=None)
+        rtt = _trip(trips)
         if rtt is None and one in self.coordinates and two in self.coordinates:
             rtt = distance_ms(self.coordinates[one], self.coordinates[two])
-        rate = there.mbps * BYTES_PER_MBIT if there is not None and there.mbps > 0 else None
+        said = (0.0 if there is None else there.mbps, 0.0 if back is None else back.into_mbps)
+        rate = min((mbps * BYTES_PER_MBIT for mbps in said if mbps > 0), default=None)
         measured = rate is not None
         if rate is None:
             ends = (self.up.get(one), self.down.get(two))
@@ -67,6 +70,12 @@ class LinkView:
             rate_measured=measured,
             age_seconds=None if known is None else known.age_seconds,
         )
+
+
+def _trip(trips: Sequence[float]) -> float | None:
+    """The shorter one of two that agree, as waiting only adds to a round trip; else the longer one."""
+    shortest, longest = min(trips, default=None), max(trips, default=None)
+    return shortest if shortest is None or longest is None or longest <= AGREEING * shortest else longest
 
 
 def link_view(peers: Iterable[PeerRecord], links: Iterable[LinkRecord]) -> LinkView:

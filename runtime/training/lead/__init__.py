@@ -1,8 +1,9 @@
 """What the owner of the first stage does beside running it. The rules of a step are in `step`.
 
-lead      the lead's books and messages
-leading   what the peer of stage 0 does for the whole job
-tuner     its eye on the links, every few seconds
-tuning    whether the codecs should change; pure
-moves     whether a stage should go to an idle peer; pure
+lead       the lead's books and messages
+leading    what the peer of stage 0 does for the whole job
+tuner      its eye on the links, every few seconds
+tuning     whether the codecs should change; pure
+moves      whether a stage should go to an idle peer; pure
+promises   what became of the moves: who is believed no more; pure
 """

@@ -21,6 +21,7 @@ from fusion.runtime.placing.codec_choice import WITH_TOPK
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
 from fusion.runtime.training.lead.lead import Lead, Pace
 from fusion.runtime.training.lead.moves import Move, best_move
+from fusion.runtime.training.lead.promises import Promises
 from fusion.runtime.training.lead.tuning import Job, Sight, better_codecs, running
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.links.monitor import LinkMonitor
@@ -70,6 +71,7 @@ class Tuner:
         self._moved_at = clock() if moved else -math.inf
         self._looked_at = -math.inf
         self._step_seconds = math.inf  # as of the last looks
+        self._promises = Promises()
         self._wanted: tuple[int, ...] = ()  # the stages that the last looks would have moved
 
     @property
@@ -107,6 +109,7 @@ class Tuner:
         if pace is None or any(stage not in owners for stage in range(len(self._job.memory_bytes))):
             return
         held = tuple(owners[stage] for stage in range(len(self._job.memory_bytes)))
+        self._promises = self._promises.looked(held, pace.step_seconds, self._clock())
         view = await links.refresh(LIVE_SECONDS)
         peers = {peer.peer: peer for peer in links.peers}
         if any(peer not in peers for peer in held):
@@ -120,6 +123,7 @@ class Tuner:
             self._lead.change_codecs(advice.codecs)
         elif (move := advice.move) is not None:
             self._moved_at, self._wanted = self._clock(), ()
+            self._promises = self._promises.made(move, self._moved_at)
             log.info(
                 "stage %d would do better at %s: a step of %.2f s instead of %.2f s, for %.1f s once",
                 move.stage, move.peer, move.after_seconds, move.before_seconds, move.cost_seconds,
@@ -173,7 +177,7 @@ class Tuner:
         found = [
             peer.peer
             for peer in peers
-            if peer.role == "peer" and peer.peer not in owners
+            if peer.role == "peer" and peer.peer not in owners and peer.peer not in self._promises.broken
             and peer.idle and least <= peer.free_memory_bytes and self._job.opset <= peer.opset
         ]  # fmt: skip
 

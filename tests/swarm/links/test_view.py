@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.directory_records import link_record, peer_record
 
 from fusion.swarm.directory.records import Pair
 from fusion.swarm.identity import Identity
-from fusion.swarm.links.view import LinkView, link_view
+from fusion.swarm.links.view import AGREEING, BYTES_PER_MBIT, LinkView, link_view
 from fusion.swarm.transport import PeerId
 
 ALICE, BOB, CAROL = (Identity.generate() for _ in range(3))
@@ -48,3 +50,29 @@ def test_a_round_trip_is_the_same_both_ways() -> None:
     view = link_view(PEERS, records)
     assert view.link(A, B).rtt_seconds == view.link(B, A).rtt_seconds == pytest.approx(0.048)
     assert not view.link(A, B).rate_measured  # a rate has a direction
+
+
+RATE = st.floats(0.001, 1e7)
+
+
+@given(honest=RATE, said=RATE, trip=st.floats(0.1, 1e5), claimed=st.floats(0.001, 1e5))
+def test_no_link_is_better_than_the_honest_end_found_it(
+    honest: float, said: float, trip: float, claimed: float
+) -> None:
+    """Alice is honest; bob lies about what he sends, and about the round trip."""
+    records = [
+        link_record(ALICE, pairs=(Pair(B, trip, 0.0, 0.0, honest),)),
+        link_record(BOB, pairs=(Pair(A, claimed, said, 0.0, 0.0),)),
+    ]
+    liar = link_view(
+        [PEERS[0], peer_record(BOB, up_mbps=1e7, down_mbps=1e7, flops_per_second=1e21)], records
+    ).link(B, A)
+    assert liar.bytes_per_second is not None and liar.rtt_seconds is not None
+    assert liar.bytes_per_second <= honest * BYTES_PER_MBIT
+    assert liar.rtt_seconds * 1e3 >= trip / AGREEING * 0.999
+
+
+def test_what_arrived_is_a_measurement_where_the_sender_says_nothing() -> None:
+    view = link_view(PEERS, [link_record(ALICE, pairs=(Pair(B, 50.0, 12.0, 0.0, 3.0),))])
+    assert view.link(B, A).rate_measured and view.link(B, A).bytes_per_second == pytest.approx(3e6 / 8)
+    assert view.link(A, B).bytes_per_second == pytest.approx(12e6 / 8)
