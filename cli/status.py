@@ -45,9 +45,11 @@ def status(
 async def _status(way: client.Way, output: Output) -> None:
     async with client.connect(way) as context:
         peers, jobs = await asyncio.gather(client.working_peers(context), context.directory.jobs())
-        claims, answers = await asyncio.gather(_claims(context, jobs), _links(context, peers))
+        claims, answers = await asyncio.gather(_claims(context, jobs), _answers(context, peers))
     stages = [stage_of(job, number, found) for job, number, found in claims]
-    links = [link for found in answers.values() for link in found or ()]
+    said = {peer: answer for peer, answer in answers.items() if answer is not None}
+    links = [link for peer, answer in said.items() for link in links_of(peer, answer)]
+    holdings = [held for peer, answer in said.items() for held in holdings_of(peer, answer, jobs)]
     output.emit(
         {
             "peers": [asdict(each) for each in peers],
@@ -60,9 +62,11 @@ async def _status(way: client.Way, output: Output) -> None:
                 for claim in stage.standbys
             ],
             "links": links,
+            "holdings": holdings,
         }
     )
     _show(output, peers, jobs, stages, links)
+    _show_holdings(output, peers, holdings)
     silent = sorted(each.name for each in peers if answers[each.peer] is None)
     if silent:
         output.note(f"no answer about links from {', '.join(silent)}")
@@ -108,8 +112,8 @@ async def _claims(
     return [(job, stage, claims) for (job, stage), claims in zip(places, found, strict=True)]
 
 
-async def _links(context: Context, peers: Sequence[PeerRecord]) -> dict[PeerId, list[dict[str, Any]] | None]:
-    """What each peer says it has exchanged with others since its start; None for one that does not answer in time."""
+async def _answers(context: Context, peers: Sequence[PeerRecord]) -> dict[PeerId, Mapping[str, Any] | None]:
+    """What each peer says of itself beyond its record; None for one that does not answer in time."""
     tasks = {each.peer: asyncio.create_task(_ask_status(context, each.peer)) for each in peers}
     seconds = ASK_SECONDS if client.is_attached(context) else DIAL_SECONDS
     if tasks:
@@ -124,7 +128,7 @@ async def _links(context: Context, peers: Sequence[PeerRecord]) -> dict[PeerId, 
             for peer, answer in zip(tasks, answers, strict=True)}  # fmt: skip
 
 
-async def _ask_status(context: Context, peer: PeerId) -> list[dict[str, Any]] | None:
+async def _ask_status(context: Context, peer: PeerId) -> Mapping[str, Any] | None:
     from fusion.runtime.job.protocol import STATUS
     from fusion.swarm.errors import SwarmError
     from fusion.swarm.transport import call
@@ -133,7 +137,7 @@ async def _ask_status(context: Context, peer: PeerId) -> list[dict[str, Any]] | 
         frame = await call(context.transport, peer, STATUS.name, "status")
     except SwarmError:
         return None
-    return links_of(peer, frame.header)
+    return frame.header
 
 
 def links_of(peer: str, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -145,6 +149,48 @@ def links_of(peer: str, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
             case [int() as sent, int() as received]:
                 found.append({"from": peer, "to": str(other), "sent_bytes": sent, "received_bytes": received})
     return found
+
+
+def holdings_of(peer: str, answer: Mapping[str, Any], jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
+    """What a peer says it has set aside, and for whom: by job, those with most memory first. Checked as `links_of`."""
+    holds = answer.get("holds")
+    known = {str(job.job): job for job in jobs}
+    found: dict[str, dict[str, Any]] = {}
+    for held in holds if isinstance(holds, list) else ():
+        match held:
+            case [str() as job, int() as stage, int() as memory_bytes] if memory_bytes >= 0:
+                record = known.get(job)
+                author, name = ("", job[:12]) if record is None else (record.author, record.name)
+                new = {
+                    "peer": peer,
+                    "job": job,
+                    "name": name,
+                    "author": author,
+                    "stages": [],
+                    "memory_bytes": 0,
+                }
+                entry = found.setdefault(job, new)
+                entry["stages"].append(stage)
+                entry["memory_bytes"] += memory_bytes
+    return sorted(found.values(), key=lambda entry: -entry["memory_bytes"])
+
+
+def _show_holdings(output: Output, peers: Sequence[PeerRecord], holdings: Sequence[dict[str, Any]]) -> None:
+    names: dict[str, str] = {each.peer: each.name for each in peers}
+    output.table(
+        "Memory set aside",
+        ("peer", "for", "stages", "memory", "launched by"),
+        [
+            (
+                names[held["peer"]],
+                held["name"],
+                ", ".join(map(str, sorted(held["stages"]))),
+                bytes_text(held["memory_bytes"]),
+                held["author"][-12:] or "?",
+            )
+            for held in holdings
+        ],
+    )
 
 
 def _show(

@@ -94,6 +94,7 @@ def record_of(context: Context, capability: Capability, started_at: float) -> Pe
 
 
 TOLD_PEERS = 256  # in one answer, which has to fit into a header
+TOLD_PLACES = 512
 
 
 async def tell_status(stream: Stream, context: Context, hosted: Sequence[tuple[JobId, int]]) -> None:
@@ -105,5 +106,11 @@ async def tell_status(stream: Stream, context: Context, hosted: Sequence[tuple[J
     most = sorted(counts, key=lambda each: each[1].sent_bytes + each[1].received_bytes, reverse=True)
     traffic = {other: [count.sent_bytes, count.received_bytes] for other, count in most[:TOLD_PEERS]}
     places = [[job, stage] for job, stage in hosted]
-    header = {"name": friendly_name(context.peer_id), "hosted": places, "traffic": traffic}
+    held = sorted(context.memory.by_place.items(), key=lambda each: -each[1])[:TOLD_PLACES]
+    header = {
+        "name": friendly_name(context.peer_id),
+        "hosted": places,
+        "holds": [[job, stage, memory_bytes] for (job, stage), memory_bytes in held],
+        "traffic": traffic,
+    }
     await stream.send("status", header)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion.cli.status import Stage, stage_line, stage_of, standby_text
+from fusion.cli.status import Stage, holdings_of, stage_line, stage_of, standby_text
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.transport import PeerId
 
@@ -56,3 +56,16 @@ def test_a_line_of_owners_says_how_many_could_take_over() -> None:
     loading = stage_of(JOB, 1, [claim("four", role="owner", ready=False)])
     empty = Stage(job=JOB, number=2, owner=None, replicas=(), standbys=())
     assert stage_line([owned, loading, empty], str.upper) == "0 ONE +1, 1 FOUR (loading) +0, 2 - +0"
+
+
+def test_what_a_peer_holds_is_told_by_job_and_author() -> None:
+    other = "b" * 64
+    said = {"holds": [[JOB.job, 0, 100], [other, 3, 500], [JOB.job, 1, 200], ["x"], [1, 2, 3], ["y", 0, -1]]}
+    assert holdings_of("peer", said, [JOB]) == [
+        {"peer": "peer", "job": other, "name": other[:12], "author": "", "stages": [3], "memory_bytes": 500},
+        {
+            "peer": "peer", "job": JOB.job, "name": "demo", "author": "author", "stages": [0, 1], "memory_bytes": 300,
+        },
+    ]  # fmt: skip
+    for nonsense in ({}, {"holds": None}, {"holds": {"a": 1}}, {"holds": "text"}):
+        assert holdings_of("peer", nonsense, [JOB]) == []
