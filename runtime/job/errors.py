@@ -29,6 +29,10 @@ class JobFailed(RuntimeError):
     """A running job that cannot go on; says why."""
 
 
+class StageFailed(RuntimeError):
+    """A stage that does not work out at this peer, and may at another; says why."""
+
+
 class NoRoute(RuntimeError):
     """No live owner for some stage of the model; names the stage."""
 

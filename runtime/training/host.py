@@ -111,6 +111,7 @@ class TrainingHost:
                 raise first from None
         finally:
             self._group = None
+            self._loaded.remember(self._loop.faults)
             self.partners.close()  # it may have welcomed some before it ran
             self.handover.fail("the job has ended")
 

@@ -5,7 +5,10 @@ that it stands by for, so that taking it over costs no more than connecting to i
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from cachetools import FIFOCache
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
@@ -16,11 +19,13 @@ from fusion.runtime.training.snapshots.stage_files import StageFiles
 from fusion.runtime.training.stage_builder import StageBuilder
 from fusion.runtime.training.stage_source import StageParts, StageSource, trained
 from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.faults import Faults
 from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.transport import PeerId
 
 Place = tuple[JobId, int]
+REMEMBERED_JOBS = 1024
 
 
 @dataclass
@@ -42,6 +47,9 @@ class StageLoader:
         self._builder = StageBuilder(context, plane)
         self._ahead: dict[Place, _Ahead] = {}
         self._running: set[Place] = set()
+        self._faults: FIFOCache[JobId, Faults] = FIFOCache(
+            REMEMBERED_JOBS
+        )  # as the last stage that ran here knew them
 
     def is_ahead(self, job: JobId, index: int) -> bool:
         """Whether we stand by for the stage."""
@@ -136,6 +144,9 @@ class StageLoader:
             checkpoint = _newest(_checkpoint(record), ahead.checkpoint if ahead is not None else None)
             parts = await self._source.parts(manifest, plan, files, near)
             loaded = await self._builder.resume(parts, checkpoint)
+        loaded = replace(
+            loaded, faults=self._faults.get(job, ()), remember=partial(self._faults.__setitem__, job)
+        )
         return loaded if handover is None else await self._builder.take_over(loaded, handover, peer)
 
     def release(self, job: JobId, index: int) -> None:

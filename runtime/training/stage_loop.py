@@ -6,6 +6,7 @@ from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.training.stage_messages import Outbox
 from fusion.runtime.training.stage_work import StageWork
 from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step.faults import Faults
 
 
 class StageLoop:
@@ -13,6 +14,12 @@ class StageLoop:
         self.finished: m.Finish | None = None  # how the job has ended
         self._outbox = outbox
         self._work = work
+
+    @property
+    def faults(self) -> Faults:
+        """What failed so far at the steps that are not committed, as the lead says."""
+        lead = self._outbox.lead
+        return self._work.state.faults if lead is None else lead.faults
 
     async def run(self) -> None:
         """Until the job has ended. Raises JobFailed."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.errors import JobError, StageFailed
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.training.compute.inbox import Inbox
 from fusion.runtime.training.compute.rad import Rad
@@ -45,7 +45,7 @@ class StageWork:
         changed: Callable[[], None],
     ) -> None:
         self.state = StageState(
-            step=loaded.step, history=loaded.version.history, stage=here.stage, term=here.term, incarnation=here.incarnation, statistics=loaded.statistics
+            step=loaded.step, history=loaded.version.history, stage=here.stage, term=here.term, incarnation=here.incarnation, faults=loaded.faults, statistics=loaded.statistics
         )  # fmt: skip
         self._context = context
         self._here = here
@@ -102,6 +102,9 @@ class StageWork:
                 self.snapshots.go_back(action.checkpoint)
                 before, self._restoring = self._restoring, None
                 self._restoring = self._spawn(self._restore(action, before))
+            case e.GiveUp(text):
+                await self._partners.flush()  # the lead's word to the others, where we lead
+                raise StageFailed(text)
             case e.HandOver():
                 self._spawn(self._hand_over(self.state.version))
 
@@ -144,25 +147,19 @@ class StageWork:
                 await self.snapshots.take(version)
             if after.finish:
                 return
-            ready = await self._rad.step(attempt, step)
+            ready = await self._rad.step(attempt, step, look=after.look)
         except (RuntimeError, ValueError, MemoryError) as error:
-            if await self._fail(attempt, error):
-                raise
-            return
+            await self._fail(attempt, error)
+            raise
         traffic = self._partners
         ready = replace(ready, sent_bytes=traffic.sent_bytes, received_bytes=traffic.received_bytes)
         self._mailbox.put(e.Completed(ready))
 
-    async def _fail(self, attempt: Attempt, error: Exception) -> bool:
-        """Our arithmetic failed. Whether this peer should give the stage up: another may have more luck (memory,
-        say). What fails at the lead for another reason fails the job."""
+    async def _fail(self, attempt: Attempt, error: Exception) -> None:
+        """Our arithmetic failed: this peer gives the stage up, for another may have more luck (memory, say)."""
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        if self._outbox.lead is not None and not isinstance(error, MemoryError):
-            self._outbox.lead.finish("failed", f"stage 0: {text}")
-            return False
         self._tell(m.Failed(attempt, text))
         await self._partners.flush()
-        return True
 
     async def _restore(self, load: e.Load, before: asyncio.Task[None] | None) -> None:
         if before is not None:  # its checkpoint is not the one to go back to any more

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -28,6 +28,14 @@ from fusion.runtime.training.compute.inbox import Inbox, Key, StagePlan
 from fusion.runtime.training.compute.stage_codecs import Sent
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.data.ledger import fed_digest
+from fusion.runtime.training.step.faults import (
+    GRADIENTS,
+    GRADIENTS_RECEIVED,
+    GRADIENTS_SENT,
+    LOSS,
+    RECEIVED,
+    SENT,
+)
 from fusion.runtime.training.step.messages import Ready
 from fusion.runtime.training.step.run_statistics import Attempt
 from fusion.swarm.transport import Buffer
@@ -65,18 +73,23 @@ class Rad:
         self._clock = clock
         self._busy = 0.0  # seconds computed; written by the worker thread only
         self._losses: dict[int, float] = {}
+        self._look: set[str] | None = (
+            None  # what was not finite in this step, where we look; by the worker thread only
+        )
         self._fed: dict[int, list[int]] = {}  # microbatch -> the samples that went into its forward
         self._actions = _schedule(plan, config)
         # A tied variable is held several times; its gradient counts once in the norm, at the lowest stage.
         self._uncounted = frozenset(t.variable for t in plan.ties if t.stages[0] != plan.stage.index)
 
-    async def step(self, attempt: Attempt, step: int) -> Ready:
-        """Forward and backward of every microbatch of `step`, gradients summed over tie-groups. Cancelling it leaves
+    async def step(self, attempt: Attempt, step: int, *, look: bool = False) -> Ready:
+        """Forward and backward of every microbatch of `step`, gradients summed over tie-groups; `look`: and say
+        which tensors were not finite. Cancelling it leaves
         gradients and stashes behind, for `TrainingStage.discard`."""
         self.inbox.advance(attempt, step)
         self._codecs.advance(attempt, step)
         self._losses.clear()
         self._fed.clear()
+        self._look = set() if look else None
         began, busy = self._clock(), self._busy
         gate = asyncio.Semaphore(AHEAD)
         async with _group() as group:
@@ -84,6 +97,8 @@ class Rad:
                 work = await self._prepare(action, attempt, step)
                 await gate.acquire()
                 group.create_task(work()).add_done_callback(lambda _: gate.release())
+        if look:
+            await self._compute(self._look_at_gradients)
         await self._sum_ties(attempt, step)
         squared_norm = await self._compute(self._plane.squared_norm, self._uncounted)
         losses = [self._losses[m] for m in sorted(self._losses)]
@@ -95,6 +110,7 @@ class Rad:
             fed=None
             if self._batches.samples is None
             else fed_digest(self._fed[m] for m in sorted(self._fed)),
+            not_finite=tuple(sorted(self._look or ())),
             busy=min(1.0, (self._busy - busy) / max(1e-9, self._clock() - began)),
         )
 
@@ -155,7 +171,11 @@ class Rad:
         rng = RngKey(self._config.seed, step, microbatch)
 
         def run() -> tuple[Tensors, float | None]:
-            return _finish(self._plane.forward(microbatch, inputs, rng))
+            self._see(RECEIVED, (inputs[edge.name] for edge in self._plan.stage.receives))
+            sends, loss = _finish(self._plane.forward(microbatch, inputs, rng))
+            self._see(SENT, (sends[edge.name] for edge in self._plan.stage.sends))
+            self._see(LOSS, () if loss is None else (torch.tensor(loss),))
+            return sends, loss
 
         sends, loss = await self._compute(run)
         self._fed[microbatch] = indices
@@ -177,7 +197,9 @@ class Rad:
     ) -> None:
         def run() -> Tensors:
             summed = {name: _sum(parts) for name, parts in gradients}
+            self._see(GRADIENTS_RECEIVED, summed.values())
             made = self._plane.backward(microbatch, summed, 1.0 / self._config.microbatches)
+            self._see(GRADIENTS_SENT, made.values())
             return {name: tensor.to("cpu").contiguous() for name, tensor in made.items()}
 
         made = await self._compute(run)
@@ -186,6 +208,18 @@ class Rad:
                 tensor = made[edge.name]
                 sent = await self._codecs.gradient(attempt, step, microbatch, edge.name, tensor)
                 self._post(edge.producer, "gradient", attempt, step, microbatch, edge.name, tensor, sent)
+
+    def _see(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
+        """In the worker thread, in a step that we look at. An activation may be infinite (a mask), but not NaN."""
+        if self._look is None or what in self._look:
+            return
+        bad = torch.isnan if what in (RECEIVED, SENT) else lambda tensor: ~torch.isfinite(tensor)
+        if any(bool(bad(tensor).any()) for tensor in tensors if tensor.is_floating_point()):
+            self._look.add(what)
+
+    def _look_at_gradients(self) -> None:
+        """Our own, before those of tied variables come from others."""
+        self._see(GRADIENTS, (torch.tensor(self._plane.squared_norm()),))
 
     async def _sum_ties(self, attempt: Attempt, step: int) -> None:
         """Every member of a tie-group ends with the same sum: added up in stage order, wherever it is added."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
@@ -22,11 +22,10 @@ from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.faults import Faults
 from fusion.runtime.training.step.handover_state import HandoverState
-from fusion.runtime.training.step.history import Version
-from fusion.runtime.training.step.lead import LeadState, after, lead
-from fusion.runtime.training.step.run_statistics import CLEAN, Interruptions, RunStatistics
-from fusion.runtime.training.step.snapshot_books import SnapshotBooks
+from fusion.runtime.training.step.lead import after, first_state, lead
+from fusion.runtime.training.step.run_statistics import RunStatistics
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
@@ -48,7 +47,8 @@ class Pace:
 
 class Lead:
     """`send(stage, message)` reaches every stage, the lead's own too, and returns at once; `spawn` runs a coroutine
-    beside the loop; `put` stores a blob; `changed` is called when the progress did; `clock` counts seconds.
+    beside the loop; `put` stores a blob; `changed` is called when the progress did; `clock` counts seconds. `owners` are
+    those of the stages now, `standbys` who stands by for one; `faults`: that this peer remembers of the job.
 
     `newest` is the snapshot that our stage was loaded from, or knows of beside the `handover` that it took over with;
     `samples`: in the training data, None where our stage reads none of it; `edges`: names of those of the job."""
@@ -69,6 +69,9 @@ class Lead:
         put: Callable[[bytes], Awaitable[Digest]],
         changed: Callable[[], None],
         clock: Callable[[], float],
+        owners: Callable[[], Mapping[int, PeerId]] = dict,
+        standbys: Callable[[int], frozenset[PeerId]] = lambda stage: frozenset(),
+        faults: Faults = (),
     ) -> None:
         self._job = job
         self._handed_over = handover
@@ -79,19 +82,8 @@ class Lead:
         self._put = put
         self._changed = changed
         self._clock = clock
-        self._state = LeadState(
-            config=config,
-            stages=stages,
-            term=term,
-            samples=samples,
-            ledger=newest.ledger if handover is None else handover.ledger,
-            history=newest.version.history if handover is None else handover.history,
-            snapshots=SnapshotBooks(newest=newest),
-            interruptions=Interruptions(
-                statistics=CLEAN if handover is None else handover.statistics, counted=handover is not None
-            ),
-            codecs=None if handover is None else handover.codecs,
-        )
+        self._owners, self._standbys = owners, standbys
+        self._state = first_state(config, stages, term, newest, handover, samples=samples, faults=faults)
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None
         self._period = SnapshotPeriod(began=clock(), taken=clock())
@@ -180,6 +172,7 @@ class Lead:
         match message:
             case m.Join():
                 self._watch()
+                self._look_around()
                 self._event(message, stage)
                 self._tell_books()
             case m.Suspect():
@@ -188,6 +181,8 @@ class Lead:
                 self._tell_books()
             case m.Ready():
                 self._look_at_the_clock()
+                if len(self._state.ready) == self._stages - 1:
+                    self._look_around()
                 self._event(message, stage)
             case m.Evaluated(step, loss):
                 self.tell(validation_loss=loss, validation_step=step)
@@ -197,6 +192,7 @@ class Lead:
                 self._held(stage, step, index)
             case m.Failed():
                 log.warning("stage %d failed: %s", stage, message.text)
+                self._look_around()
                 self._event(message, stage)
             case m.Leaving():
                 log.info("the owner of stage %d is leaving", stage)
@@ -206,6 +202,16 @@ class Lead:
                 self._event(message, stage)
             case _:
                 raise ValueError(f"{m.kind_of(message)} is for the lead to send")
+
+    @property
+    def faults(self) -> Faults:
+        """What failed so far at the steps that are not committed."""
+        return self._state.faults
+
+    def _look_around(self) -> None:
+        """Who holds the stages, and who could take them."""
+        spare = {stage: self._standbys(stage) for stage in range(self._stages)}
+        self._state = replace(self._state, peers=dict(self._owners()), spare=spare)
 
     # --- steps
 
@@ -231,6 +237,8 @@ class Lead:
                 self._snapshot(action.after)
                 self._everyone(action)
             case m.Discard():
+                for stage, *_ in action.give_up:
+                    log.warning("stage %d has to go to another peer: %s", stage, action.faults[-1].text)
                 self._everyone(action)
             case m.Hold():
                 self._send(action.stage, action)
@@ -314,8 +322,7 @@ class Lead:
 
     def _shard(self, stage: int, shard: m.Shard) -> None:
         before = self._collector
-        saved = Version(shard.step, shard.history)
-        self._collector = before.shard(stage, saved, shard.digest, shard.seconds)
+        self._collector = before.shard(stage, shard.version, shard.digest, shard.seconds)
         if self._collector.complete and self._collector.shards != before.shards:
             self._index = None
             self._spawn(self._write_index(self._collector))

@@ -15,6 +15,7 @@ from fusion.runtime.training.snapshots.loaded_stage import Loaded
 from fusion.runtime.training.step.messages import Message
 from fusion.runtime.training.streams.partner import Held
 from fusion.runtime.training.streams.partners import Partners
+from fusion.swarm.transport import PeerId
 
 WAIT_SECONDS = 1.0  # how often what the job waits for is put in words
 
@@ -34,12 +35,14 @@ class Leading:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         changed: Callable[[], None],
     ) -> None:
+        self._context, self._job = context, here.job
         plan, clock = loaded.plan, asyncio.get_running_loop().time
         job = job_of(config, plan.whole, plan.memory_bytes or (0,) * plan.stages)
         self.lead = Lead(
             here.job, config, plan.stages, here.term, loaded.start, loaded.handover,
             samples=loaded.batches.samples, edges=[edge.name for edge in job.edges], send=send, spawn=spawn,
-            put=loaded.files.put, changed=changed, clock=clock,
+            put=loaded.files.put, changed=changed, clock=clock, owners=partners.holders, standbys=self._standbys,
+            faults=loaded.faults,
         )  # fmt: skip
         self._stages = plan.stages
         self._partners = partners
@@ -56,6 +59,11 @@ class Leading:
         if not self.lead.progress.finished:
             owners = self._partners.holders()
             self.lead.tell(owners=tuple(owners.get(stage) for stage in range(self._stages)))
+
+    def _standbys(self, stage: int) -> frozenset[PeerId]:
+        """As the directory said when it was last asked."""
+        claims = self._context.leases.recent(self._job, stage)
+        return frozenset(claim.peer for claim in claims if claim.role == "standby")
 
     async def _explain_waiting(self) -> None:
         while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from fusion.runtime.training.compute.inbox import StagePlan
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.snapshots.stage_files import StageFiles
 from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.faults import Faults
 from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.runtime.training.step.history import Version
 from fusion.runtime.training.step.run_statistics import CLEAN, RunStatistics
@@ -29,6 +30,8 @@ class Loaded:
     residuals: Mapping[str, torch.Tensor] = field(
         default_factory=dict
     )  # see `fusion.compression.error_feedback`
+    faults: Faults = ()  # of the job, that this peer remembers
+    remember: Callable[[Faults], None] = lambda faults: None  # those that it is to remember
     handover: HandoverState | None = None  # the owner before handed over: the state is that of its step
 
     @property

@@ -5,7 +5,11 @@ events           what happens at one peer alone, and what the machines decide fo
 stage            every stage's side
 attendance       who is here: which stages have joined, and whom each is linked to
 snapshot_books   which snapshots there are to go back to, and whether one is due
-lead             the lead's side
+lead             the lead's side: what it is told, and commits
+lead_state       what it knows
+gathering        who is here, and when a step begins or everybody goes back
+dismissal        what it does about a stage that fails
+faults           what failed at which owner, and whether it is the job's own fault
 history          which state a stage has: a digest of what it applied
 checkpoint       what everybody can go back to
 handover_state   what a leaving owner gives to the next

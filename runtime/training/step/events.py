@@ -148,6 +148,13 @@ class HandOver:
     step: int
 
 
+@dataclass(frozen=True)
+class GiveUp:
+    """Leave the stage to another peer: why."""
+
+    text: str
+
+
 LeadEvent = (
     m.Join | m.Suspect | m.Ready | m.Failed | m.Leaving | m.Lack | m.Saved | SnapshotDue | SnapshotLost | ChangeCodecs | Stop
 )  # fmt: skip
@@ -156,4 +163,6 @@ StageEvent = (
     m.Begin | m.Commit | m.Discard | m.Hold | m.Restore
     | Linked | Unlinked | Completed | Restored | LoadFailed | Leave | Stay
 )  # fmt: skip
-StageAction = m.Join | m.Suspect | m.Ready | m.Leaving | m.Lack | Run | Apply | Drop | Load | HandOver
+StageAction = (
+    m.Join | m.Suspect | m.Ready | m.Leaving | m.Lack | Run | Apply | Drop | Load | HandOver | GiveUp
+)

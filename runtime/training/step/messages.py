@@ -23,6 +23,7 @@ from fusion.runtime.job.manifest import EdgeCodecs
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
+from fusion.runtime.training.step.faults import Faults
 from fusion.runtime.training.step.history import UNKNOWN, Version
 from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 from fusion.swarm.directory.records import Digest, JobId
@@ -77,6 +78,7 @@ class After:
     finish: bool = False  # no further step begins
     hold: tuple[int, ...] = ()  # stages that are handed over now: nothing begins until they have joined anew
     codecs: EdgeCodecs | None = None  # what tensors are sent as from now on; None: as before
+    look: bool = False  # at every tensor of the step: a number in it was not finite
 
 
 # --- the lead to the others
@@ -91,6 +93,7 @@ class Begin:
     after: After
     statistics: RunStatistics = CLEAN
     history: str = UNKNOWN  # of the state that the step is run on
+    faults: Faults = ()  # what failed so far at the steps that are not committed
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,10 @@ class Discard:
     """Drop gradients; the state is still that of the step before."""
 
     attempt: Attempt
+    faults: Faults = ()  # as in `Begin`: the lead may be the next to go
+    give_up: tuple[
+        tuple[int, int, int], ...
+    ] = ()  # (stage, term, incarnation) of owners that are to leave theirs
 
 
 @dataclass(frozen=True)
@@ -176,6 +183,7 @@ class Join:
     newest: Checkpoint = START  # the newest snapshot that the stage knows to be held
     before: Checkpoint = START  # the one before it
     statistics: RunStatistics = CLEAN
+    faults: Faults = ()  # of which a lead has told it
 
     @property
     def version(self) -> Version:
@@ -200,6 +208,7 @@ class Ready:
     loss: float | None = None  # mean over the microbatches, from the stage that makes it
     # `fusion.runtime.training.data.ledger.fed_digest` of the samples it read; None where it reads none
     fed: str | None = None
+    not_finite: tuple[str, ...] = ()  # words of `fusion.runtime.training.step.faults`, where it looked
     busy: float = 0.0  # share of the step's time that the stage computed
     sent_bytes: int = 0  # payload since the stage was loaded
     received_bytes: int = 0
@@ -221,6 +230,10 @@ class Shard:
     digest: Digest
     seconds: float = 0.0  # that saving kept the device from the steps
     history: str = UNKNOWN  # of the state that was saved
+
+    @property
+    def version(self) -> Version:
+        return Version(self.step, self.history)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ class RunStatistics:
     losses: int = 0  # stages whose owner vanished
     recoveries: int = 0  # times that work went on after it had been interrupted
     last_discard: Attempt = NO_ATTEMPT  # the newest attempt that is among `discarded`
-    failed: tuple[int, int] = (-1, 0)  # the step at which some stage's arithmetic failed, and how often
     seconds: float = 0.0  # that the leads so far have watched the job
     recent: tuple[tuple[int, float], ...] = ()  # (step, loss) of the last committed steps, oldest first
 
@@ -48,9 +47,6 @@ class RunStatistics:
     def recover(self) -> RunStatistics:
         return replace(self, recoveries=self.recoveries + 1)
 
-    def fail(self, step: int) -> RunStatistics:
-        return replace(self, failed=(step, self.failed[1] + 1 if self.failed[0] == step else 1))
-
     def merge(self, other: RunStatistics) -> RunStatistics:
         """The highest of both, field by field."""
         return RunStatistics(
@@ -60,7 +56,6 @@ class RunStatistics:
             losses=max(self.losses, other.losses),
             recoveries=max(self.recoveries, other.recoveries),
             last_discard=max(self.last_discard, other.last_discard),
-            failed=max(self.failed, other.failed),
             seconds=max(self.seconds, other.seconds),
             recent=_last(dict(sorted({*self.recent, *other.recent}))),
         )

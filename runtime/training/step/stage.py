@@ -7,6 +7,7 @@ from typing import Literal
 
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step.faults import Faults, overcome
 from fusion.runtime.training.step.history import UNKNOWN, Version, extend
 from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 
@@ -29,6 +30,7 @@ class StageState:
     loss: float | None = None  # of the step that we are ready with, where we make it
     abandoned: bool = False  # we dropped a step of `attempt` before the lead said so
     statistics: RunStatistics = CLEAN
+    faults: Faults = ()  # that a lead has told us of
 
     @property
     def join_id(self) -> m.JoinId:
@@ -57,13 +59,16 @@ def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.S
             return replace(state, phase="ready", loss=ready.loss), (ready,)
         case m.Commit():
             return _commit(state, event)
-        case m.Discard(attempt):
+        case m.Discard(attempt, faults, give_up):
             if attempt < state.attempt:
                 return state, ()
             state, actions = _idle(state)
-            return replace(
-                state, attempt=attempt, abandoned=False, statistics=state.statistics.discard(attempt)
-            ), actions
+            statistics = state.statistics.discard(attempt)
+            state = replace(state, attempt=attempt, abandoned=False, statistics=statistics, faults=faults)
+            if (state.stage, state.term, state.incarnation) not in give_up:
+                return state, actions
+            text = next((fault.text for fault in reversed(faults) if fault.stage == state.stage), "")
+            return state, (*actions, e.GiveUp(text))
         case m.Hold(attempt, target, join_id):
             due = (target, join_id) == (state.stage, state.join_id) and state.leaving
             if attempt <= state.attempt or not due or state.phase != "idle":
@@ -103,7 +108,7 @@ def _join(state: StageState) -> tuple[StageState, tuple[e.StageAction, ...]]:
     state = replace(state, joins=state.joins + 1)
     join = m.Join(
         step=state.step, history=state.history, join_id=state.join_id, links=state.links, attempt=state.attempt,
-        abandoned=state.abandoned, statistics=state.statistics,
+        abandoned=state.abandoned, statistics=state.statistics, faults=state.faults,
     )  # fmt: skip
     return state, (join, m.Leaving(state.join_id)) if state.leaving else (join,)
 
@@ -123,7 +128,11 @@ def _begin(state: StageState, event: m.Begin) -> tuple[StageState, tuple[e.Stage
     state, actions = _idle(state)
     # Heard of, whether we can follow or not: a copy of it that comes late must not begin what is over by then.
     state = replace(
-        state, attempt=attempt, abandoned=False, statistics=state.statistics.merge(event.statistics)
+        state,
+        attempt=attempt,
+        abandoned=False,
+        statistics=state.statistics.merge(event.statistics),
+        faults=event.faults,
     )
     if not state.linked or state.phase == "restoring":
         return state, ()
@@ -140,7 +149,8 @@ def _commit(state: StageState, event: m.Commit) -> tuple[StageState, tuple[e.Sta
         return state, ()
     history = extend(state.history, step, event.learning_rate, event.clip_factor, event.made_of)
     statistics = state.statistics.commit(step, state.loss)
-    state = replace(state, step=step + 1, history=history, statistics=statistics)
+    faults = overcome(state.faults, step)
+    state = replace(state, step=step + 1, history=history, statistics=statistics, faults=faults)
     apply = e.Apply(event.learning_rate, event.clip_factor)
     if state.stage in following.hold:
         return replace(state, phase="handing over"), (apply, e.HandOver(step + 1))

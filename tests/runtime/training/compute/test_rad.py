@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from fusion.runtime.planes.plane import RngKey
 from fusion.runtime.training.compute.inbox import Inbox, Key, StagePlan
 from fusion.runtime.training.compute.rad import Rad
 from fusion.runtime.training.data.batches import Batches
+from fusion.runtime.training.step import faults
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import FrameError
 from fusion.swarm.transport import Buffer, Frame
@@ -181,6 +183,50 @@ def test_an_error_of_the_plane_is_raised_as_it_is() -> None:
             rad.inbox.offer(0, activation())
             with pytest.raises(MemoryError, match="no room"):
                 await step
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("activations", "makes", "gradients", "own", "seen"),
+    [
+        (1.0, 1.0, 1.0, 7.0, ()),
+        (math.inf, 1.0, 1.0, 7.0, ()),  # a mask may be
+        (math.nan, 1.0, 1.0, 7.0, (faults.RECEIVED, faults.SENT)),
+        (1.0, math.nan, 1.0, 7.0, (faults.SENT, faults.GRADIENTS_SENT)),
+        (1.0, 1.0, math.inf, 7.0, (faults.GRADIENTS_RECEIVED, faults.GRADIENTS_SENT)),
+        (1.0, 1.0, 1.0, math.inf, (faults.GRADIENTS,)),
+    ],
+)
+def test_a_step_with_a_look_says_what_was_not_finite(
+    activations: float, makes: float, gradients: float, own: float, seen: tuple[str, ...]
+) -> None:
+    class Maker(Recorder):
+        def forward(self, *args: Any) -> dict[str, torch.Tensor]:
+            made = super().forward(*args)
+            return {**made, "b/0": made["b/0"] * makes}
+
+        def backward(self, *args: Any) -> dict[str, torch.Tensor]:
+            return {"a/0": super().backward(*args)["a/0"] * makes}
+
+        def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
+            return 7.0 if skip else own
+
+    async def main() -> None:
+        async with asyncio.timeout(10), Worker(1) as worker:
+            rad = await started(Maker(), Sent(), worker)
+            for step, look in ((0, True), (1, False)):
+                running = asyncio.ensure_future(rad.step((1, 1), step, look=look))
+                await asyncio.sleep(0)
+                for m in range(3):
+                    rad.inbox.offer(0, activation(activations if m == 1 else 1.0, microbatch=m, step=step))
+                    for consumer in (3, 2):
+                        grown = torch.full((2, 3), gradients)
+                        rad.inbox.offer(consumer, frame("gradient", "b/0", grown, microbatch=m, step=step))
+                for member in (3, 0):
+                    rad.inbox.offer(member, frame("tie", "w", torch.full((2, 3), 3.0), step=step))
+                report = await running
+                assert report.not_finite == (tuple(sorted(seen)) if look else ())
 
     asyncio.run(main())
 

@@ -8,19 +8,21 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.faults import Fault
 from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.runtime.training.step.run_statistics import RunStatistics
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import Frame, PeerId
 
 SNAPSHOT = Checkpoint(step=3, digest=Digest("a" * 64), ledger=Ledger(steps=3, samples=12, head="b" * 64))
-STATISTICS = RunStatistics(high=4, discarded=1, last_discard=(2, 3), failed=(4, 1), seconds=7.5)
+FAULTS = (Fault(1, 3, PeerId("12D3KooW"), 2, "no memory"),)
+STATISTICS = RunStatistics(high=4, discarded=1, last_discard=(2, 3), seconds=7.5)
 CODECS = (("x/0", "int8", "none"),)
 MESSAGES: tuple[m.Message, ...] = (
-    m.Begin((2, 4), 3, m.After(snapshot=True), STATISTICS),
+    m.Begin((2, 4), 3, m.After(snapshot=True, look=True), STATISTICS, "a" * 64, FAULTS),
     m.Commit((2, 4), 3, 0.1, 0.5, m.After(hold=(1, 2))),
-    m.Commit((2, 4), 4, 0.1, 0.5, m.After(codecs=CODECS)),
-    m.Discard((2, 4)),
+    m.Commit((2, 4), 4, 0.1, 0.5, m.After(codecs=CODECS), "b" * 64),
+    m.Discard((2, 4), FAULTS, ((1, 7, 99),)),
     m.Hold((2, 4), 2, (1, 99, 2)),
     m.Restore((2, 5), SNAPSHOT),
     m.Replicate(3, Digest("d" * 64)),
@@ -29,12 +31,12 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Finish("done", "", Progress(job=JobId("e" * 64), state="done", recent=((3, 0.5),))),
     m.Join(
         step=-1, join_id=(1, 99, 2), links=((0, 1), (2, 3)), attempt=(2, 4), abandoned=True, newest=SNAPSHOT,
-        statistics=STATISTICS,
+        statistics=STATISTICS, history="a" * 64, faults=FAULTS,
     ),
     m.Suspect((1, 99, 2), "gone"),
-    m.Ready((2, 4), 3, squared_norm=2.0, loss=1.5, fed="c" * 64, busy=0.5, sent_bytes=1, received_bytes=2),
+    m.Ready((2, 4), 3, squared_norm=2.0, loss=1.5, fed="c" * 64, not_finite=("loss",), busy=0.5, sent_bytes=1, received_bytes=2),
     m.Evaluated(3, 1.25),
-    m.Shard(3, Digest("d" * 64), 0.25),
+    m.Shard(3, Digest("d" * 64), 0.25, "a" * 64),
     m.Held(3, Digest("d" * 64)),
     m.Failed((2, 4), "no memory"),
     m.Leaving((1, 99, 2)),

@@ -16,7 +16,6 @@ tallies = st.builds(
     losses=small,
     recoveries=small,
     last_discard=attempts,
-    failed=st.tuples(small, small),
     seconds=st.floats(0, 10),
     recent=st.dictionaries(st.integers(0, 200), st.floats(0, 9), max_size=RECENT).map(
         lambda losses: tuple(sorted(losses.items()))
@@ -56,8 +55,3 @@ def test_an_attempt_is_discarded_once() -> None:
     counts = CLEAN.discard((1, 2)).discard((1, 2)).discard((1, 1))
     assert counts.discarded == 1
     assert counts.discard((2, 1)).discarded == 2
-
-
-def test_failures_count_by_step() -> None:
-    counts = CLEAN.fail(3).fail(3)
-    assert counts.failed == (3, 2) and counts.fail(4).failed == (4, 1)

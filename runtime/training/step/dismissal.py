@@ -1,0 +1,97 @@
+"""What the lead does about a stage that fails (`fusion.runtime.training.step.faults` decides). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fusion.runtime.training.step import events as e
+from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step.faults import (
+    GRADIENTS_RECEIVED,
+    PATIENCE,
+    RECEIVED,
+    Verdict,
+    add,
+    at,
+    culprit,
+    in_words,
+    judge,
+)
+from fusion.runtime.training.step.gathering import gather, lose, restore
+from fusion.runtime.training.step.lead_state import LeadState, Result
+
+PATIENCE_WITH_NUMBERS = 2  # as PATIENCE: the same numbers come out again
+
+
+def refuse(state: LeadState, stage: int) -> Result:
+    """Everybody is here and ready, but that stage fed other samples."""
+    state, verdict = fault(state, stage, "fed other samples than the plan has", least=PATIENCE)
+    return _follow(state, stage, verdict, gather)
+
+
+def not_finite(state: LeadState, reports: Sequence[m.Ready]) -> Result:
+    """The step is run again with a look at every tensor, to see where it comes from; then that stage has failed."""
+    step = state.step
+    if not state.looks_at(step):
+        return _run_again(replace(state, looked_at=step), gather)
+    contradicted = {
+        fault.stage
+        for fault in state.faults
+        if fault.step == step
+        and fault.text.startswith((RECEIVED, GRADIENTS_RECEIVED))
+        and fault.peer != state.owner(fault.stage)
+    }
+    stage, what = culprit(reports, contradicted)
+    text = f"{what} not finite, a lower optimizer.learning_rate may help"
+    state, verdict = fault(state, stage, text, patience=PATIENCE_WITH_NUMBERS)
+    return _follow(state, stage, verdict, restore)
+
+
+def fault(
+    state: LeadState, stage: int, text: str, *, patience: int = PATIENCE, least: int = 1
+) -> tuple[LeadState, Verdict]:
+    """The owner of the stage has failed; it counts from the `least`-th time on."""
+    peer = state.owner(stage)
+    state = replace(state, faults=add(state.faults, stage, state.step, peer, text))
+    here = tuple(fault for fault in at(state.faults, stage, state.step) if fault.times >= least)
+    if not any(fault.peer == peer for fault in here):
+        return state, "again"
+    # Of a job of one stage nobody would remember what failed where.
+    others = state.spare.get(stage, frozenset()) if state.stages > 1 else frozenset()
+    return state, judge(here, peer, others, patience)
+
+
+def _follow(state: LeadState, stage: int, verdict: Verdict, again: Callable[[LeadState], Result]) -> Result:
+    match verdict:
+        case "fail":
+            return fail(state, stage)
+        case "move":
+            return dismiss(state, stage)
+        case "again":
+            return _run_again(state, again)
+
+
+def fail(state: LeadState, stage: int) -> Result:
+    text = in_words(at(state.faults, stage, state.step), state.step)
+    return replace(state, phase="ended"), (e.Fail(text),)
+
+
+def dismiss(state: LeadState, stage: int) -> Result:
+    """Have the owner leave its stage to another peer."""
+    term, incarnation, _ = state.here.join_ids[stage]
+    dismissed = {**state.dismissed, stage: (term, incarnation)}
+    state, actions = lose(replace(state, dismissed=dismissed), stage)
+    give_up = ((stage, term, incarnation),)
+    told = (
+        replace(action, give_up=give_up) if isinstance(action, m.Discard) else action for action in actions
+    )
+    return state, tuple(told)
+
+
+def _run_again(state: LeadState, gather: Callable[[LeadState], Result]) -> Result:
+    """Everybody is here and ready, but the step cannot be committed."""
+    discard = m.Discard(state.attempt, state.faults)
+    interruptions = replace(state.interruptions.discard(state.attempt), broken=True)
+    state, actions = gather(replace(state, phase="gathering", ready={}, interruptions=interruptions))
+    return state, (discard, *actions)

@@ -1,0 +1,124 @@
+"""What the lead knows: frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
+from fusion.runtime.training.data.ledger import UNTRAINED, Ledger
+from fusion.runtime.training.step import events as e
+from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step.attendance import Attendance
+from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.faults import (
+    Faults,
+)
+from fusion.runtime.training.step.handover_state import HandoverState
+from fusion.runtime.training.step.history import UNKNOWN, Version
+from fusion.runtime.training.step.run_statistics import (
+    NO_ATTEMPT,
+    Attempt,
+    Interruptions,
+    RunStatistics,
+)
+from fusion.runtime.training.step.snapshot_books import SnapshotBooks
+from fusion.swarm.transport import PeerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeadState:
+    config: TrainConfig
+    stages: int
+    term: int
+    samples: int | None = None  # in the training data; None: the lead's stage reads none
+    count: int = 0  # attempts made by this lead
+    phase: Literal["gathering", "running", "ended"] = "gathering"
+    ledger: Ledger = UNTRAINED  # of the state that our own stage has: the next step is ledger.steps
+    history: str = UNKNOWN  # of that state
+    here: Attendance = field(default_factory=Attendance)
+    ready: Mapping[int, m.Ready] = field(default_factory=dict)
+    snapshots: SnapshotBooks = field(default_factory=SnapshotBooks)
+    interruptions: Interruptions = field(default_factory=Interruptions)
+    codecs: EdgeCodecs | None = None  # chosen since the job began; None: those that it began with
+    codecs_changed: bool = False  # nobody has been told yet
+    stopping: bool = False
+    faults: Faults = ()  # at steps that are not committed
+    told: Mapping[int, tuple[PeerId, Faults]] = field(
+        default_factory=dict
+    )  # stage -> what its owner remembers
+    dismissed: Mapping[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # stage -> whose joins count no more
+    looked_at: int = -1  # the step that is run with a look at every tensor
+    peers: Mapping[int, PeerId] = field(default_factory=dict)  # stage -> who holds it
+    spare: Mapping[int, frozenset[PeerId]] = field(default_factory=dict)  # stage -> who stands by for it
+    restoring: Attempt = NO_ATTEMPT  # the restore that was asked for last: others may hand over meanwhile
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        return self.ledger.steps
+
+    @property
+    def version(self) -> Version:
+        return Version(self.step, self.history)
+
+    @property
+    def attempt(self) -> Attempt:
+        return (self.term, self.count)
+
+    @property
+    def statistics(self) -> RunStatistics:
+        return self.interruptions.statistics
+
+    def count_on(self, statistics: RunStatistics) -> LeadState:
+        """With those statistics of the job so far."""
+        return replace(self, interruptions=replace(self.interruptions, statistics=statistics))
+
+    def owner(self, stage: int) -> PeerId:
+        return self.peers.get(stage) or PeerId(f"an owner of term {self.here.join_ids[stage][0]}")
+
+    def looks_at(self, step: int) -> bool:
+        return step == self.looked_at or any(fault.step == step for fault in self.faults)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The stages that the job waits for."""
+        return tuple(s for s in range(self.stages) if s not in self.here.joined)
+
+
+Result = tuple[LeadState, tuple[e.LeadAction, ...]]
+
+
+def first_state(
+    config: TrainConfig,
+    stages: int,
+    term: int,
+    newest: Checkpoint,
+    handover: HandoverState | None = None,
+    *,
+    samples: int | None,
+    faults: Faults = (),
+) -> LeadState:
+    """Of a lead that begins with the snapshot `newest`, or took over with `handover`."""
+    begun = LeadState(
+        config=config,
+        stages=stages,
+        term=term,
+        samples=samples,
+        faults=faults,
+        ledger=newest.ledger,
+        history=newest.version.history,
+        snapshots=SnapshotBooks(newest=newest),
+    )
+    if handover is None:
+        return begun
+    return replace(
+        begun,
+        ledger=handover.ledger,
+        history=handover.history,
+        interruptions=Interruptions(statistics=handover.statistics, counted=True),
+        codecs=handover.codecs,
+    )

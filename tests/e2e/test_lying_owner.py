@@ -1,0 +1,52 @@
+"""A stage whose owner fails, or says so: the job goes on at other peers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support import lying_peer
+from support.text_job import write_job
+
+if TYPE_CHECKING:
+    from conftest import Peers
+
+pytestmark = pytest.mark.e2e
+STEPS = 30
+
+
+def train(peers: Peers, folder: Path, lie: str) -> tuple[list[dict[str, object]], str]:
+    """The records of a job whose stage 1 begins at a peer that lies so, and that peer."""
+    first = peers.start("first")
+    prefix = (sys.executable, lying_peer.__file__, lie)
+    liar = peers.start("liar", bootstrap=(first.address,), prefix=prefix)
+    peers.start("third", bootstrap=(first.address,))
+    job = write_job(
+        folder / "job.toml",
+        "lied-to",
+        steps=STEPS,
+        peers=(first.peer_id, liar.peer_id),
+        live=False,
+        snapshot_every=4,
+    )
+    said = peers.run("train", str(job), "--home", str(folder / "laptop"), "--peer", first.address)
+    return said, liar.peer_id
+
+
+@pytest.mark.parametrize("lie", ["fails", "nan"])
+def test_a_stage_that_fails_at_one_peer_goes_to_another_and_the_job_ends_well(
+    peers: Peers, tmp_path: Path, lie: str
+) -> None:
+    said, liar = train(peers, tmp_path, lie)
+    owners = [record["owners"] for record in said if record["event"] == "progress" and record["owners"]]
+    assert any(liar in seen for seen in owners), "it never lied"
+    assert said[-1]["state"] == "done" and said[-1]["step"] == STEPS
+    assert owners[-1][1] != liar
+
+
+def test_a_number_that_is_wrong_once_costs_a_step_and_no_owner(peers: Peers, tmp_path: Path) -> None:
+    said, liar = train(peers, tmp_path, "noise")
+    last = [record for record in said if record["event"] == "progress"][-1]
+    assert said[-1]["state"] == "done" and last["owners"][1] == liar and last["discarded"] == 1

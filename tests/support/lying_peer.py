@@ -1,0 +1,49 @@
+"""A peer whose stages say untrue things of their arithmetic: `fusion-peer` with a word of another in its place.
+
+    python tests/support/lying_peer.py LIE <the command of a peer>
+
+LIE is "fails" (every step from the fifth on raises), "nan" (its norm is no number, and it says that it received no
+number), or "noise" (once, at the fifth step: its norm is no number).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from typing import Any
+
+FROM_STEP = 5
+
+
+def install(lie: str) -> None:
+    from fusion.runtime.training.compute.rad import Rad
+    from fusion.runtime.training.step.faults import RECEIVED
+
+    honest = Rad.step
+    told = 0
+
+    async def step(self: Any, attempt: Any, step: int, *, look: bool = False) -> Any:
+        nonlocal told
+        if step >= FROM_STEP and lie == "fails":
+            raise RuntimeError("made up")
+        ready = await honest(self, attempt, step, look=look)
+        if step < FROM_STEP or (lie == "noise" and told):
+            return ready
+        told += 1
+        return replace(ready, squared_norm=math.nan, not_finite=(RECEIVED,) if look else ())
+
+    Rad.step = step  # type: ignore[method-assign]
+
+
+def main() -> int:
+    lie = sys.argv[1]
+    sys.argv = ["fusion-peer", *sys.argv[sys.argv.index("fusion.cli.main") + 1 :]]
+    install(lie)
+    from fusion.cli.main import main as fusion_peer
+
+    return fusion_peer()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
