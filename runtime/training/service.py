@@ -130,14 +130,14 @@ class TrainingService:
         last: Progress | None = None
         host = self._host_for(job)
         while host is not None:
-            changed = self._changes.setdefault(job, asyncio.Event())
             if host.progress != last:  # the last word of a host that is no more is one, too
                 last = host.progress
                 yield last
             elif last.finished:
                 return
             elif self._host_for(job) is host:
-                await changed.wait()
+                # Made only to be waited for: of a job that has gone, nobody would take it away again.
+                await self._changes.setdefault(job, asyncio.Event()).wait()
             else:
                 host = self._host_for(job)
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cachetools import FIFOCache
+from cachetools import FIFOCache, LRUCache
 
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
@@ -34,6 +34,9 @@ from fusion.swarm.errors import SwarmError
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
+MAX_LOOKS = (
+    256  # models whose holders are remembered: whoever asks names the model, and anybody may publish one
+)
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
 AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that died has run out
 LIVE = frozenset({"launching", "running"})
@@ -83,7 +86,7 @@ class Catalog:
         self._clock = context.clock.monotonic
         self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODELS)
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())
-        self._looks: dict[JobId, _Look] = {}
+        self._looks: LRUCache[JobId, _Look] = LRUCache(MAX_LOOKS)
         self._avoided: dict[tuple[JobId, int, PeerId], float] = {}  # until when
 
     async def find(self, name: str) -> ServedModel:
