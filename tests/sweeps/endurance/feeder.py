@@ -49,7 +49,10 @@ class Fed:
     records: int = 0
     streams: int = 0
     unopened: int = 0
+    silent: int = 0  # requests to the directory that had no answer
     requests_refused: int = 0
+    open_seconds: float = 0.0  # that opening streams took, all together
+    store_seconds: float = 0.0  # and requests to the directory
     records_stored: int = 0
     answers: Counter[str] = field(default_factory=Counter)
     protocols: Counter[str] = field(default_factory=Counter)
@@ -93,12 +96,16 @@ class Feeder:
     async def _say(self, talk: Any) -> None:
         self.last.append(f"{talk.what} {talk.frames[0][:200].hex()}")
         fed = self._fed
+        began = time.monotonic()
         try:
             async with asyncio.timeout(OPEN_SECONDS):
                 stream = await self._transport.open(self._victim, talk.protocol)
-        except (SwarmError, TimeoutError, *CALL_ERRORS):
+        except (SwarmError, TimeoutError, *CALL_ERRORS) as error:
             fed.unopened += 1
+            fed.answers[f"unopened: {type(error).__name__}"] += 1
             return
+        finally:
+            fed.open_seconds += time.monotonic() - began
         assert isinstance(stream, FrameStream)
         fed.streams += 1
         try:
@@ -122,6 +129,7 @@ class Feeder:
             Offer(key_id(each.key), each.subkey, each.data, each.until + CLOCK_TOLERANCE_SECONDS)
             for each in made
         ]
+        began = time.monotonic()
         try:
             async with asyncio.timeout(OPEN_SECONDS):
                 answer = await self._transport.p2p.call_protobuf_handler(
@@ -131,8 +139,13 @@ class Feeder:
                     ANSWERS["store"],
                 )
             self._fed.records_stored += sum(answer.store_ok)
+        except TimeoutError:
+            self._fed.silent += 1
+            return 0
         except CALL_ERRORS:
             self._fed.requests_refused += 1
+        finally:
+            self._fed.store_seconds += time.monotonic() - began
         self._fed.records += len(made)
         return len(made)
 
