@@ -125,14 +125,14 @@ async def _ask(context: Context, peer: PeerId, job: JobId) -> AsyncIterator[Prog
 
 async def stop(context: Context, record: JobRecord, author: Identity) -> None:
     """Ask the lead to end the job, signed with the key that launched it. SwarmError if it refuses or is gone."""
-    from fusion.runtime.hosting.jobs.server import stop_request
     from fusion.runtime.job.protocol import JOB
+    from fusion.swarm.authority.statements import seal_statement, stop_statement
     from fusion.swarm.transport import call
 
     if record.lead is None:
         raise SwarmError(f"the job {record.name} has no lead yet; try again in a moment")
-    at = time.time()
-    header = {"job": record.job, "time": at, "signature": author.sign(stop_request(record.job, at))}
+    said = stop_statement(record.job, author.peer_id, time.time())
+    header = {"job": record.job, "statement": seal_statement(said, author.sign)}
     try:
         async with asyncio.timeout(STOP_SECONDS):
             await call(context.transport, record.lead, JOB.name, "stop", header)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fusion.runtime.hosting.handover import HandoverConfig, Handovers
 from fusion.runtime.hosting.hosted_stages import HostedStages
-from fusion.runtime.hosting.job_view import JobView, is_over
+from fusion.runtime.hosting.job_view import JobView
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.jobs.files import JobFiles, KeptWords
 from fusion.runtime.hosting.jobs.gossip import JobGossip
@@ -143,19 +143,25 @@ class Hosting:
 
     async def _look(self, max_age_seconds: float) -> None:
         """What follows from what the directory says now. Each decision counts on those before it."""
-        records = await self._view.records(max_age_seconds)
-        # What is over: nothing of it is read, stood by for or claimed any more.
-        self._end([record for record in records if is_over(record)])
-        jobs = self._view.open_jobs(records)
+        words = await self._view.words(max_age_seconds)
+        known = self._view.manifests(words, self._our_jobs)
+        claims = await self._view.claims(known, words, self._stages.running, self._our_jobs)
+        # Whose word counts (`fusion.swarm.authority.belief`). What is over: nothing of it is stood by for or claimed any
+        # more.
+        beliefs = self._view.beliefs(words, known, claims)
+        self._end([belief.record for belief in beliefs.values() if belief.settled])
+        jobs = self._view.open_jobs(beliefs, known)
         self.board.see(jobs)
-        claims = await self._view.claims(jobs, self._stages.running, self._our_jobs)
+        claims = {place: held for place, held in claims.items() if place[0] in jobs}
         # Which stages to stand by for (`standby_assignment`). Then it is known which jobs concern us, and which states are
         # on this peer.
         if not self._stages.leaving:
             await self._pool.beat(jobs, claims, self.hosted, self._context.memory.free_bytes)
         # Which jobs to speak for, because nobody else does: whoever leaves does so as well.
         ours = self._our_jobs
-        self.board.hear(records, ours, await self._view.leaderless(ours, self._stages.running, claims))
+        # An end that nobody proves is kept by nobody.
+        said = [belief.record for belief in beliefs.values() if belief.settled or not belief.over]
+        self.board.hear(said, ours, await self._view.leaderless(ours, self._stages.running, claims))
         if self._stages.leaving:
             return
         # Which of our stages an idle peer should have (`claim_choice.one_to_hand_on`): before there are more of them.

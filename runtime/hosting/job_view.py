@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any
 
 from cachetools import FIFOCache
@@ -13,8 +13,10 @@ from cachetools import FIFOCache
 from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.job.context import Context
+from fusion.runtime.job.job_words import by_job, judged
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.manifest_shelf import ManifestShelf
+from fusion.swarm.authority.belief import Belief
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, Place
@@ -23,9 +25,12 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 NEWER_JOBS = 1024  # that were named to whoever reads our log
+DOUBT_SECONDS = 10.0  # for the other owners to say so as well, or for their claims to run out
 
 OpenJob = tuple[JobRecord, Manifest]  # one that goes on, whose manifest is here and whose graph we can run
 OpenJobs = Mapping[JobId, OpenJob]
+Words = Mapping[JobId, tuple[JobRecord, ...]]  # all that is said of each job
+Manifests = Mapping[JobId, Manifest]
 StagesClaims = Mapping[Place, tuple[ClaimRecord, ...]]  # the live claims of each stage that was looked at
 
 
@@ -43,52 +48,86 @@ class JobView:
     ) -> None:
         self._context = context
         self._board = board
+        self._doubted: dict[JobId, float] = {}  # since when
         self._places = places
         self._shelf = ManifestShelf(context.blobs, spawn, arrived, context.clock.monotonic)
         self._newer: FIFOCache[JobId, None] = FIFOCache(NEWER_JOBS)
 
-    async def records(self, max_age_seconds: float) -> tuple[JobRecord, ...]:
-        """What the directory says of all jobs."""
-        records = await self._context.directory.jobs(max_age_seconds=max_age_seconds)
-        for record in records:
-            self._context.leases.observe(record.job, 0, record.term)
-        return records
+    async def words(self, max_age_seconds: float) -> Words:
+        """What the directory says of all jobs, whoever says it."""
+        words = by_job(await self._context.directory.words(max_age_seconds=max_age_seconds))
+        self._shelf.keep_only(words)
+        return words
 
-    def open_jobs(self, records: Sequence[JobRecord]) -> OpenJobs:
-        """Those that go on, as far as their manifests are here (the others' are fetched) and ask for no newer op-set than
-        ours: in such a job we have no part, and it goes on without us."""
-        jobs: dict[JobId, OpenJob] = {}
-        for record in records:
-            if not is_over(record) and not self._board.over(record):
-                manifest = self._shelf.get(record)
+    def manifests(self, words: Words, ours: Collection[JobId]) -> Manifests:
+        """Those of the jobs that may go on, or whose end we know of, as far as they are here (the others' are fetched) and
+        ask for no newer op-set than ours: in such a job we have no part, and it goes on without us."""
+        found: dict[JobId, Manifest] = {}
+        for job, said in words.items():
+            going = self._going(said)
+            if going or job in ours or self._board.buried(job):
+                manifest = self._shelf.get((going or said)[0])
                 if manifest is None:
                     continue
-                self._context.leases.know(manifest.law(record.job))
-                if self._runs(record, manifest):
-                    jobs[record.job] = (record, manifest)
-        self._shelf.keep_only({record.job for record in records})
-        return jobs
+                self._context.leases.know(manifest.law(job))
+                if self._runs(job, manifest):
+                    found[job] = manifest
+        return found
 
-    def _runs(self, record: JobRecord, manifest: Manifest) -> bool:
+    def _going(self, said: Iterable[JobRecord]) -> list[JobRecord]:
+        """The words of those who say that the job goes on, where we do not know better."""
+        return [record for record in said if not is_over(record) and not self._board.over(record)]
+
+    def _runs(self, job: JobId, manifest: Manifest) -> bool:
         if manifest.opset <= OPSET_VERSION:
             return True
-        if record.job not in self._newer:
-            self._newer[record.job] = None
+        if job not in self._newer:
+            self._newer[job] = None
             what = (manifest.name, manifest.opset, OPSET_VERSION)
             log.warning("job %s needs op-set %d: this peer knows %d and leaves it to newer ones", *what)
         return False
 
     async def claims(
-        self, jobs: OpenJobs, hosted: Collection[Place], ours: Collection[JobId]
+        self, known: Manifests, words: Words, hosted: Collection[Place], ours: Collection[JobId]
     ) -> StagesClaims:
         """The claims of `stages_to_read`, and of those that run here, in `hosted`: these are read with every renewal."""
         leases, free_bytes = self._context.leases, self._context.memory.free_bytes
+        # Whether a job of which somebody says so has ended, all its owners tell.
+        jobs = {job: known[job] for job in known if job in ours or self._going(words[job])}
+        disputed = {job for job in jobs if any(map(is_over, words[job]))}
         places = stages_to_read(
-            jobs, hosted, ours, self._context.peer_id, free_bytes, self._context.random.shuffle
+            jobs, hosted, {*ours, *disputed}, self._context.peer_id, free_bytes, self._context.random.shuffle
         )[: self._places]
         claims = await asyncio.gather(*(leases.claims(*place) for place in places))
-        recent = {place: leases.recent(*place) for place in hosted if place[0] in jobs}
+        recent = {place: leases.recent(*place) for place in hosted if place[0] in known}
         return {**dict(zip(places, claims, strict=True)), **recent}
+
+    def beliefs(self, words: Words, known: Manifests, claims: StagesClaims) -> dict[JobId, Belief]:
+        """What to believe of all jobs, by these live claims of their stages."""
+        read: dict[JobId, dict[int, tuple[ClaimRecord, ...]]] = {}
+        for (job, stage), held in claims.items():
+            read.setdefault(job, {})[stage] = held
+        found: dict[JobId, Belief] = {}
+        for job, said in words.items():
+            belief = judged(self._context, job, said, known.get(job), read.get(job, {}))
+            assert belief is not None, "somebody speaks of the job"
+            found[job] = belief
+            self._context.leases.observe(job, 0, belief.term)
+        return found
+
+    def open_jobs(self, beliefs: Mapping[JobId, Belief], known: Manifests) -> OpenJobs:
+        """Those that go on, as far as their manifests are here. One of which an owner says that it has ended is left alone
+        for a while: the others may be about to say so, too."""
+        now, jobs = self._context.clock.monotonic(), {}
+        self._doubted = {
+            job: since for job, since in self._doubted.items() if job in beliefs and beliefs[job].doubted
+        }
+        for job, belief in beliefs.items():
+            young = belief.doubted and now - self._doubted.setdefault(job, now) < DOUBT_SECONDS
+            buried = self._board.over(belief.record) or (self._board.buried(job) and not belief.vouched)
+            if job in known and not belief.over and not young and not buried:
+                jobs[job] = (belief.record, known[job])
+        return jobs
 
     async def leaderless(
         self, ours: Collection[JobId], hosted: Collection[Place], claims: StagesClaims
@@ -107,7 +146,7 @@ def is_over(record: JobRecord) -> bool:
 
 
 def stages_to_read(
-    jobs: OpenJobs,
+    jobs: Manifests,
     hosted: Collection[Place],
     ours: Collection[JobId],
     us: PeerId,
@@ -119,16 +158,16 @@ def stages_to_read(
     is of `ours`."""
     places = [
         (job, stage)
-        for job, (_, manifest) in jobs.items()
+        for job, manifest in jobs.items()
         for stage in range(manifest.stages)
         if (job, stage) not in hosted and (job in ours or manifest.needed_bytes(stage) <= free_memory_bytes)
     ]
     shuffle(places)  # where there are too many, others next time
-    places.sort(key=lambda place: (jobs[place[0]][1].proposed[place[1]] != us, place[0] not in ours))
+    places.sort(key=lambda place: (jobs[place[0]].proposed[place[1]] != us, place[0] not in ours))
     turns: Counter[PeerId] = Counter()
     ranks = {}
     for place in places:  # authors take turns, so that nobody's many stages keep us from looking at others'
-        author = jobs[place[0]][1].author
+        author = jobs[place[0]].author
         ranks[place] = turns[author]
         turns[author] += 1
     return sorted(places, key=ranks.__getitem__)

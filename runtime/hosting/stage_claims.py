@@ -25,6 +25,8 @@ from fusion.runtime.hosting.job_view import OpenJob, OpenJobs, StagesClaims
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.vacant_stages import VacantStages
 from fusion.runtime.job.context import Context, Takeover
+from fusion.runtime.job.job_words import newest
+from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.records import ClaimRecord, JobRecord, Place
 from fusion.swarm.errors import SwarmError
@@ -128,7 +130,7 @@ class StageClaims:
         with self._stages.room(place, manifest) as fits:
             if not fits:
                 return None
-            newest = asyncio.ensure_future(self._newest(record)) if stage == 0 else None
+            newest = asyncio.ensure_future(self._newest(record, manifest)) if stage == 0 else None
             try:
                 claim = await self._context.leases.claim(
                     job, stage, self._fitness, over=over, proof=proof, confirm=handover is None
@@ -147,10 +149,10 @@ class StageClaims:
         await self.give_back()
         return self._context.leases.holds(job, stage)
 
-    async def _newest(self, record: JobRecord) -> JobRecord:
+    async def _newest(self, record: JobRecord, manifest: Manifest) -> JobRecord:
         with suppress(SwarmError, TimeoutError):
             async with asyncio.timeout(RECORD_SECONDS):
-                found = await self._context.directory.job(record.job)
+                found = await newest(self._context, record.job, manifest)
                 return newest_jobs([record, found])[0] if found is not None else record
         return record
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fusion.runtime.job.job_words import OwnersSeen
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.watch import Watch
 from fusion.swarm.clock import Clock
@@ -83,6 +84,7 @@ class Context:
     memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(4 << 30))  # that the volunteer lends
     home: Path = Path(".")
     succession: Takeover | None = None  # None in a client: it holds nothing
+    seen: OwnersSeen = field(default_factory=OwnersSeen)  # who had the stages of jobs
     links: LinkMonitor | None = None  # None in a client: it measures nothing
     clock: Clock = Clock()  # noqa: RUF009 - frozen
     watch: Watch = Watch()  # noqa: RUF009 - does nothing

@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.job.job_words import look
 from fusion.runtime.job.protocol import JOB
 from fusion.runtime.launch.prepare import prepare_serving, prepare_training
 from fusion.runtime.launch.shard import Prepared
+from fusion.swarm.authority.statements import seal_statement, stated
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import Digest, JobId, JobRecord, ProviderRecord
@@ -78,11 +80,11 @@ async def wait_until_held(
             last = held
         if held.complete:
             return
-        record = await context.directory.job(prepared.job)
-        if record is not None and record.state in ("done", "stopped"):
+        belief = await look(context, prepared.job, manifest=prepared.manifest)
+        if belief is not None and belief.over and belief.vouched:
+            if belief.record.state == "failed":
+                raise JobFailed(belief.record.message or "the job failed")
             return
-        if record is not None and record.state == "failed":
-            raise JobFailed(record.message or "the job failed")
         now = asyncio.get_running_loop().time()
         if now - published >= HEARTBEAT_SECONDS:
             await _publish(context, prepared)
@@ -92,21 +94,23 @@ async def wait_until_held(
 
 async def _publish(context: Context, prepared: Prepared) -> None:
     manifest = prepared.manifest
-    await context.directory.publish(
-        JobRecord(
-            job=prepared.job,
-            name=manifest.name,
-            kind=manifest.kind,
-            state="launching",
-            term=0,
-            step=0,
-            lead=None,
-            stages=manifest.stages,
-            snapshot=None,
-            snapshot_step=-1,
-            author=context.peer_id,
-        )
+    record = JobRecord(
+        job=prepared.job,
+        name=manifest.name,
+        kind=manifest.kind,
+        state="launching",
+        term=0,
+        step=0,
+        lead=None,
+        stages=manifest.stages,
+        snapshot=None,
+        snapshot_step=-1,
+        author=context.peer_id,
     )
+    # The key that the manifest names says so, whoever publishes it.
+    said = stated(record, prepared.author.peer_id, manifest.launched_at)
+    proof = (seal_statement(said, prepared.author.sign),)
+    await context.directory.publish(replace(record, proof=proof))
 
 
 async def _offer(context: Context, digest: Digest) -> None:

@@ -12,6 +12,7 @@ from cachetools import FIFOCache
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.job_words import newest
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.planes.plane import Plane
 from fusion.runtime.training.snapshots.loaded_stage import Loaded
@@ -138,7 +139,7 @@ class StageLoader:
         near = self._source.owners(job, manifest)
         if loaded is None:
             plan, record = await asyncio.gather(
-                self._source.plan(manifest, index), self._context.directory.job(job)
+                self._source.plan(manifest, index), newest(self._context, job, manifest)
             )
             files = ahead.files if ahead is not None else self._source.files(job, manifest, plan)
             checkpoint = _newest(_checkpoint(record), ahead.checkpoint if ahead is not None else None)

@@ -6,7 +6,8 @@ together say how it ended. So a word counts by who signed it, and only among tho
 * `stopped` is the author's to say, at any time and for good;
 * any end is believed once most of those say so that have a voice: who owns a stage now, as the reader sees it, and who owned
   one last and has signed the end since. Of an owner that vanished without a word the stage has no voice;
-* an owner goes by its lead's word that the job failed: it must not wait for others who wait for it;
+* an owner goes by its lead's word that the job is done, or failed: it must not wait for others who wait for it;
+* who leads since an end that the others saw has no voice in whether it was one;
 * a snapshot and a step are believed of whoever leads, or led under that term before the reader's eyes; where nobody leads, of
   the majority of the other owners;
 * an end that nobody proves counts for nothing while a stage has an owner: those who own one would know;
@@ -159,12 +160,18 @@ def _majority(ends: Sequence[_Word], sight: Sight) -> list[_Word]:
         signers = {word.said.signer for word in agreed}
         voices = {stage: peer for stage, peer in last.items() if peer in signers}
         voices |= {stage: peer for stage, (peer, _) in sight.owners.items()}
+        rest = {stage: peer for stage, peer in voices.items() if stage != 0}
+        terms = [word.said.term for word in agreed if word.said.signer in rest.values()]
+        if lead is not None and state == "done" and terms and 0 < min(terms) <= max(terms) < lead[1]:
+            voices = rest
         votes = sum(peer in signers for peer in voices.values())
         if 2 * votes > len(voices):
             return [word for word in agreed if word.said.signer in voices.values()]
         ours = sight.us is not None and any(peer == sight.us for peer, _ in sight.owners.values())
-        if state == "failed" and ours:
-            by_lead = [word for word in agreed if (0, word.said.term, word.said.signer) in sight.held]
+        if state != "stopped" and ours:
+            floor = 0 if lead is None else lead[1]
+            led = [word for word in agreed if (0, word.said.term, word.said.signer) in sight.held]
+            by_lead = [word for word in led if word.said.term >= floor]
             if by_lead:
                 return by_lead
     return []
@@ -231,6 +238,8 @@ def _belief(
         lead = sight.owners.get(0)
         leads = word.said.state in ENDED or (lead is not None and lead[0] == word.said.signer)
         record = replace(record, lead=word.said.signer if leads and not final else None, message="")
+    if not sight.owners and not word.own and record.state == "running":
+        record = replace(record, step=max(record.snapshot_step, 0))  # what can be gone back to
     if final:
         record = _stopped_at(record, words, sight)
     if sight.law is not None:

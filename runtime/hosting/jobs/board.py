@@ -76,6 +76,10 @@ class JobBoard:
         tombstone = self._tombstones.get(record.job, NONE)
         return tombstone.certain or record.term <= tombstone.term
 
+    def buried(self, job: JobId) -> bool:
+        """Whether we know of an end of the job: nobody takes it up again by a stranger's word."""
+        return job in self._tombstones
+
     def word(self, job: JobId) -> JobRecord | None:
         """The newest on a job that we lead or that concerns us, or did."""
         return self._led[job].record if job in self._led else self._words.get(job)
@@ -123,16 +127,22 @@ class JobBoard:
             self._bury(led.record, progress)
 
     def cut_short(
-        self, job: JobId, state: Literal["stopped", "failed"], message: str, progress: Progress | None = None
+        self,
+        job: JobId,
+        state: Literal["stopped", "failed"],
+        message: str,
+        progress: Progress | None = None,
+        *,
+        proof: tuple[bytes, ...] = (),
     ) -> JobRecord:
-        """A job that we lead was stopped by whoever launched it, or cannot go on, here or elsewhere, unless it has ended
-        before."""
+        """A job that we lead was stopped by whoever launched it, whose statement is the `proof`, or cannot go on, here or
+        elsewhere, unless it has ended before."""
         self.update(job, progress)
         led = self._led[job]
         if led.record.state in ENDED:
             return led.record
         message = one_line(message)
-        led.record = replace(led.record, state=state, message=message)
+        led.record = replace(led.record, state=state, message=message, proof=proof)
         final = progress or Progress(job=job, state=state, stages=led.record.stages)
         error = message if state == "failed" else ""
         self._bury(led.record, replace(final, state=state, message=message, error=error))
@@ -204,10 +214,12 @@ class JobBoard:
     # --- what others say
 
     def remember(self, record: JobRecord) -> None:
-        """Somebody said so, or we did."""
+        """Somebody said so, whom we believe, or we did."""
         record = self._as_ended(record)
         before = self._words.get(record.job)
-        self._words[record.job] = record if before is None else max(record, before, key=job_order)
+        # An end is proven by who says so, whatever lead there was since who has not heard of it.
+        ended = before is not None and record.state in ENDED and before.state not in ENDED
+        self._words[record.job] = record if before is None or ended else max(record, before, key=job_order)
 
     def hear(
         self, records: Sequence[JobRecord], concerned: Collection[JobId], leaderless: Collection[JobId]
@@ -246,14 +258,11 @@ class JobBoard:
         return end.record if record.term <= end.record.term else None
 
     def _as_ended(self, record: JobRecord) -> JobRecord:
-        """What we say of a job whose end we saw, where somebody says that it goes on: above all that was said."""
+        """What we say of a job whose end we saw, where somebody says that it goes on."""
         tombstone = self._tombstones.get(record.job, NONE)
         if not tombstone.certain or tombstone.record is None or record.state in ENDED:
             return record
-        end = tombstone.record
-        point = max(end, record, key=lambda each: each.snapshot_step)
-        term, step = max(end.term, record.term), max(end.step, record.step)
-        return replace(end, term=term, step=step, snapshot=point.snapshot, snapshot_step=point.snapshot_step)
+        return tombstone.record
 
     # --- what the disk is for
 

@@ -67,6 +67,7 @@ class JobFiles:
         """Replace what is said of the job, at once or not at all. Raises OSError."""
         record = replace(record, step=max(record.snapshot_step, 0))
         values = {field.name: getattr(record, field.name) for field in fields(record)}
+        values["proof"] = [data.hex() for data in record.proof]
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(record.job)
         scratch = path.with_suffix(".new")
@@ -142,7 +143,10 @@ def _read(path: Path) -> JobRecord:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict) or value.get("version") != VERSION:
         raise ValueError(f"not a job file of version {VERSION}")
-    record = build(JobRecord, value.get("record"), "record")
+    found = value.get("record")
+    if isinstance(found, dict) and isinstance(found.get("proof"), list):
+        found = {**found, "proof": [bytes.fromhex(str(data)) for data in found["proof"]]}
+    record = build(JobRecord, found, "record")
     check_fields(record)
     if path.name != f"{record.job}.json":
         raise ValueError("it speaks of another job than its name")

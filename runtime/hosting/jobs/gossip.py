@@ -21,6 +21,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
+from fusion.swarm.authority.statements import joined, seal_statement, stated
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import ENDED, job_order
@@ -97,7 +98,7 @@ class JobGossip:
         goes on."""
         if progress is None or progress.state not in CONCLUDED:
             return
-        self._board.conclude(record, progress, self._context.leases.known_term(record.job, 0))
+        self._board.conclude(record, progress, record.term)
         with suppress(TimeoutError):
             async with asyncio.timeout(TELL_SECONDS):
                 await self.say(record.job)
@@ -162,9 +163,18 @@ class JobGossip:
     async def _say(self, *records: JobRecord) -> None:
         await asyncio.gather(*map(self._publish, records))
 
+    def _signed(self, record: JobRecord) -> JobRecord:
+        """With our own statement, where we lead the job or know of its end: others may repeat it when we are gone. Of a
+        job that goes on and that we do not lead we carry what those said who did."""
+        if record.state not in ENDED and not self._board.leads(record.job):
+            return record
+        us, directory = self._context.peer_id, self._context.directory
+        ours = seal_statement(stated(record, us, directory.now()), directory.sign)
+        return replace(record, proof=joined((ours, *record.proof), record.job, directory.verify))
+
     async def _publish(self, record: JobRecord) -> None:
         try:
-            await self._context.directory.publish(record, ttl_seconds=RECORD_TTL_SECONDS)
+            await self._context.directory.publish(self._signed(record), ttl_seconds=RECORD_TTL_SECONDS)
         except SwarmError as error:
             log.warning("job %s (%s): not published: %s", record.name, record.job[:12], error)
 
@@ -185,7 +195,7 @@ class JobGossip:
         stages = range(min(record.stages, TOLD_PEERS))
         known = [claim for stage in stages for claim in self._context.leases.recent(record.job, stage)]
         standbys = {claim.peer for claim in known if claim.role == "standby"} - {self._context.peer_id}
-        sealed = self._context.directory.sealed(record, ttl_seconds=RECORD_TTL_SECONDS)
+        sealed = self._context.directory.sealed(self._signed(record), ttl_seconds=RECORD_TTL_SECONDS)
         await asyncio.gather(*(self._tell(peer, "snapshot", {"record": sealed}) for peer in standbys))
 
     def follow_lead(self, sender: PeerId, data: object) -> None:

@@ -4,7 +4,7 @@
                 watch  {job}                     a stream of `progress` frames until the job ends, or one
                                                  `redirect` {lead} from a peer that neither leads the job nor ran a
                                                  stage of it to its end
-                stop   {job, time, signature}    end the job; signed by the key of whoever launched it
+                stop   {job, statement}          end the job; a statement signed by the key of whoever launched it
     snapshot {record}                from the lead: its sealed job record, which names a new snapshot
 """
 
@@ -20,15 +20,14 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
+from fusion.swarm.authority.statements import opened
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import StreamBroken
-from fusion.swarm.identity import verify
 from fusion.swarm.transport import Stream
 
 WATCH_SECONDS = 0.25
 UNREAD_SECONDS = 30.0  # for a watcher to take what it is told
-STOP_WINDOW_SECONDS = 300.0  # how far the clock of whoever stops a job may be from ours
 
 
 class JobServer:
@@ -63,7 +62,7 @@ class JobServer:
         elif frame.kind == "watch":
             await self._watch(stream, job)
         elif frame.kind == "stop":
-            record = self._stop(job, frame.header.get("time"), frame.header.get("signature"))
+            record = self._stop(job, frame.header.get("statement"))
             await self._gossip.say(job)
             await stream.send("ok")
             await self._gossip.tell_owners(record)
@@ -104,7 +103,7 @@ class JobServer:
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
 
-    def _stop(self, job: JobId, at: object, signature: object) -> JobRecord:
+    def _stop(self, job: JobId, shown: object) -> JobRecord:
         """The record of the job once it is stopped. JobError where it is not for the asker, or for us, to stop it."""
         progress = self._gossip.figures(job)
         record = self._board.word(job)
@@ -112,12 +111,15 @@ class JobServer:
             raise JobError(f"the job {record.name} is {record.state} already")
         if record is None or not self._board.leads(job):
             raise JobError(f"this peer does not lead the job {job[:12]}: ask its lead")
-        timely = isinstance(at, int | float) and abs(self._context.clock.unix() - at) <= STOP_WINDOW_SECONDS
-        if not isinstance(at, int | float) or not timely or not isinstance(signature, bytes):
-            raise JobError(f"stop needs the time (within {STOP_WINDOW_SECONDS:.0f} s of now) and a signature")
-        if not verify(self._board.author(job), signature, stop_request(job, at)):
+        said = opened([shown], job, self._context.directory.verify) if isinstance(shown, bytes) else []
+        if not isinstance(shown, bytes) or not said or said[0].state != "stopped":
+            raise JobError("stop needs the signed statement that the job is stopped")
+        if said[0].signer != self._board.author(job):
             raise JobError("only whoever launched the job may stop it")
-        record = self._board.cut_short(job, "stopped", "stopped by whoever launched it", progress)
+        # Whoever reads the record checks that for itself.
+        record = self._board.cut_short(
+            job, "stopped", "stopped by whoever launched it", progress, proof=(shown,)
+        )
         self._stopped(job)
         return record
 
@@ -130,8 +132,3 @@ async def _tell(stream: Stream, progress: Progress) -> None:
     except TimeoutError:
         stream.abort()
         raise StreamBroken(f"{stream.remote} follows a job and reads nothing") from None
-
-
-def stop_request(job: JobId, at: float) -> bytes:
-    """What the launcher signs to stop a job."""
-    return f"fusion-peer stop {job} {at!r}".encode()

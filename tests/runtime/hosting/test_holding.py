@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from support.hosting import swarm, until
@@ -37,14 +36,15 @@ def test_a_stage_that_is_being_taken_over_is_not_given_back(tmp_path: Path) -> N
             job = await made.launch(made.manifest(None, proposed=(directory.peer_id,)))
             await ours.look()
             seen, going_on = asyncio.Event(), asyncio.Event()
-            read: Callable[[JobId], Awaitable[JobRecord | None]] = ours.context.directory.job
+            read = ours.context.directory.words
 
-            async def slow(job: JobId) -> JobRecord | None:
-                seen.set()
-                await going_on.wait()
-                return await read(job)
+            async def slow(job: JobId | None = None, **age: float) -> tuple[JobRecord, ...]:
+                if job is not None:
+                    seen.set()
+                    await going_on.wait()
+                return await read(job, **age)
 
-            ours.context.directory.job = slow  # type: ignore[method-assign]
+            ours.context.directory.words = slow  # type: ignore[method-assign]
             taking = asyncio.create_task(ours.hosting.take_over(job, 0, 3, None))
             await seen.wait()
             await until(lambda: ours.context.leases.holds(job, 0) is not None)

@@ -68,13 +68,15 @@ def test_only_a_peer_without_a_part_in_any_job_reads_what_is_a_little_old(tmp_pa
             ages: dict[str, float] = {}
 
             def watched(peer: Peer) -> None:
-                jobs = peer.context.directory.jobs
+                words = peer.context.directory.words
 
-                async def read(*, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+                async def read(
+                    job: JobId | None = None, *, max_age_seconds: float = 0.0
+                ) -> tuple[JobRecord, ...]:
                     ages[peer.id] = max_age_seconds
-                    return await jobs()
+                    return await words(job)
 
-                peer.context.directory.jobs = read  # type: ignore[method-assign]
+                peer.context.directory.words = read  # type: ignore[method-assign]
 
             job = await made.launch(made.manifest(ours, memory_bytes=(900,)))
             for peer in (ours, standby, idle):
@@ -667,14 +669,14 @@ def test_a_directory_that_fails_costs_a_heartbeat(tmp_path: Path) -> None:
         async with swarm(tmp_path) as made:
             ours = await made.join()
             job = await made.launch(made.manifest(ours))
-            jobs = ours.context.directory.jobs
+            jobs = ours.context.directory.words
 
             async def broken(*, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
                 raise BlobError("no way")
 
-            ours.context.directory.jobs = broken  # type: ignore[method-assign]
+            ours.context.directory.words = broken  # type: ignore[method-assign]
             await ours.look()
-            ours.context.directory.jobs = jobs  # type: ignore[method-assign]
+            ours.context.directory.words = jobs  # type: ignore[method-assign]
             await ours.look()
             await until(lambda: (job, 0) in ours.service.running)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.directory_records import job_record
@@ -131,12 +132,25 @@ def test_the_author_stops_a_job_whoever_carries_the_word(forged: list[JobRecord]
     assert not judged([TRUTH, replace(carried, proof=(unsigned,))], sight(*OWNERS)).over
 
 
-def test_an_owner_goes_by_the_word_of_its_lead_that_the_job_failed_and_others_wait_for_the_rest() -> None:
-    records = [TRUTH, ended(LEAD, "failed")]
+def test_who_leads_since_the_end_has_no_voice_in_it() -> None:
+    later = sight(None, SECOND, THIRD)
+    later = replace(later, owners={**later.owners, 0: (IDLE.peer_id, 4)})
+    goes_on = said(IDLE, term=4, lead=IDLE.peer_id)
+    assert judged([goes_on, ended(SECOND), ended(THIRD), ended(MALLORY, term=9)], later).settled
+    assert not judged([goes_on, ended(SECOND)], later).over
+    assert not judged([goes_on, ended(SECOND, term=4)], replace(later, owners={0: (IDLE.peer_id, 4)})).over
+
+
+@pytest.mark.parametrize("state", ["done", "failed"])
+def test_an_owner_goes_by_the_word_of_its_lead_that_the_job_has_ended_and_others_wait_for_the_rest(
+    state: str,
+) -> None:
+    records = [TRUTH, ended(LEAD, state)]
     live = (None, SECOND, THIRD)
     assert judged(records, sight(*live, us=SECOND)).settled
     assert not judged(records, sight(*live, us=IDLE)).over
-    assert not judged([TRUTH, ended(MALLORY, "failed")], sight(*live, us=SECOND)).over
+    assert not judged([TRUTH, ended(MALLORY, state)], sight(*live, us=SECOND)).over
+    assert not judged([TRUTH, ended(LEAD, "stopped")], sight(*live, us=SECOND)).over
     # Taken up again under a later lead, what was said before counts no more.
     later = replace(
         sight(*live), owners={0: (THIRD.peer_id, 4), 1: (SECOND.peer_id, 3), 2: (THIRD.peer_id, 3)}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support.hosting import over, swarm, until
 
-from fusion.runtime.hosting.jobs.server import stop_request
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
+from fusion.swarm.authority.statements import seal_statement, stop_statement
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import RemoteError
@@ -253,8 +253,9 @@ def test_a_watcher_that_goes_leaves_no_handler_behind(tmp_path: Path) -> None:
 # --- stop
 
 
-def signed(identity: Identity, job: JobId, at: float) -> dict[str, Any]:
-    return {"job": job, "time": at, "signature": identity.sign(stop_request(job, at))}
+def signed(identity: Identity, job: JobId, **changes: Any) -> dict[str, Any]:
+    said = replace(stop_statement(job, identity.peer_id, 1_000_000), **changes)
+    return {"job": job, "statement": seal_statement(said, identity.sign)}
 
 
 def test_whoever_launched_a_job_stops_it_on_every_peer(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_whoever_launched_a_job_stops_it_on_every_peer(tmp_path: Path) -> None:
             await asyncio.gather(lead.look(), other.look())
             await until(lambda: bool(lead.service.running and other.service.running))
             lead.service.figures[job] = lead_figures(job)
-            request = signed(made.trainer, job, made.clock.now)
+            request = signed(made.trainer, job)
             assert (await call(made.client(), lead.id, JOB.name, "stop", request)).kind == "ok"
             await over(lead, (job, 0))
             await over(other, (job, 1))  # it was told; nobody has had a heartbeat
@@ -293,20 +294,15 @@ def test_nobody_else_stops_it(tmp_path: Path) -> None:
             twin = await made.launch(made.manifest(lead, name="twin"))
             await lead.look()
             await until(lambda: len(lead.service.running) == 2)
-            now, trainer = made.clock.now, made.trainer
-            good = signed(trainer, job, now)
+            trainer = made.trainer
+            good = signed(trainer, job)
             for request, reason in (
-                (signed(Identity.generate(), job, now), "only whoever launched"),
-                ({**good, "signature": trainer.sign(stop_request(job, now + 1))}, "only whoever launched"),
-                ({**signed(trainer, twin, now), "job": job}, "only whoever launched"),
-                ({**good, "signature": b""}, "only whoever launched"),
-                ({**good, "signature": "x"}, "signature"),
-                ({**good, "time": None}, "the time"),
-                ({**good, "time": [now]}, "the time"),
-                ({**good, "time": 2**63}, "the time"),
-                (signed(trainer, job, now - 301), "the time"),
-                (signed(trainer, job, now + 301), "the time"),
-                (signed(trainer, job, float("nan")), "the time"),
+                (signed(Identity.generate(), job), "only whoever launched"),
+                ({**signed(trainer, twin), "job": job}, "signed statement"),
+                (signed(trainer, job, state="done"), "signed statement"),
+                (signed(Identity.generate(), job, signer=trainer.peer_id), "signed statement"),
+                ({**good, "statement": b""}, "signed statement"),
+                ({**good, "statement": "x"}, "signed statement"),
                 ({}, "does not lead"),
                 ({**good, "job": 7}, "does not lead"),
             ):
