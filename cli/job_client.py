@@ -18,46 +18,75 @@ from fusion.swarm.errors import SwarmError, TransportError
 from fusion.swarm.transport import PeerId
 
 if TYPE_CHECKING:
+    from fusion.runtime.belief.naming import Known
     from fusion.runtime.job.context import Context
+    from fusion.runtime.job.manifest import Manifest
     from fusion.runtime.job.progress import Progress
     from fusion.swarm.identity import Identity
 
 # A lead that vanished is replaced within a lease and an election; its job's record lives a little longer.
 SILENCE_SECONDS = 30.0
 STOP_SECONDS = 10.0
+TRAINER_FILE = "trainer"
 ASKED_STAGES = 16  # whose owners are asked how a job ended whose lead is gone
 
 
-def pick(jobs: Sequence[JobRecord], wanted: str) -> JobRecord:
-    """The one job with this name, or whose id starts like this. ValueError where there is none or more than one."""
-    named = [job for job in jobs if job.name == wanted]
-    found = named or [job for job in jobs if wanted and job.job.startswith(wanted.lower())]
+async def find_job(context: Context, wanted: str) -> JobRecord:
+    """As `find_known`: what to believe of the job."""
+    return (await find_known(context, wanted)).record
+
+
+async def find_known(context: Context, wanted: str) -> Known:
+    """The one job of this name (`name` or `name@author`), or whose id starts like this; looks twice, since a new client may
+    know too little yet. ValueError where there is none or more than one."""
+    from fusion.runtime.belief.naming import find
+
+    words = await context.directory.words()
+    found = await find(context, wanted, own_authors(context), words)
     if not found:
-        known = ", ".join(sorted({job.name for job in jobs})[:10]) or "there are none"
+        await asyncio.sleep(RETRY_SECONDS)
+        words = await context.directory.words()
+        found = await find(context, wanted, own_authors(context), words)
+    return pick(found, words, wanted)
+
+
+def pick(found: Sequence[Known], words: Sequence[JobRecord], wanted: str) -> Known:
+    """The only one. ValueError, naming jobs of `words`, where there is none or more than one."""
+    if not found:
+        known = ", ".join(sorted({job.name for job in words})[:10]) or "there are none"
         raise ValueError(f"no job is called {wanted!r} (jobs: {known})")
     if len(found) > 1:
-        ids = ", ".join(job.job[:12] for job in found[:5])
+        ids = ", ".join(each.record.job[:12] for each in found[:5])
         raise ValueError(f"{wanted!r} names {len(found)} jobs; say which: {ids}")
     return found[0]
 
 
-async def find_job(context: Context, wanted: str) -> JobRecord:
-    """As `pick`, over the jobs that the directory knows; looks twice, since a new client may know too little yet."""
-    try:
-        return pick(await context.directory.jobs(), wanted)
-    except ValueError:
-        await asyncio.sleep(RETRY_SECONDS)
-        return pick(await context.directory.jobs(), wanted)
+def own_authors(context: Context) -> frozenset[PeerId]:
+    """Whose names mean our own jobs: the key that this user launches jobs with, if there is one."""
+    from fusion.swarm.identity import Identity
+
+    path = context.home / TRAINER_FILE
+    return frozenset({Identity.load_or_create(path).peer_id}) if path.exists() else frozenset()
+
+
+def unproven(known: Known) -> str | None:
+    """What a user should know of a job that nobody who owns, or owned, a part of it speaks for."""
+    if known.belief.vouched:
+        return None
+    return (
+        f"nobody who owns {known.record.name} vouches for what is said of it: this may be a stranger's word"
+    )
 
 
 async def find_model(context: Context, name: str) -> None:
     """ValueError, naming what is served, where `name` is not; "" is fine where one model is served."""
     for last in (False, True):  # a client that has just joined may know too little yet
         served = [
-            job for job in await context.directory.jobs() if job.kind == "serve" and job.state not in ENDED
+            job for job in await context.directory.words() if job.kind == "serve" and job.state not in ENDED
         ]
         names = sorted({job.name for job in served})
-        if name in names or (not name and len(names) == 1) or any(job.job == name for job in served):
+        bare = name.rpartition("@")[0] or name
+        if bare in names or (not name and len(names) == 1) or any(job.job == name for job in served):
             return
         if not last:
             await asyncio.sleep(RETRY_SECONDS)
@@ -69,12 +98,18 @@ async def find_model(context: Context, name: str) -> None:
 async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
     """How the job stands, each time it changes, from whichever peer leads it, or can tell how it ended. SwarmError when
     nobody speaks for it any more."""
+    from fusion.runtime.belief.reading import manifest_of, weigh
     from fusion.runtime.job.progress import Progress
 
     heard = time.monotonic()
     last = Progress(job=job, state="launching")
+    manifest: Manifest | None = None
     while True:
-        record = await context.directory.job(job)
+        words = await context.directory.words(job)
+        if words and manifest is None:
+            manifest = await manifest_of(context, job, words)
+        belief = await weigh(context, job, words, manifest)
+        record = None if belief is None else belief.record
         if record is not None:
             heard = time.monotonic()  # a record that nobody renews runs out
             async for peer in _tellers(context, record):
@@ -144,4 +179,4 @@ def trainer_identity(home: Path) -> Identity:
     """The key that signs what this user launches: only it may stop those jobs."""
     from fusion.swarm.identity import Identity
 
-    return Identity.load_or_create(home_folder(home) / "trainer")
+    return Identity.load_or_create(home_folder(home) / TRAINER_FILE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,9 +14,12 @@ from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
 
+if TYPE_CHECKING:
+    from fusion.swarm.directory.records import JobRecord
+
 app = typer.Typer(help="What runs on the swarm: list, watch, stop, export.", rich_markup_mode=None)
 
-Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, or how its id starts.")]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, name@author, or how its id starts.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -47,10 +50,14 @@ def list_jobs(
 
 
 async def _list(way: client.Way, output: Output) -> None:
+    from fusion.runtime.belief.reading import overview
+
     async with client.connect(way) as context:
         await client.working_peers(context)
-        found = sorted(await context.directory.jobs(), key=lambda job: (job.name, job.job))
-    output.emit({"jobs": [asdict(job) for job in found]})
+        found = sorted(
+            (belief.record for belief in await overview(context)), key=lambda job: (job.name, job.job)
+        )
+    output.emit({"jobs": [shown(job) for job in found]})
     output.table(
         "Jobs",
         ("job", "name", "kind", "state", "step", "stages", "says"),
@@ -128,8 +135,16 @@ async def _export(job: str, directory: Path, way: client.Way, output: Output) ->
     from fusion.runtime.launch.export import export as export_job
 
     async with client.connect(way) as context:
-        record = await job_client.find_job(context, job)
-        step = await export_job(context, record.job, directory)
+        known = await job_client.find_known(context, job)
+        record = known.record
+        step = await export_job(context, record.job, directory, known)
     output.emit({"job": record.job, "name": record.name, "directory": str(directory), "step": step})
+    if (doubt := job_client.unproven(known)) is not None:
+        output.note(doubt)
     output.say(f"{record.name} at step {step} is in {directory}; serve it with: "
                f"fusion-peer serve {directory} --name {record.name}")  # fmt: skip
+
+
+def shown(job: JobRecord) -> dict[str, Any]:
+    """What `--json` says of a job: not what it is believed for."""
+    return {name: value for name, value in asdict(job).items() if name != "proof"}

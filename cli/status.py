@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusion.cli import client
+from fusion.cli.jobs import shown
 from fusion.cli.link_status import link_status
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
@@ -43,8 +44,11 @@ def status(
 
 
 async def _status(way: client.Way, output: Output) -> None:
+    from fusion.runtime.belief.reading import overview
+
     async with client.connect(way) as context:
-        peers, jobs = await asyncio.gather(client.working_peers(context), context.directory.jobs())
+        peers, beliefs = await asyncio.gather(client.working_peers(context), overview(context))
+        jobs = tuple(belief.record for belief in beliefs)
         claims, answers = await asyncio.gather(_claims(context, jobs), _answers(context, peers))
     stages = [stage_of(job, number, found) for job, number, found in claims]
     said = {peer: answer for peer, answer in answers.items() if answer is not None}
@@ -53,7 +57,7 @@ async def _status(way: client.Way, output: Output) -> None:
     output.emit(
         {
             "peers": [asdict(each) for each in peers],
-            "jobs": [asdict(job) for job in jobs],
+            "jobs": [shown(job) for job in jobs],
             "stages": [asdict(stage.owner) for stage in stages if stage.owner is not None],
             "replicas": [asdict(claim) for stage in stages for claim in stage.replicas],
             "standbys": [

@@ -37,7 +37,7 @@ ROOMS = {
     ),
     "compression": ("",),
     "runtime": (
-        *("job", "planes", "capture"),
+        *("job", "belief", "planes", "capture"),
         *(f"serving/{room}" for room in ("requests", "ring", "answers")),
         *("serving", "placing"),
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),

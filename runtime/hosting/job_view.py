@@ -11,9 +11,9 @@ from typing import Any
 from cachetools import FIFOCache
 
 from fusion.dag.ir.opset import OPSET_VERSION
+from fusion.runtime.belief.reading import by_job, judged
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.job_words import by_job, judged
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.manifest_shelf import ManifestShelf
 from fusion.swarm.authority.belief import Belief

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from fusion.runtime.belief.reading import newest
 from fusion.runtime.hosting.claim_choice import (
     VacantStage,
     asks_who_is_idle,
@@ -25,7 +26,6 @@ from fusion.runtime.hosting.job_view import OpenJob, OpenJobs, StagesClaims
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.vacant_stages import VacantStages
 from fusion.runtime.job.context import Context, Takeover
-from fusion.runtime.job.job_words import newest
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.records import ClaimRecord, JobRecord, Place

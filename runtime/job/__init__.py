@@ -12,7 +12,6 @@ model_files      what must lie in a model's directory, looked at before anything
 text             prompts to token ids and back, also while a text is still being made
 progress         how a job stands: what watchers are shown
 protocol         every protocol, by name and cap
-job_words        what is said of jobs, and what of it to believe
 shortage         what is missing where nobody holds a stage, for people
 cool_down        what failed is left alone for a while
 memory_budget    the memory that a peer lends, and what it is set aside for

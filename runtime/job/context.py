@@ -8,9 +8,9 @@ from pathlib import Path
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fusion.runtime.job.job_words import OwnersSeen
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.watch import Watch
+from fusion.swarm.claims.owners_seen import OwnersSeen
 from fusion.swarm.clock import Clock
 
 if TYPE_CHECKING:  # a client has no worker, and should not load torch for its name

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from fusion.runtime.belief.naming import Known
+from fusion.runtime.belief.reading import look
 from fusion.runtime.capture.capture import is_exported
 from fusion.runtime.capture.sources import TOKENIZER_FILE
 from fusion.runtime.job import manifest_wire as manifests
@@ -23,14 +25,15 @@ from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
 
-async def export(context: Context, job: JobId, directory: Path) -> int:
+async def export(context: Context, job: JobId, directory: Path, known: Known | None = None) -> int:
     """Write the newest snapshot of a job into `directory`, which must be new or empty; returns the step it is of
-    (0: the initial weights). Raises JobError, BlobError, OSError."""
+    (0: the initial weights). `known`: what we believe of it, if we have looked. Raises JobError, BlobError, OSError."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise JobError(f"{directory} is there already and is not an empty directory")
-    record = await context.directory.job(job)
-    if record is None:
+    belief = await look(context, job) if known is None else known.belief
+    if belief is None:
         raise JobError(f"nobody in the swarm speaks for the job {job[:12]}")
+    record = belief.record
     hints = [peer for peer in (record.lead, record.author) if peer is not None]
     manifest = manifests.decode(await context.blobs.read(Digest(job), manifests.MAX_MANIFEST_BYTES, hints))
     if manifest.kind != "train":

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from fusion.runtime.belief.reading import look
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
-from fusion.runtime.job.job_words import look
 from fusion.runtime.job.protocol import JOB
 from fusion.runtime.launch.prepare import prepare_serving, prepare_training
 from fusion.runtime.launch.shard import Prepared

@@ -10,9 +10,9 @@ from functools import partial
 
 from cachetools import FIFOCache
 
+from fusion.runtime.belief.reading import newest
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.job_words import newest
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.planes.plane import Plane
 from fusion.runtime.training.snapshots.loaded_stage import Loaded

@@ -7,6 +7,7 @@ leases            holding stages: claims published, won, renewed, lost, released
 standbys          standing by for stages that others own, or serving beside them
 claim_publisher   our own claims, and how the swarm is told
 claim_cache       what we remember of others' claims, and who holds each stage by them
+owners_seen       who owned which stage, for those who judge what is said of a job
 
 Words: a claim says "this stage is mine" under a term; a lease, for how long; owner, replica (serves beside it), standby, released;
 a tenure is what a reader believes; a stage's jurors, the owners of the stages nearest to it.

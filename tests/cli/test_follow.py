@@ -12,7 +12,10 @@ import pytest
 
 from fusion.cli import job_client
 from fusion.cli.follow import Shown, progress_line
+from fusion.runtime.belief import reading
+from fusion.runtime.belief.naming import Known
 from fusion.runtime.job.progress import Progress
+from fusion.swarm.authority.belief import Belief, Standing
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import PeerUnreachable, StreamClosed, SwarmError
 from fusion.swarm.transport import Frame, PeerId
@@ -59,17 +62,17 @@ def test_the_line_says_what_matters() -> None:
     assert "lost 1 owner" in shaken and "discarded 2, replayed 3" in shaken
 
 
-def test_pick_by_name_id_or_not_at_all() -> None:
-    jobs = [record("gpt", "aa" * 32), record("bert", "ab" * 32), record("bert", "cd" * 32)]
-    assert job_client.pick(jobs, "gpt") is jobs[0]
-    assert job_client.pick(jobs, "CD") is jobs[2]
-    with pytest.raises(ValueError, match="names 2 jobs"):
-        job_client.pick(jobs, "bert")
-    with pytest.raises(ValueError, match="names 2 jobs"):
-        job_client.pick(jobs, "a")
-    for missing in ("llama", ""):
-        with pytest.raises(ValueError, match="no job is called"):
-            job_client.pick(jobs, missing)
+def test_one_job_is_meant_or_it_is_said_which_there_are() -> None:
+    jobs = [record("gpt", "aa" * 32), record("bert", "ab" * 32)]
+    found = [Known(Belief(record=job, standing=Standing.PROVEN, owned=True), None) for job in jobs]
+    assert job_client.pick(found[:1], jobs, "gpt") is found[0]
+    with pytest.raises(ValueError, match="names 2 jobs; say which: aaaaaaaaaaaa, abab"):
+        job_client.pick(found, jobs, "a")
+    with pytest.raises(ValueError, match=r"no job is called 'llama' \(jobs: bert, gpt\)"):
+        job_client.pick([], jobs, "llama")
+    assert job_client.unproven(found[0]) is None
+    bare = Known(replace(found[0].belief, standing=Standing.BARE), None)
+    assert "stranger" in str(job_client.unproven(bare))
 
 
 class Lead:
@@ -98,10 +101,11 @@ class Swarm:
         self._records = records
         self._leads = leads
         self.transport = SimpleNamespace(open=self.open)
-        self.directory = SimpleNamespace(job=self.job, claims=self.claims)
+        self.directory = SimpleNamespace(words=self.words, claims=self.claims)
 
-    async def job(self, job: JobId) -> JobRecord | None:
-        return self._records.pop(0) if len(self._records) > 1 else self._records[0]
+    async def words(self, job: JobId) -> tuple[JobRecord, ...]:
+        found = self._records.pop(0) if len(self._records) > 1 else self._records[0]
+        return () if found is None else (found,)
 
     async def claims(self, job: JobId, stage: int) -> tuple[SimpleNamespace, ...]:
         held = {peer: "owner" if peer.startswith("lead") else "released" for peer in self._leads}
@@ -124,6 +128,18 @@ def watched(swarm: Swarm) -> list[Progress]:
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_client, "RETRY_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _all_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def manifest_of(*_: Any) -> None:
+        return None
+
+    async def weigh(context: Any, job: JobId, words: tuple[JobRecord, ...], manifest: None) -> Belief | None:
+        return Belief(record=words[0], standing=Standing.PROVEN, owned=True) if words else None
+
+    monkeypatch.setattr(reading, "manifest_of", manifest_of)
+    monkeypatch.setattr(reading, "weigh", weigh)
 
 
 def said(progress: Progress) -> Frame:

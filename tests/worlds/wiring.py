@@ -9,7 +9,6 @@ import builtins
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from fusion.dag.cutting.stage import Stage
 from fusion.runtime.hosting.hosted_stages import HostedStages
 from fusion.runtime.hosting.jobs import files
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.fields import build
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.stage_graphs import StageGraphs, Stages
 from fusion.runtime.training.stage_source import StageSource
@@ -49,14 +47,12 @@ class JobFiles(files.JobFiles):
     """Over a simulated disk: whole files at once."""
 
     def save(self, record: JobRecord) -> None:
-        record = replace(record, step=max(record.snapshot_step, 0))
-        values = {field.name: getattr(record, field.name) for field in fields(record)}
-        path = self._path(record.job)
-        path.write_text(json.dumps({"version": files.VERSION, "record": values}))
+        document = {"version": files.VERSION, "record": files.fields_of(record)}
+        self._path(record.job).write_text(json.dumps(document))
 
     def load(self) -> tuple[JobRecord, ...]:
         paths = sorted(self._folder.glob("*.json"))
-        return tuple(build(JobRecord, json.loads(path.read_bytes())["record"], "record") for path in paths)
+        return tuple(files.record_of(json.loads(path.read_bytes())["record"]) for path in paths)
 
 
 class WorldGraphs(StageGraphs):

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,9 +65,7 @@ class JobFiles:
 
     def save(self, record: JobRecord) -> None:
         """Replace what is said of the job, at once or not at all. Raises OSError."""
-        record = replace(record, step=max(record.snapshot_step, 0))
-        values = {field.name: getattr(record, field.name) for field in fields(record)}
-        values["proof"] = [data.hex() for data in record.proof]
+        values = fields_of(record)
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(record.job)
         scratch = path.with_suffix(".new")
@@ -127,6 +125,20 @@ class KeptWords:
             log.warning("the file of job %s: %s", name, error.strerror or error)
 
 
+def fields_of(record: JobRecord) -> dict[str, Any]:
+    """What JSON holds of the record: the step is that of the snapshot, which is what can be gone back to."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    proof = [data.hex() for data in record.proof]
+    return {**values, "step": max(record.snapshot_step, 0), "proof": proof}
+
+
+def record_of(values: object) -> JobRecord:
+    """What `fields_of` was made from. Raises ValueError."""
+    if isinstance(values, dict) and isinstance(values.get("proof"), list):
+        values = {**values, "proof": [bytes.fromhex(str(data)) for data in values["proof"]]}
+    return build(JobRecord, values, "record")
+
+
 def _version(record: JobRecord) -> Version:
     return record.term, record.snapshot
 
@@ -143,10 +155,7 @@ def _read(path: Path) -> JobRecord:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict) or value.get("version") != VERSION:
         raise ValueError(f"not a job file of version {VERSION}")
-    found = value.get("record")
-    if isinstance(found, dict) and isinstance(found.get("proof"), list):
-        found = {**found, "proof": [bytes.fromhex(str(data)) for data in found["proof"]]}
-    record = build(JobRecord, found, "record")
+    record = record_of(value.get("record"))
     check_fields(record)
     if path.name != f"{record.job}.json":
         raise ValueError("it speaks of another job than its name")

@@ -21,8 +21,9 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
 from fusion.swarm.authority.statements import opened
+from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.job_order import ENDED
-from fusion.swarm.directory.records import JobId, JobRecord
+from fusion.swarm.directory.records import JobId, JobRecord, is_digest
 from fusion.swarm.errors import StreamBroken
 from fusion.swarm.transport import Stream
 
@@ -74,8 +75,8 @@ class JobServer:
 
     async def _watch(self, stream: Stream, job: JobId) -> None:
         if not (self._board.leads(job) or self._board.final(job)):
-            known = await self._context.directory.job(job)
-            await stream.send("redirect", {"lead": known.lead if known else None})
+            lead = winner(await self._context.leases.claims(job, 0)) if is_digest(job) else None
+            await stream.send("redirect", {"lead": None if lead is None else lead.peer})
             return
         with self._watchers.place(stream.remote) as place:
             await self._follow(stream, job, place)

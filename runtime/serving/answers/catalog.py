@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from cachetools import FIFOCache, LRUCache
 
+from fusion.runtime.belief.naming import Known, candidates, find
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
@@ -37,6 +38,7 @@ from fusion.swarm.transport import PeerId
 MAX_LOOKS = (
     256  # models whose holders are remembered: whoever asks names the model, and anybody may publish one
 )
+MAX_NAMES = 1024  # by which models were asked for
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
 AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that died has run out
 LIVE = frozenset({"launching", "running"})
@@ -86,24 +88,54 @@ class Catalog:
         self._clock = context.clock.monotonic
         self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODELS)
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())
+        self._meant: FIFOCache[str, JobId] = FIFOCache(MAX_NAMES)
+        self._authors: FIFOCache[str, PeerId] = FIFOCache(MAX_NAMES)  # whose model a name meant
         self._looks: LRUCache[JobId, _Look] = LRUCache(MAX_LOOKS)
         self._avoided: dict[tuple[JobId, int, PeerId], float] = {}  # until when
 
     async def find(self, name: str) -> ServedModel:
-        """The model served under `name` (or with that job id); "" where there is only one. JobError names what the
-        swarm does serve; BlobError where nobody has the model's manifest or tokenizer."""
-        record = _choose(await self._served(), name)
-        if record is None:  # it may have been launched since the last look
+        """The model served under `name` (or `name@author`, or with that job id); "" where there is only one. A name means
+        the model of the author that it meant first, as long as that is served: who uses the name later takes nobody over.
+        JobError names what the swarm does serve, or which models have that name; BlobError where nobody has the model's
+        manifest or tokenizer."""
+        job = self._meant.get(name)
+        if job is None or job not in self._models:
+            record = await self._choose(name)
+            job = record.job
+            if job not in self._models:
+                self._models[job] = await self._load(record)
+            self._meant[name] = job
+            self._authors[name] = self._models[job].manifest.author
+        return self._models[job]
+
+    async def _choose(self, name: str) -> JobRecord:
+        served = await self._served()
+        found = await self._named(served, name)
+        if not found:  # it may have been launched since the last look
             self._jobs = (float("-inf"), ())
             served = await self._served()
-            record = _choose(served, name)
-            if record is None:
-                raise JobError(_unknown(served, name))
-        known = self._models.get(record.job)
-        if known is None:
-            known = await self._load(record)
-            self._models[record.job] = known
-        return known
+            found = await self._named(served, name)
+        if not found:
+            raise JobError(_unknown(served, name))
+        return found[0].record
+
+    async def _named(self, served: Sequence[JobRecord], name: str) -> list[Known]:
+        """The models that are meant, best first."""
+        if not name:
+            jobs = {record.job for record in served}
+            known = self._authors.get(name)
+            if len(jobs) != 1 and known is None:
+                return []
+            seen = await candidates(self._context, served)
+            found = [each for each in seen if known is None or each.named.author == known]
+        else:
+            authors = {self._authors[name]} if name in self._authors else ()
+            try:
+                found = list(await find(self._context, name, authors, served))
+            except ValueError as error:
+                raise JobError(f"model: {error}") from None
+        going = [each for each in found if not each.belief.over]
+        return going if name or len(going) == 1 else []
 
     async def route(self, model: ServedModel, errand: RemainingWork) -> tuple[Hop, ...]:
         """The best of the routes that there are, as far as is known. A stage may still be on its way into its owner's
@@ -133,9 +165,13 @@ class Catalog:
         try:
             stages = [_held(model, stage, said) for stage, said in enumerate(claims)]
         except NoOwner:
-            record = await self._context.directory.job(model.job)
-            if record is not None and record.state not in LIVE:
-                raise JobFailed(f"{model.manifest.name} is not served any more: {record.state}") from None
+            self._forget_names(model.job)  # the author may serve another one
+            known = await candidates(self._context, await self._context.directory.words(model.job))
+            for each in known:
+                if each.belief.over:
+                    raise JobFailed(
+                        f"{model.manifest.name} is not served any more: {each.record.state}"
+                    ) from None
             raise
         found = self._looks[model.job] = _Look(self._clock(), stages)
         return found
@@ -213,11 +249,18 @@ class Catalog:
         """The route did not hold: look again next time."""
         self._looks.pop(job, None)
 
+    def _forget_names(self, job: JobId) -> None:
+        """What was meant by a name is looked for anew."""
+        for name in [name for name, meant in self._meant.items() if meant == job]:
+            del self._meant[name]
+
     async def _served(self) -> tuple[JobRecord, ...]:
+        """All that is said of jobs of which somebody says that they serve."""
         looked, records = self._jobs
         if self._clock() - looked >= self._fresh_seconds:
-            jobs = await self._context.directory.jobs()
-            records = tuple(j for j in jobs if j.kind == "serve" and j.state in LIVE)
+            words = await self._context.directory.words()
+            serving = {r.job for r in words if r.kind == "serve" and r.state in LIVE}
+            records = tuple(r for r in words if r.job in serving)
             self._jobs = (self._clock(), records)
         return records
 
@@ -247,15 +290,7 @@ def _held(model: ServedModel, stage: int, claims: tuple[ClaimRecord, ...]) -> tu
     raise NoOwner(stage, needs(stage, model.manifest.memory_bytes, name))
 
 
-def _choose(records: tuple[JobRecord, ...], name: str) -> JobRecord | None:
-    """Of several jobs of one name the one that runs; then the one whose id sorts first, on every peer the same."""
-    if not name:
-        return records[0] if len(records) == 1 else None
-    found = [r for r in records if name in (r.name, r.job)]
-    return min(found, key=lambda r: (r.state != "running", r.job), default=None)
-
-
-def _unknown(records: tuple[JobRecord, ...], name: str) -> str:
+def _unknown(records: Sequence[JobRecord], name: str) -> str:
     names = ", ".join(sorted({r.name for r in records})[:20])
     if not names:
         return "model: the swarm serves none now"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from support import training
@@ -16,6 +15,7 @@ from fusion.cli import job_client
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.job.progress import Progress
+from fusion.swarm.claims.owners_seen import OwnersSeen
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.memory.directory import MemoryDirectory
 
@@ -125,7 +125,7 @@ def test_whoever_watches_hears_how_the_job_went_when_its_lead_vanishes(tmp_path:
                 job=job, state="running", step=30, steps=90, samples=240
             )
             directory = MemoryDirectory(made.network, made.trainer, made.clock)
-            watcher: Any = SimpleNamespace(transport=made.client(), directory=directory)
+            watcher = replace(other.context, transport=made.client(), directory=directory, seen=OwnersSeen())
             seen: list[Progress] = []
 
             async def watch() -> None:

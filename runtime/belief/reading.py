@@ -4,60 +4,24 @@ stages, remembers who owned them, and judges all words by that, anew each time."
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from cachetools import FIFOCache
-
 from fusion.runtime.job.errors import JobError
-from fusion.swarm.authority.belief import Belief, Sight, believe
-from fusion.swarm.claims.election import winner
-from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.authority.belief import Belief, believe
+from fusion.swarm.claims.owners_seen import Claims
+from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.transport import PeerId
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
     from fusion.runtime.job.manifest import Manifest
-    from fusion.swarm.authority.law import JobLaw
 
-REMEMBERED_STAGES = 16_384  # whose owners are kept in mind
-REMEMBERED_OWNERS = 4  # of each
 READ_STAGES = 256  # of one job, by whoever has no part in it
 MANIFEST_SECONDS = 5.0
 HINTS = 8
-
-Claims = Mapping[int, Sequence[ClaimRecord]]  # the live ones, by stage
-
-
-class OwnersSeen:
-    """Who owned which stage, and under which term, as far as anybody here has looked."""
-
-    def __init__(self) -> None:
-        self._seen: FIFOCache[tuple[JobId, int], dict[tuple[int, PeerId], None]] = FIFOCache(
-            REMEMBERED_STAGES
-        )
-
-    def see(self, job: JobId, stage: int, claims: Iterable[ClaimRecord]) -> ClaimRecord | None:
-        """The owner by these live claims, who is remembered."""
-        owner = winner(claims)
-        if owner is not None:
-            seen = self._seen.setdefault((job, stage), {})
-            seen.pop((owner.term, owner.peer), None)
-            seen[owner.term, owner.peer] = None
-            while len(seen) > REMEMBERED_OWNERS:
-                del seen[next(iter(seen))]
-        return owner
-
-    def sight(self, job: JobId, law: JobLaw | None, stages: int, claims: Claims, us: PeerId) -> Sight:
-        """What is known of the owners of the first `stages` of a job, whose live `claims` were just read."""
-        found = {stage: self.see(job, stage, said) for stage, said in claims.items() if stage < stages}
-        owners = {stage: (claim.peer, claim.term) for stage, claim in found.items() if claim is not None}
-        held = frozenset(
-            (stage, term, peer) for stage in range(stages) for term, peer in self._seen.get((job, stage), ())
-        )
-        return Sight(law=law, owners=owners, held=held, us=us)
+LISTED_STAGES = 16  # of each job, where all are listed
 
 
 def by_job(records: Iterable[JobRecord]) -> dict[JobId, tuple[JobRecord, ...]]:
@@ -91,16 +55,31 @@ async def look(
 ) -> Belief | None:
     """What to believe of any job: its manifest, all that is said of it, and the claims of its stages are read. None where
     nobody speaks of it. Raises SwarmError."""
-    if words is None:
-        words = await context.directory.words(job)
-    if not words:
-        return None
-    if manifest is None:
+    words = await context.directory.words(job) if words is None else words
+    if words and manifest is None:
         manifest = await manifest_of(context, job, words)
-    stages = manifest.stages if manifest is not None else max(record.stages for record in words)
-    numbers = range(min(stages, READ_STAGES))
+    return await weigh(context, job, words, manifest)
+
+
+async def weigh(
+    context: Context,
+    job: JobId,
+    words: Sequence[JobRecord],
+    manifest: Manifest | None,
+    most_stages: int = READ_STAGES,
+) -> Belief | None:
+    """What to believe of these words, by the claims of the job's stages, which are read. Raises SwarmError."""
+    stages = manifest.stages if manifest is not None else max((record.stages for record in words), default=0)
+    numbers = range(min(stages, most_stages))
     claims = await asyncio.gather(*(context.leases.claims(job, stage) for stage in numbers))
     return judged(context, job, words, manifest, dict(zip(numbers, claims, strict=True)))
+
+
+async def overview(context: Context) -> tuple[Belief, ...]:
+    """What to believe of all jobs, as far as the claims of their first stages tell; no manifest is read."""
+    words = by_job(await context.directory.words())
+    found = await asyncio.gather(*(weigh(context, job, words[job], None, LISTED_STAGES) for job in words))
+    return tuple(belief for belief in found if belief is not None)
 
 
 async def manifest_of(context: Context, job: JobId, words: Sequence[JobRecord]) -> Manifest | None:

@@ -1,0 +1,5 @@
+"""What this process believes of jobs: all that is said of them, judged by who owns their stages (`fusion.swarm.authority`).
+
+reading   what is said of jobs, and what of it to believe
+naming    which jobs are meant by a name
+"""
