@@ -1,0 +1,202 @@
+"""What a stranger can say of others' jobs: that they have ended, that its own weights are their newest snapshot, that its
+model is the one of that name."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from attacks.ground import Ground
+from attacks.hold import Attack
+from attacks.honest_answers import MODEL, NEW_TOKENS, PROMPTS
+from attacks.honest_answers import NAME as MODEL_NAME
+from attacks.offers import Counter, open_counter
+from attacks.stranger import Offer, Stranger, accomplices, store_request
+from attacks.verdict import Verdict
+from support.directory_records import claim_record, digest, job_record
+
+from fusion.runtime.belief.reading import look
+from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.launch.export import export
+from fusion.runtime.serving.requests.client import complete
+from fusion.runtime.serving.requests.request import GenerateRequest
+from fusion.swarm.authority.statements import seal_statement, stated
+from fusion.swarm.directory.records import Digest, JobId, JobRecord
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import PeerId
+
+TERMS = (1, 7, 2**30, 2**31 - 1)
+FORGED = Digest(digest("a stranger's snapshot"))
+FORGED_STEP = 10**6
+SAY_SECONDS = 1.0
+ASK_SECONDS = 8.0
+ALLIES = 3
+TRIES = 256  # ids
+
+
+def forged(one: Stranger, job: JobId, stages: int, **fields: Any) -> Offer:
+    """The stranger's word on somebody else's job, with a statement in the name of its author that it signed itself."""
+    record: JobRecord = job_record(one.identity, job=job, stages=stages, **fields)
+    said = stated(record, one.scene.trainer, 0)
+    own = stated(record, one.identity.peer_id, 0)
+    proof = tuple(seal_statement(each, one.identity.sign) for each in (said, own))
+    return one.sealed(job_record(one.identity, **{**_fields(record), "proof": proof}), 60.0)
+
+
+def _fields(record: JobRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+async def _say(one: Stranger, offers: list[Offer]) -> None:
+    await one.everywhere("store", store_request(offers))
+
+
+async def forged_stop(one: Stranger) -> dict[str, Any]:
+    """Four identities say that both jobs are stopped, done or failed, under any term, without an end."""
+    async with accomplices(one, ALLIES) as all_of_us:
+        said = 0
+        while one.time_left:
+            for number, ally in enumerate(all_of_us):
+                state = ("stopped", "done", "failed")[(said + number) % 3]
+                term = TERMS[said % len(TERMS)]
+                fields = {"state": state, "term": term, "step": 2**40, "lead": ally.identity.peer_id}
+                offers = [
+                    forged(ally, one.scene.training, 2, kind="train", name="training", **fields),
+                    forged(ally, one.scene.serving, 2, kind="serve", name=MODEL_NAME, **fields),
+                ]
+                await _say(ally, offers)
+            said += 1
+            await asyncio.sleep(SAY_SECONDS)
+    return {"said": said}
+
+
+async def forged_snapshot(one: Stranger) -> dict[str, Any]:
+    """The newest snapshot of the job is the stranger's, at a step that nobody has come to, under a higher term."""
+    async with accomplices(one, ALLIES) as all_of_us:
+        said = 0
+        while one.time_left:
+            for ally in all_of_us:
+                fields = {
+                    "state": "running", "term": TERMS[said % len(TERMS)], "step": FORGED_STEP, "snapshot": FORGED,
+                    "snapshot_step": FORGED_STEP, "lead": ally.identity.peer_id,
+                }  # fmt: skip
+                await _say(
+                    ally, [forged(ally, one.scene.training, 2, kind="train", name="training", **fields)]
+                )
+            said += 1
+            await asyncio.sleep(SAY_SECONDS)
+    return {"said": said}
+
+
+async def name_hijack(one: Stranger) -> dict[str, Any]:
+    """A model of the same name whose id sorts before the honest one's, and whose stages the stranger says that it owns; the
+    honest one is renamed by a word of a higher term. Users ask the two gateways that were never asked before."""
+    counter = await open_counter(one)
+    job = _first_of_all(counter, one.scene.serving)
+    answers: list[list[int]] = []
+    refusals: set[str] = set()
+    rename = {
+        "state": "running",
+        "term": 2**30,
+        "kind": "serve",
+        "name": "mine",
+        "lead": one.identity.peer_id,
+    }
+    publishing = asyncio.create_task(counter.keep_published())
+    try:
+        while one.time_left:
+            claims = [claim_record(one.identity, job=job, stage=stage, ready=True) for stage in range(2)]
+            running = job_record(
+                one.identity,
+                job=job,
+                name=MODEL_NAME,
+                kind="serve",
+                stages=2,
+                term=1,
+                lead=one.identity.peer_id,
+            )
+            offers = [one.sealed(claim, 6.0) for claim in claims]
+            offers += [one.sealed(running, 12.0), forged(one, one.scene.serving, 2, **rename)]
+            await _say(one, offers)
+            for gateway in one.peers[1:]:
+                request = GenerateRequest(model=MODEL_NAME, prompt_ids=PROMPTS[0], max_tokens=NEW_TOKENS)
+                try:
+                    async with asyncio.timeout(ASK_SECONDS):
+                        answers.append(list((await complete(one.transport, gateway, request)).tokens))
+                except (SwarmError, TimeoutError, RuntimeError) as error:
+                    refusals.add(f"{type(error).__name__}: {error}"[:300])
+            await asyncio.sleep(SAY_SECONDS)
+    finally:
+        publishing.cancel()
+        with suppress(asyncio.CancelledError):
+            await publishing
+    return {"answers": answers, "refusals": sorted(refusals), "hijack": job}
+
+
+def _first_of_all(counter: Counter, honest: JobId) -> JobId:
+    """Of many manifests that differ in their salt, the job whose id sorts before the honest one's."""
+    manifest = Manifest(
+        name=MODEL_NAME, kind="serve", graph=Digest(digest("none")), cuts=(1,), weights=(Digest(digest("none")),) * 2,
+        proposed=(counter.one.identity.peer_id,) * 2, author=PeerId(""), byte_level=True,
+        serve=ServeConfig(cache="kv", max_sequence=MODEL.sequence, vocabulary=MODEL.vocabulary),
+    )  # fmt: skip
+    job = counter.offer(manifest)
+    while job > honest and len(counter.jobs) < TRIES:
+        job = counter.offer(manifest)
+    counter.jobs = {job: manifest}
+    return job
+
+
+# --- What must not have happened
+
+
+async def both_go_on(ground: Ground, verdict: Verdict) -> None:
+    for prepared in (ground.training, ground.serving):
+        belief = await look(ground.user, prepared.job, manifest=prepared.manifest)
+        if belief is None or belief.over or belief.record.lead is None:
+            verdict.notes[f"fault: {prepared.manifest.name}"] = f"a client that looks now believes {belief}"
+    for peer in ground.peers[:2]:
+        if not list(peer.home.rglob(f"{ground.training.job}.json")):
+            verdict.notes["fault: file"] = f"{peer.name} has forgotten the job"
+
+
+async def own_snapshots_alone(ground: Ground, verdict: Verdict) -> None:
+    belief = await look(ground.user, ground.training.job, manifest=ground.training.manifest)
+    if belief is None or belief.record.snapshot == FORGED or belief.record.step >= FORGED_STEP:
+        verdict.notes["fault: snapshot"] = f"a client that looks now believes {belief}"
+    with tempfile.TemporaryDirectory() as folder:
+        step = await export(ground.user, ground.training.job, Path(folder) / "model")
+    verdict.notes["exported_step"] = step
+    if step >= FORGED_STEP:
+        verdict.notes["fault: export"] = f"the export is of step {step}"
+    for stage in range(2):
+        for claim in await ground.reader.claims(ground.training.job, stage):
+            if claim.step >= FORGED_STEP:
+                verdict.notes["fault: standby"] = f"{claim.peer} says that it has step {claim.step}"
+
+
+async def the_name_is_the_authors(ground: Ground, verdict: Verdict) -> None:
+    """Nobody got the stranger's tokens for the name: an answer is the true one, and a refusal says which models there are."""
+    truth = list(ground.answers.truth[PROMPTS[0]])
+    wrong = [tokens for tokens in verdict.notes.pop("answers") if tokens != truth]
+    if wrong:
+        verdict.notes["fault: answers"] = f"a user got {wrong[0]}"
+    full = f"{MODEL_NAME}@{ground.scene.trainer[:16]}"
+    other = [line for line in verdict.notes["refusals"] if full not in line]
+    if other:
+        verdict.notes["fault: refusals"] = other[0]
+    for peer in ground.peers:
+        request = GenerateRequest(model=full, prompt_ids=PROMPTS[0], max_tokens=NEW_TOKENS)
+        answer = await complete(ground.user.transport, PeerId(peer.peer_id), request)
+        if list(answer.tokens) != truth:
+            verdict.notes["fault: author"] = f"{peer.name} answered {answer.tokens}"
+
+
+ATTACKS = {
+    "forged_stop": Attack(forged_stop, seconds=15.0, check=both_go_on),
+    "forged_snapshot": Attack(forged_snapshot, seconds=12.0, check=own_snapshots_alone),
+    "name_hijack": Attack(name_hijack, seconds=15.0, check=the_name_is_the_authors),
+}
