@@ -1,6 +1,7 @@
 """Where swarm, graphs and codecs meet: jobs, from somebody's model to weights and answers.
 
 job/        what all rooms share: manifest, context, progress, protocols
+belief/     what of all that is said of jobs to believe
 planes/     what runs stages on a device
 capture/    somebody's model as a graph
 placing/    which peers and which codecs, from what the swarm knows
