@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from cachetools import LRUCache
@@ -29,7 +29,7 @@ IDLE_SECONDS = 5.0
 Item = TypeVar("Item")
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Held:
     holder: PeerId
     amount: int
@@ -45,8 +45,9 @@ class Shares(Generic[Item]):
         self._clock = clock
         self._limit = limit
         self._idle_seconds = idle_seconds
-        self._held: dict[Item, _Held] = {}  # oldest first
+        self._held: dict[Item, _Held] = {}  # that which was not used for longest first
         self._of: Counter[PeerId] = Counter()
+        self._items: dict[PeerId, dict[Item, None]] = {}  # of each holder, oldest first
         self._known: LRUCache[PeerId, None] = LRUCache(KNOWN_PEERS)
 
     def __contains__(self, item: Item) -> bool:
@@ -68,12 +69,14 @@ class Shares(Generic[Item]):
     def take(self, item: Item, holder: PeerId, amount: int = 1) -> None:
         """Count it, whether or not there is room."""
         self._held[item] = _Held(holder, amount, self._clock())
+        self._items.setdefault(holder, {})[item] = None
         self._of[holder] += amount
 
     def use(self, item: Item) -> None:
         """It did something. Harmless where it is not held."""
-        if item in self._held:
-            self._held[item].used_at = self._clock()
+        held = self._held.pop(item, None)
+        if held is not None:
+            self._held[item] = replace(held, used_at=self._clock())
 
     def release(self, item: Item, *, completed: bool = False) -> None:
         """Harmless where it is not held. `completed`: it served its purpose, which speaks for its holder."""
@@ -81,15 +84,16 @@ class Shares(Generic[Item]):
         if held is None:
             return
         self._of[held.holder] -= held.amount
-        if self._of[held.holder] <= 0:
-            del self._of[held.holder]
+        del self._items[held.holder][item]
+        if not self._items[held.holder]:
+            del self._of[held.holder], self._items[held.holder]
         if completed:
             self._known[held.holder] = None
 
     def yields(self, asker: PeerId, amount: int = 0) -> Item | None:
         """What gives way to `amount` more for `asker`; None where nothing does. The caller releases it."""
         now = self._clock()
-        idle = min(self._held, key=lambda item: self._held[item].used_at, default=None)
+        idle = next(iter(self._held), None)
         if idle is not None and now - self._held[idle].used_at >= self._idle_seconds:
             return idle
         newcomers = Counter({peer: held for peer, held in self._of.items() if peer not in self._known})
@@ -103,4 +107,4 @@ class Shares(Generic[Item]):
         return newest if left >= self._of[asker] + amount else None
 
     def _newest(self, holder: PeerId) -> Item:
-        return next(item for item in reversed(self._held) if self._held[item].holder == holder)
+        return next(reversed(self._items[holder]))

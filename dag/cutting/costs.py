@@ -9,7 +9,7 @@ them is in `fusion.dag.cutting.memory`. Seconds are no concern of this module: a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from fusion.dag.ir.dims import bind
@@ -51,10 +51,11 @@ def bound_types(graph: Graph, sizes: Mapping[str, int]) -> dict[Ref, TensorType]
     }
 
 
-def differentiable(graph: Graph) -> frozenset[Ref]:
-    """The floating values that depend on a trainable parameter through ops that have a gradient."""
+def differentiable(graph: Graph, given: Iterable[Ref] = ()) -> frozenset[Ref]:
+    """The floating values that depend on a trainable parameter, or on one of the inputs `given`, through ops that have a
+    gradient."""
     start = (v for v in graph.variables if v.trainable and v.kind == "parameter" and "float" in v.type.dtype)
-    found = {Ref(v.name) for v in start}
+    found = {*given, *(Ref(v.name) for v in start)}
     for node in graph.nodes:
         if spec(node.op).differentiable and any(ref in found for ref in node.refs()):
             found.update(Ref(node.name, i) for i, t in enumerate(node.results) if "float" in t.dtype)

@@ -10,7 +10,7 @@ spread them. Bounds go by index. Codecs' buffers and what an allocator wastes ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +62,17 @@ class MemoryTables:
 
 
 def measure_memory(
-    graph: Graph, bounds: Sequence[int], sizes: Mapping[str, int], training: bool, config: MemoryConfig
+    graph: Graph,
+    bounds: Sequence[int],
+    sizes: Mapping[str, int],
+    training: bool,
+    config: MemoryConfig,
+    needing: Collection[Ref] = (),
 ) -> MemoryTables:
-    """`bounds` are 0, some cuts, and the number of nodes; `sizes` those of one microbatch."""
+    """`bounds` are 0, some cuts, and the number of nodes; `sizes` those of one microbatch; `needing` the inputs that get a
+    gradient, where the graph is a stage of another."""
     types = bound_types(graph, sizes)
-    found, running = _Measure(graph, bounds, types, training), types
+    found, running = _Measure(graph, bounds, types, training, needing), types
     if not training and config.chunk is not None and "sequence" in sizes:
         running = bound_types(graph, {**sizes, "sequence": min(sizes["sequence"], config.chunk)})
     working = found.working(running)
@@ -110,7 +116,10 @@ class _Rectangles:
 class _Measure:
     """Nodes go by the block between two neighbouring bounds that they are in; inputs by block -1."""
 
-    def __init__(self, graph: Graph, bounds: Sequence[int], types: Types, training: bool) -> None:
+    def __init__(
+        self, graph: Graph, bounds: Sequence[int], types: Types, training: bool, needing: Collection[Ref]
+    ) -> None:
+        self._needing = needing
         self._graph, self._types, self._training = graph, types, training
         self._bounds = np.array(bounds)
         self._size = len(bounds)
@@ -134,7 +143,7 @@ class _Measure:
 
     def stash(self) -> Matrix:
         """What autograd keeps of one microbatch."""
-        needing = differentiable(self._graph)
+        needing = differentiable(self._graph, self._needing)
         own, keepers = np.zeros(len(self._graph.nodes)), dict[Ref, list[int]]()
         for i, node in enumerate(self._graph.nodes):
             own[i], values = stashed(node, self._types, needing, self._storages)

@@ -31,6 +31,8 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
+REST_SECONDS = 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostingConfig:
@@ -63,7 +65,10 @@ class Hosting:
     ) -> None:
         assert context.succession is not None, "whoever holds stages takes others over"
         config = config or HostingConfig()
-        self.on_rest: Callable[[], object] = lambda: None  # called when a stage has ended here
+        # Called when stages have ended here, once for all that did so within REST_SECONDS: a stranger's job may end in
+        # dozens of them, and whoever collects garbage then stops the loop for as long as it takes.
+        self.on_rest: Callable[[], object] = lambda: None
+        self._rest_due = False
         self._context = context
         self._config = config
         self._takeover = takeover = context.succession
@@ -184,8 +189,14 @@ class Hosting:
         self._pool.promoted(place)
 
     def _released(self) -> None:
-        self.on_rest()
+        if not self._rest_due:
+            self._rest_due = True
+            asyncio.get_running_loop().call_later(REST_SECONDS, self._rest)
         self.nudge()
+
+    def _rest(self) -> None:
+        self._rest_due = False
+        self.on_rest()
 
     def _snapshotted(self, record: JobRecord) -> None:
         self._pool.follow(record)

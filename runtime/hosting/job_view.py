@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from random import Random
 from typing import Any
 
 from cachetools import FIFOCache
@@ -95,9 +95,9 @@ class JobView:
         # Whether a job of which somebody says so has ended, all its owners tell.
         jobs = {job: known[job] for job in known if job in ours or self._going(words[job])}
         disputed = {job for job in jobs if any(map(is_over, words[job]))}
-        places = stages_to_read(
-            jobs, hosted, {*ours, *disputed}, self._context.peer_id, free_bytes, self._context.random.shuffle
-        )[: self._places]
+        random = Random(self._context.random.getrandbits(64))  # quick: nobody gains by guessing it
+        us, most = self._context.peer_id, self._places
+        places = stages_to_read(jobs, hosted, {*ours, *disputed}, us, free_bytes, random, most)
         claims = await asyncio.gather(*(leases.claims(*place) for place in places))
         recent = {place: leases.recent(*place) for place in hosted if place[0] in known}
         return {**dict(zip(places, claims, strict=True)), **recent}
@@ -151,23 +151,31 @@ def stages_to_read(
     ours: Collection[JobId],
     us: PeerId,
     free_memory_bytes: int,
-    shuffle: Callable[[list[Place]], object],
+    random: Random,
+    most: int,
 ) -> list[Place]:
-    """The stages whose claims we should know: those that we might host, and all of the jobs that we have a hand in (when
-    an owner vanishes we should know its standbys). Authors take turns; of each first what was proposed to us, then what
-    is of `ours`."""
-    places = [
-        (job, stage)
-        for job, manifest in jobs.items()
-        for stage in range(manifest.stages)
-        if (job, stage) not in hosted and (job in ours or manifest.needed_bytes(stage) <= free_memory_bytes)
-    ]
-    shuffle(places)  # where there are too many, others next time
-    places.sort(key=lambda place: (jobs[place[0]].proposed[place[1]] != us, place[0] not in ours))
-    turns: Counter[PeerId] = Counter()
-    ranks = {}
-    for place in places:  # authors take turns, so that nobody's many stages keep us from looking at others'
-        author = jobs[place[0]].author
-        ranks[place] = turns[author]
-        turns[author] += 1
-    return sorted(places, key=ranks.__getitem__)
+    """At most so many stages whose claims we should know: those that we might host, and all of the jobs that we have a
+    hand in (when an owner vanishes we should know its standbys). Authors take turns, so that nobody's many stages keep us
+    from looking at others'; of each first what was proposed to us, then what is of `ours`. Where there are too many,
+    others next time: of a job of thousands of stages no more than `most` are drawn, not all of them ordered."""
+    by_author: dict[PeerId, list[tuple[bool, bool, Place]]] = {}
+    for job, manifest in jobs.items():
+        proposed = [stage for stage, peer in enumerate(manifest.proposed) if peer == us]
+        for stage in dict.fromkeys(
+            _some(proposed, most, random) + _some(range(manifest.stages), most, random)
+        ):
+            fits = job in ours or manifest.needed_bytes(stage) <= free_memory_bytes
+            if fits and (job, stage) not in hosted:
+                entry = (manifest.proposed[stage] != us, job not in ours, (job, stage))
+                by_author.setdefault(manifest.author, []).append(entry)
+    turns: list[tuple[int, bool, bool, Place]] = []
+    for places in by_author.values():
+        random.shuffle(places)
+        places.sort(key=lambda entry: entry[:2])
+        turns += [(turn, *entry) for turn, entry in enumerate(places[:most])]
+    turns.sort(key=lambda entry: entry[:3])
+    return [place for *_, place in turns[:most]]
+
+
+def _some(stages: Sequence[int], most: int, random: Random) -> list[int]:
+    return random.sample(stages, most) if len(stages) > most else list(stages)

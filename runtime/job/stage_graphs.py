@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 from cachetools import LRUCache
 
-from fusion.dag.cutting.costs import type_bytes
+from fusion.dag.cutting.costs import bound_types, type_bytes
 from fusion.dag.cutting.cuts import split, tie_groups
 from fusion.dag.cutting.memory import MemoryConfig, measure_memory
 from fusion.dag.cutting.stage import Stage, TieGroup
 from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import GraphError
-from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.graph import Ref
+from fusion.dag.ir.opset_spec import elements
 from fusion.dag.placement.misfit import size_text
 from fusion.dag.placement.pipeline import held
 from fusion.runtime.job.context import Context
@@ -28,6 +29,7 @@ from fusion.swarm.directory.records import Digest
 MAX_GRAPH_BYTES = 64 << 20
 REMEMBERED_GRAPHS = 8
 TOLERATED_RATIO, TOLERATED_BYTES = 1.25, 16 << 20  # that a stage may need beyond what its manifest says
+FLOAT32_BYTES = 4
 SAFETENSORS_HEADER_BYTES = 1 << 20  # and as much again for each thousand tensors
 
 Config = TrainConfig | ServeConfig
@@ -37,28 +39,18 @@ Stages = tuple[
 ]  # all stages, and the variables that several of them hold
 
 
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    graph: Graph
-    stages: Stages
-
-
-async def load_stages(context: Context, manifest: Manifest) -> Stages:
-    """Raises BlobError where the graph cannot be had, Unsupported where it is none, or none that we understand."""
-    return (await _load(context, manifest)).stages
-
-
-async def _load(context: Context, manifest: Manifest) -> Loaded:
+async def load_stages(context: Context, manifest: Manifest, turn: asyncio.Lock | None = None) -> Stages:
+    """`turn`: held while the graph is decoded and cut. Raises BlobError where the graph cannot be had, Unsupported where it is none, or none that we understand."""
     hints = [peer for peer in manifest.proposed if peer]
     data = await context.blobs.read(manifest.graph, MAX_GRAPH_BYTES, hints)
 
-    def cut() -> Loaded:
-        graph = serialise.decode(data)
-        stages = split(graph, manifest.cuts)
-        return Loaded(graph, (stages, tie_groups(stages)))
+    def cut() -> Stages:
+        stages = split(serialise.decode(data), manifest.cuts)
+        return stages, tie_groups(stages)
 
     try:
-        return await asyncio.to_thread(cut)
+        async with turn or asyncio.Lock():
+            return await asyncio.to_thread(cut)
     except GraphError as error:
         raise Unsupported(f"the graph of {manifest.name}: {error}") from None
 
@@ -66,7 +58,7 @@ async def _load(context: Context, manifest: Manifest) -> Loaded:
 @dataclass(eq=False)
 class _Entry:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is read
-    loaded: Loaded | None = None
+    stages: Stages | None = None
 
 
 class StageGraphs:
@@ -75,44 +67,48 @@ class StageGraphs:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._known: LRUCache[tuple[Digest, tuple[int, ...]], _Entry] = LRUCache(REMEMBERED_GRAPHS)
+        # Python at work in many threads keeps the loop waiting, in each for as long as threads take turns.
+        self._turn = asyncio.Lock()
 
     async def of(self, manifest: Manifest) -> Stages:
         """As `load_stages`."""
-        return (await self._loaded(manifest)).stages
+        entry: _Entry = self._known.setdefault((manifest.graph, tuple(manifest.cuts)), _Entry())
+        async with entry.lock:
+            if entry.stages is None:
+                entry.stages = await load_stages(self._context, manifest, self._turn)
+        return entry.stages
 
     async def check(self, manifest: Manifest, stage: int) -> None:
         """Understated where the stage needs clearly more memory than the manifest says. Raises as `of`."""
-        graph = (await self._loaded(manifest)).graph
-        needed = await asyncio.to_thread(needed_bytes, graph, manifest, stage)
+        stages, _ = await self.of(manifest)
+        needed = await asyncio.to_thread(needed_bytes, stages[stage], manifest)
         declared = manifest.needed_bytes(stage)
         if manifest.memory_bytes and needed > declared * TOLERATED_RATIO + TOLERATED_BYTES:
             raise Understated(
                 f"stage {stage} of {manifest.name} needs {size_text(needed)}: its manifest says {size_text(declared)}"
             )
 
-    async def _loaded(self, manifest: Manifest) -> Loaded:
-        entry: _Entry = self._known.setdefault((manifest.graph, tuple(manifest.cuts)), _Entry())
-        async with entry.lock:
-            if entry.loaded is None:
-                entry.loaded = await _load(self._context, manifest)
-        return entry.loaded
 
-
-def needed_bytes(graph: Graph, manifest: Manifest, stage: int) -> int:
-    """What a stage needs in memory, as whoever launches a job works it out for all stages."""
+def needed_bytes(stage: Stage, manifest: Manifest) -> int:
+    """What a stage needs in memory at least: what whoever launches a job works out for all stages, but for
+    residuals of what it shares. From the stage alone, as a job may have thousands of them."""
     config = manifest.train or manifest.serve
     assert config is not None, "a manifest without one is refused"
-    bounds = (0, *manifest.cuts, len(graph.nodes))
-    first, last = bounds[stage : stage + 2]
-    near = sorted({0, first, last, bounds[-1]})
-    tables = measure_memory(
-        graph, near, sizes_of(config), isinstance(config, TrainConfig), memory_config(config)
-    )
-    in_flight = 1
+    in_flight, training = 1, isinstance(config, TrainConfig)
     if isinstance(config, TrainConfig):
-        in_flight = held(stage, manifest.stages, config.microbatches, True, config.schedule, config.depth)
-    at = near.index(first)
-    return int(tables.bytes(at, at + 1, in_flight))
+        in_flight = held(
+            stage.index, manifest.stages, config.microbatches, True, config.schedule, config.depth
+        )
+    bounds = (0, len(stage.graph.nodes))
+    if not stage.graph.nodes:
+        return weights_bytes(stage)
+    needing = [Ref(edge.name) for edge in stage.receives if edge.needs_gradient]
+    memory, sizes = memory_config(config), sizes_of(config)
+    needed = measure_memory(stage.graph, bounds, sizes, training, memory, needing).bytes(0, 1, in_flight)
+    if training and memory.error_feedback:
+        types = bound_types(stage.graph, sizes)
+        needed += sum(FLOAT32_BYTES * elements(types[ref]) for ref in needing)
+    return int(needed)
 
 
 def weights_bytes(stage: Stage) -> int:

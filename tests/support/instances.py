@@ -27,14 +27,14 @@ class Instance:
 
 
 class Builder:
-    """A graph, node by node."""
+    """A graph, node by node, that reads vectors of this width, or `given`."""
 
-    def __init__(self, width: int) -> None:
-        self._input = Input("x", TensorType((symbol("batch"), width), "float32"))
+    def __init__(self, width: int, given: Input | None = None) -> None:
+        self._input = given or Input("x", TensorType((symbol("batch"), width), "float32"))
         self._variables: list[Variable] = []
         self._nodes: list[Node] = []
-        self._types: dict[Ref, TensorType] = {Ref("x"): self._input.type}
-        self.at = Ref("x")
+        self.at = Ref(self._input.name)
+        self._types: dict[Ref, TensorType] = {self.at: self._input.type}
 
     def add(self, op: str, *args: Arg) -> Ref:
         node = Node(f"n{len(self._nodes)}", op, args, infer(op, args, self._types))
