@@ -1,6 +1,6 @@
 """Attacks against real peers that train a job and serve a model, with a verdict each.
 
-    python tests/attacks [NAME...] [--json FILE] [--logs]     all, or those named; a table
+    python tests/attacks [NAME...] [--together] [--json FILE] [--logs]     all, or those named; a table
     python tests/attacks --list                      their names, and what each does
 
 Exit 0: all were withstood. 1: one was not (`attacks.verdict.Verdict.faults` says when that is). The attacker is a process
@@ -8,7 +8,7 @@ of its own which is stopped whenever it has used more than a quarter of a core.
 
 To add an attack, write an asynchronous function that gets an `attacks.stranger.Stranger` (an identity with p2pd, `peers`,
 `scene` with the honest jobs, `call` and `everywhere` for hivemind's requests, `transport.open` for streams, `sealed` for
-records, `accomplices` for more identities) and goes on while `time_left`; name it in its file's ATTACKS:
+records, `others` for more identities) and goes on while `time_left`; name it in its file's ATTACKS:
 
     async def forged_end(one: Stranger) -> dict[str, Any]:
         \"""Records of a stranger that say that the honest job was stopped.\"""
@@ -36,6 +36,7 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -54,6 +55,9 @@ def main() -> int:
     parser.add_argument("--attack", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was seen")
+    parser.add_argument(
+        "--together", action="store_true", help="on the same peers: quicker, and each meets what others left"
+    )
     parser.add_argument("--logs", action="store_true", help="show what the peers logged")
     parser.add_argument("names", nargs="*", metavar="NAME", help="all where none is named")
     options = parser.parse_args()
@@ -67,32 +71,35 @@ def main() -> int:
     if options.attack:
         asyncio.run(_strike(options.names[0]))
         return 0
-    verdicts = [_held(name, options.logs) for name in options.names or ATTACKS]
+    names = options.names or list(ATTACKS)
+    rounds = [names] if options.together else [[name] for name in names]
+    verdicts = [verdict for each in rounds for verdict in asyncio.run(_held(each, options.logs))]
     show(verdicts)
     if options.json:
         options.json.write_text(json.dumps([verdict.to_json() for verdict in verdicts], indent=1) + "\n")
     return 1 if any(verdict.faults for verdict in verdicts) else 0
 
 
-def _held(name: str, logs: bool) -> Verdict:
-    async def scenario() -> Verdict:
-        async with open_ground() as ground:
-            try:
-                return await hold(ground, name, ATTACKS[name])
-            finally:
-                for peer in ground.peers if logs else ():
-                    print(f"--- {peer.name}", ground.log(peer), sep="\n", file=sys.stderr)
-
-    verdict = asyncio.run(scenario())
-    print(json.dumps(verdict.to_json()), file=sys.stderr, flush=True)
-    return verdict
+async def _held(names: Sequence[str], logs: bool) -> list[Verdict]:
+    """One after the other on the same peers."""
+    verdicts = []
+    async with open_ground() as ground:
+        try:
+            for name in names:
+                verdict = await hold(ground, name, ATTACKS[name])
+                print(json.dumps(verdict.to_json()), file=sys.stderr, flush=True)
+                verdicts.append(verdict)
+        finally:
+            for peer in ground.peers if logs else ():
+                print(f"--- {peer.name}", ground.log(peer), sep="\n", file=sys.stderr)
+    return verdicts
 
 
 async def _strike(name: str) -> None:
     """The attacker's part: a scene comes in, we say when we are ready, wait for a word, and say what we did."""
     attack = ATTACKS[name]
     scene = Scene.from_json(await asyncio.to_thread(sys.stdin.readline))
-    async with stranger.stranger(scene, attack.seconds) as one:
+    async with stranger.stranger(scene, attack.seconds, attack.identities) as one:
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         one.begin()

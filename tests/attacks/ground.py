@@ -24,6 +24,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
 from fusion.runtime.peer.client import ClientConfig, open_client
+from fusion.swarm.claims.election import winner
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import JobId
@@ -57,6 +58,9 @@ class Ground:
     serving: Prepared
     committed: Committed
     answers: Answers
+    route: tuple[
+        tuple[PeerId, int], ...
+    ]  # owner and term of each stage of the served model, when the ground was opened
 
     @property
     def scene(self) -> Scene:
@@ -66,6 +70,8 @@ class Ground:
             training=self.training.job,
             serving=self.serving.job,
             trainer=self.trainer.peer_id,
+            route=self.route,
+            weights=self.serving.manifest.weights,
         )
 
     @property
@@ -98,8 +104,8 @@ class Ground:
 async def open_ground(count: int = PEERS) -> AsyncIterator[Ground]:
     """The job trains and the model answers when the block begins. Stages 0 and 1 of the job are at the peers 0 and 1, those
     of the model at 1 and 2; the user asks the peer 0."""
-    _before_others()
     async with AsyncExitStack() as stack:
+        _before_others(stack)
         traces = stack.enter_context(nothing_left())
         _environment(stack, traces.environment)
         fleet = await stack.enter_async_context(open_fleet("attack-"))
@@ -131,8 +137,10 @@ async def open_ground(count: int = PEERS) -> AsyncIterator[Ground]:
                 await wait_until_held(user, prepared)
             await committed.begun(WARM_STEPS)
             await answers.learn()
+        owners = [winner(await user.directory.claims(serving.job, stage)) for stage in range(2)]
+        route = tuple((owner.peer, owner.term) for owner in owners if owner is not None)
         yield Ground(
-            fleet, peers, user, author, author_identity, trainer, training, serving, committed, answers
+            fleet, peers, user, author, author_identity, trainer, training, serving, committed, answers, route
         )
 
 
@@ -146,10 +154,12 @@ async def _author(stack: AsyncExitStack, address: str) -> tuple[HivemindDirector
     return directory, identity
 
 
-def _before_others() -> None:
-    """Where we may: what we and all whom we start are compared with must not depend on what else this machine does."""
+def _before_others(stack: AsyncExitStack) -> None:
+    """Where we may: what is compared with quiet must not depend on what else this machine does."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+        stack.callback(os.setpriority, os.PRIO_PROCESS, 0, before)
 
 
 def _lines(report: Path) -> list[dict[str, Any]]:

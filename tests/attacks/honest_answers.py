@@ -33,6 +33,7 @@ PROMPTS = ((1, 2, 3), (7, 11), (200, 4, 4, 90))
 NEW_TOKENS = 16
 ANSWER_SECONDS = 20.0  # one that takes longer has failed
 RETRY_SECONDS = 0.2
+TROUBLE = (SwarmError, JobError, JobFailed, TimeoutError)
 
 
 def served_model(store: BlobStore, author: Identity, owners: Sequence[PeerId]) -> Prepared:
@@ -63,9 +64,13 @@ class Answers:
     wrong: list[str] = field(default_factory=list)
 
     async def learn(self) -> None:
-        """The answers as they are in quiet. Raises what `ask` does."""
+        """The answers as they are in quiet; the stages may still be on their way into memory."""
         for prompt in PROMPTS:
-            self.truth[prompt] = await self.ask(prompt)
+            while prompt not in self.truth:
+                try:
+                    self.truth[prompt] = await self.ask(prompt)
+                except TROUBLE:
+                    await asyncio.sleep(RETRY_SECONDS)
 
     async def ask(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
         request = GenerateRequest(model=self.model, prompt_ids=prompt, max_tokens=NEW_TOKENS)
@@ -88,7 +93,7 @@ class Answers:
             number += 1
             try:
                 tokens = await self.ask(prompt)
-            except (SwarmError, JobError, JobFailed, TimeoutError) as error:
+            except TROUBLE as error:
                 self.errors.append((time.time(), f"{type(error).__name__}: {error}"))
                 await asyncio.sleep(RETRY_SECONDS)
                 continue

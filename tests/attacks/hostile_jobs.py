@@ -18,7 +18,8 @@ from safetensors.torch import save
 from support.instances import Builder
 
 from fusion.dag.ir import serialise
-from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph, Input, TensorType
 from fusion.runtime.job.manifest import DataConfig, Manifest, OptimizerConfig, ServeConfig, TrainConfig
 from fusion.runtime.job.manifest_wire import MAX_STEP_SAMPLES
 from fusion.runtime.launch.launch import launch, wait_until_held
@@ -45,6 +46,15 @@ def deep_graph(nodes: int) -> Graph:
     return built.graph()
 
 
+def deep_model(nodes: int) -> Graph:
+    """Logits of four tokens for each position, by very many steps that do nothing."""
+    built = Builder(4, Input("input_ids", TensorType((symbol("batch"), symbol("sequence")), "int64")))
+    built.at = built.add("aten.embedding", built.weight(4, 4), built.at, -1, False)
+    for _ in range(nodes - 1):
+        built.at = built.add("aten.tanh", built.at)
+    return replace(built.graph(), symbols=("batch", "sequence"))
+
+
 def wide_graph(width: int) -> Graph:
     """Two layers of so many squared numbers, 4 bytes each."""
     built = Builder(width)
@@ -54,11 +64,16 @@ def wide_graph(width: int) -> Graph:
 
 
 async def stages_4096(one: Stranger) -> dict[str, Any]:
-    """Jobs of 4 096 stages, all of which are proposed to the three peers, with a graph of as many nodes."""
+    """Jobs of 4 096 stages, all of which are proposed to the three peers, with graphs of as many nodes: two that cannot run
+    and two that can."""
     counter = await open_counter(one)
-    graph = counter.put(serialise.encode(deep_graph(STAGES)))
-    for _ in range(3):
-        counter.offer(serving(counter, graph, STAGES, tuple(range(1, STAGES))))
+    cuts = tuple(range(1, STAGES))
+    embedding = counter.put(save({"w0": torch.randn(4, 4)}))
+    weights = (embedding, *(counter.put(NOTHING),) * (STAGES - 1))
+    for graph in (deep_graph(STAGES), deep_model(STAGES)):
+        data = counter.put(serialise.encode(graph))
+        for _ in range(2):
+            counter.offer(serving(counter, data, STAGES, cuts, weights=weights))
     await counter.keep_published()
     return counter.notes
 

@@ -16,33 +16,38 @@ LOOK_SECONDS = 0.02
 
 def spent_seconds(pid: int | None = None) -> float:
     """Processor time of a process (this one) and of those below it."""
-    return sum(_spent(process) for process in _family(pid))
+    return spent_by(family(pid))
+
+
+def spent_by(processes: Iterable[psutil.Process]) -> float:
+    return sum(_spent(process) for process in processes)
 
 
 async def hold_to_share(pid: int, share: float = SHARE) -> None:
     """Stops the process and those below it whenever they have used more than so much of a core; until cancelled."""
-    credit, looked, before, stopped = 0.0, time.monotonic(), spent_seconds(pid), False
+    processes = family(pid)  # an attack starts none: to look for them each time is dear
+    credit, looked, before, stopped = 0.0, time.monotonic(), spent_by(processes), False
     try:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            now, spent = time.monotonic(), spent_seconds(pid)
+            now, spent = time.monotonic(), spent_by(processes)
             credit = min(BURST_SECONDS, credit + share * (now - looked) - (spent - before))
             looked, before = now, spent
             if stopped != (credit < 0.0):
                 stopped = not stopped
-                _signal(pid, stopped)
+                _signal(processes, stopped)
     finally:
         if stopped:
-            _signal(pid, False)
+            _signal(processes, False)
 
 
-def _signal(pid: int, stop: bool) -> None:
-    for process in _family(pid):
+def _signal(processes: Iterable[psutil.Process], stop: bool) -> None:
+    for process in processes:
         with suppress(psutil.Error):
             process.suspend() if stop else process.resume()
 
 
-def _family(pid: int | None) -> Iterable[psutil.Process]:
+def family(pid: int | None = None) -> list[psutil.Process]:
     with suppress(psutil.Error):
         head = psutil.Process(pid)
         return [head, *head.children(recursive=True)]

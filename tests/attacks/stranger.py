@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgpack
-from attacks.processor import SHARE, spent_seconds
+import psutil
+from attacks.processor import SHARE, family, spent_by
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.proto import dht_pb2
 from support.directory_records import raw_seal
@@ -42,6 +43,8 @@ class Scene:
     training: JobId  # an honest job, stages 0 and 1 at the first two peers
     serving: JobId  # a served model, stages 0 and 1 at the last two
     trainer: PeerId  # the author of both
+    route: tuple[tuple[PeerId, int], ...] = ()  # owner and term of each stage of the served model
+    weights: tuple[str, ...] = ()  # of the model's stages: digests
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -49,7 +52,9 @@ class Scene:
     @classmethod
     def from_json(cls, text: str) -> Scene:
         values = json.loads(text)
-        return cls(**{**values, "addresses": tuple(values["addresses"])})
+        route = tuple((PeerId(peer), term) for peer, term in values.pop("route"))
+        addresses, weights = tuple(values.pop("addresses")), tuple(values.pop("weights"))
+        return cls(**values, addresses=addresses, weights=weights, route=route)
 
 
 @dataclass
@@ -61,14 +66,23 @@ class Stranger:
     transport: P2PTransport
     peers: tuple[PeerId, ...]
     seconds: float
+    others: list[Stranger] = field(default_factory=list)  # more identities of the same attacker
     began: float = field(default_factory=time.monotonic)
-    spent_before: float = field(default_factory=lambda: spent_seconds())
+    spent_before: float = 0.0
+    processes: list[psutil.Process] = field(default_factory=list)  # ours, of all our identities
     calls: int = 0
     refused: int = 0
 
+    @property
+    def all_of_us(self) -> list[Stranger]:
+        return [self, *self.others]
+
     def begin(self) -> None:
         """The time runs from now on."""
-        self.began, self.spent_before = time.monotonic(), spent_seconds()
+        processes = family()
+        began, spent = time.monotonic(), spent_by(processes)
+        for each in self.all_of_us:
+            each.began, each.spent_before, each.processes = began, spent, processes
 
     @property
     def until(self) -> float:
@@ -96,7 +110,7 @@ class Stranger:
         await asyncio.gather(*(self.call(peer, method, request) for peer in self.peers))
 
     async def pace(self) -> None:
-        owed = (spent_seconds() - self.spent_before) / SHARE - (time.monotonic() - self.began)
+        owed = (spent_by(self.processes) - self.spent_before) / SHARE - (time.monotonic() - self.began)
         await asyncio.sleep(max(0.0, owed))
 
     def sealed(self, record: Record, ttl_seconds: float, identity: Identity | None = None) -> Offer:
@@ -128,20 +142,20 @@ def store_request(offers: Sequence[Offer], *, in_cache: bool = False) -> Any:
 
 
 @asynccontextmanager
-async def stranger(scene: Scene, seconds: float) -> AsyncIterator[Stranger]:
-    """A new identity that knows every peer of the scene."""
+async def stranger(scene: Scene, seconds: float, identities: int = 1) -> AsyncIterator[Stranger]:
+    """So many new identities, each with a p2pd of its own, that know every peer of the scene."""
+    async with AsyncExitStack() as stack:
+        first, *others = [
+            await stack.enter_async_context(_identity(scene, seconds)) for _ in range(identities)
+        ]
+        first.others = others
+        yield first
+
+
+@asynccontextmanager
+async def _identity(scene: Scene, seconds: float) -> AsyncIterator[Stranger]:
     identity = Identity.generate()
     config = P2PConfig(identity=identity, listen=("/ip4/127.0.0.1/tcp/0",))
     async with P2PTransport.start(config) as transport:
         peers = tuple([await transport.connect(address) for address in scene.addresses])
         yield Stranger(scene, identity, transport, peers, seconds)
-
-
-@asynccontextmanager
-async def accomplices(one: Stranger, count: int) -> AsyncIterator[list[Stranger]]:
-    """The stranger and so many more identities, each with a p2pd of its own, for as long as it has time."""
-    async with AsyncExitStack() as stack:
-        others = [await stack.enter_async_context(stranger(one.scene, one.seconds)) for _ in range(count)]
-        for other in others:
-            other.began, other.spent_before = one.began, one.spent_before
-        yield [one, *others]
