@@ -35,7 +35,7 @@ from fusion.swarm.streams.dial_workaround import detour
 from fusion.swarm.streams.dialer import Dialer, accepts, tcp_target
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.frames import FrameLimits
-from fusion.swarm.streams.handlers import Handlers
+from fusion.swarm.streams.handlers import SUFFIX, Handlers
 from fusion.swarm.streams.memory_stream import stream_pair
 from fusion.swarm.streams.p2pd import Daemon
 from fusion.swarm.streams.p2pd_control import (
@@ -50,7 +50,7 @@ from fusion.swarm.streams.p2pd_control import (
 )
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
 from fusion.swarm.streams.reachable import is_loopback, local_network, reachable
-from fusion.swarm.streams.striping import SUFFIX, Gathering, join
+from fusion.swarm.streams.striping import Gathering, join
 from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.subnets import subnet_of
 from fusion.swarm.swarm_key import Authorizer

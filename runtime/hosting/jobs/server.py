@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.jobs.gossip import JobGossip
@@ -99,7 +100,8 @@ class JobServer:
                     return
                 if place.done():
                     raise ValueError(BUSY)
-                await asyncio.wait([gone, place], timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                ends: list[asyncio.Future[Any]] = [gone, place]
+                await asyncio.wait(ends, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
