@@ -14,7 +14,7 @@ from attacks.hold import Attack
 from attacks.honest_answers import MODEL, NEW_TOKENS, PROMPTS
 from attacks.honest_answers import NAME as MODEL_NAME
 from attacks.offers import Counter, open_counter
-from attacks.stranger import Offer, Stranger, accomplices, store_request
+from attacks.stranger import Offer, Stranger, store_request
 from attacks.verdict import Verdict
 from support.directory_records import claim_record, digest, job_record
 
@@ -56,38 +56,36 @@ async def _say(one: Stranger, offers: list[Offer]) -> None:
 
 async def forged_stop(one: Stranger) -> dict[str, Any]:
     """Four identities say that both jobs are stopped, done or failed, under any term, without an end."""
-    async with accomplices(one, ALLIES) as all_of_us:
-        said = 0
-        while one.time_left:
-            for number, ally in enumerate(all_of_us):
-                state = ("stopped", "done", "failed")[(said + number) % 3]
-                term = TERMS[said % len(TERMS)]
-                fields = {"state": state, "term": term, "step": 2**40, "lead": ally.identity.peer_id}
-                offers = [
-                    forged(ally, one.scene.training, 2, kind="train", name="training", **fields),
-                    forged(ally, one.scene.serving, 2, kind="serve", name=MODEL_NAME, **fields),
-                ]
-                await _say(ally, offers)
-            said += 1
-            await asyncio.sleep(SAY_SECONDS)
+    all_of_us = [one, *one.others]
+    said = 0
+    while one.time_left:
+        for number, ally in enumerate(all_of_us):
+            state = ("stopped", "done", "failed")[(said + number) % 3]
+            term = TERMS[said % len(TERMS)]
+            fields = {"state": state, "term": term, "step": 2**40, "lead": ally.identity.peer_id}
+            offers = [
+                forged(ally, one.scene.training, 2, kind="train", name="training", **fields),
+                forged(ally, one.scene.serving, 2, kind="serve", name=MODEL_NAME, **fields),
+            ]
+            await _say(ally, offers)
+        said += 1
+        await asyncio.sleep(SAY_SECONDS)
     return {"said": said}
 
 
 async def forged_snapshot(one: Stranger) -> dict[str, Any]:
     """The newest snapshot of the job is the stranger's, at a step that nobody has come to, under a higher term."""
-    async with accomplices(one, ALLIES) as all_of_us:
-        said = 0
-        while one.time_left:
-            for ally in all_of_us:
-                fields = {
-                    "state": "running", "term": TERMS[said % len(TERMS)], "step": FORGED_STEP, "snapshot": FORGED,
-                    "snapshot_step": FORGED_STEP, "lead": ally.identity.peer_id,
-                }  # fmt: skip
-                await _say(
-                    ally, [forged(ally, one.scene.training, 2, kind="train", name="training", **fields)]
-                )
-            said += 1
-            await asyncio.sleep(SAY_SECONDS)
+    all_of_us = [one, *one.others]
+    said = 0
+    while one.time_left:
+        for ally in all_of_us:
+            fields = {
+                "state": "running", "term": TERMS[said % len(TERMS)], "step": FORGED_STEP, "snapshot": FORGED,
+                "snapshot_step": FORGED_STEP, "lead": ally.identity.peer_id,
+            }  # fmt: skip
+            await _say(ally, [forged(ally, one.scene.training, 2, kind="train", name="training", **fields)])
+        said += 1
+        await asyncio.sleep(SAY_SECONDS)
     return {"said": said}
 
 
@@ -196,7 +194,9 @@ async def the_name_is_the_authors(ground: Ground, verdict: Verdict) -> None:
 
 
 ATTACKS = {
-    "forged_stop": Attack(forged_stop, seconds=15.0, check=both_go_on),
-    "forged_snapshot": Attack(forged_snapshot, seconds=12.0, check=own_snapshots_alone),
+    "forged_stop": Attack(forged_stop, seconds=15.0, identities=1 + ALLIES, check=both_go_on),
+    "forged_snapshot": Attack(
+        forged_snapshot, seconds=12.0, identities=1 + ALLIES, check=own_snapshots_alone
+    ),
     "name_hijack": Attack(name_hijack, seconds=15.0, check=the_name_is_the_authors),
 }
