@@ -108,7 +108,9 @@ def believe(records: Sequence[JobRecord], sight: Sight, verify: Verify = verify_
         return None
     ends = [word for word in words if word.said.state in ENDED and _plausible(word.said, sight)]
     running = [word for word in words if word.said.state not in ENDED]
-    standing = {id(word): _standing(word.said, sight) for word in words}
+    # Of whoever leads, how far the job came is believed, though not yet that it has ended.
+    running += [_going_on(word) for word in ends if _led(word.said, sight)]
+    standing = {id(word): _standing(word.said, sight) for word in (*words, *running)}
     proven = [word for word in ends if _final(word.said, sight)] or _majority(ends, sight)
     if proven:
         return _belief(max(proven, key=_order), Standing.PROVEN, words, sight, verify, known=True)
@@ -192,9 +194,17 @@ def _agreed(running: Sequence[_Word], sight: Sight) -> list[_Word]:
     return []
 
 
+def _led(said: Statement, sight: Sight) -> bool:
+    """Whether its signer led the job under its term, as far as was seen."""
+    return (0, said.term, said.signer) in sight.held or sight.owners.get(0) == (said.signer, said.term)
+
+
+def _going_on(word: _Word) -> _Word:
+    return replace(word, said=replace(word.said, state="running"))
+
+
 def _standing(said: Statement, sight: Sight) -> Standing:
-    led = (0, said.term, said.signer) in sight.held or sight.owners.get(0) == (said.signer, said.term)
-    if led and said.state not in ENDED:
+    if _led(said, sight) and said.state not in ENDED:
         return Standing.PROVEN
     if said.signer == sight.us or _owned_one(said.signer, sight):
         return Standing.VOUCHED

@@ -18,7 +18,7 @@ STEPS = 30
 
 
 def train(peers: Peers, folder: Path, lie: str) -> tuple[list[dict[str, object]], str]:
-    """The records of a job whose stage 1 begins at a peer that lies so, and that peer."""
+    """The records of a job of which a stage begins at a peer that lies so, and that peer."""
     first = peers.start("first")
     prefix = (sys.executable, lying_peer.__file__, lie)
     liar = peers.start("liar", bootstrap=(first.address,), prefix=prefix)
@@ -41,12 +41,13 @@ def test_a_stage_that_fails_at_one_peer_goes_to_another_and_the_job_ends_well(
 ) -> None:
     said, liar = train(peers, tmp_path, lie)
     owners = [record["owners"] for record in said if record["event"] == "progress" and record["owners"]]
-    assert any(liar in seen for seen in owners), "it never lied"
+    # Before it lied it had a few steps' time, in which nobody may have asked who owns what.
+    assert "of lied-to: StageFailed: " in (peers.root / "liar.log").read_text(), "it never lied"
     assert said[-1]["state"] == "done" and said[-1]["step"] == STEPS
-    assert owners[-1][1] != liar
+    assert liar not in owners[-1]
 
 
 def test_a_number_that_is_wrong_once_costs_a_step_and_no_owner(peers: Peers, tmp_path: Path) -> None:
     said, liar = train(peers, tmp_path, "noise")
     last = [record for record in said if record["event"] == "progress"][-1]
-    assert said[-1]["state"] == "done" and last["owners"][1] == liar and last["discarded"] == 1
+    assert said[-1]["state"] == "done" and liar in last["owners"] and last["discarded"] == 1

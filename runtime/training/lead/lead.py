@@ -70,7 +70,7 @@ class Lead:
         changed: Callable[[], None],
         clock: Callable[[], float],
         owners: Callable[[], Mapping[int, PeerId]] = dict,
-        standbys: Callable[[int], frozenset[PeerId]] = lambda stage: frozenset(),
+        able: Callable[[int], frozenset[PeerId]] = lambda stage: frozenset(),
         faults: Faults = (),
     ) -> None:
         self._job = job
@@ -82,7 +82,7 @@ class Lead:
         self._put = put
         self._changed = changed
         self._clock = clock
-        self._owners, self._standbys = owners, standbys
+        self._owners, self._able = owners, able
         self._state = first_state(config, stages, term, newest, handover, samples=samples, faults=faults)
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None
@@ -210,7 +210,7 @@ class Lead:
 
     def _look_around(self) -> None:
         """Who holds the stages, and who could take them."""
-        spare = {stage: self._standbys(stage) for stage in range(self._stages)}
+        spare = {stage: self._able(stage) for stage in range(self._stages)}
         self._state = replace(self._state, peers=dict(self._owners()), spare=spare)
 
     # --- steps

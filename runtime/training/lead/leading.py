@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from fusion.runtime.job.context import Context
@@ -15,9 +16,12 @@ from fusion.runtime.training.snapshots.loaded_stage import Loaded
 from fusion.runtime.training.step.messages import Message
 from fusion.runtime.training.streams.partner import Held
 from fusion.runtime.training.streams.partners import Partners
+from fusion.swarm.directory.records import PeerRecord
+from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
 
 WAIT_SECONDS = 1.0  # how often what the job waits for is put in words
+PEERS_SECONDS = 4.0  # how often it is looked who works in the swarm
 
 
 class Leading:
@@ -41,10 +45,12 @@ class Leading:
         self.lead = Lead(
             here.job, config, plan.stages, here.term, loaded.start, loaded.handover,
             samples=loaded.batches.samples, edges=[edge.name for edge in job.edges], send=send, spawn=spawn,
-            put=loaded.files.put, changed=changed, clock=clock, owners=partners.holders, standbys=self._standbys,
+            put=loaded.files.put, changed=changed, clock=clock, owners=partners.holders, able=self._able,
             faults=loaded.faults,
         )  # fmt: skip
         self._stages = plan.stages
+        self._memory_bytes = plan.memory_bytes or (0,) * plan.stages
+        self._peers: tuple[PeerRecord, ...] = ()
         self._partners = partners
         self._tuner = Tuner(
             context, job, self.lead, partners.holders, clock, moved=loaded.handover is not None
@@ -53,6 +59,7 @@ class Leading:
     def start(self, group: asyncio.TaskGroup) -> None:
         group.create_task(self._explain_waiting())
         group.create_task(self._tuner.run())
+        group.create_task(self._look_for_peers())
 
     def tell_owners(self) -> None:
         """Who holds which stage has changed."""
@@ -60,10 +67,20 @@ class Leading:
             owners = self._partners.holders()
             self.lead.tell(owners=tuple(owners.get(stage) for stage in range(self._stages)))
 
-    def _standbys(self, stage: int) -> frozenset[PeerId]:
-        """As the directory said when it was last asked."""
+    def _able(self, stage: int) -> frozenset[PeerId]:
+        """Who could take the stage, as the directory said when it was last asked: its standbys, and any peer with memory
+        for it, which claims a stage that nobody has."""
         claims = self._context.leases.recent(self._job, stage)
-        return frozenset(claim.peer for claim in claims if claim.role == "standby")
+        standbys = {claim.peer for claim in claims if claim.role == "standby"}
+        needed = self._memory_bytes[stage]
+        return frozenset(standbys | {peer.peer for peer in self._peers if peer.free_memory_bytes >= needed})
+
+    async def _look_for_peers(self) -> None:
+        while True:
+            with suppress(SwarmError):
+                found = await self._context.directory.peers(max_age_seconds=PEERS_SECONDS)
+                self._peers = tuple(peer for peer in found if peer.role == "peer")
+            await asyncio.sleep(PEERS_SECONDS)
 
     async def _explain_waiting(self) -> None:
         while True:

@@ -53,7 +53,7 @@ class LeadState:
     )  # stage -> whose joins count no more
     looked_at: int = -1  # the step that is run with a look at every tensor
     peers: Mapping[int, PeerId] = field(default_factory=dict)  # stage -> who holds it
-    spare: Mapping[int, frozenset[PeerId]] = field(default_factory=dict)  # stage -> who stands by for it
+    spare: Mapping[int, frozenset[PeerId]] = field(default_factory=dict)  # stage -> who could take it
     restoring: Attempt = NO_ATTEMPT  # the restore that was asked for last: others may hand over meanwhile
 
     @property

@@ -143,6 +143,7 @@ def test_whoever_watches_hears_how_the_job_went_when_its_lead_vanishes(tmp_path:
             final = other.service.figures.pop(job)
             if not said:  # one owner's word is no majority while the lead's claim lives
                 made.clock.advance(20.0)
+                await other.look()
             await watching
             assert seen == [running, final]
 
