@@ -11,8 +11,10 @@ import hashlib
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -29,6 +31,17 @@ _ID_CHARACTERS = 52  # base58 text of every Ed25519 peer id
 
 _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _DIGIT = {character: value for value, character in enumerate(_ALPHABET)}
+
+
+Verify = Callable[[str, bytes, bytes], bool]  # (peer, signature, data), as `verify`
+
+
+class Signer(Protocol):
+    """The part of `Identity` that signing needs."""
+
+    peer_id: PeerId
+
+    def sign(self, data: bytes) -> bytes: ...
 
 
 class Identity:

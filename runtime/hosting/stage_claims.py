@@ -74,6 +74,8 @@ class StageClaims:
             # After a cold start whoever has the state of a stage need not fetch it.
             stocked = record.snapshot is not None and step_here(place) >= record.snapshot_step
             early = stocked and not self._stages.running
+            if self._context.leases.refusal(*place, "own") is not None:
+                continue  # the job does not admit us
             vacancy = self._vacancies.look(place, manifest, held, early=early)
             fits = vacancy is not None and vacancy.memory_bytes <= self._context.memory.free_bytes
             if vacancy is not None and fits and not self._stages.cooling.lasts(place):
@@ -126,6 +128,8 @@ class StageClaims:
             return None
         record, manifest = known
         if self._free_seats <= 0 or not 0 <= stage < manifest.stages:
+            return None
+        if self._context.leases.refusal(job, stage, "own") is not None:
             return None
         with self._stages.room(place, manifest) as fits:
             if not fits:

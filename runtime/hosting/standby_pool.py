@@ -195,14 +195,23 @@ class Pool:
         found = [
             self._opening(place, jobs[place[0]][1], claims[place], owners, now)
             for place in claims
-            if place[0] in jobs and place not in hosted and place not in self._refused
+            if place[0] in jobs
+            and place not in hosted
+            and place not in self._refused
+            and self._admitted(place)
         ]
         seen = {opening.place for opening in found}
         for place, covered in self._covered.items():
             absent = place[0] not in jobs and now - covered.seen_at >= GRACE_SECONDS
-            if place not in seen | self._refused.keys() and place not in hosted and not absent:
+            left = place not in seen | self._refused.keys() and place not in hosted and not absent
+            if left and self._admitted(place):
                 found.append(self._opening(place, covered.manifest, (), {}, now))
         return found
+
+    def _admitted(self, place: Place) -> bool:
+        """Whether the job lets us stand by, and own the stage afterwards."""
+        leases = self._context.leases
+        return leases.refusal(*place, "stand-by") is None and leases.refusal(*place, "own") is None
 
     def _opening(
         self,
@@ -344,7 +353,7 @@ class Pool:
             if digest is None or (known is not None and known[0] == digest) or not blobs.has(digest):
                 continue
             try:
-                data = await blobs.read(digest, snapshot.MAX_INDEX_BYTES)
+                data = await blobs.of(job).read(digest, snapshot.MAX_INDEX_BYTES)
                 index = snapshot.decode_index(data, job, manifest.stages)
             except (SwarmError, JobError) as error:
                 log.warning("the snapshot of %s: %s", manifest.name, one_line(str(error)))

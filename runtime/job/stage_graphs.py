@@ -24,7 +24,7 @@ from fusion.dag.placement.pipeline import held
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import Understated, Unsupported
 from fusion.runtime.job.manifest import CompressionConfig, Manifest, OptimizerConfig, ServeConfig, TrainConfig
-from fusion.swarm.directory.records import Digest
+from fusion.swarm.directory.records import Digest, JobId
 
 MAX_GRAPH_BYTES = 64 << 20
 REMEMBERED_GRAPHS = 8
@@ -39,10 +39,12 @@ Stages = tuple[
 ]  # all stages, and the variables that several of them hold
 
 
-async def load_stages(context: Context, manifest: Manifest, turn: asyncio.Lock | None = None) -> Stages:
+async def load_stages(
+    context: Context, job: JobId, manifest: Manifest, turn: asyncio.Lock | None = None
+) -> Stages:
     """`turn`: held while the graph is decoded and cut. Raises BlobError where the graph cannot be had, Unsupported where it is none, or none that we understand."""
     hints = [peer for peer in manifest.proposed if peer]
-    data = await context.blobs.read(manifest.graph, MAX_GRAPH_BYTES, hints)
+    data = await context.blobs.of(job).read(manifest.graph, MAX_GRAPH_BYTES, hints)
 
     def cut() -> Stages:
         stages = split(serialise.decode(data), manifest.cuts)
@@ -66,21 +68,21 @@ class StageGraphs:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._known: LRUCache[tuple[Digest, tuple[int, ...]], _Entry] = LRUCache(REMEMBERED_GRAPHS)
+        self._known: LRUCache[tuple[JobId, Digest, tuple[int, ...]], _Entry] = LRUCache(REMEMBERED_GRAPHS)
         # Python at work in many threads keeps the loop waiting, in each for as long as threads take turns.
         self._turn = asyncio.Lock()
 
-    async def of(self, manifest: Manifest) -> Stages:
+    async def of(self, job: JobId, manifest: Manifest) -> Stages:
         """As `load_stages`."""
-        entry: _Entry = self._known.setdefault((manifest.graph, tuple(manifest.cuts)), _Entry())
+        entry: _Entry = self._known.setdefault((job, manifest.graph, tuple(manifest.cuts)), _Entry())
         async with entry.lock:
             if entry.stages is None:
-                entry.stages = await load_stages(self._context, manifest, self._turn)
+                entry.stages = await load_stages(self._context, job, manifest, self._turn)
         return entry.stages
 
-    async def check(self, manifest: Manifest, stage: int) -> None:
+    async def check(self, job: JobId, manifest: Manifest, stage: int) -> None:
         """Understated where the stage needs clearly more memory than the manifest says. Raises as `of`."""
-        stages, _ = await self.of(manifest)
+        stages, _ = await self.of(job, manifest)
         needed = await asyncio.to_thread(needed_bytes, stages[stage], manifest)
         declared = manifest.needed_bytes(stage)
         if manifest.memory_bytes and needed > declared * TOLERATED_RATIO + TOLERATED_BYTES:

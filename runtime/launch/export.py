@@ -36,12 +36,14 @@ async def export(context: Context, job: JobId, directory: Path, known: Known | N
     record = belief.record
     hints = [peer for peer in (record.lead, record.author) if peer is not None]
     manifest = manifests.decode(await context.blobs.read(Digest(job), manifests.MAX_MANIFEST_BYTES, hints))
+    context.leases.know(manifest.law(job))
+    blobs = context.blobs.of(job)
     if manifest.kind != "train":
         raise JobError(f"{manifest.name} serves a model: there is nothing to export")
     step, tensors = await _tensors(context, job, manifest, record.snapshot, hints)
-    files = {name: await context.blobs.fetch(digest, hints) for name, digest in manifest.files}
+    files = {name: await blobs.fetch(digest, hints) for name, digest in manifest.files}
     if manifest.tokenizer is not None:
-        files[TOKENIZER_FILE] = await context.blobs.fetch(manifest.tokenizer, hints)
+        files[TOKENIZER_FILE] = await blobs.fetch(manifest.tokenizer, hints)
 
     def write() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -57,15 +59,16 @@ async def _tensors(
     context: Context, job: JobId, manifest: Manifest, newest: Digest | None, hints: list[PeerId]
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """Every variable that the original module's state_dict has, under each of its names."""
-    stages, _ = await load_stages(context, manifest)
+    blobs = context.blobs.of(job)
+    stages, _ = await load_stages(context, job, manifest)
     digests, step = manifest.weights, 0
     if newest is not None:
-        data = await context.blobs.read(newest, snapshot.MAX_INDEX_BYTES, hints)
+        data = await blobs.read(newest, snapshot.MAX_INDEX_BYTES, hints)
         index = snapshot.decode_index(data, job, manifest.stages)
         digests, step = index.shards, index.step
     found: dict[str, torch.Tensor] = {}
     for stage, digest in zip(stages, digests, strict=True):
-        path = await context.blobs.fetch(digest, hints)
+        path = await blobs.fetch(digest, hints)
         if newest is None:
             values = await asyncio.to_thread(snapshot.load_weights, path, stage)
         else:

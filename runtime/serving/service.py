@@ -107,7 +107,7 @@ class ServingService:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_to_the_end(hosted.running))
                 tasks.create_task(self._report(job, stage, hosted))
-                tasks.create_task(self._keep_copy(manifest, stage))
+                tasks.create_task(self._keep_copy(place, manifest))
         except ExceptionGroup as group:  # the first cause, as callers of any other coroutine would see it
             raise first_cause(group) from group
         finally:
@@ -123,8 +123,8 @@ class ServingService:
             await asyncio.wait([self._replicas[place]])  # its sessions are being seen off
         if place not in self._hosted and place not in self._warm:
             try:
-                await self._loader.fetch(manifest, stage)
-                stages = await self._loader.stages(manifest)
+                await self._loader.fetch(place, manifest)
+                stages = await self._loader.stages(job, manifest)
                 if self._keep(place, manifest, weights_bytes(stages[stage])):
                     await self._warm_up(place, manifest)
             except (JobFailed, MemoryError) as error:
@@ -322,12 +322,13 @@ class ServingService:
             hosted.tokens_per_second = (tokens_now - tokens) / (now - then)
             then, tokens = now, tokens_now
 
-    async def _keep_copy(self, manifest: Manifest, stage: int) -> None:
+    async def _keep_copy(self, place: Place, manifest: Manifest) -> None:
         """Hold the weights of the stage before as well, so that they outlive its owner where nobody stands by."""
+        job, stage = place
         before = (stage - 1) % manifest.stages
         while True:
             try:
-                await self._context.blobs.fetch(manifest.weights[before])
+                await self._context.blobs.of(job).fetch(manifest.weights[before])
                 return
             except QuotaExceeded as error:
                 log.info("no second copy of stage %d of %s: %s", before, manifest.name, error)

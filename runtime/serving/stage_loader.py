@@ -47,7 +47,7 @@ class StageLoader:
         where a blob cannot be had."""
         loading = self._loading.get(place)
         if loading is None:
-            loading = self._loading[place] = asyncio.create_task(self._load(place[1], manifest))
+            loading = self._loading[place] = asyncio.create_task(self._load(place, manifest))
             loading.add_done_callback(lambda _: self._loading.pop(place, None))
         try:
             return await asyncio.shield(loading)
@@ -68,12 +68,13 @@ class StageLoader:
             loading.cancel()
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
 
-    async def fetch(self, manifest: Manifest, stage: int) -> Path:
+    async def fetch(self, place: Place, manifest: Manifest) -> Path:
         """Everything that the stage needs, on this disk; where its weights are. Raises BlobError, Unsupported, Understated
         where the manifest says less than the stage needs: then nothing but the graph was fetched."""
-        part = (await self.stages(manifest))[stage]
-        await self._graphs.check(manifest, stage)
-        blobs = self._context.blobs
+        job, stage = place
+        part = (await self.stages(job, manifest))[stage]
+        await self._graphs.check(job, manifest, stage)
+        blobs = self._context.blobs.of(job)
         most = file_bytes(weights_bytes(part), len(part.graph.variables))
         wanted = [blobs.fetch(manifest.weights[stage], max_bytes=most)]
         if manifest.tokenizer is not None and stage in (0, manifest.stages - 1):
@@ -81,14 +82,15 @@ class StageLoader:
             wanted.append(blobs.fetch(manifest.tokenizer, max_bytes=MAX_TOKENIZER_BYTES))
         return (await asyncio.gather(*wanted))[0]
 
-    async def stages(self, manifest: Manifest) -> tuple[Stage, ...]:
+    async def stages(self, job: JobId, manifest: Manifest) -> tuple[Stage, ...]:
         """All stages of the job. Raises BlobError, Unsupported for a graph that is none."""
-        stages, _ = await self._graphs.of(manifest)
+        stages, _ = await self._graphs.of(job, manifest)
         return stages
 
-    async def _load(self, stage: int, manifest: Manifest) -> LoadedStage:
-        path = await self.fetch(manifest, stage)
-        stages = await self.stages(manifest)
+    async def _load(self, place: Place, manifest: Manifest) -> LoadedStage:
+        job, stage = place
+        path = await self.fetch(place, manifest)
+        stages = await self.stages(job, manifest)
         try:
             plan = await asyncio.to_thread(plan_ring, stages, stage)
         except JobError as error:

@@ -64,7 +64,7 @@ class StageLoader:
         place = (job, index)
         if place in self._running:
             raise JobError(f"stage {index} of {manifest.name} runs here")
-        plan = await self._source.plan(manifest, index)
+        plan = await self._source.plan(job, manifest, index)
         ahead = self._ahead.get(place)
         if ahead is None:
             files = self._source.files(job, manifest, plan)
@@ -72,7 +72,7 @@ class StageLoader:
         checkpoint = _newest(_checkpoint(record), ahead.checkpoint)
         near = self._source.owners(job, manifest)
         await ahead.files.fetch(checkpoint, near)
-        parts = await self._source.parts(manifest, plan, ahead.files, near)
+        parts = await self._source.parts(job, manifest, plan, ahead.files, near)
         ahead.checkpoint = checkpoint
         async with ahead.lock:
             if not ahead.taken and (ahead.loaded is None or not _same(ahead.loaded.start, checkpoint)):
@@ -139,11 +139,11 @@ class StageLoader:
         near = self._source.owners(job, manifest)
         if loaded is None:
             plan, record = await asyncio.gather(
-                self._source.plan(manifest, index), newest(self._context, job, manifest)
+                self._source.plan(job, manifest, index), newest(self._context, job, manifest)
             )
             files = ahead.files if ahead is not None else self._source.files(job, manifest, plan)
             checkpoint = _newest(_checkpoint(record), ahead.checkpoint if ahead is not None else None)
-            parts = await self._source.parts(manifest, plan, files, near)
+            parts = await self._source.parts(job, manifest, plan, files, near)
             loaded = await self._builder.resume(parts, checkpoint)
         loaded = replace(
             loaded, faults=self._faults.get(job, ()), remember=partial(self._faults.__setitem__, job)

@@ -44,11 +44,11 @@ class StageSource:
         self._make_batches = batches
         self._shards = shards
 
-    async def plan(self, manifest: Manifest, index: int) -> StagePlan:
+    async def plan(self, job: JobId, manifest: Manifest, index: int) -> StagePlan:
         """Raises BlobError, Unsupported, Understated."""
         config = trained(manifest, index)
-        stages, ties = await self._graphs.of(manifest)
-        await self._graphs.check(manifest, index)
+        stages, ties = await self._graphs.of(job, manifest)
+        await self._graphs.check(job, manifest, index)
         return StagePlan(
             stage=stages[index],
             stages=len(stages),
@@ -62,7 +62,7 @@ class StageSource:
         return StageFiles(self._context, job, manifest, plan.stage, self._shards)
 
     async def parts(
-        self, manifest: Manifest, plan: StagePlan, files: StageFiles, near: Mapping[int, PeerId]
+        self, job: JobId, manifest: Manifest, plan: StagePlan, files: StageFiles, near: Mapping[int, PeerId]
     ) -> StageParts:
         """With the data on this disk. Raises BlobError, JobError."""
         config = trained(manifest, plan.stage.index)
@@ -70,8 +70,8 @@ class StageSource:
         inputs = [i.name for i in plan.stage.graph.inputs if i.name not in received]
         train = held_out = None
         if Batches.needs_blobs(config, inputs):
-            blobs = self._context.blobs
-            most = blobs.store.quota_bytes // 4  # one job's data leaves room for others'
+            blobs = self._context.blobs.of(job)
+            most = self._context.blobs.store.quota_bytes // 4  # one job's data leaves room for others'
             hints = list(dict.fromkeys([*near.values(), *(peer for peer in manifest.proposed if peer)]))
             train = await blobs.fetch(config.data.train, hints, max_bytes=most)
             if config.data.held_out is not None:

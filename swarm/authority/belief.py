@@ -22,11 +22,11 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
-from fusion.swarm.authority.grants import Verify
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.authority.statements import Statement, joined, opened, stated
 from fusion.swarm.directory.job_order import ENDED, job_order
 from fusion.swarm.directory.records import JobRecord
+from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
 

@@ -9,17 +9,19 @@ A grant is `msgpack([1, job, issuer, subject, roles, first, last, from, until, d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import msgpack
 
 from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.authority.revocation import Revocation
 from fusion.swarm.directory.records import MAX_GRANT_BYTES, MAX_GRANTS, MAX_STAGES, JobId, is_digest
 from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import Signer, Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
 
@@ -29,16 +31,6 @@ MAX_TIME = 2**40  # unix seconds
 # To own a stage, to stand by for one (or run it beside its owner), to read weights, data and snapshots, to prompt.
 Role = Literal["own", "stand-by", "read", "ask"]
 ROLES: tuple[Role, ...] = get_args(Role)
-
-Verify = Callable[[str, bytes, bytes], bool]  # (peer, signature, data), as `fusion.swarm.identity.verify`
-
-
-class Issuer(Protocol):
-    """The part of `fusion.swarm.identity.Identity` that giving grants needs."""
-
-    peer_id: PeerId
-
-    def sign(self, data: bytes) -> bytes: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +73,7 @@ class Grant:
         return "it is not valid yet" if now < self.valid_from else None
 
 
-def seal_grant(grant: Grant, issuer: Issuer) -> bytes:
+def seal_grant(grant: Grant, issuer: Signer) -> bytes:
     """The bytes of a grant that `issuer` gives. RecordError where it is not the one that the grant names."""
     if grant.issuer != issuer.peer_id:
         raise RecordError(f"a grant of {grant.issuer} cannot be signed by {issuer.peer_id}")
@@ -124,9 +116,10 @@ def refusal(
     stage: int | None,
     now: float,
     verify: Verify = verify_signature,
+    revoked: Iterable[Revocation] = (),
 ) -> str | None:
     """Why `peer`, who shows `chain`, may not take part in the job so; None where it may. `stage` None: what is asked is
-    not about one stage. `now`: unix seconds."""
+    not about one stage. `now`: unix seconds; `revoked`: the newest list of each who gives grants."""
     admission = law.admission
     if admission.kind == "open" or peer == law.author:
         return None
@@ -148,6 +141,9 @@ def refusal(
             return "its grant was passed on by somebody who may not"
     if links[-1].subject != peer:
         return "its grant is somebody else's"
+    lists = [each for each in revoked if each.issuer == links[0].issuer]
+    if any(each.covers(link.subject) for each in lists for link in links):
+        return "its grant was revoked"
     refused = (link.refusal(law.job, role, stage, now) for link in links)
     return next((f"of its grant, {reason}" for reason in refused if reason is not None), None)
 

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 
 import msgpack
 
-from fusion.swarm.authority.grants import Verify
 from fusion.swarm.directory.records import (
     MAX_PROOF_BYTES,
     MAX_TERM,
@@ -25,6 +24,7 @@ from fusion.swarm.directory.records import (
     is_digest,
 )
 from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
 

@@ -4,6 +4,7 @@ Every chunk is checked against the digest by itself, so a holder can waste a lit
 
     protocol /fusion/blob/1, asked by the fetching side on a stream of its own per holder
         index {digest}          -> index {}, payload: the canonical index
+                                   (of a job that is not open, here and below also {job, grants}: why we may read it)
         get {digest, chunks}    -> chunk {index}, payload, for each chunk in the order asked; between them `wait` {},
                                    every few seconds, while the upload budget lets nothing through
 """
@@ -21,13 +22,14 @@ from weakref import WeakValueDictionary
 
 from cachetools import TTLCache
 
+from fusion.swarm.authority.access import Access, chain_of
 from fusion.swarm.blobs.fetch import Fetch, ask_index
 from fusion.swarm.blobs.index import CHUNK_BYTES, decode_index
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.blobs.upload_budget import UploadBudget
 from fusion.swarm.directory.api import Directory
-from fusion.swarm.directory.records import Digest, ProviderRecord, is_digest
-from fusion.swarm.errors import BlobError, FrameError, StreamClosed, SwarmError
+from fusion.swarm.directory.records import Digest, JobId, ProviderRecord, is_digest
+from fusion.swarm.errors import BlobError, FrameError, RecordError, StreamClosed, SwarmError
 from fusion.swarm.protocol import BLOB
 from fusion.swarm.transport import PeerId, Stream, Transport
 
@@ -76,13 +78,17 @@ class Blobs:
         directory: Directory,
         config: BlobConfig | None = None,
         budget: UploadBudget | None = None,
+        access: Access | None = None,
     ) -> None:
-        """`budget`: for tests that drive its clock; by default it is made from the config."""
+        """`budget`: for tests that drive its clock; by default it is made from the config. `access`: who may read what, as
+        far as a job says."""
+        self._access = access or Access()
         self.store = store
         self._transport = transport
         self._directory = directory
         self._config = config or BlobConfig()
         self._fetches: dict[Digest, asyncio.Task[Path]] = {}
+        self._fetched_for: dict[Digest, JobId | None] = {}
         self._waiting: dict[Digest, int] = {}
         self._uploads = asyncio.Semaphore(self._config.uploads)
         self._unread = asyncio.Semaphore(ALL_UNREAD_CHUNKS)
@@ -120,10 +126,10 @@ class Blobs:
         if self.store.needs is not None:
             self.store.needs.hold(holder, digests)
 
-    async def put(self, data: bytes | Path) -> Digest:
-        """Keep the bytes, or a copy of the file; the swarm is told in the background that we hold them.
-        Raises QuotaExceeded, BlobError."""
-        digest = await asyncio.to_thread(self.store.put, data)
+    async def put(self, data: bytes | Path, job: JobId | None = None) -> Digest:
+        """Keep the bytes, or a copy of the file, as a part of `job`, if of one; the swarm is told in the background that we
+        hold them. Raises QuotaExceeded, BlobError."""
+        digest = await asyncio.to_thread(self.store.put, data, self._closed(job))
         self._announce_soon(digest)
         return digest
 
@@ -132,39 +138,67 @@ class Blobs:
         await asyncio.to_thread(self.store.delete, digest)
 
     async def fetch(
-        self, digest: Digest, hints: Sequence[PeerId] = (), *, max_bytes: int | None = None
+        self,
+        digest: Digest,
+        hints: Sequence[PeerId] = (),
+        *,
+        max_bytes: int | None = None,
+        job: JobId | None = None,
     ) -> Path:
         """The file with the blob's bytes (read-only), fetched from its holders unless it is here already. `hints` are
-        peers likely to hold it. Afterwards we are a holder too.
+        peers likely to hold it; `job` is that whose part it is. Afterwards we are a holder too.
 
         Raises BlobError if nobody (any longer) has it or it is larger than `max_bytes`, QuotaExceeded if it does
         not fit.
         """
         if not is_digest(digest):
             raise BlobError(f"not the digest of a blob: {str(digest)[:80]!r}")
-        if not self.store.has(digest):
-            await self._joined(digest, hints, max_bytes)
+        if not self.store.usable(digest, self._closed(job)):
+            await self._joined(digest, hints, max_bytes, self._closed(job))
         if max_bytes is not None and self.store.size(digest) > max_bytes:
             raise BlobError(
                 f"blob {digest[:8]} has {self.store.size(digest)} bytes; at most {max_bytes} allowed"
             )
         return self.store.path(digest)
 
-    async def read(self, digest: Digest, max_bytes: int, hints: Sequence[PeerId] = ()) -> bytes:
+    async def read(
+        self, digest: Digest, max_bytes: int, hints: Sequence[PeerId] = (), job: JobId | None = None
+    ) -> bytes:
         """The blob's bytes, fetched if need be. Raises as `fetch`."""
-        path = await self.fetch(digest, hints, max_bytes=max_bytes)
+        path = await self.fetch(digest, hints, max_bytes=max_bytes, job=job)
         try:
             return await asyncio.to_thread(path.read_bytes)
         except OSError as error:
             raise BlobError(f"cannot read blob {digest[:8]}: {error.strerror or error}") from error
 
-    async def _joined(self, digest: Digest, hints: Sequence[PeerId], max_bytes: int | None) -> None:
-        """Wait for the one fetch of the blob, started if there is none, stopped when nobody waits any longer."""
-        task = self._fetches.get(digest)
+    def of(self, job: JobId) -> JobBlobs:
+        """The blobs of one job."""
+        return JobBlobs(self, job)
+
+    def _closed(self, job: JobId | None) -> JobId | None:
+        """The job, if not everybody may read what is part of it."""
+        law = None if job is None else self._access.law(job)
+        return None if law is None or law.admission.kind == "open" else job
+
+    def _leave(self, job: JobId | None) -> dict[str, object]:
+        """What a request says of why we may read a blob of the job."""
+        return {} if job is None else {"job": job, "grants": list(self._access.chain(job))}
+
+    async def _joined(
+        self, digest: Digest, hints: Sequence[PeerId], max_bytes: int | None, job: JobId | None
+    ) -> None:
+        """Wait for the one fetch of the blob for that job, started if there is none, stopped when nobody waits any longer."""
+        while True:
+            task = self._fetches.get(digest)
+            if task is None or self._fetched_for.get(digest) == job:
+                break
+            await asyncio.wait([task])  # who may read it is the other job's to say
+            if self.store.usable(digest, job):
+                return
         if task is None:
-            task = asyncio.create_task(self._fetch(digest, hints, max_bytes), name=f"fetch {digest[:8]}")
-            self._fetches[digest] = task
-            task.add_done_callback(lambda _: self._fetches.pop(digest, None))
+            task = asyncio.create_task(self._fetch(digest, hints, max_bytes, job), name=f"fetch {digest[:8]}")
+            self._fetches[digest], self._fetched_for[digest] = task, job
+            task.add_done_callback(lambda _: (self._fetches.pop(digest), self._fetched_for.pop(digest)))
         self._waiting[digest] = self._waiting.get(digest, 0) + 1
         try:
             await asyncio.shield(task)
@@ -178,7 +212,9 @@ class Blobs:
                 del self._waiting[digest]
                 task.cancel()
 
-    async def _fetch(self, digest: Digest, hints: Sequence[PeerId], max_bytes: int | None) -> Path:
+    async def _fetch(
+        self, digest: Digest, hints: Sequence[PeerId], max_bytes: int | None, job: JobId | None
+    ) -> Path:
         fetch: Fetch | None = None
         shunned: set[PeerId] = set()  # sent bytes that do not match the digest
         fruitless = 0
@@ -195,7 +231,7 @@ class Blobs:
                     if fetch is None and holders:
                         patience = min(HINT_SECONDS, self._config.chunk_seconds)
                         fetch = await self._begin(
-                            digest, holders, patience if first else self._config.chunk_seconds, max_bytes
+                            digest, holders, patience if first else self._config.chunk_seconds, max_bytes, job
                         )
                     if fetch is not None:
                         await fetch.round(holders, shunned, lookup, self._config.holders)
@@ -221,15 +257,21 @@ class Blobs:
         return self.store.path(digest)
 
     async def _begin(
-        self, digest: Digest, holders: Sequence[PeerId], patience_seconds: float, max_bytes: int | None
+        self,
+        digest: Digest,
+        holders: Sequence[PeerId],
+        patience_seconds: float,
+        max_bytes: int | None,
+        job: JobId | None,
     ) -> Fetch:
         """Raises BlobError where none of the holders has the blob, TooLarge, QuotaExceeded."""
-        data = await ask_index(self._transport, holders, digest, patience_seconds)
+        request = {"digest": digest, **self._leave(job)}
+        data = await ask_index(self._transport, holders, request, patience_seconds)
         size = decode_index(data, digest).size_bytes
         if max_bytes is not None and size > max_bytes:
             raise TooLarge(f"blob {digest[:8]} has {size} bytes; at most {max_bytes} allowed")
-        partial = await asyncio.to_thread(self.store.begin, data, digest)
-        return Fetch(self._transport, partial, self._config.chunk_seconds)
+        partial = await asyncio.to_thread(self.store.begin, data, digest, job)
+        return Fetch(self._transport, partial, self._config.chunk_seconds, request)
 
     def _look_up(self, digest: Digest, hints: Sequence[PeerId]) -> asyncio.Task[list[PeerId]]:
         return asyncio.create_task(self._holders(digest, hints), name=f"holders of {digest[:8]}")
@@ -283,6 +325,10 @@ class Blobs:
             if not self.store.has(digest):  # an honest question with a plain answer: nothing for the log
                 await self._send(stream, "error", {"message": f"blob {digest:.8} is not here"})
                 continue
+            refused = await self._refusal(digest, stream.remote, frame.header)
+            if refused is not None:
+                await self._send(stream, "error", {"message": f"blob {digest:.8}: {refused}"})
+                continue
             match frame.kind, frame.header.get("chunks"):
                 case "index", _:
                     data = await asyncio.to_thread(self.store.index, digest)
@@ -291,6 +337,21 @@ class Blobs:
                     await self._send_chunks(stream, digest, chunks)
                 case _:
                     raise FrameError("a blob request that is not one")
+
+    async def _refusal(self, digest: Digest, reader: PeerId, header: Mapping[str, object]) -> str | None:
+        """Why that reader may not have the blob; None where it may. The reader has to name the job as well: else whoever
+        reads it for another job could not tell that it is not for everybody."""
+        jobs = self.store.jobs_of(digest)
+        if jobs is None:
+            return None
+        job = header.get("job")
+        if job not in jobs:
+            return "it is a part of a job that is not open to all"
+        try:
+            chain = chain_of(header.get("grants"))
+        except RecordError as error:
+            return str(error)
+        return await self._access.strict_refusal(JobId(str(job)), reader, "read", chain)
 
     async def _send_chunks(self, stream: Stream, digest: Digest, chunks: list[object]) -> None:
         for chunk in chunks:
@@ -345,6 +406,28 @@ class Blobs:
             while True:
                 await asyncio.sleep(WAIT_SECONDS)
                 await self._send(stream, "wait")
+
+
+class JobBlobs:
+    """Blobs as a part of one job: who takes part in it may read them."""
+
+    def __init__(self, blobs: Blobs, job: JobId) -> None:
+        self._blobs = blobs
+        self._job = job
+
+    async def put(self, data: bytes | Path) -> Digest:
+        """As `Blobs.put`."""
+        return await self._blobs.put(data, self._job)
+
+    async def fetch(
+        self, digest: Digest, hints: Sequence[PeerId] = (), *, max_bytes: int | None = None
+    ) -> Path:
+        """As `Blobs.fetch`."""
+        return await self._blobs.fetch(digest, hints, max_bytes=max_bytes, job=self._job)
+
+    async def read(self, digest: Digest, max_bytes: int, hints: Sequence[PeerId] = ()) -> bytes:
+        """As `Blobs.read`."""
+        return await self._blobs.read(digest, max_bytes, hints, self._job)
 
 
 class TooLarge(BlobError):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fusion.swarm.blobs.index import decode_index
 from fusion.swarm.blobs.store import BadChunk, PartialBlob
-from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import BlobError, FrameError, QuotaExceeded, SwarmError
 from fusion.swarm.protocol import BLOB
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call, checked
@@ -23,9 +22,9 @@ PATIENCE = 100  # times that a holder may ask us to wait for one chunk
 
 
 async def ask_index(
-    transport: Transport, holders: Sequence[PeerId], digest: Digest, timeout_seconds: float
+    transport: Transport, holders: Sequence[PeerId], request: Mapping[str, Any], timeout_seconds: float
 ) -> bytes:
-    """The blob's index from whichever holder answers first; another one is asked whenever those before it are silent
+    """The index of the blob that `request` names, from whichever holder answers first; another one is asked whenever those before it are silent
     for a moment. Raises BlobError if none has it."""
     trouble = "nobody announces it"
     waiting: set[asyncio.Task[bytes]] = set()
@@ -34,7 +33,7 @@ async def ask_index(
         while left or waiting:
             if left:
                 waiting.add(
-                    asyncio.create_task(_index_from(transport, left.popleft(), digest, timeout_seconds))
+                    asyncio.create_task(_index_from(transport, left.popleft(), request, timeout_seconds))
                 )
             done, waiting = await asyncio.wait(
                 waiting, timeout=HEDGE_SECONDS if left else None, return_when=asyncio.FIRST_COMPLETED
@@ -46,7 +45,7 @@ async def ask_index(
                 if not isinstance(error, BlobError):
                     raise error
                 trouble = str(error)
-                logger.debug("no index of blob %.8s: %s", digest, trouble)
+                logger.debug("no index of blob %.8s: %s", request["digest"], trouble)
     finally:
         for task in waiting:
             task.cancel()
@@ -54,11 +53,13 @@ async def ask_index(
     raise BlobError(trouble)
 
 
-async def _index_from(transport: Transport, holder: PeerId, digest: Digest, timeout_seconds: float) -> bytes:
+async def _index_from(
+    transport: Transport, holder: PeerId, request: Mapping[str, Any], timeout_seconds: float
+) -> bytes:
     try:
         async with asyncio.timeout(timeout_seconds):
-            frame = await call(transport, holder, BLOB.name, "index", {"digest": digest})
-        decode_index(frame.payload, digest)
+            frame = await call(transport, holder, BLOB.name, "index", request)
+        decode_index(frame.payload, request["digest"])
         return bytes(frame.payload)
     except TimeoutError:
         raise BlobError(f"{holder} did not answer") from None
@@ -73,7 +74,11 @@ class Fetch:
     holder does not decide when the blob is whole.
     """
 
-    def __init__(self, transport: Transport, partial: PartialBlob, chunk_seconds: float) -> None:
+    def __init__(
+        self, transport: Transport, partial: PartialBlob, chunk_seconds: float, request: Mapping[str, Any]
+    ) -> None:
+        """`request`: what names the blob, and says why we may read it."""
+        self._request = request
         self.partial = partial
         self.trouble = ""  # of the last holder that failed us
         self._transport = transport
@@ -151,7 +156,7 @@ class Fetch:
             outstanding.extend(chunks)
             for chunk in chunks:
                 self._asked[chunk] = self._asked.get(chunk, 0) + 1
-            await stream.send("get", {"digest": self.partial.index.digest, "chunks": chunks})
+            await stream.send("get", {**self._request, "chunks": chunks})
 
     def _take(self, count: int, outstanding: deque[int]) -> list[int]:
         chunks: list[int] = []

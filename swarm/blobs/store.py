@@ -2,6 +2,7 @@
 
 ROOT/<digest>            the bytes
 ROOT/<digest>.index      its index, written last: where it is, the blob is whole
+ROOT/<digest>.jobs       the jobs whose members alone may read it, where it is not for everybody; written before the index
 ROOT/partial/<digest>    a blob on its way, with holes, and its index; survives a restart
 ROOT/partial/tmp-*       files being written; swept at start
 """
@@ -15,7 +16,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,6 +59,9 @@ class BlobStore:
         self._lock = threading.Lock()
         self._held: dict[Digest, Held] = {}
         self._stamped: dict[Digest, float] = {}  # the use that the disk knows of
+        self._jobs: dict[
+            Digest, frozenset[str] | None
+        ] = {}  # whose members may read a blob, as far as it was asked
         self._resumable: dict[Digest, int] = {}  # partial blobs that nobody is fetching now, oldest first
         self._reserved = 0  # of partial blobs being fetched and files being written
         with _disk_errors(f"cannot use {root}"):
@@ -104,8 +108,32 @@ class BlobStore:
             file.seek(chunk * CHUNK_BYTES)
             return file.read(CHUNK_BYTES)
 
-    def put(self, source: bytes | Path) -> Digest:
-        """Keep a copy of the bytes, or of the file. Raises QuotaExceeded, BlobError."""
+    def jobs_of(self, digest: Digest) -> frozenset[str] | None:
+        """The jobs whose members alone may read the blob; None for one that is for everybody."""
+        if digest not in self._jobs:
+            with _disk_errors(f"cannot read blob {digest[:8]}"):
+                try:
+                    self._jobs[digest] = frozenset((self.root / f"{digest}.jobs").read_text().split())
+                except FileNotFoundError:
+                    self._jobs[digest] = None
+        return self._jobs[digest]
+
+    def usable(self, digest: Digest, job: str | None) -> bool:
+        """Whether the blob is here, and here for that job."""
+        if not self.has(digest):
+            return False
+        jobs = self.jobs_of(digest)
+        return jobs is None or job in jobs
+
+    def keep_for(self, job: str, digests: Iterable[Digest]) -> None:
+        """From now on these blobs, which are here, are for members of `job` alone. Raises BlobError."""
+        with _disk_errors(f"cannot write to {self.root}"):
+            for digest in digests:
+                self._label(digest, job)
+
+    def put(self, source: bytes | Path, job: str | None = None) -> Digest:
+        """Keep a copy of the bytes, or of the file, for members of `job` alone where one is named. Raises QuotaExceeded,
+        BlobError."""
         if isinstance(source, Path):
             with _disk_errors(f"cannot read {source}"):
                 size = source.stat().st_size
@@ -118,14 +146,15 @@ class BlobStore:
                 with scratch.open("wb") as file:
                     index = index_of(_copied(source, file, size))
                     _settle(file.fileno())
-                return self._adopt(index, scratch)
+                return self._adopt(index, scratch, job)
         finally:
             with self._lock:
                 self._reserved -= size
             scratch.unlink(missing_ok=True)
 
-    def begin(self, index_bytes: bytes, digest: Digest) -> PartialBlob:
-        """Start, or go on with, fetching a blob. `close` the result. Raises QuotaExceeded, BlobError."""
+    def begin(self, index_bytes: bytes, digest: Digest, job: str | None = None) -> PartialBlob:
+        """Start, or go on with, fetching a blob, for members of `job` alone where one is named. `close` the result. Raises
+        QuotaExceeded, BlobError."""
         index = decode_index(index_bytes, digest)
         with self._lock:
             self._resumable.pop(digest, None)
@@ -137,7 +166,7 @@ class BlobStore:
         try:
             with _disk_errors(f"cannot write blob {digest[:8]}"):
                 (self._partial / f"{digest}.index").write_bytes(index_bytes)
-                return PartialBlob(self, index, self._partial / digest)
+                return PartialBlob(self, index, self._partial / digest, job)
         except BaseException:
             with self._lock:
                 self._reserved -= index.size_bytes
@@ -148,9 +177,11 @@ class BlobStore:
         with self._lock:
             self._held.pop(digest, None)
             self._stamped.pop(digest, None)
+            self._jobs.pop(digest, None)
         with _disk_errors(f"cannot delete blob {digest[:8]}"):
             (self.root / f"{digest}.index").unlink(missing_ok=True)
             (self.root / digest).unlink(missing_ok=True)
+            (self.root / f"{digest}.jobs").unlink(missing_ok=True)
 
     def to_announce(self, limit: int) -> list[Digest]:
         """The blobs that the swarm should hear of, at most `limit`."""
@@ -184,7 +215,7 @@ class BlobStore:
         try:
             if complete:
                 with _disk_errors(f"cannot write blob {digest[:8]}"):
-                    self._adopt(partial.index, partial.path)
+                    self._adopt(partial.index, partial.path, partial.job)
                     (self._partial / f"{digest}.index").unlink(missing_ok=True)
         finally:
             with self._lock:
@@ -192,8 +223,9 @@ class BlobStore:
                 if not complete:
                     self._resumable[digest] = size
 
-    def _adopt(self, index: BlobIndex, data: Path) -> Digest:
+    def _adopt(self, index: BlobIndex, data: Path, job: str | None) -> Digest:
         digest = index.digest
+        self._label(digest, job)
         os.replace(data, self.root / digest)
         scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
         with scratch.open("wb") as file:
@@ -202,6 +234,16 @@ class BlobStore:
         os.replace(scratch, self.root / f"{digest}.index")
         self._use(digest, index.size_bytes)
         return digest
+
+    def _label(self, digest: Digest, job: str | None) -> None:
+        path = self.root / f"{digest}.jobs"
+        if job is None:
+            path.unlink(missing_ok=True)
+            self._jobs[digest] = None
+        else:
+            jobs = {*(self.jobs_of(digest) or ()), job}
+            path.write_text("\n".join(sorted(jobs)))
+            self._jobs[digest] = frozenset(jobs)
 
     def _reserve(self, size: int) -> None:
         """Count `size` bytes as used. Half-fetched blobs that nobody waits for make room first, then whole ones that
@@ -255,7 +297,7 @@ class BlobStore:
             else:
                 self.delete(digest)
         for file in self.root.iterdir():  # the crash came between the data and its index
-            if is_digest(file.name) and file.name not in self._held:
+            if is_digest(file.name.removesuffix(".jobs")) and file.stem not in self._held:
                 file.unlink(missing_ok=True)
         for file in self._partial.iterdir():
             digest = Digest(file.name)
@@ -269,8 +311,9 @@ class BlobStore:
 class PartialBlob:
     """A blob of which some chunks are here. Chunks may be written from several threads."""
 
-    def __init__(self, store: BlobStore, index: BlobIndex, path: Path) -> None:
+    def __init__(self, store: BlobStore, index: BlobIndex, path: Path, job: str | None) -> None:
         self.index = index
+        self.job = job
         self.path = path
         self._store = store
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

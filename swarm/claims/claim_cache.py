@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from cachetools import FIFOCache
 
-from fusion.swarm.authority.grants import Role, Verify, refusal
+from fusion.swarm.authority.access import Access
+from fusion.swarm.authority.grants import Role
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims import tenure
 from fusion.swarm.claims.election import latest, rank
@@ -19,6 +20,7 @@ from fusion.swarm.claims.tenure import NEVER, Holding, Seat, Tenure
 from fusion.swarm.claims.testimony import open_testimony
 from fusion.swarm.directory.records import ClaimRecord, JobId, Record
 from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
 
 SHOWN = 8  # claims of one stage that were shown to us and are kept
@@ -43,19 +45,20 @@ class ClaimCache:
         limit: int,
         now: Callable[[], float],
         verify: Verify,
+        access: Access,
     ) -> None:
         self._peer_id = peer_id
         self._unsealed = unsealed
         self._now = now
         self._verify = verify
-        self._laws: FIFOCache[JobId, JobLaw] = FIFOCache(limit)
+        self._access = access
         self._hints: FIFOCache[Slot, int] = FIFOCache(limit)
         self._read: FIFOCache[Slot, tuple[ClaimRecord, ...]] = FIFOCache(limit)
         self._shown: FIFOCache[Slot, dict[PeerId, bytes]] = FIFOCache(limit)  # sealed
         self._tenures: FIFOCache[Slot, Tenure] = FIFOCache(limit)
 
     def know(self, law: JobLaw) -> None:
-        self._laws[law.job] = law
+        self._access.know(law)
         highest = self._ceiling(law.job)
         for stage in range(law.stages):
             known = self._tenures.get((law.job, stage))
@@ -156,13 +159,24 @@ class ClaimCache:
 
     def refusal(self, claim: ClaimRecord) -> str | None:
         """Why the claim counts for nothing; None where it may, or nobody knows the job's law yet."""
-        law = self._laws.get(claim.job)
+        law = self._access.law(claim.job)
         role = None if law is None else _ROLES.get(claim.role)
         if law is None or role is None:
             return None
         if claim.stage >= law.stages:
             return f"the job has {law.stages} stages"
-        return refusal(law, claim.grants, claim.peer, role, claim.stage, self._now(), self._verify)
+        refused = self._access.refusal(claim.job, claim.peer, role, claim.stage, claim.grants)
+        return self._too_many(law, claim) if refused is None and role == "own" else refused
+
+    def _too_many(self, law: JobLaw, claim: ClaimRecord) -> str | None:
+        """Why a peer that holds stages of the job may not come to this one as well."""
+        most, known = law.limits.stages_per_owner, self._tenures.get((claim.job, claim.stage))
+        if most == 0 or (known is not None and known.claim.peer == claim.peer):
+            return None
+        held = (self._tenures.get((claim.job, stage)) for stage in range(law.stages) if stage != claim.stage)
+        now = self._now()
+        count = sum(1 for each in held if each and each.claim.peer == claim.peer and each.lives(now))
+        return f"the job gives nobody more than {most} stages" if count >= most else None
 
     # --- proofs
 
@@ -205,7 +219,7 @@ class ClaimCache:
 
     def _seats(self, slot: Slot, suspect: PeerId | None = None) -> tuple[Seat, ...]:
         job, stage = slot
-        law = self._laws.get(job)
+        law = self._access.law(job)
         if law is None:
             return ()
         held = (self._tenures.get((job, other)) for other in tenure.jury(stage, law.stages))
@@ -213,11 +227,11 @@ class ClaimCache:
 
     def _is_alone(self, slot: Slot) -> bool:
         """Whether no stage's owner could ever have a word on this one."""
-        law = self._laws.get(slot[0])
+        law = self._access.law(slot[0])
         return law is None or not tenure.jury(slot[1], law.stages)
 
     def _ceiling(self, job: JobId) -> int:
-        law = self._laws.get(job)
+        law = self._access.law(job)
         return tenure.ceiling(0 if law is None else law.launched_at, self._now())
 
     def _open(self, slot: Slot, peer: PeerId) -> ClaimRecord | None:

@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
+from fusion.swarm.authority.access import Access
+from fusion.swarm.authority.grants import Role
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.claim_cache import ClaimCache, Slot
 from fusion.swarm.claims.claim_publisher import ClaimPublisher
@@ -73,17 +75,24 @@ class Leases:
         directory: Directory,
         config: LeaseConfig | None = None,
         on_lost: Callable[[ClaimRecord], None] | None = None,
+        access: Access | None = None,
     ) -> None:
         self.peer_id = peer_id
+        self.access = access or Access(None, directory.now, directory.verify)
         self.on_lost = on_lost
         self.testimonies: Testimonies | None = None
         self._directory = directory
         self._config = config or LeaseConfig()
         self._ours = ClaimPublisher(directory, self._config.ttl_seconds)
         self._memory = ClaimCache(
-            peer_id, directory.unsealed, self._config.remembered_slots, directory.now, directory.verify
+            peer_id,
+            directory.unsealed,
+            self._config.remembered_slots,
+            directory.now,
+            directory.verify,
+            self.access,
         )
-        self.standbys = Standbys(peer_id, self._ours, self._memory)
+        self.standbys = Standbys(peer_id, self._ours, self._memory, self.access.chain)
         self._locks: dict[Slot, asyncio.Lock] = {}
         self._proving: dict[Slot, float] = {}  # when testimonies were asked for last
         self._disowned: dict[Slot, dict[PeerId, Testimony]] = {}  # what jurors said against our own claim
@@ -126,6 +135,11 @@ class Leases:
         """From now on claims of the job count only of those whom its manifest admits, at most at its ceiling of terms, and
         the owners of its stages have a word on each other's."""
         self._memory.know(law)
+
+    def refusal(self, job: JobId, stage: int, role: Role) -> str | None:
+        """Why we may not own the stage, or stand by for it; None where we may, or the job's law is not known yet."""
+        grants = self.access.chain(job)
+        return self._memory.refusal(_bare_claim(job, stage, self.peer_id, role=role, grants=grants))
 
     def observe(self, job: JobId, stage: int, term: int) -> None:
         """Remember a term that somebody speaks of (in a StaleTerm refusal, a job record): our next claim of a vacant stage
@@ -194,6 +208,7 @@ class Leases:
                 score=score,
                 step=0,
                 load=0.0,
+                grants=self.access.chain(job),
                 proof=proof,
             )
             before = self._ours.standing.pop(slot, None)  # must not be published over the claim
@@ -291,7 +306,7 @@ class Leases:
         """Whether these testimonies, together, let `heir` follow."""
         return self._memory.proves(_bare_claim(job, stage, heir, tuple(words)), holding)
 
-    def refusal(self, job: JobId, stage: int, holding: Holding) -> dict[str, object]:
+    def disowning(self, job: JobId, stage: int, holding: Holding) -> dict[str, object]:
         """Our word that whoever says that it holds the stage so does not, for the one that we refuse."""
         held = self.tenure(job, stage)
         heir = self.peer_id if held is None or held.holding == holding else held.claim.peer
@@ -368,6 +383,14 @@ class Leases:
         held = self._ours.owned.get(slot)
         if held is None:
             return
+        refused = self.refusal(*slot, "own")
+        if refused is not None:  # our grant has expired, or was revoked: nobody goes by our claim any more
+            self._leave(held, refused)
+            await self._ours.withdraw(held)
+            return
+        grants = self.access.chain(held.job)
+        if grants != held.grants:
+            held = self._ours.owned[slot] = replace(held, grants=grants)
         try:
             if self._ours.lapsed(held):
                 # We were away: whoever has followed meanwhile did so rightly, and must be seen before we go on.
@@ -417,16 +440,12 @@ class Leases:
         self._disowned.pop(slot, None)
 
     def _give_way(self, held: ClaimRecord, best: ClaimRecord) -> None:
+        self._leave(held, f"went from us (term {held.term}) to {best.peer} (term {best.term})")
+
+    def _leave(self, held: ClaimRecord, reason: str) -> None:
         del self._ours.owned[held.job, held.stage]
         self._forget((held.job, held.stage))
-        logger.info(
-            "stage %d of job %.8s went from us (term %d) to %s (term %d)",
-            held.stage,
-            held.job,
-            held.term,
-            best.peer,
-            best.term,
-        )
+        logger.info("stage %d of job %.8s: %s", held.stage, held.job, reason)
         if self.on_lost is not None:
             self.on_lost(held)
 
@@ -447,7 +466,15 @@ class Leases:
                 continue
 
 
-def _bare_claim(job: JobId, stage: int, peer: PeerId, proof: tuple[bytes, ...]) -> ClaimRecord:
+def _bare_claim(
+    job: JobId,
+    stage: int,
+    peer: PeerId,
+    proof: tuple[bytes, ...] = (),
+    role: Role = "own",
+    grants: tuple[bytes, ...] = (),
+) -> ClaimRecord:
     return ClaimRecord(
-        job=job, stage=stage, peer=peer, role="owner", term=0, score=0.0, step=0, load=0.0, proof=proof
+        job=job, stage=stage, peer=peer, role="owner" if role == "own" else "standby", term=0, score=0.0, step=0,
+        load=0.0, grants=grants, proof=proof,
     )  # fmt: skip

@@ -5,6 +5,7 @@ Who takes a stage over, and when, is the rule of `fusion.swarm.claims.election`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from fusion.swarm.claims.claim_cache import ClaimCache, Slot
@@ -17,7 +18,15 @@ from fusion.swarm.transport import PeerId
 class Standbys:
     """The stages that this peer stands by for. A stage that it owns is never one of them, nor one that it claims."""
 
-    def __init__(self, peer_id: PeerId, ours: ClaimPublisher, memory: ClaimCache) -> None:
+    def __init__(
+        self,
+        peer_id: PeerId,
+        ours: ClaimPublisher,
+        memory: ClaimCache,
+        chain: Callable[[JobId], tuple[bytes, ...]],
+    ) -> None:
+        """`chain`: the grants that we show in a job."""
+        self._chain = chain
         self._peer_id = peer_id
         self._ours = ours
         self._memory = memory
@@ -49,6 +58,7 @@ class Standbys:
                 step=step,
                 load=1.0 if busy else 0.0,
                 ready=ready,
+                grants=self._chain(job),
             )
         self._ours.standing[slot] = claim
         if before is None or replace(before, term=claim.term, step=step) != claim:
@@ -98,5 +108,5 @@ class Standbys:
             if claim.role == "standby":  # sessions know a replica by its term
                 # Not below a claim of ours that was an owner's: readers go by the term where they have seen both.
                 term = max(claim.term, self._memory.term(slot))
-                self._ours.standing[slot] = replace(claim, term=term)
+                self._ours.standing[slot] = replace(claim, term=term, grants=self._chain(claim.job))
             await self._ours.say(claim)

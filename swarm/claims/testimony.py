@@ -15,12 +15,11 @@ import msgpack
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import MAX_PROOF_BYTES, JobId
 from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
 
 GOOD_SECONDS = 12  # two leases: a word that nobody made use of must not be kept for later
 CLOCKS_SECONDS = 5  # how far ahead of ours the voter's clock may be
-
-Verify = Callable[[str, bytes, bytes], bool]  # (peer, signature, data)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 
@@ -33,8 +33,7 @@ from fusion.swarm.directory.records import (
     check_fields,
 )
 from fusion.swarm.errors import RecordError
-from fusion.swarm.identity import verify
-from fusion.swarm.transport import PeerId
+from fusion.swarm.identity import Signer, verify
 
 RECORD_VERSION = 3
 OLDEST_RECORD_VERSION = (
@@ -44,14 +43,6 @@ MAX_RECORD_BYTES = 4096
 MAX_TTL_SECONDS = 120.0
 MAX_CLAIM_SECONDS = RECORD_TTL_SECONDS  # a claim is a lease: who is gone must not hold a stage for longer
 CLOCK_TOLERANCE_SECONDS = 5.0  # how far apart two honest peers' clocks may be
-
-
-class Signer(Protocol):
-    """The part of `fusion.swarm.identity.Identity` that sealing needs."""
-
-    peer_id: PeerId
-
-    def sign(self, data: bytes) -> bytes: ...
 
 
 @dataclass(frozen=True)

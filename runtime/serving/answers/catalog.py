@@ -266,9 +266,11 @@ class Catalog:
 
     async def _load(self, record: JobRecord) -> ServedModel:
         hints = [record.author]  # the launcher, who stored it, or the lead
-        blobs = self._context.blobs
-        manifest = manifests.decode(await blobs.read(Digest(record.job), manifests.MAX_MANIFEST_BYTES, hints))
+        manifest = manifests.decode(
+            await self._context.blobs.read(Digest(record.job), manifests.MAX_MANIFEST_BYTES, hints)
+        )
         self._context.leases.know(manifest.law(record.job))
+        blobs = self._context.blobs.of(record.job)
         if manifest.serve is None:
             raise JobError(f"model: {record.name} is not a served model")
         costs = costs_of(manifest)

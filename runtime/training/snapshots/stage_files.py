@@ -57,6 +57,7 @@ class StageFiles:
         self, context: Context, job: JobId, manifest: Manifest, stage: Stage, shards: Shards = snapshot
     ) -> None:
         self._context = context
+        self._blobs = context.blobs.of(job)
         self._job = job
         self._manifest = manifest
         self._stage = stage
@@ -69,7 +70,7 @@ class StageFiles:
         self._by_step: dict[int, set[Digest]] = {}  # blobs of snapshots that we wrote or fetched
 
     async def put(self, data: bytes) -> Digest:
-        return await self._context.blobs.put(data)
+        return await self._blobs.put(data)
 
     async def checkpoint(self, index_digest: Digest) -> Checkpoint:
         """The snapshot with this index, its ledger included. Raises BlobError, JobError."""
@@ -78,7 +79,7 @@ class StageFiles:
     async def load(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
         """The state of our stage at a snapshot, or its initial weights where `checkpoint` names none, as
         `TrainingStage.load_state` takes it. Raises BlobError, JobError."""
-        blobs, stage = self._context.blobs, self._stage
+        blobs, stage = self._blobs, self._stage
         if checkpoint.digest is None:
             proposed = [peer for peer in self._manifest.proposed if peer]
             path = await blobs.fetch(self._manifest.weights[stage.index], proposed, max_bytes=self._most)
@@ -92,7 +93,7 @@ class StageFiles:
         self, digest: Digest, version: Version, near: Sequence[PeerId]
     ) -> dict[str, torch.Tensor]:
         """That state of our stage from one shard, which the peers of `near` hold. Raises BlobError, JobError."""
-        path = await self._context.blobs.fetch(digest, near, max_bytes=self._most)
+        path = await self._blobs.fetch(digest, near, max_bytes=self._most)
         self._keep(version.step, digest)
         return await asyncio.to_thread(self._shards.load_state, path, self._stage, self._residuals, version)
 
@@ -101,11 +102,11 @@ class StageFiles:
         if checkpoint.digest is None:
             proposed = [peer for peer in self._manifest.proposed if peer]
             weights = self._manifest.weights[self._stage.index]
-            await self._context.blobs.fetch(weights, proposed, max_bytes=self._most)
+            await self._blobs.fetch(weights, proposed, max_bytes=self._most)
             return
         digest, _ = await self._shard_of(checkpoint, owners)
         near = self._near(self._stage.index, owners)
-        await self._context.blobs.fetch(digest, near, max_bytes=self._most)
+        await self._blobs.fetch(digest, near, max_bytes=self._most)
 
     async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
         """Store that state of our stage as a blob. Raises BlobError, QuotaExceeded, OSError."""
@@ -123,7 +124,7 @@ class StageFiles:
 
         try:
             await asyncio.to_thread(write)
-            digest = await self._context.blobs.put(path)
+            digest = await self._blobs.put(path)
         finally:
             abandoned.set()
             path.unlink(missing_ok=True)
@@ -136,7 +137,7 @@ class StageFiles:
         JobError."""
         index = await self._index(index_digest, owners)
         for stage in copies_at(self._stage.index, self._manifest.stages, owners):
-            await self._context.blobs.fetch(index.shards[stage], self._near(stage, owners))
+            await self._blobs.fetch(index.shards[stage], self._near(stage, owners))
             self._keep(index.step, index_digest, index.shards[stage])
 
     async def forget_before(self, checkpoint: Checkpoint) -> None:
@@ -158,7 +159,7 @@ class StageFiles:
             wanted += [] if manifest.tokenizer is None else [manifest.tokenizer]
         for digest in wanted:
             try:
-                await self._context.blobs.fetch(digest, max_bytes=self._context.blobs.store.quota_bytes // 4)
+                await self._blobs.fetch(digest, max_bytes=self._context.blobs.store.quota_bytes // 4)
             except SwarmError as error:
                 log.warning("stage %d of %s holds no copy of a file: %s", stage, manifest.name, error)
 
@@ -175,7 +176,7 @@ class StageFiles:
         return index.shards[self._stage.index], found.version
 
     async def _index(self, digest: Digest, owners: Mapping[int, PeerId]) -> snapshot.Index:
-        data = await self._context.blobs.read(digest, snapshot.MAX_INDEX_BYTES, self._near(0, owners))
+        data = await self._blobs.read(digest, snapshot.MAX_INDEX_BYTES, self._near(0, owners))
         return snapshot.decode_index(data, self._job, self._manifest.stages)
 
     def _near(self, stage: int, owners: Mapping[int, PeerId]) -> list[PeerId]:

@@ -77,6 +77,18 @@ class Fence:
             return
         if _Holder(hello.term, peer, hello.incarnation) != holder:
             raise Overtaken(self._partner, hello.term, holder.term)
+        self._check_grant(peer)
+
+    def _check_grant(self, peer: PeerId) -> None:
+        """Raises StaleTerm where the grant in its claim has expired since, or was revoked."""
+        law = self._leases.access.law(self._job)
+        if law is None or law.admission.kind != "granted":
+            return
+        held = self._leases.tenure(self._job, self._partner)
+        if held is not None and held.claim.peer == peer:
+            refused = self._leases.access.refusal(self._job, peer, "own", self._partner, held.claim.grants)
+            if refused is not None:
+                raise StaleTerm(f"stage {self._partner} is not {peer}'s any more: {refused}")
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """From now on nobody speaks for the partner but this peer, until a higher term comes. Raises Overtaken."""

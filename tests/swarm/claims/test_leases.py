@@ -582,10 +582,10 @@ def test_one_neighbour_of_two_cannot_disown_an_owner() -> None:
             await one.claims(JOB, stage)
         holding = Holding(first.peer, first.term)
         for _ in range(3):
-            assert not one.disowned(JOB, 0, liar.peer_id, liar.refusal(JOB, 0, holding))
-        assert not one.disowned(JOB, 0, third.peer_id, liar.refusal(JOB, 0, holding)), "another's word"
+            assert not one.disowned(JOB, 0, liar.peer_id, liar.disowning(JOB, 0, holding))
+        assert not one.disowned(JOB, 0, third.peer_id, liar.disowning(JOB, 0, holding)), "another's word"
         assert not one.disowned(JOB, 0, third.peer_id, {"heir": 1, "word": b"x"})
-        assert one.disowned(JOB, 0, third.peer_id, third.refusal(JOB, 0, holding))
+        assert one.disowned(JOB, 0, third.peer_id, third.disowning(JOB, 0, holding))
 
     asyncio.run(scenario())
 

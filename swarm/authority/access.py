@@ -1,0 +1,113 @@
+"""Who may do what in the jobs that this process knows: their laws, what has been revoked in them, and the grants that this
+process itself shows to others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from cachetools import FIFOCache
+
+from fusion.swarm.authority import grants
+from fusion.swarm.authority.grants import Role
+from fusion.swarm.directory.records import MAX_GRANT_BYTES, MAX_GRANTS
+from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.authority.revocation import Revocation, newer, open_revocation
+from fusion.swarm.authority.wallet import Chain, Wallet
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import Verify
+from fusion.swarm.identity import verify as verify_signature
+from fusion.swarm.transport import PeerId
+
+REMEMBERED_JOBS = 65_536
+UNKNOWN = "this peer does not know the job, and so not who may take part in it"
+
+
+class Access:
+    """`wallet` None: this process has nothing to show. `now`: unix seconds; `verify` checks signatures."""
+
+    def __init__(
+        self,
+        wallet: Wallet | None = None,
+        now: Callable[[], float] = time.time,
+        verify: Verify = verify_signature,
+        remembered: int = REMEMBERED_JOBS,
+    ) -> None:
+        self.wallet = wallet
+        # Reads the law of a job whose manifest lies here; None where it does not.
+        self.look_up: Callable[[JobId], Awaitable[JobLaw | None]] | None = None
+        self._now = now
+        self._verify = verify
+        self._laws: FIFOCache[JobId, JobLaw] = FIFOCache(remembered)
+        self._revoked: FIFOCache[JobId, dict[PeerId, Revocation]] = FIFOCache(remembered)
+
+    def know(self, law: JobLaw) -> None:
+        self._laws[law.job] = law
+
+    def law(self, job: JobId) -> JobLaw | None:
+        """None while nobody has read the job's manifest."""
+        return self._laws.get(job)
+
+    def refusal(
+        self, job: JobId, peer: PeerId, role: Role, stage: int | None = None, chain: Sequence[bytes] = ()
+    ) -> str | None:
+        """Why `peer`, who shows `chain`, may not; None where it may, or nobody knows the job's law yet."""
+        law = self._laws.get(job)
+        if law is None:
+            return None
+        revoked = self._revoked.get(job, {}).values()
+        return grants.refusal(law, chain, peer, role, stage, self._now(), self._verify, revoked)
+
+    async def strict_refusal(
+        self, job: JobId, peer: PeerId, role: Role, chain: Sequence[bytes] = ()
+    ) -> str | None:
+        """As `refusal`; of a job whose law cannot be read here nothing is allowed."""
+        if job not in self._laws and self.look_up is not None:
+            law = await self.look_up(job)
+            if law is not None:
+                self.know(law)
+        return UNKNOWN if job not in self._laws else self.refusal(job, peer, role, None, chain)
+
+    def chain(self, job: JobId) -> Chain:
+        """What we show in the job."""
+        law = self._laws.get(job)
+        return () if law is None or self.wallet is None else self.wallet.chain(law)
+
+    # --- revocations
+
+    def revoke(self, job: JobId, data: bytes) -> bool:
+        """Go by a revocation that somebody passed on; whether it was new to us. What is none, or of somebody who gives
+        no grants in the job, is passed over."""
+        law = self._laws.get(job)
+        if law is None:
+            return False
+        try:
+            said = open_revocation(data, self._verify)
+        except RecordError:
+            return False
+        if said.job != job or said.issuer not in {law.author, *law.admission.roots}:
+            return False
+        known = self._revoked.setdefault(job, {})
+        if not newer(said, known.get(said.issuer)):
+            return False
+        known[said.issuer] = said
+        return True
+
+    def revocations(self, job: JobId) -> tuple[bytes, ...]:
+        """Those that we know of, to be passed on."""
+        return tuple(said.data for said in self._revoked.get(job, {}).values())
+
+    def revoked_by(self, job: JobId, issuer: PeerId) -> Revocation | None:
+        return self._revoked.get(job, {}).get(issuer)
+
+
+def chain_of(value: object) -> Chain:
+    """The grants in a field of a frame. RecordError for what is none."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > MAX_GRANTS:
+        raise RecordError(f"grants: a list of at most {MAX_GRANTS}")
+    if not all(isinstance(item, bytes) and len(item) <= MAX_GRANT_BYTES for item in value):
+        raise RecordError(f"grants: bytes, each at most {MAX_GRANT_BYTES}")
+    return tuple(value)

@@ -1,0 +1,93 @@
+"""Grants taken back: whoever gives grants in a job signs the list of those to whom it gives none any more. Pure.
+
+Of each issuer the newest list counts, for the grants that it gave and those that were passed on from them. It travels in the
+job records of all who know it, so that it outlives the command that made it.
+
+`msgpack([1, job, issuer, at, [mark, ...], signature])`; the mark of a peer is the beginning of its id's SHA-256, so that a
+list has room beside the statements of a record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import msgpack
+
+from fusion.swarm.directory.records import MAX_PROOF_BYTES, JobId, is_digest
+from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import Signer, Verify
+from fusion.swarm.identity import verify as verify_signature
+from fusion.swarm.transport import PeerId
+
+VERSION = 1
+MARK_BYTES = 12
+MAX_REVOKED = 20  # peers on one list
+MAX_TIME = 2**40  # unix seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Revocation:
+    job: JobId
+    issuer: PeerId
+    at: int  # unix seconds
+    marks: frozenset[bytes]
+    data: bytes  # as it was signed
+
+    def covers(self, peer: PeerId) -> bool:
+        return mark(peer) in self.marks
+
+
+def mark(peer: PeerId) -> bytes:
+    return hashlib.sha256(peer.encode()).digest()[:MARK_BYTES]
+
+
+def seal_revocation(job: JobId, marks: Iterable[bytes], at: float, issuer: Signer) -> bytes:
+    """The list as `issuer` signs it. RecordError for more than MAX_REVOKED."""
+    listed = sorted(set(marks))
+    if len(listed) > MAX_REVOKED:
+        raise RecordError(
+            f"at most {MAX_REVOKED} peers can be revoked in one job: let its grants expire sooner"
+        )
+    fields = [VERSION, bytes.fromhex(job), issuer.peer_id, int(at), listed]
+    data: bytes = msgpack.packb([*fields, issuer.sign(_signed(fields))])
+    return data
+
+
+@lru_cache(maxsize=1024)  # records come back every heartbeat with the same ones
+def open_revocation(data: bytes, verify: Verify = verify_signature) -> Revocation:
+    """Raises RecordError for bytes that are none, or that their issuer did not sign."""
+    if not isinstance(data, bytes) or len(data) > MAX_PROOF_BYTES:
+        raise RecordError(f"a revocation has at most {MAX_PROOF_BYTES} bytes")
+    try:
+        value = msgpack.unpackb(
+            data, max_str_len=64, max_bin_len=64, max_array_len=MAX_REVOKED, max_map_len=0, max_ext_len=0
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError):
+        raise RecordError("a revocation is not msgpack") from None
+    match value:
+        case [int(version), bytes(job), str(issuer), int(at), list(marks), bytes(signature)] if (
+            version == VERSION
+        ):
+            pass
+        case _:
+            raise RecordError("the revocation has not the form of one")
+    sound = all(isinstance(item, bytes) and len(item) == MARK_BYTES for item in marks)
+    if not sound or not is_digest(job.hex()) or not 0 <= at <= MAX_TIME:
+        raise RecordError("the revocation has not the form of one")
+    if not verify(issuer, signature, _signed(value[:-1])):
+        raise RecordError("the revocation's signature is not its issuer's")
+    return Revocation(job=JobId(job.hex()), issuer=PeerId(issuer), at=at, marks=frozenset(marks), data=data)
+
+
+def newer(one: Revocation, other: Revocation | None) -> bool:
+    """Whether `one` counts rather than `other` of the same issuer; both may have been signed in one second."""
+    return other is None or (one.at, len(one.marks), one.data) > (other.at, len(other.marks), other.data)
+
+
+def _signed(fields: list[Any]) -> bytes:
+    signed: bytes = msgpack.packb(["fusion-revocation", *fields])
+    return signed

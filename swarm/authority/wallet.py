@@ -1,0 +1,107 @@
+"""The grants that this process can show: invites that were accepted, and what its user's own keys may give it.
+
+A command that joins the swarm for a moment has a key of that moment. Where the user launched the job, that key gets a grant
+of the user's own; where the user's peer was invited and may pass its invite on, the command gets as much of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from cachetools import TTLCache
+
+from fusion.swarm.authority import invites
+from fusion.swarm.authority.grants import ROLES, Grant, open_grant, seal_grant
+from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.directory.records import MAX_GRANTS, JobId
+from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import Signer
+from fusion.swarm.transport import PeerId
+
+INVITES_FOLDER = "invites"  # in a home
+OWN_SECONDS = 86_400  # for which a grant to ourselves lasts
+CLOCK_SECONDS = 600  # by which others' clocks may be behind
+REMEMBERED_JOBS = 256
+AFRESH_SECONDS = 10.0  # after which the folder is looked into again
+MAX_INVITES = 256  # files that are read
+
+Chain = tuple[bytes, ...]
+
+
+class Wallet:
+    """`peer_id`: whom others take this process for. `keys`: those of its user, which may have launched the job, or be the
+    subject of an invite. `now`: unix seconds."""
+
+    def __init__(
+        self, peer_id: PeerId, folder: Path | None, keys: Iterable[Signer], now: Callable[[], float]
+    ) -> None:
+        self._peer_id = peer_id
+        self._folder = folder
+        self._keys = {key.peer_id: key for key in keys}
+        self._now = now
+        self._found: TTLCache[JobId, Chain] = TTLCache(REMEMBERED_JOBS, AFRESH_SECONDS, timer=now)
+
+    def chain(self, law: JobLaw) -> Chain:
+        """What to show in a job of this law; empty where there is nothing, or nothing is asked."""
+        if law.admission.kind != "granted" or self._peer_id in {law.author, *law.admission.roots}:
+            return ()
+        if law.job not in self._found:
+            self._found[law.job] = self._find(law)
+        return self._found[law.job]
+
+    def add(self, chain: Chain) -> None:
+        """Keep an invite. Raises RecordError where it is somebody else's, OSError."""
+        grant = invites.last_of(chain)
+        if grant.subject != self._peer_id and grant.subject not in self._keys:
+            raise RecordError(f"the invite is for {grant.subject}, and this peer is {self._peer_id}")
+        if self._now() >= grant.valid_until:
+            raise RecordError("the invite has expired")
+        assert self._folder is not None, "whoever is given invites has a folder for them"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"{grant.job[:32]}-{grant.subject[-8:]}-{grant.valid_until}"
+        (self._folder / name).write_text(invites.to_text(chain) + "\n")
+        self._found.clear()
+
+    def _find(self, law: JobLaw) -> Chain:
+        for root in (law.author, *law.admission.roots):
+            if root in self._keys:
+                since = int(self._now())
+                given = Grant(
+                    job=law.job, issuer=root, subject=self._peer_id, roles=ROLES,
+                    valid_from=max(0, since - CLOCK_SECONDS), valid_until=since + OWN_SECONDS,
+                )  # fmt: skip
+                return (seal_grant(given, self._keys[root]),)
+        best: tuple[int, Chain] = (0, ())
+        for chain in self._invites():
+            grant = invites.last_of(chain)
+            if grant.job == law.job and grant.valid_until > self._now():
+                ours = chain if grant.subject == self._peer_id else self._passed_on(chain, grant)
+                if ours:
+                    best = max(best, (grant.valid_until, ours))
+        return best[1]
+
+    def _passed_on(self, chain: Chain, grant: Grant) -> Chain:
+        """To this process, by the key that it was given to; empty where that cannot be."""
+        key = self._keys.get(grant.subject)
+        if key is None or not grant.delegates or len(chain) >= MAX_GRANTS:
+            return ()
+        until = min(grant.valid_until, int(self._now()) + OWN_SECONDS)
+        given = Grant(
+            job=grant.job, issuer=key.peer_id, subject=self._peer_id, roles=grant.roles, stages=grant.stages,
+            valid_from=grant.valid_from, valid_until=until,
+        )  # fmt: skip
+        return (*chain, seal_grant(given, key))
+
+    def _invites(self) -> list[Chain]:
+        """Those that were accepted; what is damaged is passed over."""
+        found: list[Chain] = []
+        if self._folder is None or not self._folder.is_dir():
+            return found
+        for path in sorted(self._folder.iterdir())[:MAX_INVITES]:
+            with suppress(OSError, UnicodeDecodeError, RecordError):
+                chain = invites.from_text(path.read_text())
+                open_grant(chain[-1])
+                found.append(chain)
+        return found
