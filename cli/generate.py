@@ -10,7 +10,7 @@ from fusion.cli import client, job_client
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
-from fusion.swarm.errors import RemoteError
+from fusion.swarm.errors import NotAdmitted, RemoteError
 from fusion.swarm.identity import friendly_name
 
 if TYPE_CHECKING:
@@ -76,13 +76,16 @@ async def _generate(request: GenerateRequest, way: client.Way, output: Output) -
         text = request.prompt or ""
         others = another_peer(context.directory)  # where the gateway vanishes, one of them goes on
         try:
-            async for piece in ask_gateway(context.transport, gateway, request, others):
+            grants = job_client.grants_from(context)
+            async for piece in ask_gateway(context.transport, gateway, request, others, grants):
                 output.write(text)
                 text = ""
                 if isinstance(piece, Answer):
                     answer = piece
                 else:
                     output.write(piece.text if request.prompt is not None else f"{piece.id} ")
+        except NotAdmitted:
+            raise
         except RemoteError:
             await job_client.find_model(context, request.model)  # is it the name?
             raise

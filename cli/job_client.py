@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
     from fusion.runtime.job.manifest import Manifest
     from fusion.runtime.job.progress import Progress
+    from fusion.runtime.serving.requests.client import GrantsFor
     from fusion.swarm.identity import Identity
 
 # A lead that vanished is replaced within a lease and an election; its job's record lives a little longer.
 SILENCE_SECONDS = 30.0
 STOP_SECONDS = 10.0
-TRAINER_FILE = "trainer"
 ASKED_STAGES = 16  # whose owners are asked how a job ended whose lead is gone
 
 
@@ -63,6 +63,7 @@ def pick(found: Sequence[Known], words: Sequence[JobRecord], wanted: str) -> Kno
 
 def own_authors(context: Context) -> frozenset[PeerId]:
     """Whose names mean our own jobs: the key that this user launches jobs with, if there is one."""
+    from fusion.runtime.peer.keys import TRAINER_FILE
     from fusion.swarm.identity import Identity
 
     path = context.home / TRAINER_FILE
@@ -93,6 +94,21 @@ async def find_model(context: Context, name: str) -> None:
     listed = ", ".join(names[:10]) or "none"
     raise ValueError(f"--model: {name!r} is not served (models: {listed})" if name else
                      f"--model: say which model (models: {listed})")  # fmt: skip
+
+
+def grants_from(context: Context) -> GrantsFor:
+    """What this user can show of why it may prompt the model of a job."""
+
+    async def show(job: JobId) -> tuple[bytes, ...]:
+        from fusion.runtime.belief.reading import manifest_of
+
+        manifest = await manifest_of(context, job, await context.directory.words(job))
+        if manifest is None:
+            return ()
+        context.leases.know(manifest.law(job))
+        return context.access.chain(job)
+
+    return show
 
 
 async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
@@ -177,6 +193,7 @@ async def stop(context: Context, record: JobRecord, author: Identity) -> None:
 
 def trainer_identity(home: Path) -> Identity:
     """The key that signs what this user launches: only it may stop those jobs."""
+    from fusion.runtime.peer.keys import TRAINER_FILE
     from fusion.swarm.identity import Identity
 
     return Identity.load_or_create(home_folder(home) / TRAINER_FILE)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusion.cli import client, job_client
+from fusion.cli import client, invites, job_client
 from fusion.cli.follow import follow
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
@@ -111,6 +111,11 @@ async def _stop(job: str, way: client.Way, output: Output) -> None:
         await job_client.stop(context, record, author)
     output.emit({"job": record.job, "name": record.name, "state": "stopped"})
     output.say(f"{record.name} ({record.job[:12]}) is stopped")
+
+
+app.command()(invites.invite)
+app.command()(invites.accept)
+app.command()(invites.revoke)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,14 @@ from fusion.cli.launch_progress import offer, until_held
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
+from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.job.model_files import check_directory
+
+
+class Who(StrEnum):
+    open = "open"
+    listed = "listed"
+    granted = "granted"
 
 
 def serve(
@@ -27,6 +35,15 @@ def serve(
     stages: Annotated[
         int | None, typer.Option("--stages", min=1, help="Over how many peers (as few as it fits).")
     ] = None,
+    admission: Annotated[
+        Who, typer.Option("--admission", help="Who may own, read and ask: everybody, or those of --admit.")
+    ] = Who.open,
+    admit: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--admit", metavar="PEER", help="A peer id that may: for good (listed), or as invited (granted)."
+        ),
+    ] = None,
     peer: options.PeerAddress = None,
     swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
@@ -39,19 +56,28 @@ def serve(
     check_directory(directory)
     if not name.strip():
         raise ValueError("--name: a name, such as my-model")
+    try:
+        admitted = AdmissionSpec(kind=admission.value, peers=tuple(admit or ()))
+    except ValueError as error:
+        raise ValueError(f"--admission, --admit: {error}") from None
     output.status("loading the runtime ...")
-    run(_serve(directory, name, stages, client.Way(home, bootstrap, peer, swarm_key), output), debug=debug)
+    run(
+        _serve(directory, name, stages, admitted, client.Way(home, bootstrap, peer, swarm_key), output),
+        debug=debug,
+    )
 
 
 async def _serve(
     directory: Path,
     name: str,
     stages: int | None,
+    admission: AdmissionSpec,
     way: client.Way,
     output: Output,
 ) -> None:
     async with client.join(way) as context:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
+        context.access.hold(author)
         from fusion.runtime.launch.launch import prepare_serving
 
         peers = await client.working_peers(context)
@@ -61,6 +87,7 @@ async def _serve(
             stages=stages,
             links=await context.directory.links(),
             author=author,
+            admission=admission,
             say=output.status,
         )
         job = await offer(context, prepared, output)

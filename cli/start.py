@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fusion.cli import invites
 from fusion.cli.terminal import options
 from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.cli.terminal.loop import run_until_stopped
@@ -69,6 +70,12 @@ def start(
         ),
     ] = None,
     swarm_key: options.SwarmKey = None,
+    invite: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--invite", metavar="INVITE", help="Take part in a job, as `jobs invite` lets this peer."
+        ),
+    ] = None,
     json: options.Json = False,
     debug: options.Debug = False,
     stop_with: options.StopWith = None,
@@ -91,6 +98,8 @@ def start(
     folder = options.home_folder(home)
     closed = find_key(folder, swarm_key) is not None
     addresses = options.bootstrap_addresses(bootstrap, closed=closed)
+    for text in invite or ():
+        invites.keep(text, folder)
     output.status("starting ...")
     with lean_imports():
         from fusion.runtime.peer.peer import PeerConfig

@@ -58,10 +58,10 @@ async def _status(way: client.Way, output: Output) -> None:
         {
             "peers": [asdict(each) for each in peers],
             "jobs": [shown(job) for job in jobs],
-            "stages": [asdict(stage.owner) for stage in stages if stage.owner is not None],
-            "replicas": [asdict(claim) for stage in stages for claim in stage.replicas],
+            "stages": [said_in(stage.owner) for stage in stages if stage.owner is not None],
+            "replicas": [said_in(claim) for stage in stages for claim in stage.replicas],
             "standbys": [
-                {**asdict(claim), "behind": stage.behind(claim)}
+                {**said_in(claim), "behind": stage.behind(claim)}
                 for stage in stages
                 for claim in stage.standbys
             ],
@@ -74,6 +74,13 @@ async def _status(way: client.Way, output: Output) -> None:
     silent = sorted(each.name for each in peers if answers[each.peer] is None)
     if silent:
         output.note(f"no answer about links from {', '.join(silent)}")
+
+
+def said_in(claim: ClaimRecord) -> dict[str, Any]:
+    """What `--json` says of a claim: not what it is believed for."""
+    return {
+        name: value for name, value in asdict(claim).items() if name not in ("grants", "proof", "expires_at")
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,7 @@ def train(
 async def _train(spec: JobSpec, detach: bool, way: client.Way, output: Output) -> None:
     async with client.join(way) as context:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
+        context.access.hold(author)
         from fusion.runtime.launch.launch import prepare_training
 
         peers = await client.working_peers(context, spec.placement.peers)

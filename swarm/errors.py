@@ -16,6 +16,7 @@ SwarmError
   SwarmKeyError (ValueError)  the file of a swarm's key cannot be used; says what to do
   ClosedSwarm (ValueError)  there are peers, and none of them takes us for a member of its swarm
   RemoteError               the other peer answered with an error of its own; carries its one-line text
+    NotAdmitted             the job is not for everybody, and we showed nothing that lets us; or the peer asked may not itself
 """
 
 from __future__ import annotations
@@ -83,3 +84,12 @@ class ClosedSwarm(SwarmError, ValueError):
 
 class RemoteError(SwarmError):
     pass
+
+
+class NotAdmitted(RemoteError):
+    """`job`: which job it is; `ask`: peers that take part in it, where the one that was asked does not itself."""
+
+    def __init__(self, message: str, job: str, ask: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.job = job
+        self.ask = ask

@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
 
-from fusion.swarm.errors import RemoteError
+from fusion.swarm.errors import NotAdmitted, RemoteError
 
 UNASKED_BYTES = 64 * 1024
+MAX_ASK = 8  # other peers that an error names
 
 PeerId = NewType("PeerId", str)  # base58 text of the libp2p peer id
 Buffer = bytes | bytearray | memoryview
@@ -118,5 +119,10 @@ async def call(
 def checked(frame: Frame) -> Frame:
     """The frame, unless it is an `error` frame: then RemoteError with the other side's one-line text."""
     if frame.kind == "error":
-        raise RemoteError(str(frame.header.get("message", "no reason given"))[:500])
+        message = str(frame.header.get("message", "no reason given"))[:500]
+        closed, ask = frame.header.get("closed"), frame.header.get("ask")
+        if isinstance(closed, str):
+            peers = ask[:MAX_ASK] if isinstance(ask, list) else []
+            raise NotAdmitted(message, closed, tuple(peer for peer in peers if isinstance(peer, str)))
+        raise RemoteError(message)
     return frame

@@ -37,6 +37,10 @@ def judged(
 ) -> Belief | None:
     """What to believe of `words`, by these live claims; None where there are none."""
     law = None if manifest is None else manifest.law(job)
+    if law is not None and law.admission.kind == "granted":
+        context.leases.know(law)
+        for data in dict.fromkeys(data for record in words for data in record.proof):
+            context.access.revoke(job, data)
     stages = law.stages if law is not None else max((*claims, 0)) + 1
     sight = context.seen.sight(job, law, stages, claims, context.peer_id)
     return believe(words, sight, context.directory.verify)

@@ -15,6 +15,7 @@ from fusion.swarm.clock import Clock
 
 if TYPE_CHECKING:  # a client has no worker, and should not load torch for its name
     from fusion.runtime.job.worker import Worker
+    from fusion.swarm.authority.access import Access
     from fusion.swarm.blobs.blobs import Blobs
     from fusion.swarm.claims.leases import Leases
     from fusion.swarm.directory.api import Directory
@@ -89,6 +90,11 @@ class Context:
     clock: Clock = Clock()  # noqa: RUF009 - frozen
     watch: Watch = Watch()  # noqa: RUF009 - does nothing
     random: Random = field(default_factory=SystemRandom)  # what must not be guessed is drawn from it, too
+
+    @property
+    def access(self) -> Access:
+        """Who may do what in the jobs that this process knows."""
+        return self.leases.access
 
     @property
     def compute(self) -> Worker:

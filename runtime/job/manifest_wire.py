@@ -19,13 +19,13 @@ from fusion.runtime.job.manifest import (
     ServeConfig,
     TrainConfig,
 )
+from fusion.swarm.authority.law import MAX_ADMITTED
 from fusion.swarm.identity import is_peer_id
 
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_STAGES = 4096
 MAX_REPLICAS = 64  # that are proposed for one stage
 MAX_STEP_SAMPLES = 1 << 15  # in a step, and in an evaluation: whoever leads knows them by number
-MAX_ADMITTED = 4096  # peers that are listed
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,99}")

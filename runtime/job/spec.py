@@ -22,6 +22,13 @@ learning_rate = 1e-3
 kind = "adaptive"            # the slower a link, the more; or "uniform" with codec = "int8"
 ratio = 8                    # the slowest link carries at least an eighth of its bytes
 families = ["bf16", "int8"]  # what may be chosen; "topk" allows any ratio
+
+[admission]                  # left out: everybody may take part
+kind = "granted"             # whom you invite; or "listed": `peers`, for good
+peers = ["12D3KooW..."]      # who is invited at once
+
+[limits]
+stages_per_owner = 1
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fusion.runtime.job import toml_files
+from fusion.runtime.job.admission import AdmissionSpec, LimitsSpec
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build
 from fusion.runtime.job.manifest import CompressionConfig, OptimizerConfig
@@ -116,6 +124,8 @@ class JobSpec:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     placement: PlacementSpec = field(default_factory=PlacementSpec)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
+    admission: AdmissionSpec = field(default_factory=AdmissionSpec)
+    limits: LimitsSpec = field(default_factory=LimitsSpec)
 
 
 def load(path: Path) -> JobSpec:
@@ -149,6 +159,8 @@ def parse(text: str, base: Path) -> JobSpec:
             optimizer=_optimizer(table.get("optimizer", {})),
             placement=build(PlacementSpec, table.get("placement", {}), "placement"),
             compression=_compression(table.get("compression", {})),
+            admission=build(AdmissionSpec, table.get("admission", {}), "admission"),
+            limits=build(LimitsSpec, table.get("limits", {}), "limits"),
         )
     except JobError:
         raise

@@ -19,7 +19,9 @@ from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.protocol import JOB
 from fusion.runtime.launch.prepare import prepare_serving, prepare_training
 from fusion.runtime.launch.shard import Prepared
+from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
 from fusion.swarm.authority.statements import seal_statement, stated
+from fusion.swarm.authority.wallet import CLOCK_SECONDS
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import Digest, JobId, JobRecord, ProviderRecord
@@ -38,6 +40,7 @@ __all__ = [
 NUDGE_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 OFFER_SECONDS = 60.0
+INVITED_SECONDS = 90 * 86_400  # for which whoever is invited at launch may take part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +60,16 @@ class Held:
 
 async def launch(context: Context, prepared: Prepared) -> JobId:
     """Offer the blobs, publish the job, nudge the proposed peers. Returns at once; see `wait_until_held`."""
+    context.leases.know(prepared.manifest.law(prepared.job))
     # Afterwards the blobs announce themselves; peers should not have to wait for their next turn.
     await asyncio.gather(*(_offer(context, digest) for digest in prepared.blobs))
     await _publish(context, prepared)
     await asyncio.gather(
-        *(_nudge(context, peer, prepared.job) for peer in set(prepared.manifest.proposed) if peer)
+        *(
+            _nudge(context, peer, prepared.job, _grants(prepared, peer))
+            for peer in {*prepared.manifest.proposed, *prepared.invited}
+            if peer
+        )
     )
     return prepared.job
 
@@ -119,11 +127,24 @@ async def _offer(context: Context, digest: Digest) -> None:
     await context.directory.publish(record, ttl_seconds=OFFER_SECONDS)
 
 
-async def _nudge(context: Context, peer: PeerId, job: JobId) -> None:
+def _grants(prepared: Prepared, peer: PeerId) -> list[bytes]:
+    """What an invited peer gets to take part."""
+    if peer not in prepared.invited:
+        return []
+    since = prepared.manifest.launched_at
+    grant = Grant(
+        job=prepared.job, issuer=prepared.author.peer_id, subject=peer, roles=ROLES,
+        valid_from=max(0, since - CLOCK_SECONDS), valid_until=since + INVITED_SECONDS, delegates=True,
+    )  # fmt: skip
+    return [seal_grant(grant, prepared.author)]
+
+
+async def _nudge(context: Context, peer: PeerId, job: JobId, grants: list[bytes]) -> None:
     # A peer that misses the nudge sees the job at its next heartbeat.
     with suppress(SwarmError, TimeoutError):
         async with asyncio.timeout(NUDGE_SECONDS):
-            await call(context.transport, peer, JOB.name, "launch", {"job": job})
+            header = {"job": job, "grants": grants} if grants else {"job": job}
+            await call(context.transport, peer, JOB.name, "launch", header)
 
 
 async def _look(context: Context, prepared: Prepared) -> Held:

@@ -12,6 +12,7 @@ from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
 from fusion.runtime.job.model_files import check_directory, is_exported_directory
@@ -23,6 +24,8 @@ from fusion.runtime.placing.place_job import place_job
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.identity import Identity, friendly_name
+
+OPEN = AdmissionSpec()
 
 
 def prepare_training(
@@ -67,7 +70,8 @@ def prepare_training(
         evaluate_batches=train.evaluate_batches,
         compression=spec.compression,
     )
-    graph, chosen = clean(model.training), _chosen(peers, spec.placement.peers)
+    admitted = spec.admission.among(peers, lambda peer: peer.peer)
+    graph, chosen = clean(model.training), _chosen(admitted, spec.placement.peers)
     say(f"placing it on {len(chosen)} peers")
     placed = place_job(graph, config, chosen, links, spec.placement.stages)
     job = GraphJob(
@@ -78,6 +82,8 @@ def prepare_training(
         tokenizer=model.tokenizer,
         byte_level=model.about.byte_level,
         author=author or Identity.generate(),
+        admission=spec.admission,
+        limits=spec.limits,
     )
     return prepare_graph(job, placed, store, say)
 
@@ -91,6 +97,7 @@ def prepare_serving(
     stages: int | None = None,
     links: Sequence[LinkRecord] = (),
     author: Identity | None = None,
+    admission: AdmissionSpec = OPEN,
     say: Say = silent,
 ) -> Prepared:
     """A Hugging Face model directory or one written by `jobs export`, as a job that serves it under `name`. A model
@@ -114,8 +121,9 @@ def prepare_serving(
         vocabulary=about.vocabulary,
         end_tokens=about.end_tokens,
     )
-    say(f"placing it on {len(peers)} peers")
-    placed = place_job(graph, config, peers, links, stages)
+    admitted = admission.among(peers, lambda peer: peer.peer)
+    say(f"placing it on {len(admitted)} peers")
+    placed = place_job(graph, config, admitted, links, stages)
     job = GraphJob(
         name=name,
         graph=graph,
@@ -123,6 +131,7 @@ def prepare_serving(
         tokenizer=model.tokenizer,
         byte_level=about.byte_level,
         author=author or Identity.generate(),
+        admission=admission,
     )
     return prepare_graph(job, placed, store, say)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,15 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.ir.opset import needed_version
 from fusion.runtime.capture.sources import Read
 from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.admission import AdmissionSpec, LimitsSpec
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig, TrainConfig
 from fusion.runtime.placing.placed_job import Placed
 from fusion.runtime.placing.plan import Plan
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
-from fusion.swarm.identity import Identity
+from fusion.swarm.identity import Identity, friendly_name
+from fusion.swarm.transport import PeerId
 
 Say = Callable[[str], None]  # gets one line each time the work enters another phase
 SYSTEM_RANDOM = SystemRandom()
@@ -45,6 +49,8 @@ class GraphJob:
     tokenizer: Path | None = None
     byte_level: bool = False
     author: Identity = field(default_factory=Identity.generate)  # whose key may end the job
+    admission: AdmissionSpec = field(default_factory=AdmissionSpec)
+    limits: LimitsSpec = field(default_factory=LimitsSpec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class Prepared:
         float  # a step, or the longest prompt once through, by the placement's model; 0: not known
     )
     parameters: int
+    invited: tuple[PeerId, ...] = ()  # who gets a grant when the job is launched
     plan: Plan | None = None  # of a training job that was placed here: what launching it will set going
 
 
@@ -92,12 +99,17 @@ def prepare_graph(
         byte_level=job.byte_level,
         files=tuple((file, store.put(content)) for file, content in job.files.items()),
         author=job.author.peer_id,
+        admission=job.admission.admission,
+        limits=job.limits.limits,
         launched_at=int(now()),
         salt=random.randbytes(8).hex(),
     )
+    _check_limits(manifest)
     digest = JobId(store.put(manifests.encode(manifest)))
     blobs = [Digest(digest), manifest.graph, *manifest.weights, *(digest for _, digest in manifest.files)]
     blobs += [d for d in (manifest.tokenizer, data and data.train, data and data.held_out) if d]
+    if manifest.admission.kind != "open":
+        store.keep_for(digest, [each for each in dict.fromkeys(blobs) if each != Digest(digest)])
     trained = {v.name: v for v in graph.variables if v.kind == "parameter"}
     return Prepared(
         job=digest,
@@ -109,7 +121,19 @@ def prepare_graph(
             math.prod(int(d) for d in v.type.shape if isinstance(d, int)) for v in trained.values()
         ),
         plan=placed.plan,
+        invited=job.admission.invited,
     )
+
+
+def _check_limits(manifest: Manifest) -> None:
+    """JobError where the job cannot be as it is placed."""
+    most = manifest.limits.stages_per_owner
+    peer, count = Counter(manifest.proposed).most_common(1)[0]
+    if 0 < most < count:
+        raise JobError(
+            f"limits.stages_per_owner: {most}, and the placement gives {friendly_name(peer)} {count} stages: "
+            "name more peers, or fewer stages"
+        )
 
 
 def _reader(values: Mapping[str, torch.Tensor]) -> Read:

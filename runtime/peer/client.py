@@ -16,6 +16,7 @@ import psutil
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.memory_budget import MemoryBudget
+from fusion.runtime.peer.keys import access_of, keys_of
 from fusion.runtime.peer.peer_file import running_peer
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
@@ -52,13 +53,14 @@ async def open_attached(home: Path, elsewhere: Elsewhere | None = None) -> Async
     blobs: Blobs | None = None
     try:
         async with _own_store(home / "clients") as store:
-            blobs = Blobs(store, transport, directory, BlobConfig(offer=False))
+            access = access_of(transport.through, directory, home, keys_of(home))
+            blobs = Blobs(store, transport, directory, BlobConfig(offer=False), access=access)
             yield Context(
                 peer_id=transport.peer_id,
                 transport=transport,
                 directory=directory,
                 blobs=blobs,
-                leases=Leases(transport.peer_id, directory),
+                leases=Leases(transport.peer_id, directory, access=access),
                 worker=None,
                 memory=MemoryBudget(0),
                 home=home,
@@ -89,7 +91,14 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
         )
     async with (
         _own_store(config.home / "clients") as store,
-        open_network(identity, store, dht=DhtConfig(client=True), swarm_key=key) as network,
+        open_network(
+            identity,
+            store,
+            dht=DhtConfig(client=True),
+            swarm_key=key,
+            home=config.home,
+            keys=keys_of(config.home),
+        ) as network,
     ):
         transport, directory = network.transport, network.directory
         context = Context(

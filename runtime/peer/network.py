@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from fusion.runtime.job.protocol import IDLE_SECONDS
+from fusion.runtime.peer.keys import access_of, law_here
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
-from fusion.swarm.identity import Identity
+from fusion.swarm.identity import Identity, Signer
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
 from fusion.swarm.swarm_key import Authorizer
 
@@ -35,9 +38,12 @@ async def open_network(
     dht: DhtConfig | None = None,
     blobs: BlobConfig | None = None,
     swarm_key: Identity | None = None,
+    home: Path | None = None,
+    keys: Sequence[Signer] = (),
 ) -> AsyncIterator[Network]:
     """Closed in the opposite order: claims, blobs, directory, and p2pd last. With the key of a closed swarm its members
-    alone are asked and answered. Raises TransportError (a taken port)."""
+    alone are asked and answered. `home`: where invites lie; `keys`: those of the user, besides `identity`. Raises
+    TransportError (a taken port)."""
     authorizer = None if swarm_key is None else Authorizer(swarm_key, identity.peer_id)
     config = P2PConfig(identity=identity, authorizer=authorizer, idle_seconds=IDLE_SECONDS)
     if listen is not None:
@@ -45,9 +51,16 @@ async def open_network(
     async with (
         P2PTransport.start(config) as transport,
         await HivemindDirectory.start(transport.p2p, identity, dht, authorizer) as directory,
-        Blobs(store, transport, directory, blobs) as offered,
-        Leases(identity.peer_id, directory) as leases,
+        Blobs(
+            store,
+            transport,
+            directory,
+            blobs,
+            access=(access := access_of(identity.peer_id, directory, home, (identity, *keys))),
+        ) as offered,
+        Leases(identity.peer_id, directory, access=access) as leases,
     ):
+        access.look_up = partial(law_here, store)
         yield Network(transport, directory, offered, leases)
 
 

@@ -24,6 +24,7 @@ from fusion.runtime.peer.announcement import Announcement, announced
 from fusion.runtime.peer.assembly import Assembly, assemble, job_files, training_and_serving
 from fusion.runtime.peer.capability import Capability, measure
 from fusion.runtime.peer.client import BLOB_QUOTA_BYTES, keep_torch_cache
+from fusion.runtime.peer.keys import IDENTITY_FILE, keys_of
 from fusion.runtime.peer.network import Network, allow_more_files, open_network
 from fusion.runtime.planes.choice import TORCH, choose
 from fusion.swarm.blobs.blobs import BlobConfig
@@ -101,7 +102,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     keep_torch_cache(config.home)
     allow_more_files()
     sys.setswitchinterval(SWITCH_SECONDS)
-    identity = Identity.load_or_create(config.home / "identity")
+    identity = Identity.load_or_create(config.home / IDENTITY_FILE)
     key = find_key(config.home, config.swarm_key)
     threads = config.threads or os.cpu_count() or 1
     store = BlobStore(config.home / "blobs", config.blob_quota_bytes, Needs())
@@ -109,7 +110,13 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
         Worker(threads, config.device) as worker,
         Worker() as codec_worker,
         open_network(
-            identity, store, listen=config.listen, blobs=_blob_config(config), swarm_key=key
+            identity,
+            store,
+            listen=config.listen,
+            blobs=_blob_config(config),
+            swarm_key=key,
+            home=config.home,
+            keys=keys_of(config.home),
         ) as network,
         LinkMonitor(network.transport, network.directory, network.transport.counter.receive_log) as links,
     ):

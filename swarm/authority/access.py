@@ -10,13 +10,12 @@ from cachetools import FIFOCache
 
 from fusion.swarm.authority import grants
 from fusion.swarm.authority.grants import Role
-from fusion.swarm.directory.records import MAX_GRANT_BYTES, MAX_GRANTS
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.authority.revocation import Revocation, newer, open_revocation
 from fusion.swarm.authority.wallet import Chain, Wallet
-from fusion.swarm.directory.records import JobId
+from fusion.swarm.directory.records import MAX_GRANT_BYTES, MAX_GRANTS, JobId
 from fusion.swarm.errors import RecordError
-from fusion.swarm.identity import Verify
+from fusion.swarm.identity import Signer, Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
 
@@ -68,6 +67,11 @@ class Access:
             if law is not None:
                 self.know(law)
         return UNKNOWN if job not in self._laws else self.refusal(job, peer, role, None, chain)
+
+    def hold(self, key: Signer) -> None:
+        """The user has that key as well."""
+        if self.wallet is not None:
+            self.wallet.hold(key)
 
     def chain(self, job: JobId) -> Chain:
         """What we show in the job."""

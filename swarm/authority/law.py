@@ -9,6 +9,8 @@ from typing import Literal
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
 
+MAX_ADMITTED = 4096  # peers that are listed
+
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:

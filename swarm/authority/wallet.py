@@ -26,6 +26,7 @@ CLOCK_SECONDS = 600  # by which others' clocks may be behind
 REMEMBERED_JOBS = 256
 AFRESH_SECONDS = 10.0  # after which the folder is looked into again
 MAX_INVITES = 256  # files that are read
+MAX_SENT, SENT = 64, "sent-"  # of those that nobody here asked for, and how their names begin
 
 Chain = tuple[bytes, ...]
 
@@ -43,6 +44,11 @@ class Wallet:
         self._now = now
         self._found: TTLCache[JobId, Chain] = TTLCache(REMEMBERED_JOBS, AFRESH_SECONDS, timer=now)
 
+    def hold(self, key: Signer) -> None:
+        """The user has that key as well."""
+        self._keys[key.peer_id] = key
+        self._found.clear()
+
     def chain(self, law: JobLaw) -> Chain:
         """What to show in a job of this law; empty where there is nothing, or nothing is asked."""
         if law.admission.kind != "granted" or self._peer_id in {law.author, *law.admission.roots}:
@@ -51,8 +57,9 @@ class Wallet:
             self._found[law.job] = self._find(law)
         return self._found[law.job]
 
-    def add(self, chain: Chain) -> None:
-        """Keep an invite. Raises RecordError where it is somebody else's, OSError."""
+    def add(self, chain: Chain, *, asked: bool = True) -> None:
+        """Keep an invite, which the user asked for or somebody sent. Raises RecordError where it is somebody else's or there
+        are too many, OSError."""
         grant = invites.last_of(chain)
         if grant.subject != self._peer_id and grant.subject not in self._keys:
             raise RecordError(f"the invite is for {grant.subject}, and this peer is {self._peer_id}")
@@ -60,7 +67,13 @@ class Wallet:
             raise RecordError("the invite has expired")
         assert self._folder is not None, "whoever is given invites has a folder for them"
         self._folder.mkdir(parents=True, exist_ok=True)
-        name = f"{grant.job[:32]}-{grant.subject[-8:]}-{grant.valid_until}"
+        kept = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime)
+        if asked and len(kept) >= MAX_INVITES:
+            raise RecordError(f"{self._folder} holds {len(kept)} invites: delete some")
+        sent = [path for path in kept if path.name.startswith(SENT)]
+        for path in sent[: max(0, len(sent) + 1 - MAX_SENT)] if not asked else ():
+            path.unlink(missing_ok=True)  # anybody may send some
+        name = f"{'' if asked else SENT}{grant.job[:32]}-{grant.subject[-8:]}-{grant.valid_until}"
         (self._folder / name).write_text(invites.to_text(chain) + "\n")
         self._found.clear()
 

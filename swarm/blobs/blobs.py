@@ -327,7 +327,11 @@ class Blobs:
                 continue
             refused = await self._refusal(digest, stream.remote, frame.header)
             if refused is not None:
-                await self._send(stream, "error", {"message": f"blob {digest:.8}: {refused}"})
+                closed = {
+                    "message": f"blob {digest:.8}: {refused}",
+                    "closed": str(frame.header.get("job", "")),
+                }
+                await self._send(stream, "error", closed)
                 continue
             match frame.kind, frame.header.get("chunks"):
                 case "index", _:

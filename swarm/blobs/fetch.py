@@ -10,7 +10,7 @@ from typing import Any
 
 from fusion.swarm.blobs.index import decode_index
 from fusion.swarm.blobs.store import BadChunk, PartialBlob
-from fusion.swarm.errors import BlobError, FrameError, QuotaExceeded, SwarmError
+from fusion.swarm.errors import BlobError, FrameError, NotAdmitted, QuotaExceeded, SwarmError
 from fusion.swarm.protocol import BLOB
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call, checked
 
@@ -26,7 +26,7 @@ async def ask_index(
 ) -> bytes:
     """The index of the blob that `request` names, from whichever holder answers first; another one is asked whenever those before it are silent
     for a moment. Raises BlobError if none has it."""
-    trouble = "nobody announces it"
+    trouble, refused = "nobody announces it", False
     waiting: set[asyncio.Task[bytes]] = set()
     left = deque(holders)
     try:
@@ -44,7 +44,8 @@ async def ask_index(
                     return task.result()
                 if not isinstance(error, BlobError):
                     raise error
-                trouble = str(error)
+                if not refused:  # of all reasons the one that somebody can do something about
+                    trouble, refused = str(error), isinstance(error, BlobRefused)
                 logger.debug("no index of blob %.8s: %s", request["digest"], trouble)
     finally:
         for task in waiting:
@@ -63,8 +64,14 @@ async def _index_from(
         return bytes(frame.payload)
     except TimeoutError:
         raise BlobError(f"{holder} did not answer") from None
+    except NotAdmitted as error:
+        raise BlobRefused(str(error)) from None
     except SwarmError as error:
         raise BlobError(str(error)) from None
+
+
+class BlobRefused(BlobError):
+    """A holder does not give us the blob."""
 
 
 class Fetch:

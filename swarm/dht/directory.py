@@ -43,14 +43,13 @@ from fusion.swarm.directory.records import (
 from fusion.swarm.directory.sealing import (
     CLOCK_TOLERANCE_SECONDS,
     Sealed,
-    Signer,
     longest_ttl,
     seal,
     unseal,
     unseal_anywhere,
 )
 from fusion.swarm.errors import ClosedSwarm, PeerUnreachable, RecordError
-from fusion.swarm.identity import verify
+from fusion.swarm.identity import Signer, verify
 from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import PeerId
 

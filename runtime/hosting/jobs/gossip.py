@@ -21,7 +21,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
-from fusion.swarm.authority.statements import joined, seal_statement, stated
+from fusion.swarm.authority.statements import CARRIED, joined, seal_statement, stated
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import ENDED, job_order
@@ -38,6 +38,8 @@ RECORD_TTL_SECONDS = 6 * HEARTBEAT_SECONDS
 LEADERLESS = "waiting for a peer to take the lead"
 TELL_SECONDS = 2.0
 TOLD_PEERS = 256
+REVOCATIONS = 2  # lists that a record carries
+STATEMENTS_FOR_ONE = 3  # give way to one of them: a record has a limit
 
 
 class JobGossip:
@@ -170,7 +172,10 @@ class JobGossip:
             return record
         us, directory = self._context.peer_id, self._context.directory
         ours = seal_statement(stated(record, us, directory.now()), directory.sign)
-        return replace(record, proof=joined((ours, *record.proof), record.job, directory.verify))
+        revoked = self._context.access.revocations(record.job)[:REVOCATIONS]
+        statements = joined((ours, *record.proof), record.job, directory.verify)
+        room = CARRIED - STATEMENTS_FOR_ONE * len(revoked)
+        return replace(record, proof=(*statements[:room], *revoked))
 
     async def _publish(self, record: JobRecord) -> None:
         try:
@@ -197,6 +202,15 @@ class JobGossip:
         standbys = {claim.peer for claim in known if claim.role == "standby"} - {self._context.peer_id}
         sealed = self._context.directory.sealed(self._signed(record), ttl_seconds=RECORD_TTL_SECONDS)
         await asyncio.gather(*(self._tell(peer, "snapshot", {"record": sealed}) for peer in standbys))
+
+    async def pass_on(self, job: JobId, revocation: bytes) -> None:
+        """All who have to do with the job learn of a revocation that was new to us: its lead may be whom it is about."""
+        law = self._context.access.law(job)
+        stages = range(0 if law is None else min(law.stages, TOLD_PEERS))
+        known = {claim.peer for stage in stages for claim in self._context.leases.recent(job, stage)}
+        header = {"job": job, "revocation": revocation}
+        known.discard(self._context.peer_id)
+        await asyncio.gather(*(self._tell(peer, "revoke", header) for peer in sorted(known)[:TOLD_PEERS]))
 
     def follow_lead(self, sender: PeerId, data: object) -> None:
         """A lead told us, its standby, of a new snapshot. Raises RecordError, ValueError. Others than the lead as we

@@ -21,6 +21,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
+from fusion.swarm.authority.access import chain_of
 from fusion.swarm.authority.statements import opened
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.job_order import ENDED
@@ -59,6 +60,7 @@ class JobServer:
         frame = await stream.receive()
         job = JobId(str(frame.header.get("job", ""))[:64])
         if frame.kind == "launch":
+            self._invited(frame.header.get("grants"))
             self._nudged()
             await stream.send("ok")
         elif frame.kind == "watch":
@@ -68,11 +70,26 @@ class JobServer:
             await self._gossip.say(job)
             await stream.send("ok")
             await self._gossip.tell_owners(record)
+        elif frame.kind == "revoke":
+            new = self._revoke(job, frame.header.get("revocation"))
+            await stream.send("ok")
+            if new is not None:
+                await self._gossip.say(job)
+                await self._gossip.pass_on(job, new)
         elif frame.kind == "snapshot":
             self._gossip.follow_lead(stream.remote, frame.header.get("record"))
             await stream.send("ok")
         else:
-            raise ValueError(f"{JOB.name} knows launch, watch, stop and snapshot, not {frame.kind[:40]!r}")
+            raise ValueError(
+                f"{JOB.name} knows launch, watch, stop, revoke and snapshot, not {frame.kind[:40]!r}"
+            )
+
+    def _invited(self, grants: object) -> None:
+        """Whoever launched a job lets us take part in it."""
+        wallet = self._context.access.wallet
+        chain = chain_of(grants)
+        if chain and wallet is not None:
+            wallet.add(chain, asked=False)
 
     async def _watch(self, stream: Stream, job: JobId) -> None:
         if not (self._board.leads(job) or self._board.final(job)):
@@ -105,6 +122,18 @@ class JobServer:
         finally:
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
+
+    def _revoke(self, job: JobId, data: object) -> bytes | None:
+        """From now on the grants on the list are void, for us and for whoever reads our words; the list, if new. JobError
+        where the list is none, or not of somebody who gives grants in the job."""
+        access = self._context.access
+        if access.law(job) is None:
+            raise JobError(f"this peer does not know the job {job[:12]}")
+        if isinstance(data, bytes) and data in access.revocations(job):
+            return None
+        if not isinstance(data, bytes) or not access.revoke(job, data):
+            raise JobError("revoke needs a newer list, signed by whoever gives grants in the job")
+        return data
 
     def _stop(self, job: JobId, shown: object) -> JobRecord:
         """The record of the job once it is stopped. JobError where it is not for the asker, or for us, to stop it."""

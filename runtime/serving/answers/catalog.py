@@ -31,9 +31,9 @@ from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.claims.election import stands_by
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
-from fusion.swarm.errors import SwarmError
+from fusion.swarm.errors import NotAdmitted, SwarmError
 from fusion.swarm.links.view import LinkView
-from fusion.swarm.transport import PeerId
+from fusion.swarm.transport import MAX_ASK, PeerId
 
 MAX_LOOKS = (
     256  # models whose holders are remembered: whoever asks names the model, and anybody may publish one
@@ -107,6 +107,17 @@ class Catalog:
             self._meant[name] = job
             self._authors[name] = self._models[job].manifest.author
         return self._models[job]
+
+    async def check_admitted(self, job: JobId, manifest: Manifest) -> None:
+        """NotAdmitted, naming peers that own stages, where this peer may not prompt the model."""
+        access = self._context.access
+        refused = access.refusal(job, self._context.peer_id, "ask", None, access.chain(job))
+        if refused is not None:
+            stages = range(min(manifest.stages, MAX_ASK))
+            owners = await asyncio.gather(*(self._context.leases.owner(job, stage) for stage in stages))
+            named = tuple(dict.fromkeys(owner.peer for owner in owners if owner is not None))
+            message = f"model: the peer that was asked may not prompt {manifest.name}: {refused}"
+            raise NotAdmitted(message, job, named)
 
     async def _choose(self, name: str) -> JobRecord:
         served = await self._served()
@@ -273,6 +284,7 @@ class Catalog:
         blobs = self._context.blobs.of(record.job)
         if manifest.serve is None:
             raise JobError(f"model: {record.name} is not a served model")
+        await self.check_admitted(record.job, manifest)
         costs = costs_of(manifest)
         if manifest.byte_level:
             return ServedModel(record.job, manifest, ByteText(), costs)

@@ -6,7 +6,9 @@ learn that it has. What then happens is in `fusion.runtime.serving.answers.gener
 
     /fusion/generate/1   generate {model, prompt: "text" | "ids", max_tokens, temperature, top_k, top_p, seed,
                          logits, answered} + the prompt; the answer is `token` {index, id, text} (+ logits) for each
-                         token, then `done` {text, finish, prompt_tokens, route, seconds}, or one `error` {message}
+                         token, then `done` {text, finish, prompt_tokens, route, seconds}, or one `error` {message}; of a
+                         model that is not for everybody also {closed: its job, ask: peers that take part}, and
+                         `generate` may show {grants}
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ from fusion.runtime.serving.requests.request import (
     check_prompt,
     check_size,
 )
-from fusion.swarm.errors import FrameError, StreamBroken, SwarmError
+from fusion.swarm.authority.access import chain_of
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.errors import FrameError, NotAdmitted, StreamBroken, SwarmError
 from fusion.swarm.shares import Shares
 from fusion.swarm.transport import Frame, Stream
 
@@ -71,7 +75,10 @@ class Gateway:
         self._context = context
         self._config = config or GatewayConfig()
         self._sessions = GatewaySessions(
-            context.transport, self._config.failover.reach_seconds, context.clock.monotonic
+            context.transport,
+            self._config.failover.reach_seconds,
+            context.clock.monotonic,
+            context.access.chain,
         )
         self._catalog = Catalog(context, self._sessions.through)
         self._threads = TextThreads()
@@ -87,13 +94,17 @@ class Gateway:
         await self._sessions.aclose()
         self._threads.close()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Piece | Answer, None]:
-        """Pieces, then one Answer. Raises JobError (the request), NoRoute, JobFailed (a stage), SwarmError.
+    async def generate(
+        self, request: GenerateRequest, refusal: Callable[[JobId], str | None] = lambda job: None
+    ) -> AsyncGenerator[Piece | Answer, None]:
+        """Pieces, then one Answer. `refusal`: why whoever asks may not prompt the model of a job. Raises JobError (the
+        request), NotAdmitted, NoRoute, JobFailed (a stage), SwarmError.
 
         Close the iterator (`contextlib.aclosing`) to stop: that frees the session on every stage.
         """
         began = self._context.clock.monotonic()
         model = await self._catalog.find(request.model)
+        await self._check_access(model, refusal(model.job))
         check_size(request, model.serve.max_sequence)
         if request.prompt is not None:
             prompt = await self._text(model, model.text.encode, request.prompt)
@@ -136,6 +147,12 @@ class Gateway:
             route=tuple(hop.peer for hop in generation.route),
             seconds=self._context.clock.monotonic() - began,
         )
+
+    async def _check_access(self, model: ServedModel, refused: str | None) -> None:
+        """NotAdmitted where the client may not prompt the model, or we may not."""
+        if refused is not None:
+            raise NotAdmitted(f"model: {model.manifest.name} is not for everybody: {refused}", model.job)
+        await self._catalog.check_admitted(model.job, model.manifest)
 
     async def _text(
         self, model: ServedModel, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -203,7 +220,12 @@ class Gateway:
         """Whether it was given to its end."""
         try:
             request = GenerateRequest.from_frame(frame.header, frame.payload)
-            async with aclosing(self.generate(request)) as pieces:
+            chain, access = chain_of(frame.header.get("grants")), self._context.access
+
+            def refusal(job: JobId) -> str | None:
+                return access.refusal(job, client.remote, "ask", None, chain)
+
+            async with aclosing(self.generate(request, refusal)) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, Piece):
                         header = {"index": piece.index, "id": piece.id, "text": piece.text}
@@ -211,6 +233,9 @@ class Gateway:
                         await _send(client, "token", header, piece.logits)
                     else:
                         await _send(client, "done", _done(piece))
+        except NotAdmitted as error:
+            await _tell(client, str(error), closed=error.job, ask=list(error.ask))
+            return False
         except (JobError, JobFailed, NoRoute) as error:
             await _tell(client, str(error))
             return False
@@ -226,9 +251,9 @@ async def _send(client: Stream, kind: str, header: Mapping[str, object], payload
         raise StreamBroken(f"{client.remote} does not read its answer") from None
 
 
-async def _tell(client: Stream, message: str) -> None:
+async def _tell(client: Stream, message: str, **more: object) -> None:
     with suppress(SwarmError):  # the client may have gone as well
-        await _send(client, "error", {"message": message})
+        await _send(client, "error", {"message": message, **more})
 
 
 def _done(answer: Answer) -> dict[str, object]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.failover import Fault, Faulted
 from fusion.runtime.serving.requests.request import pack_tokens, whole
-from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks
+from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks, ShownGrants, no_grants
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
@@ -79,8 +79,15 @@ class Event:
 class GatewaySessions:
     """The sessions of one gateway. What happens to each goes to the queue that it was opened with."""
 
-    def __init__(self, transport: Transport, reach_seconds: float, clock: Callable[[], float]) -> None:
-        self._links = RingLinks(transport, on_frame=self._heard, on_end=self._lost)
+    def __init__(
+        self,
+        transport: Transport,
+        reach_seconds: float,
+        clock: Callable[[], float],
+        chain: ShownGrants = no_grants,
+    ) -> None:
+        """`chain`: the grants that we show in a job."""
+        self._links = RingLinks(transport, on_frame=self._heard, on_end=self._lost, chain=chain)
         self._reach_seconds = reach_seconds
         self._clock = clock
         self._sessions: dict[SessionId, GatewaySession] = {}

@@ -23,19 +23,34 @@ from fusion.runtime.serving.requests.request import (
     whole,
 )
 from fusion.swarm.directory.api import Directory
-from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed, UnknownProtocol
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.errors import (
+    FrameError,
+    NotAdmitted,
+    PeerUnreachable,
+    StreamBroken,
+    StreamClosed,
+    UnknownProtocol,
+)
 from fusion.swarm.transport import Frame, PeerId, Transport, checked
 
 GATEWAY_TRIES = 5  # peers that may vanish under one answer
+
+GrantsFor = Callable[[JobId], Awaitable[tuple[bytes, ...]]]
 
 # Another gateway to ask than those that have vanished; None where there is none.
 Another = Callable[[frozenset[PeerId]], Awaitable[PeerId | None]]
 
 
 async def generate(
-    transport: Transport, peer: PeerId, request: GenerateRequest, another: Another | None = None
+    transport: Transport,
+    peer: PeerId,
+    request: GenerateRequest,
+    another: Another | None = None,
+    grants: GrantsFor | None = None,
 ) -> AsyncGenerator[Piece | Answer, None]:
-    """Ask `peer`, which need not serve the model itself. Pieces, then one Answer.
+    """Ask `peer`, which need not serve the model itself. Pieces, then one Answer. `grants`: what we can show of why we may
+    prompt the model of a job that is not for everybody.
 
     Raises RemoteError with the gateway's one line; PeerUnreachable, StreamBroken or StreamClosed where it vanished
     and `another` knows of no other. Close the iterator (`contextlib.aclosing`) to stop early: the swarm then frees
@@ -46,12 +61,20 @@ async def generate(
         request = replace(request, sampling=seeded, seeded=True)
     tokens = list(request.answered)
     gone: frozenset[PeerId] = frozenset()
+    shown: tuple[bytes, ...] = ()
     while True:
         try:
-            async with aclosing(_ask(transport, peer, request, tokens)) as pieces:
+            async with aclosing(_ask(transport, peer, request, tokens, shown)) as pieces:
                 async for piece in pieces:
                     yield piece
             return
+        except NotAdmitted as error:
+            others = [PeerId(each) for each in error.ask if each not in gone and each != peer]
+            if others and len(gone) < GATEWAY_TRIES:
+                gone |= {peer}
+                peer = others[0]
+            elif shown or grants is None or not (shown := await grants(JobId(error.job))):
+                raise
         except (PeerUnreachable, UnknownProtocol, StreamBroken, StreamClosed):
             gone |= {peer}
             if another is None or len(gone) >= GATEWAY_TRIES or len(tokens) > MAX_ANSWERED:
@@ -84,12 +107,18 @@ async def complete(
 
 
 async def _ask(
-    transport: Transport, peer: PeerId, request: GenerateRequest, tokens: list[int]
+    transport: Transport,
+    peer: PeerId,
+    request: GenerateRequest,
+    tokens: list[int],
+    shown: tuple[bytes, ...] = (),
 ) -> AsyncGenerator[Piece | Answer, None]:
     """One gateway's part of the answer, whose tokens are added to `tokens`."""
     stream = await transport.open(peer, GENERATE.name)
     try:
         header, prompt = request.to_frame()
+        if shown:
+            header = {**header, "grants": list(shown)}
         await stream.send("generate", header, [prompt])
         while True:
             frame = checked(await stream.receive())

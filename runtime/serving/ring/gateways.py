@@ -34,9 +34,9 @@ class Gateways:
         self._sessions = sessions
         self._fed = fed
         self._doubt = doubt
-        self._streams: set[QueuedStream] = set()
+        self._streams: dict[QueuedStream, Callable[[], str | None]] = {}
         self._commands = {
-            "open": lambda stream, frame: sessions.open(stream, frame.header),
+            "open": self._open,
             "prompt": self._prompt,
             "close": self._close,
             "ping": self._ping,
@@ -51,14 +51,15 @@ class Gateways:
     async def aclose(self) -> None:
         await asyncio.gather(*(stream.aclose() for stream in self._streams))
 
-    async def attend(self, incoming: Stream) -> None:
+    async def attend(self, incoming: Stream, refusal: Callable[[], str | None] = lambda: None) -> None:
+        """`refusal`: why the gateway may not prompt the model, if so."""
         incoming.allow(MAX_PROMPT_BYTES)
         stream = QueuedStream(incoming, on_frame=lambda frame: self._command(stream, checked(frame)))
-        self._streams.add(stream)
+        self._streams[stream] = refusal
         try:
             await stream.wait()
         finally:
-            self._streams.discard(stream)
+            del self._streams[stream]
             for session in self._sessions:
                 if session.gateway is stream:
                     self._sessions.drop(session)  # nobody is left to read the answer
@@ -73,6 +74,11 @@ class Gateways:
             command(stream, frame)
         except (JobError, StaleTerm) as error:
             self._sessions.refuse(stream, frame, error)
+
+    def _open(self, stream: QueuedStream, frame: Frame) -> None:
+        if (refused := self._streams[stream]()) is not None:
+            raise JobError(f"{self._position.name}: {refused}")
+        self._sessions.open(stream, frame.header)
 
     def _prompt(self, stream: QueuedStream, frame: Frame) -> None:
         session, serve = self._sessions.named(frame.header), self._position.serve

@@ -47,6 +47,14 @@ class LinkEnds:
         return cls(JobId(job), whole(hello, "from", -2), whole(hello, "to", -2), us)
 
 
+ShownGrants = Callable[[JobId], tuple[bytes, ...]]
+
+
+def no_grants(job: JobId) -> tuple[bytes, ...]:
+    """In a job that is open to all nothing is shown."""
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RingPosition:
     """Which stage of which job we hold, and under which term: the owner's, or a replica's own."""
@@ -71,8 +79,11 @@ class RingLinks:
         *,
         on_frame: Callable[[LinkEnds, Frame], None],
         on_end: Callable[[LinkEnds, str], None],
+        chain: ShownGrants = no_grants,
     ) -> None:
+        """`chain`: the grants that we show in a job."""
         self._transport = transport
+        self._chain = chain
         self._on_frame = on_frame
         self._on_end = on_end
         self._links: dict[LinkEnds, QueuedStream] = {}
@@ -87,12 +98,16 @@ class RingLinks:
             if known is not None and not known.ended.is_set():
                 return known
             link = QueuedStream(
-                await dial(self._transport, ends.peer, RING, ends.to_header()),
+                await dial(self._transport, ends.peer, RING, {**ends.to_header(), **self._grants(ends.job)}),
                 on_frame=lambda frame: self._on_frame(ends, checked(frame)),
                 on_end=lambda ended: self._ended(ends, link, ended.reason),
             )
             self._links[ends] = link
             return link
+
+    def _grants(self, job: JobId) -> dict[str, object]:
+        chain = self._chain(job)
+        return {"grants": list(chain)} if chain else {}
 
     def _ended(self, ends: LinkEnds, link: QueuedStream, reason: str) -> None:
         if self._links.get(ends) is link:

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.requests.request import pack_tokens, whole
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.gateways import Gateways
-from fusion.runtime.serving.ring.links import GATEWAY, RingPosition
+from fusion.runtime.serving.ring.links import GATEWAY, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk
 from fusion.runtime.serving.ring.stage_session import PLANE_ERRORS, Outcome, StageRunner, StageSession
@@ -49,15 +50,16 @@ class RingStage:
         account: Callable[[], None] = lambda: None,
         doubt: Callable[[PeerId], None] = lambda peer: None,
         clock: Callable[[], float] = time.monotonic,
+        chain: ShownGrants = no_grants,
     ) -> None:
-        """`account` runs in the worker thread when sessions have come or gone: MemoryError (one line) where the peer
+        """`chain`: the grants that we show other stages. `account` runs in the worker thread when sessions have come or gone: MemoryError (one line) where the peer
         would hold more than it lends. `doubt` is told of a peer whose link may have become slow."""
         self._worker = worker
         self._runner = StageRunner(plane, plan, position.serve.max_sequence, account)
         self._plan = plan
         self._position = position
         self._incoming = {parcel.producer: parcel for parcel in plan.incoming}
-        self._sessions = StageSessions(transport, worker, self._runner, plan, position, clock)
+        self._sessions = StageSessions(transport, worker, self._runner, plan, position, clock, chain)
         self._schedule = self._sessions.schedule
         self._gateways = Gateways(plan, position, self._sessions, self._advance, doubt)
         self._arrived, self._room = asyncio.Event(), asyncio.Event()  # work came; some was taken
@@ -111,12 +113,17 @@ class RingStage:
         await asyncio.wait([emptied], timeout=SEE_OFF_SECONDS)
         emptied.cancel()
 
-    async def attend(self, stream: Stream, sender: int) -> None:
-        """Answer one incoming stream of a gateway or of another stage until it ends."""
+    async def attend(
+        self, stream: Stream, sender: int, refusal: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """Answer one incoming stream of a gateway or of another stage until it ends. `refusal`: why the other end may not
+        take part in the job, if so; it is asked again before each session."""
+        if (refused := refusal()) is not None:
+            raise JobError(f"{self._position.name}: {refused}")
         if not self.running:
             raise StaleTerm(f"stage {self._plan.index} of {self._position.name} is not served here now")
         if sender == GATEWAY:
-            await self._gateways.attend(stream)
+            await self._gateways.attend(stream, refusal)
             return
         if sender in self._incoming:
             stream.allow(self._incoming[sender].size_bytes(self._position.serve.max_sequence))

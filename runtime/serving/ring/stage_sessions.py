@@ -11,7 +11,7 @@ from typing import Any
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.ring.frames import RingPlan
-from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition
+from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.schedule import Schedule
 from fusion.runtime.serving.ring.session import FailedReason, Opening, SessionId
 from fusion.runtime.serving.ring.stage_session import PLANE_ERRORS, StageRunner, StageSession
@@ -44,6 +44,7 @@ class StageSessions:
         plan: RingPlan,
         position: RingPosition,
         clock: Callable[[], float],
+        chain: ShownGrants = no_grants,
     ) -> None:
         self.terms = {position.term}
         self.leaving = False  # our time is up: the sessions may end, and no new ones begin
@@ -54,7 +55,7 @@ class StageSessions:
         self._runner = runner
         self._plan = plan
         self._position = position
-        self._links = RingLinks(transport, on_frame=_unasked, on_end=self._lost)
+        self._links = RingLinks(transport, on_frame=_unasked, on_end=self._lost, chain=chain)
         self._tasks: asyncio.TaskGroup | None = None
         self._emptied = asyncio.Event()  # no session is left
 

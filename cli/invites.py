@@ -1,0 +1,211 @@
+"""`fusion-peer jobs invite`, `accept` and `revoke`: who takes part in a job that is not for everybody."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fusion.cli import client, job_client
+from fusion.cli.terminal import options
+from fusion.cli.terminal.loop import run
+from fusion.cli.terminal.output import Output
+
+if TYPE_CHECKING:
+    from fusion.runtime.job.context import Context
+    from fusion.swarm.authority.grants import Grant, Role
+    from fusion.swarm.authority.law import JobLaw
+    from fusion.swarm.identity import Identity
+
+LONGEST_HOURS = 24.0 * 365 * 10
+
+Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, name@author, or how its id starts.")]
+Who = Annotated[str, typer.Argument(metavar="PEER", help="A peer id, as `fusion-peer start` prints it.")]
+
+
+def invite(
+    job: Job,
+    who: Who,
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--role", metavar="ROLE", help="own, stand-by, read or ask; several times (all of them)."
+        ),
+    ] = None,
+    stages: Annotated[
+        str | None, typer.Option("--stages", metavar="FIRST-LAST", help="Which stages (all), e.g. 2-5.")
+    ] = None,
+    hours: Annotated[float, typer.Option("--hours", min=0.01, max=LONGEST_HOURS, help="For how long.")] = 24.0
+    * 30,
+    final: Annotated[
+        bool,
+        typer.Option("--final", help="Not to be passed on; then commands need the peer to run beside them."),
+    ] = False,
+    peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Let a peer take part in a job of yours that is not for everybody; prints what it has to accept."""
+    chosen = checked_roles(role or ())
+    span = None if stages is None else checked_stages(stages)
+    checked_id(who)
+    way = client.Way(home, bootstrap, peer, swarm_key)
+    run(_invite(job, who, chosen, span, hours, not final, way, Output(as_json=json)), debug=debug)
+
+
+async def _invite(
+    job: str,
+    who: str,
+    roles: tuple[Role, ...],
+    span: tuple[int, int] | None,
+    hours: float,
+    delegates: bool,
+    way: client.Way,
+    output: Output,
+) -> None:
+    from fusion.swarm.authority import invites
+    from fusion.swarm.authority.grants import Grant, seal_grant
+    from fusion.swarm.authority.wallet import CLOCK_SECONDS
+    from fusion.swarm.directory.records import MAX_STAGES
+    from fusion.swarm.transport import PeerId
+
+    async with client.connect(way) as context:
+        law = await law_of(context, job)
+        issuer = issuer_in(way.home, law)
+        since = int(time.time())
+        grant = Grant(
+            job=law.job, issuer=issuer.peer_id, subject=PeerId(who), roles=roles, stages=span or (0, MAX_STAGES),
+            valid_from=since - CLOCK_SECONDS, valid_until=since + int(3600 * hours), delegates=delegates,
+        )  # fmt: skip
+    text = invites.to_text([seal_grant(grant, issuer)])
+    output.emit({"job": law.job, "name": law.name, "peer": who, "until": grant.valid_until, "invite": text})
+    output.say(text)
+    output.note(
+        f"whoever runs that peer accepts it with: fusion-peer jobs accept {text[:24]}..., or start --invite"
+    )
+
+
+def accept(
+    text: Annotated[str, typer.Argument(metavar="INVITE", help="The line that `jobs invite` printed.")],
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Take part in a job by an invite; a peer that runs with this home sees it within seconds."""
+    folder, output = options.home_folder(home), Output(as_json=json)
+    grant = keep(text, folder)
+    output.emit({"job": grant.job, "roles": list(grant.roles), "until": grant.valid_until})
+    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(grant.valid_until))
+    output.say(f"this home may {', '.join(grant.roles)} in the job {grant.job[:12]} until {day}")
+
+
+def revoke(
+    job: Job,
+    who: Who,
+    peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Take back what a peer was granted in a job, and what it passed on."""
+    checked_id(who)
+    run(_revoke(job, who, client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
+
+
+async def _revoke(job: str, who: str, way: client.Way, output: Output) -> None:
+    from fusion.runtime.job.protocol import JOB
+    from fusion.swarm.authority.revocation import mark, seal_revocation
+    from fusion.swarm.errors import SwarmError
+    from fusion.swarm.transport import PeerId, call
+
+    async with client.connect(way) as context:
+        law = await law_of(context, job)
+        issuer = issuer_in(way.home, law)
+        before = context.access.revoked_by(law.job, issuer.peer_id)
+        marks = {mark(PeerId(who)), *(before.marks if before is not None else ())}
+        data = seal_revocation(law.job, marks, time.time(), issuer)
+        owners = [await context.leases.owner(law.job, stage) for stage in range(law.stages)]
+        heard = 0
+        for owner in dict.fromkeys(owner.peer for owner in owners if owner is not None):
+            with suppress(SwarmError):
+                await call(context.transport, owner, JOB.name, "revoke", {"job": law.job, "revocation": data})
+                heard += 1
+    if not heard:
+        raise SwarmError(f"no owner of a stage of {law.name} could be told; try again in a moment")
+    output.emit({"job": law.job, "name": law.name, "revoked": who, "told": heard})
+    output.say(f"{who} takes no part in {law.name} any more: {heard} peers have heard, and tell the others")
+
+
+async def law_of(context: Context, wanted: str) -> JobLaw:
+    """Of the job that is meant, which is not for everybody; what has been revoked in it is known then. ValueError."""
+    known = await job_client.find_known(context, wanted)
+    if known.manifest is None:
+        raise ValueError(f"nobody gives us the manifest of {known.record.name}; try again in a moment")
+    law = known.manifest.law(known.record.job)
+    if law.admission.kind != "granted":
+        how = "is open to all" if law.admission.kind == "open" else "is for the peers that its manifest lists"
+        raise ValueError(f"{law.name} {how}: invites are for jobs of admission granted")
+    return law
+
+
+def issuer_in(home: Path, law: JobLaw) -> Identity:
+    """The key of this home that gives grants in the job. ValueError where it has none."""
+    from fusion.runtime.peer.keys import keys_of
+
+    roots = {law.author, *law.admission.roots}
+    found = next((key for key in keys_of(options.home_folder(home)) if key.peer_id in roots), None)
+    if found is None:
+        raise ValueError(
+            f"only whoever launched {law.name}, or is one of its roots, gives grants in it: use that home"
+        )
+    return found
+
+
+def keep(text: str, folder: Path) -> Grant:
+    """Keep an invite in a home. ValueError where it is none, or somebody else's."""
+    from fusion.runtime.peer.keys import IDENTITY_FILE
+    from fusion.swarm.authority import invites
+    from fusion.swarm.authority.wallet import INVITES_FOLDER, Wallet
+    from fusion.swarm.errors import RecordError
+    from fusion.swarm.identity import Identity
+
+    try:
+        chain = invites.from_text(text)
+        identity = Identity.load_or_create(folder / IDENTITY_FILE)
+        Wallet(identity.peer_id, folder / INVITES_FOLDER, (identity,), time.time).add(chain)
+        return invites.last_of(chain)
+    except RecordError as error:
+        raise ValueError(f"invite: {error}") from None
+
+
+def checked_roles(roles: list[str] | tuple[str, ...]) -> tuple[Role, ...]:
+    """ValueError names what is no role."""
+    from fusion.swarm.authority.grants import ROLES
+
+    for role in roles:
+        if role not in ROLES:
+            raise ValueError(f"--role: some of {', '.join(ROLES)}, not {role!r:.40}")
+    return tuple(role for role in ROLES if not roles or role in roles)
+
+
+def checked_stages(text: str) -> tuple[int, int]:
+    """E.g. "2-5", or "3". ValueError."""
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or not (last or first).isdecimal() or int(first) > int(last or first):
+        raise ValueError(f"--stages: a first and a last stage, such as 2-5, not {text!r:.40}")
+    return int(first), int(last or first)
+
+
+def checked_id(text: str) -> None:
+    from fusion.swarm.identity import is_peer_id
+
+    if not is_peer_id(text):
+        raise ValueError(f"PEER: a peer id, as `fusion-peer start` prints it (12D3KooW...), not {text!r:.80}")
