@@ -5,6 +5,7 @@ fields           frozen dataclasses from mappings that somebody else wrote
 manifest         a job as data; its digest is the job's id
 manifest_wire    its bytes, and what a peer checks before it believes one
 manifest_shelf   the manifests of the swarm's jobs, fetched in the background
+admission        whom a trainer lets take part
 spec             `job.toml`, parsed strictly
 toml_files       TOML that somebody wrote: mistakes in one line
 size_text        sizes as people write them

@@ -5,6 +5,7 @@ assembly       what works on a peer, put together: for the product and for every
 announcement   what a peer says about itself
 peer           a volunteer's peer, opened and closed in order
 client         the swarm without lending anything
+keys           the keys of a home's user, and what they let a process do
 capability     what this machine can do, measured at start
 peer_file      where the peer runs, for commands on this machine
 """

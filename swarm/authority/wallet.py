@@ -73,7 +73,7 @@ class Wallet:
         sent = [path for path in kept if path.name.startswith(SENT)]
         for path in sent[: max(0, len(sent) + 1 - MAX_SENT)] if not asked else ():
             path.unlink(missing_ok=True)  # anybody may send some
-        name = f"{'' if asked else SENT}{grant.job[:32]}-{grant.subject[-8:]}-{grant.valid_until}"
+        name = f"{'' if asked else SENT}{grant.job}-{grant.subject[-8:]}-{grant.valid_until}"
         (self._folder / name).write_text(invites.to_text(chain) + "\n")
         self._found.clear()
 
