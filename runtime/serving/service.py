@@ -113,7 +113,8 @@ class ServingService:
         except ExceptionGroup as group:  # the first cause, as callers of any other coroutine would see it
             raise first_cause(group) from group
         finally:
-            del self._hosted[place]
+            if self._hosted.get(place) is hosted:
+                del self._hosted[place]
 
     async def prepare(self, job: JobId, manifest: Manifest, stage: int, record: JobRecord) -> int:
         """Stand by: the weights on disk, and in memory where there is room beside what runs here. Idempotent. Raises

@@ -35,7 +35,7 @@ def train(peers: Peers, folder: Path, lie: str) -> tuple[list[dict[str, object]]
     return said, liar.peer_id
 
 
-@pytest.mark.parametrize("lie", ["fails", "nan"])
+@pytest.mark.parametrize("lie", ["fails", pytest.param("nan", marks=pytest.mark.slow)])
 def test_a_stage_that_fails_at_one_peer_goes_to_another_and_the_job_ends_well(
     peers: Peers, tmp_path: Path, lie: str
 ) -> None:
@@ -47,6 +47,7 @@ def test_a_stage_that_fails_at_one_peer_goes_to_another_and_the_job_ends_well(
     assert liar not in owners[-1]
 
 
+@pytest.mark.slow
 def test_a_number_that_is_wrong_once_costs_a_step_and_no_owner(peers: Peers, tmp_path: Path) -> None:
     said, liar = train(peers, tmp_path, "noise")
     last = [record for record in said if record["event"] == "progress"][-1]

@@ -17,7 +17,7 @@ from typing import Any
 
 from worlds.network import Network
 
-from fusion.swarm.directory.records import Digest
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import BlobError
 from fusion.swarm.transport import PeerId
 
@@ -208,6 +208,10 @@ class WorldBlobs:
 
     def has(self, digest: Digest) -> bool:
         return self.store.has(digest)
+
+    def of(self, job: JobId) -> WorldBlobs:
+        """The job is open to all."""
+        return self
 
     def hold(self, holder: object, digests: Iterable[Digest]) -> None:
         """Nothing is deleted to make room."""

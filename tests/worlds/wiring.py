@@ -24,7 +24,7 @@ from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.stage_graphs import StageGraphs, Stages
 from fusion.runtime.training.stage_source import StageSource
 from fusion.runtime.training.step.history import Version
-from fusion.swarm.directory.records import JobRecord
+from fusion.swarm.directory.records import JobId, JobRecord
 
 
 def context(**parts: Any) -> Context:
@@ -59,10 +59,10 @@ class WorldGraphs(StageGraphs):
     def __init__(self) -> None:
         return
 
-    async def of(self, manifest: Manifest) -> Stages:
+    async def of(self, job: JobId, manifest: Manifest) -> Stages:
         return stages_of(manifest.stages), ()
 
-    async def check(self, manifest: Manifest, stage: int) -> None:
+    async def check(self, job: JobId, manifest: Manifest, stage: int) -> None:
         return
 
 

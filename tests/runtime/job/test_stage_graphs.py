@@ -50,7 +50,7 @@ def test_a_graph_is_decoded_once_however_many_stages_are_loaded(
             await swarm.stand_by(heir, job, 0, 1)  # on disk, weighed, in memory
             assert len(decoded) == 1
             graphs = StageGraphs(heir.context)
-            one, two = await asyncio.gather(*(graphs.of(swarm.manifests[job]) for _ in range(2)))
+            one, two = await asyncio.gather(*(graphs.of(job, swarm.manifests[job]) for _ in range(2)))
             assert one is two and len(decoded) == 2 and len(one[0]) == 2
 
     asyncio.run(main())
@@ -65,7 +65,7 @@ def test_a_graph_that_is_none_is_refused_and_not_remembered(tmp_path: Path) -> N
             graphs = StageGraphs(swarm.peers[0].context)
             for _ in range(2):
                 with pytest.raises(Unsupported, match="the graph of gpt2: "):
-                    await graphs.of(wrong)
+                    await graphs.of(job, wrong)
 
     asyncio.run(main())
 
@@ -104,11 +104,11 @@ def test_a_stage_that_needs_more_than_its_manifest_says_is_refused_before_its_we
             stages = split(serialise.decode(await blobs.read(honest.graph, 1 << 20)), honest.cuts)
             needed = [needed_bytes(stage, honest) for stage in stages]
             graphs = StageGraphs(strict.context)
-            await graphs.check(replace(honest, memory_bytes=tuple(needed)), 0)
+            await graphs.check(job, replace(honest, memory_bytes=tuple(needed)), 0)
             low = replace(honest, memory_bytes=(1, needed[1]))
             with pytest.raises(Understated, match=r"stage 0 of gpt2 needs .* MiB: its manifest says 0.0 MiB"):
-                await graphs.check(low, 0)
-            await graphs.check(low, 1)
+                await graphs.check(job, low, 0)
+            await graphs.check(job, low, 1)
             heir = swarm.peers[1]
             for digest in honest.weights:
                 await heir.context.blobs.drop(digest)

@@ -320,7 +320,7 @@ def test_other_frames_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
             lead = await made.join()
-            with pytest.raises(RemoteError, match="knows launch, watch, stop and snapshot"):
+            with pytest.raises(RemoteError, match="knows launch, watch, stop, revoke and snapshot"):
                 await call(made.client(), lead.id, JOB.name, "crash" * 10)
 
     asyncio.run(main())
