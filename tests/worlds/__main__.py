@@ -1,6 +1,7 @@
 """`make worlds`: the protocol of ownership, commit and recovery in simulated worlds, a new one for every seed.
 
     python tests/worlds [--worlds 1000] [--seed 1] [--processes 2] [--json]
+    python tests/worlds --liars 3               one to three peers of each world lie (tests/worlds/liars.py)
     python tests/worlds --replay SEED           one world, with every frame that was sent in it
     python tests/worlds --digest FILE           SHA-256 of what happens in each world: whether two checkouts do the same
     python tests/worlds --plant term            with a bug in it, that has to be found (term, ready, promote)
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--stop-after", type=int, default=20, help="failed worlds")
     parser.add_argument("--until", metavar="KIND", default="", help="of failure: end at the first one of it")
     parser.add_argument("--plant", choices=sorted(plants.PLANTS), default="")
+    parser.add_argument("--liars", type=int, default=0, help="in a world at most; up to three")
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument(
         "--digest", type=Path, metavar="FILE", help="write a line for each world: seed, its events, its log"
@@ -47,13 +49,15 @@ def main() -> int:
     given = parser.parse_args()
     if min(given.worlds, given.processes, given.stop_after) < 1:
         parser.error("--worlds, --processes and --stop-after: at least 1")
+    if not 0 <= given.liars <= 3:
+        parser.error("--liars: from 0 to 3")
     if given.replay is not None:
-        return replay(given.replay, given.plant)
+        return replay(given.replay, given.plant, given.liars)
     seeds = range(given.seed, given.seed + given.worlds)
     processes = min(given.processes, len(seeds))
     if given.digest is not None:
         return digest(seeds, processes, given)
-    summary, seconds = runner.timed(seeds, processes, given.plant, given.stop_after, given.until)
+    summary, seconds = runner.timed(seeds, processes, given.plant, given.stop_after, given.until, given.liars)
     found = {
         "worlds": summary.worlds,
         "failed": sorted(outcome.seed for outcome in summary.failed),
@@ -85,6 +89,7 @@ def show(found: dict[str, object], summary: runner.Summary, plant: str) -> None:
         print(
             f"  again, with every frame: python tests/worlds --replay {outcome.seed}"
             + f" --plant {plant}" * bool(plant)
+            + f" --liars {runner.LIARS}" * bool(runner.LIARS)
         )
 
 
@@ -100,8 +105,8 @@ def digest(seeds: Sequence[int], processes: int, given: argparse.Namespace) -> i
     return 0
 
 
-def replay(seed: int, plant: str) -> int:
-    runner.prepare(plant)
+def replay(seed: int, plant: str, liars: int) -> int:
+    runner.prepare(plant, liars)
     first, again = runner.replay(seed), runner.replay(seed)
     print(*first.log, sep="\n")
     print(

@@ -117,10 +117,10 @@ class WorldDirectory:
         await self._wait(seconds)
 
     def sign(self, data: bytes) -> bytes:
-        return hashlib.sha256(f"{self._peer}/".encode() + data).digest()
+        return signed(self._peer, data)
 
     def verify(self, peer: str, signature: bytes, data: bytes) -> bool:
-        return signature == hashlib.sha256(f"{peer}/".encode() + data).digest()
+        return signature == signed(peer, data)
 
     def now(self) -> float:
         return self._bulletin.now
@@ -174,6 +174,11 @@ class WorldDirectory:
         await asyncio.sleep(bulletin.look_up_seconds() if seconds is None else seconds)
         if bulletin.rng.random() < bulletin.fails:
             raise TransportError("the directory does not answer")
+
+
+def signed(peer: str, data: bytes) -> bytes:
+    """Stands for the signature of `peer`'s key."""
+    return hashlib.sha256(f"{peer}/".encode() + data).digest()
 
 
 def _dated(record: Record, expires_at: float) -> Record:

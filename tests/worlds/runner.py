@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from worlds import plants, wiring
 from worlds.process import Outcome
-from worlds.scenario import scenario
+from worlds.scenario import scenario, with_liars
 from worlds.virtual_time import lane_now, wall_seconds
 from worlds.world import World
 
@@ -67,8 +67,10 @@ class Summary:
             self.failed.append(outcome)
 
 
-def prepare(plant: str) -> None:
+def prepare(plant: str, liars: int = 0) -> None:
     """Once in every process, before its first world."""
+    global LIARS
+    LIARS = liars
     wiring.install()
     logging.getLogger("fusion").addHandler(logging.NullHandler())
     logging.getLogger("fusion").propagate = False
@@ -82,8 +84,12 @@ def prepare(plant: str) -> None:
     gc.disable()
 
 
+LIARS = 0  # in a world at most; `prepare` sets it, once in every process
+
+
 def run_one(seed: int, *, verbose: bool = False) -> Outcome:
-    world = World(scenario(seed), verbose=verbose)
+    plan = scenario(seed)
+    world = World(with_liars(plan, LIARS) if LIARS else plan, verbose=verbose)
     outcome, loop = world.run(), world.loop
     del world, World.current
     loop.close()
@@ -91,15 +97,15 @@ def run_one(seed: int, *, verbose: bool = False) -> Outcome:
 
 
 def run_many(
-    seeds: Sequence[int], processes: int, plant: str, run: Callable[[int], T] = run_one
+    seeds: Sequence[int], processes: int, plant: str, run: Callable[[int], T] = run_one, liars: int = 0
 ) -> Iterator[T]:
     """What `run` makes of each seed, as it comes; processes end with the iterator."""
     if processes == 1:
-        prepare(plant)
+        prepare(plant, liars)
         yield from map(run, seeds)
         return
     context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, initializer=prepare, initargs=(plant,)) as pool:
+    with context.Pool(processes, initializer=prepare, initargs=(plant, liars)) as pool:
         yield from pool.imap_unordered(run, seeds, chunksize=CHUNK)
 
 
@@ -182,13 +188,13 @@ def fingerprint(outcome: Outcome) -> str:
 
 
 def timed(
-    seeds: Sequence[int], processes: int, plant: str, stop_after: int, until: str = ""
+    seeds: Sequence[int], processes: int, plant: str, stop_after: int, until: str = "", liars: int = 0
 ) -> tuple[Summary, float]:
     """The summary of these worlds and the seconds that they took; ends early with `stop_after` failed ones, or with
     the first one that failed in the way that `until` names."""
     summary, began = Summary(), wall_seconds()
     shown = began
-    for outcome in run_many(seeds, processes, plant):
+    for outcome in run_many(seeds, processes, plant, liars=liars):
         summary.add(outcome)
         told = until and any(text.startswith(until) for text in outcome.violations)
         if told or len(summary.failed) >= stop_after:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 FaultKind = Literal["kill", "vanish", "freeze", "cut", "partition", "leave", "join", "move"]
@@ -46,12 +46,27 @@ class Scenario:
     directory_lost: float  # chance of a record never to reach one reader
     directory_fails: float  # chance of a look-up to fail
     faults: tuple[Fault, ...]
+    liars: int = 0  # peers that mean harm, besides those of `seats`
+
+    @property
+    def lives(self) -> bool:
+        """Whether the job has to come to its end: liars are fewer than a third of all peers."""
+        return 3 * self.liars < len(self.seats) + self.liars
 
     @property
     def quiet(self) -> bool:
         """Whether every peer sees every record soon: two holders of one term cannot be excused by the directory."""
         excused = {"partition", "freeze", "vanish"}
         return self.directory_lost == 0 and not any(fault.kind in excused for fault in self.faults)
+
+
+def with_liars(plan: Scenario, most: int) -> Scenario:
+    """One to `most` of them, drawn apart, so that the world is otherwise what it was; eight peers at most."""
+    rng = random.Random(plan.seed ^ 0x11A5)
+    liars = min(rng.randint(1, most), 8 - len(plan.seats))
+    # More who are honest, in half of the worlds: a job of three peers has nobody to outvote a liar.
+    more = rng.randint(0, 8 - len(plan.seats) - liars) if rng.random() < 0.5 else 0
+    return replace(plan, liars=liars, seats=(*plan.seats, *(rng.choice((1, 1, 2)) for _ in range(more))))
 
 
 def scenario(seed: int, *, faults: bool = True) -> Scenario:

@@ -9,13 +9,15 @@ import itertools
 import random
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from worlds import wiring
 from worlds.arithmetic import STATE, ChainPlane, WorldWorker, final_ledger, history, unpack
-from worlds.bulletin import Bulletin, WorldDirectory
+from worlds.bulletin import Bulletin, WorldDirectory, signed
 from worlds.disk import Disk, Holders, WorldBlobs, WorldPath, WorldStore, digest_of
+from worlds.liars import ACTIVE_SECONDS, Liar, liar_names
 from worlds.network import Network, WorldStream, WorldTransport
 from worlds.oracle import Oracle
 from worlds.process import STAGE_BYTES, Outcome, Process
@@ -35,10 +37,13 @@ from fusion.runtime.planes.plane import DecodingStage, Tensors
 from fusion.runtime.training.loader import StageLoader
 from fusion.runtime.training.service import TrainingService
 from fusion.runtime.training.snapshots import snapshot
+from fusion.swarm.authority.statements import seal_statement, stated
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import Leases
+from fusion.swarm.claims.tenure import CONTEST_SECONDS
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
-from fusion.swarm.directory.records import Digest, JobId, JobRecord
+from fusion.swarm.directory.job_order import newest_jobs
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import Frame, PeerId
 
@@ -47,6 +52,7 @@ OWNER_SECONDS = 40.0  # after the last fault, within which every stage must have
 END_SECONDS = 150.0  # after the last fault, within which the job must be done
 STRIKE_SECONDS = 15.0  # a fault whose frame does not come within so long does not happen
 LOOK_SECONDS = 0.5
+SETTLING_SECONDS = 2.0  # for word of a claim to go round: until then others may contest it
 FORESEEN = (SwarmError, JobError, ValueError, TimeoutError, OSError)  # what a handler may end with
 
 _TRAIN = Digest("d" * 64)
@@ -77,6 +83,7 @@ class World:
         )  # of every frame that was sent, when, by whom and to whom; where verbose
         self.struck: list[str] = []
         self.processes: dict[PeerId, Process] = {}
+        self.liars = frozenset(liar_names(plan.liars))
         self.disks: list[Disk] = []
         self.rng = random.Random(plan.seed ^ 0x5EED)
         self.loop = VirtualLoop(random.Random(plan.seed ^ 0x100B), self._unhandled)
@@ -97,7 +104,9 @@ class World:
         self._waiting: list[Fault] = []  # for their frame
         self._busy_faults = 0  # that have struck and are not over
         self._joined = 0
+        self._began: dict[tuple[Process, int], float] = {}  # when a process last began to host a stage
         self._done = False
+        self.captured = False
 
     def note(self, who: str, what: str) -> None:
         self.log.append((self.loop.now, who, what))
@@ -131,6 +140,9 @@ class World:
             self._spawn(self.loop.world, self._launch())
             for index, seats in enumerate(self.plan.seats):
                 self.start(_name(index), Disk(), seats)
+            for name in sorted(self.liars):
+                liar = Liar(self, name)
+                self._spawn(liar.lane, liar.run())
             self._spawn(self.loop.world, self._direct())
             ended = self.loop.run(lambda: self._done or bool(self.oracle.violations), 3600.0)
             if not ended:
@@ -193,7 +205,7 @@ class World:
         service = process.service = WatchedTraining(
             context,
             StageLoader(context, plane, wiring.stage_source(context)),
-            partial(self.oracle.hosts, process),
+            partial(self._hosts, process),
         )
         fitness = 0.1 + 0.8 * self.rng.random()
         hosting = process.hosting = Hosting(
@@ -204,12 +216,20 @@ class World:
         )
         await service.start()
         await hosting.start()
+        leases.on_lost = partial(self._lost, process, leases.on_lost)
         process.work = asyncio.create_task(hosting.run())
         process.work.add_done_callback(lambda task: self._ended_by_itself(process, task))
+        if self.liars:
+            self._spawn(process.lane, self._overhear(leases))
         while True:
             with contextlib.suppress(SwarmError):
                 await directory.publish(process.announcement())
             await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    async def _overhear(self, leases: Leases) -> None:
+        while True:
+            self._hears(leases)
+            await asyncio.sleep(LOOK_SECONDS / 2)
 
     def _ended_by_itself(self, process: Process, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -224,9 +244,13 @@ class World:
             job=self.job, name="world", kind="train", state="launching", term=0, step=0, lead=None,
             stages=self.plan.stages, snapshot=None, snapshot_step=-1, author=LAUNCHER,
         )  # fmt: skip
+        if self.liars:  # where nobody lies nobody needs to be told whose word it is
+            said = stated(record, _AUTHOR, EPOCH_SECONDS)
+            record = replace(record, proof=(seal_statement(said, partial(signed, _AUTHOR)),))
         while True:
             with contextlib.suppress(SwarmError):
-                known = await directory.job(self.job)
+                words = [word for word in await directory.words(self.job) if word.author not in self.liars]
+                known = next(iter(newest_jobs(words)), None)
                 if known is None or known.term == 0:
                     await directory.publish(record)
                 else:
@@ -246,6 +270,8 @@ class World:
                 self._waiting.append(fault)
             else:
                 self._strike(fault, self._victim(fault))
+        while self.liars and self.loop.now < ACTIVE_SECONDS and not self._ended():
+            await asyncio.sleep(LOOK_SECONDS)
         deadline = self.loop.now + STRIKE_SECONDS
         while (self._busy_faults or (self._waiting and self.loop.now < deadline)) and not self._ended():
             await asyncio.sleep(LOOK_SECONDS)
@@ -254,13 +280,16 @@ class World:
         calm = self.loop.now
         owned = False
         while not self._ended():
+            if self.loop.now > calm + END_SECONDS and (self.captured or not self.plan.lives):
+                self._done = True  # too many lie for anybody to promise more than that nothing is wrong
+                return
             if self.loop.now > calm + END_SECONDS:
                 self.oracle.broken(
                     f"alive: {END_SECONDS:.0f} s after the last fault the job is at step {self.oracle.committed} of "
                     f"{self.plan.steps}: {self._waits()}"
                 )
                 return
-            if not owned and self.loop.now > calm + OWNER_SECONDS:
+            if not owned and self.plan.lives and not self.captured and self.loop.now > calm + OWNER_SECONDS:
                 owned = True
                 for stage in range(self.plan.stages):
                     if not self._hosted(stage):
@@ -268,7 +297,7 @@ class World:
                             f"alive: {OWNER_SECONDS:.0f} s after the last fault nobody has stage {stage}"
                         )
             await asyncio.sleep(LOOK_SECONDS)
-        if not self.oracle.violations:
+        if not self.oracle.violations and not self.captured:
             self._inspect()
         self._done = True
 
@@ -284,10 +313,48 @@ class World:
         except KeyError as error:
             self.oracle.broken(f"durable: blob {error} of the last snapshot is nowhere")
             return
+        except JobError as error:
+            self.oracle.broken(f"durable: the last snapshot: {error}")
+            return
         self.oracle.ended(index, {stage: (step, chain) for stage, (step, chain) in shards.items()})
 
     def _records(self) -> list[JobRecord]:
-        return [r for r in self.bulletin.read(LAUNCHER, ("jobs",)) if isinstance(r, JobRecord)]
+        records = [r for r in self.bulletin.read(LAUNCHER, ("jobs",)) if isinstance(r, JobRecord)]
+        return [record for record in records if record.author not in self.liars]
+
+    def _hears(self, leases: Leases) -> None:
+        """Whether liars have come to half of the job's stages, each while it was vacant, as some honest peer sees it: then
+        their word is that of the owners."""
+        seen = [leases.tenure(self.job, stage) for stage in range(self.plan.stages)]
+        now = self.bulletin.now
+        taken = sum(t is not None and t.lives(now) and t.claim.peer in self.liars for t in seen)
+        self.captured |= 2 * taken >= self.plan.stages
+
+    def _hosts(self, process: Process, stage: int, term: int) -> None:
+        self._began[process, stage] = self.loop.now
+        self.oracle.hosts(process, stage, term)
+
+    def _lost(self, process: Process, tell: Callable[[ClaimRecord], None] | None, held: ClaimRecord) -> None:
+        """A peer has lost a stage that it held: not to a liar, unless it was away, or may have been cut off."""
+        assert process.leases is not None
+        tenure = process.leases.tenure(held.job, held.stage)
+        away = {"freeze", "partition", "vanish"} & set(self.struck) or self.plan.directory_fails > 0
+        jurors = process.leases.jurors(held.job, held.stage, process.peer_id)
+        outvoted = 2 * len(self.liars.intersection(jurors)) > len(jurors) > 0
+        contested = (
+            self.loop.now - self._began.get((process, held.stage), 0.0) < CONTEST_SECONDS + SETTLING_SECONDS
+        )
+        if (
+            tenure is not None
+            and tenure.claim.peer in self.liars
+            and not (away or outvoted or contested or self.captured)
+        ):
+            self.oracle.broken(
+                f"deposed: {process.peer_id} lost stage {held.stage} under term {held.term} to "
+                f"{tenure.claim.peer} under {tenure.claim.term}"
+            )
+        if tell is not None:
+            tell(held)
 
     def _ended(self) -> bool:
         return not self._busy_faults and any(record.state == "done" for record in self._records())
@@ -438,7 +505,7 @@ class World:
             self.frames.update(way.encode() + head + payload)
             shown = {k: v for k, v in header.items() if k not in ("job", "dtype", "shape", "codec", "claim")}
             self.note(stream.local, f"-> {stream.remote} {kind} {shown}")
-        if stream.protocol == STAGE.name:
+        if stream.protocol == STAGE.name and stream.local not in self.liars:
             if kind == "hello":
                 stream.said["source"] = header["source"]
             elif "source" in stream.said:

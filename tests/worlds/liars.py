@@ -1,0 +1,260 @@
+"""Peers of a world that mean harm: each has an identity of its own, hosts nothing, and says what it likes, to whom it likes.
+
+What a liar does, and when, is drawn from the world's seed, apart from everything else in it. It claims stages with terms of
+all sizes, with proofs that are forged, its own word, or replayed; it offers itself as the best standby and lets down who asks
+it to take over, or promises what it does not do; it says that the job is done, stopped, failed, far ahead or elsewhere; it
+says hello for stages that it does not own, with its own claim or one that it saw, and sends the protocol's messages; it
+reports owners as gone, gives stages away that it does not have, and asks neighbours for their word.
+
+A vacant stage of an open job is anybody's, so a liar gets one now and then, and lets it lie: that is no fault of the
+protocol while its lease lasts. It never computes: a wrong number that an owner makes on purpose is not looked for here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from worlds.bulletin import WorldDirectory
+from worlds.network import WorldTransport
+from worlds.virtual_time import Lane
+
+from fusion.runtime.job.fields import plain
+from fusion.runtime.job.protocol import HOLD, JOB, STAGE
+from fusion.runtime.training.step import messages as m
+from fusion.swarm.authority.statements import Statement, seal_statement
+from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.tenure import ROUNDS, SPARE_TERMS, Holding
+from fusion.swarm.claims.testimony import Testimony, seal_testimony
+from fusion.swarm.directory.records import MAX_TERM, ClaimRecord, Digest, JobRecord
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import PeerId, Stream
+
+if TYPE_CHECKING:
+    from worlds.world import World
+
+ACTIVE_SECONDS = 40.0  # for which liars lie: what is left of the world shows what became of the job
+PAUSE_SECONDS = 0.4  # between two acts, on average
+ANSWER_SECONDS = 3.0
+VACANT = 0.1  # of the stages that nobody has are claimed: those are anybody's
+FORESEEN = (SwarmError, ValueError, TimeoutError, OSError)
+
+
+def liar_names(count: int) -> tuple[PeerId, ...]:
+    return tuple(PeerId(f"liar-{i}") for i in range(count))
+
+
+class Liar:
+    def __init__(self, world: World, peer_id: PeerId) -> None:
+        self._world = world
+        self._id = peer_id
+        self._rng = random.Random(f"{world.plan.seed} {peer_id}")
+        self.lane = Lane(peer_id)
+        self._seen: list[ClaimRecord] = []
+        self._acts: tuple[Callable[[], Awaitable[object]], ...] = (
+            self._claim, self._claim, self._claim, self._stand_by, self._speak, self._speak, self._hello, self._hello,
+            self._report, self._give, self._stop, self._release,
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        world = self._world
+        self._transport = WorldTransport(world.network, self._id, self.lane, lambda lane, error: None)
+        self._directory = WorldDirectory(world.bulletin, self._id)
+        await self._transport.serve(HOLD.name, self._answer)
+        await self._transport.serve(STAGE.name, self._welcome)
+        while world.loop.now < ACTIVE_SECONDS:
+            await asyncio.sleep(self._rng.expovariate(1 / PAUSE_SECONDS))
+            act = self._rng.choice(self._acts)
+            with contextlib.suppress(*FORESEEN):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await act()
+
+    # --- records
+
+    async def _look(self) -> tuple[int, ClaimRecord | None]:
+        """A stage, and who owns it as the directory says."""
+        stage = self._rng.randrange(self._world.plan.stages)
+        claims = await self._directory.claims(self._world.job, stage)
+        self._seen = [*self._seen, *claims][-40:]
+        return stage, winner([claim for claim in claims if claim.peer != self._id])
+
+    def _words(self, stage: int, held: ClaimRecord | None, heir: PeerId) -> tuple[bytes, ...]:
+        """What is to prove that `held` is over: nothing, our own word, the words of others in our hand, or old ones."""
+        how = self._rng.randrange(4)
+        if held is None or how == 0:
+            return ()
+        if how == 1:
+            return tuple(word for claim in self._seen for word in claim.proof)[:8]
+        voters = [self._id] if how == 2 else [*self._world.processes]
+        holding = Holding(held.peer, held.term)
+        now = int(self._directory.now())
+        return tuple(
+            seal_testimony(
+                Testimony(voter=voter, holding=holding, at=now),
+                self._world.job,
+                stage,
+                heir,
+                self._directory.sign,
+            )
+            for voter in voters[:8]
+        )
+
+    def _term(self, held: ClaimRecord | None) -> int:
+        known = 0 if held is None else held.term
+        near = (known, known + 1, known + 2, known + ROUNDS, known + ROUNDS + 1)
+        far = (SPARE_TERMS, SPARE_TERMS + 30, 5000, MAX_TERM - 1)
+        return max(1, self._rng.choice((*near, *near, *far)))
+
+    async def _claim(self) -> None:
+        stage, held = await self._look()
+        if held is not None or self._rng.random() < VACANT:
+            await self._publish(stage, "owner", self._term(held), self._words(stage, held, self._id))
+
+    async def _stand_by(self) -> None:
+        stage, held = await self._look()
+        await self._publish(stage, "standby", self._term(held), ())
+
+    async def _release(self) -> None:
+        stage, held = await self._look()
+        await self._publish(stage, "released", self._term(held), ())
+
+    async def _publish(self, stage: int, role: Any, term: int, proof: tuple[bytes, ...]) -> None:
+        await self._directory.publish(self._record(stage, role, term, proof))
+
+    def _record(self, stage: int, role: Any, term: int, proof: tuple[bytes, ...]) -> ClaimRecord:
+        return ClaimRecord(
+            job=self._world.job, stage=stage, peer=self._id, role=role, term=term, score=1.0, step=10**6, load=0.0,
+            ready=True, proof=proof,
+        )  # fmt: skip
+
+    async def _speak(self) -> None:
+        """Of the job: as its lead, or with statements that others never made."""
+        world, rng = self._world, self._rng
+        state = rng.choice(("running", "done", "stopped", "failed", "launching"))
+        _, held = await self._look()
+        digests = [digest for disk in world.disks for digest in disk.blobs]
+        snapshot = rng.choice([None, Digest("e" * 64), *digests[-4:]])
+        record = JobRecord(
+            job=world.job, name="world", kind="train", state=state, term=self._term(held),
+            step=rng.choice((0, world.plan.steps, 10**6)), lead=rng.choice((self._id, None)), stages=world.plan.stages,
+            snapshot=snapshot, snapshot_step=-1 if snapshot is None else world.plan.steps, author=self._id,
+            proof=tuple(self._statement(state, snapshot) for _ in range(rng.randrange(3))),
+        )  # fmt: skip
+        await self._directory.publish(record)
+
+    def _statement(self, state: Any, snapshot: Digest | None) -> bytes:
+        world = self._world
+        signer = self._rng.choice([self._id, world.manifest.author, *world.processes])
+        said = Statement(
+            job=world.job, state=state, term=1, step=world.plan.steps, snapshot=snapshot,
+            snapshot_step=-1 if snapshot is None else world.plan.steps, signer=signer, at=int(self._directory.now()),
+        )  # fmt: skip
+        return seal_statement(said, self._directory.sign)
+
+    # --- streams that it opens
+
+    async def _hello(self) -> None:
+        """To the owner of a stage, for another stage; then messages as they come to mind."""
+        source, held = await self._look()
+        target, owner = await self._look()
+        if owner is None:
+            return
+        claim = self._directory.sealed(
+            self._record(source, "owner", self._term(held), self._words(source, held, self._id))
+        )
+        shown = self._rng.choice((b"", claim, *list(self._world.bulletin.sealed)[-3:]))
+        hello = m.Hello(
+            job=self._world.job, source=source, target=target, term=self._term(held), target_term=owner.term,
+            incarnation=self._rng.getrandbits(32), claim=shown,
+        )  # fmt: skip
+        stream = await self._transport.open(owner.peer, STAGE.name)
+        try:
+            await stream.send("hello", plain(hello))
+            for _ in range(self._rng.randrange(4)):
+                await self._message(stream, hello.term, source)
+            await stream.receive()
+        finally:
+            stream.abort()
+
+    async def _message(self, stream: Stream, term: int, source: int) -> None:
+        attempt = (self._rng.randint(1, 3), self._rng.randint(1, 3))
+        step = self._rng.randrange(self._world.plan.steps)
+        said: m.Message = self._rng.choice(
+            (
+                m.Failed(attempt, "made up"),
+                m.Lack(attempt, "made up"),
+                m.Ready(
+                    attempt,
+                    step,
+                    squared_norm=math.nan,
+                    loss=1.0,
+                    fed="",
+                    not_finite=("activations received",),
+                ),
+            )
+        )
+        await stream.send(*m.encode(said, term))
+
+    async def _report(self) -> None:
+        """An owner, as gone, to a peer that may stand by for it; or a request for a neighbour's word."""
+        stage, held = await self._look()
+        if held is not None:
+            word = next(iter(self._words(stage, held, self._id)), b"")
+            kind = self._rng.choice(("suspect", "gone"))
+            header = {
+                "job": self._world.job,
+                "stage": stage,
+                "peer": held.peer,
+                "term": held.term,
+                "word": word,
+            }
+            await self._ask(HOLD.name, kind, {**header, "yours": self._rng.random() < 0.5})
+
+    async def _give(self) -> None:
+        """A stage that another has, to a peer that stands by for it."""
+        stage, held = await self._look()
+        if held is not None:
+            heir = self._rng.choice([*self._world.processes])
+            word = next(iter(self._words(stage, held, heir)), b"")
+            header = {"job": self._world.job, "stage": stage, "term": held.term, "handover": {}, "word": word}
+            await self._ask(HOLD.name, "take", header)
+
+    async def _stop(self) -> None:
+        header = {"job": self._world.job, "statement": self._statement("stopped", None)}
+        await self._ask(JOB.name, "stop", header)
+
+    async def _ask(self, protocol: str, kind: str, header: dict[str, Any]) -> None:
+        stream = await self._transport.open(self._rng.choice([*self._world.processes]), protocol)
+        try:
+            await stream.send(kind, header)
+            await stream.receive()
+        finally:
+            stream.abort()
+
+    # --- streams that others open
+
+    async def _answer(self, stream: Stream) -> None:
+        """A standby or an owner is asked about a stage."""
+        frame = await stream.receive()
+        stage = frame.header.get("stage", 0)
+        match self._rng.randrange(4):
+            case 0:
+                await asyncio.sleep(ANSWER_SECONDS)
+            case 1:
+                await stream.send("no", {"message": "made up"})
+            case 2:
+                await stream.send("holds", {"term": self._term(None)})
+            case _:
+                term = int(frame.header.get("term", 0)) + 1
+                claim = self._directory.sealed(self._record(stage, "owner", term, ()))
+                await stream.send("owner", {"claim": claim})
+
+    async def _welcome(self, stream: Stream) -> None:
+        """Somebody takes us for the owner of a stage: nothing comes of it."""
+        frame = await stream.receive()
+        await stream.send("welcome", {"term": frame.header.get("target_term", 0)})
+        await asyncio.sleep(ANSWER_SECONDS)
