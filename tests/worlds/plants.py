@@ -13,6 +13,8 @@ from worlds.arithmetic import STATE
 from fusion.runtime.training.snapshots import stage_files
 from fusion.runtime.training.step import lead, messages
 from fusion.runtime.training.streams import fence, partners
+from fusion.swarm.authority import belief
+from fusion.swarm.claims import claim_cache, leases, testimony
 from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.transport import PeerId
 
@@ -70,8 +72,35 @@ def promote_from_the_wrong_step() -> None:
     stage_files.StageFiles.load = load  # type: ignore[method-assign]
 
 
+def believe_any_proof() -> None:
+    """Whoever claims a stage over its owner is believed, whatever it shows."""
+    assert hasattr(claim_cache.ClaimCache, "proves")
+    claim_cache.ClaimCache.proves = lambda *_: True  # type: ignore[method-assign]
+
+
+def count_forged_words() -> None:
+    """Words of neighbours count, whoever signed them."""
+    real = testimony.open_testimony
+
+    def believe(data: bytes, job: Any, stage: int, heir: PeerId, verify: Any) -> Any:
+        return real(data, job, stage, heir, lambda *_: True)
+
+    for module in (testimony, claim_cache, leases):
+        assert module.open_testimony is real
+        module.open_testimony = believe  # type: ignore[attr-defined]
+
+
+def believe_anybody_of_a_job() -> None:
+    """Whoever says that a job has ended has ended it."""
+    assert hasattr(belief, "_final")
+    belief._final = lambda said, sight: said.state in ("done", "stopped", "failed")  # type: ignore[assignment]
+
+
 PLANTS: dict[str, Callable[[], None]] = {
     "term": skip_the_term_check,
     "ready": commit_without_every_ready,
     "promote": promote_from_the_wrong_step,
+    "proof": believe_any_proof,
+    "words": count_forged_words,
+    "belief": believe_anybody_of_a_job,
 }

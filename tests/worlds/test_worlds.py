@@ -54,6 +54,25 @@ def test_a_planted_bug_is_found(plant: str, told: str) -> None:
     assert any(text.startswith(told) for text in found["violations"].values()), found["violations"]
 
 
+@pytest.mark.parametrize(
+    "count", [pytest.param(60, marks=pytest.mark.program), pytest.param(1500, marks=pytest.mark.slow)]
+)
+def test_liars_are_not_believed(count: int) -> None:
+    found = worlds("--worlds", str(count), "--seed", "1", "--liars", "3", "--processes", "1")
+    assert found["violations"] == {}
+
+
+@pytest.mark.parametrize(
+    ("plant", "told"), [("proof", "deposed"), ("words", "deposed"), ("belief", "durable")]
+)
+def test_a_check_that_is_left_out_is_found_by_liars(plant: str, told: str) -> None:
+    found = worlds(
+        *("--worlds", "400", "--liars", "3", "--plant", plant, "--until", told, "--stop-after", "200"),
+        *("--processes", "1"),
+    )
+    assert any(text.startswith(told) for text in found["violations"].values()), found["violations"]
+
+
 def test_a_world_repeats() -> None:
     def replayed(seed: int) -> str:
         done = subprocess.run(

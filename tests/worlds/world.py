@@ -98,7 +98,9 @@ class World:
         self.manifest, self.job = self._launched()
         assert self.manifest.train is not None
         self.oracle = Oracle(
-            history(self.manifest.train, plan.stages), final_ledger(self.manifest.train), plan.quiet
+            history(self.manifest.train, plan.stages),
+            final_ledger(self.manifest.train),
+            plan.quiet and not plan.liars,
         )
         self._by_lane: dict[Lane, Process] = {}
         self._waiting: list[Fault] = []  # for their frame

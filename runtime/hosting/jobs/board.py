@@ -186,7 +186,9 @@ class JobBoard:
             self.update(record.job, progress)
             return
         word = self._words.get(record.job)
-        record = advanced(record if word is None else max(record, word, key=job_order), progress)
+        record = record if word is None else max(record, word, key=job_order)
+        if progress.snapshot is not None:  # what the lead told our stage, whatever others said of it since
+            record = replace(record, snapshot=progress.snapshot, snapshot_step=progress.snapshot_step)
         term, step = max(record.term, term), max(record.step, progress.step)
         record = replace(record, state=progress.state, term=term, step=step, message="")
         # Whoever watches asks the lead of the record: the one that did lead it may be no more, and we know as much.
