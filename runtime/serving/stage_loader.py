@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
+from cachetools import LRUCache
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -16,8 +17,10 @@ from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.stage_graphs import StageGraphs, file_bytes, weights_bytes
 from fusion.runtime.job.text import MAX_TOKENIZER_BYTES
 from fusion.runtime.planes.plane import DecodingStage, Plane
-from fusion.runtime.serving.ring.frames import RingPlan, plan_ring
+from fusion.runtime.serving.ring.frames import RingPlan, last_reader, plan_ring
 from fusion.swarm.directory.records import Digest, JobId
+
+REMEMBERED_RINGS = 8
 
 Place = tuple[JobId, int]
 
@@ -40,6 +43,10 @@ class StageLoader:
         self._plane = plane
         self._graphs = graphs
         self._loading: dict[Place, asyncio.Task[LoadedStage]] = {}
+        # Of each ring, by its graph and cuts, what all its stages have in common: its last reader of token ids, or why it is
+        # none. Worked out once and not beside another: of a stranger's job of thousands of stages dozens are loaded at once.
+        self._rings: LRUCache[tuple[Digest, tuple[int, ...]], int | JobError] = LRUCache(REMEMBERED_RINGS)
+        self._planning = asyncio.Lock()
 
     async def load(self, place: Place, manifest: Manifest) -> LoadedStage:
         """The stage in memory: one that stands by and is promoted in the middle of its preparations goes on with them.
@@ -91,10 +98,7 @@ class StageLoader:
         job, stage = place
         path = await self.fetch(place, manifest)
         stages = await self.stages(job, manifest)
-        try:
-            plan = await asyncio.to_thread(plan_ring, stages, stage)
-        except JobError as error:
-            raise JobFailed(str(error)) from None
+        plan = plan_ring(stages, stage, await self._last_reader(stages, manifest))
         try:
             plane = await self._context.compute.run(
                 lambda: self._plane.decoding(stages[stage], load_file(path))
@@ -102,6 +106,24 @@ class StageLoader:
         except (SafetensorError, ValueError, KeyError) as error:
             raise JobFailed(f"the weights of stage {stage} of {manifest.name}: {error}") from None
         return LoadedStage(plan, plane, manifest.weights[stage], weights_bytes(stages[stage]))
+
+    async def _last_reader(self, stages: tuple[Stage, ...], manifest: Manifest) -> int:
+        """Raises JobFailed for a model that cannot be served in a ring."""
+        ring = (manifest.graph, tuple(manifest.cuts))
+        async with self._planning:
+            if ring not in self._rings:
+                self._rings[ring] = await asyncio.to_thread(_reader_or_error, stages)
+            found = self._rings[ring]
+        if isinstance(found, JobError):
+            raise JobFailed(str(found))
+        return found
+
+
+def _reader_or_error(stages: tuple[Stage, ...]) -> int | JobError:
+    try:
+        return last_reader(stages)
+    except JobError as error:
+        return error
 
 
 def _cancelled_ourselves() -> bool:

@@ -163,7 +163,10 @@ def ceiling(launched_at: float, now: float) -> int:
 
 def jury(stage: int, stages: int) -> tuple[int, ...]:
     """The stages whose owners have a word on who holds `stage`: the nearest ones."""
-    others = sorted((abs(other - stage), other) for other in range(stages) if other != stage)
+    near = range(
+        max(0, stage - JURY_STAGES), min(stages, stage + JURY_STAGES + 1)
+    )  # a job may have thousands
+    others = sorted((abs(other - stage), other) for other in near if other != stage)
     return tuple(other for _, other in others[:JURY_STAGES])
 
 

@@ -92,7 +92,7 @@ class RingPlan:
 
 def hop_bytes(stages: Sequence[Stage]) -> tuple[int, ...]:
     """What crosses each cut for one position, first cut first. JobError as in `plan_ring`."""
-    last = _last_reader(stages)
+    last = last_reader(stages)
     changes = [0] * (len(stages) + 1)  # from one cut to the next
     for stage in stages:
         for parcel in _incoming(stage, last):
@@ -102,14 +102,14 @@ def hop_bytes(stages: Sequence[Stage]) -> tuple[int, ...]:
     return tuple(accumulate(changes[1:-1]))
 
 
-def plan_ring(stages: Sequence[Stage], index: int) -> RingPlan:
-    """The ring as stage `index` sees it, in time in proportion to the number of stages. JobError for a model that cannot
-    be served this way.
+def plan_ring(stages: Sequence[Stage], index: int, last: int | None = None) -> RingPlan:
+    """The ring as stage `index` sees it. JobError for a model that cannot be served this way. `last`: what `last_reader`
+    says of the stages, which takes time in proportion to their number and is the same for each of them.
 
     Consecutive stages always exchange a frame, even where no value crosses: it is what makes a stage run. Values of
     skip edges go straight to each stage that reads them.
     """
-    last = _last_reader(stages)
+    last = last_reader(stages) if last is None else last
     me = stages[index]
     return RingPlan(
         index=index,
@@ -121,8 +121,9 @@ def plan_ring(stages: Sequence[Stage], index: int) -> RingPlan:
     )
 
 
-def _last_reader(stages: Sequence[Stage]) -> int:
-    """The last stage that reads token ids: they travel along the chain as far as that. -1 where none does."""
+def last_reader(stages: Sequence[Stage]) -> int:
+    """The last stage that reads token ids: they travel along the chain as far as that. -1 where none does. JobError for a
+    model that cannot be served in a ring."""
     found = -1
     for stage in stages:
         _check(stage, last=stage.index == len(stages) - 1)
