@@ -81,6 +81,7 @@ class QueuedStream:
             deque()
         )  # the first is being sent
         self._closing = False  # once nothing is left to be sent
+        self._rest_seconds = 0.0  # before the next frame is read
         self._wake = asyncio.Event()
         self._gone = asyncio.Event()  # set when a frame has gone out
         self._writer = asyncio.create_task(self._write())
@@ -100,6 +101,10 @@ class QueuedStream:
         """Put a frame out; waits while `depth` others have not gone. After the end it is dropped."""
         await self._fewer_than(self._depth)
         self.post(kind, header, payload)
+
+    def rest(self, seconds: float) -> None:
+        """From within `on_frame`: read nothing for so long, so that whoever asks too much waits for the answers."""
+        self._rest_seconds = seconds
 
     async def flush(self) -> None:
         """Wait until all that was put in has been handed to the transport, or the stream has ended."""
@@ -167,6 +172,9 @@ class QueuedStream:
         try:
             while not self.ended.is_set():
                 self._on_frame(await self.stream.receive())
+                if self._rest_seconds:
+                    seconds, self._rest_seconds = self._rest_seconds, 0.0
+                    await asyncio.sleep(seconds)
         except (SwarmError, ValueError) as error:
             if not isinstance(error, (StreamClosed, StreamBroken)):
                 log.warning("%s from %s: %s", self.stream.protocol, self.stream.remote, error_line(error))

@@ -5,6 +5,7 @@ links            the long-lived streams of the ring
 frames           what one stage sends another
 sampling         from logits to a token
 schedule         which sessions are taken, what a turn runs; pure
+openings         how many sessions a gateway may open; pure
 stage_session    one session at one stage, in the worker thread
 stage_sessions   all of them: opened, failed, freed
 gateways         what gateways say

@@ -5,7 +5,7 @@ that a session has links to the stages it feeds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -69,8 +69,9 @@ class StageRunner:
             self._plane.close(session)
             raise
 
-    def free(self, session: SessionId) -> None:
-        self._plane.close(session)
+    def free(self, sessions: Sequence[SessionId]) -> None:
+        for session in sessions:
+            self._plane.close(session)
         self._account()
 
     def run(self, work: Work[StageSession]) -> Outcome:

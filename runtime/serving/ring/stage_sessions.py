@@ -12,6 +12,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition, ShownGrants, no_grants
+from fusion.runtime.serving.ring.openings import Openings
 from fusion.runtime.serving.ring.schedule import Schedule
 from fusion.runtime.serving.ring.session import FailedReason, Opening, SessionId
 from fusion.runtime.serving.ring.stage_session import PLANE_ERRORS, StageRunner, StageSession
@@ -27,6 +28,7 @@ PROMPT_SECONDS = 10.0  # for the prompt to come, or a ping: a gateway that waits
 QUIET_SECONDS = (
     120.0  # for which nothing may be heard of a session that has its prompt, or whose prompt goes elsewhere
 )
+BUSY_SECONDS = 0.02  # in which nothing is read of a gateway that opens too many
 LOOK_SECONDS = 1.0  # between two looks for sessions of which nothing was heard
 
 
@@ -34,7 +36,9 @@ class StageSessions:
     """`run` has to be under way for sessions to open. `terms`: by which our claim to the stage may be known.
 
     Sessions are counted by the gateway that opened them. Where memory or places run out, one that does nothing, or one
-    of whoever holds most, gives way (`fusion.swarm.shares`), or whoever asks is told that the stage is full."""
+    of whoever holds most, gives way (`fusion.swarm.shares`), or whoever asks is told that the stage is full; so is who
+    opens many and runs none (`openings`). The device's thread is asked for memory once at a time, and to free that of
+    all sessions that end together: what computes there waits for one such call, not for a gateway's hundreds."""
 
     def __init__(
         self,
@@ -51,6 +55,10 @@ class StageSessions:
         self.schedule: Schedule[StageSession] = Schedule(bounded=not plan.first)
         self._clock = clock
         self._shares: Shares[StageSession] = Shares(clock)  # in positions of the sequence
+        self._openings = Openings(clock)
+        self._reserving = asyncio.Lock()
+        self._unneeded: list[SessionId] = []  # whose memory the task below is about to free
+        self._freeing: asyncio.Task[None] | None = None
         self._worker = worker
         self._runner = runner
         self._plan = plan
@@ -113,16 +121,21 @@ class StageSessions:
             raise StaleTerm(f"{self.here} is held under term {max(self.terms)}, the route says {hop.term}")
         if self._tasks is None or self.leaving:
             raise StaleTerm(f"{self.here} is leaving")
+        asker = gateway.stream.remote
+        if not self._openings.spend(asker):
+            self.tell(gateway, opening.session, f"{self.here} is busy: ask again later", "full")
+            gateway.rest(BUSY_SECONDS)
+            return
         session = StageSession(opening, gateway, heard_at=self._clock())
         if not self.schedule.admit(session):
-            other = self._shares.yields(gateway.stream.remote, opening.capacity)
+            other = self._shares.yields(asker, opening.capacity)
             if other is None:
                 message = f"{self.here} runs {len(self)} sessions already: ask again later"
                 self.tell(gateway, opening.session, message, "full")
                 return
             self._give_way(other)
             self.schedule.admit(session)
-        self._shares.take(session, gateway.stream.remote, opening.capacity)
+        self._shares.take(session, asker, opening.capacity)
         session.task = self._tasks.create_task(self._prepare(session))
 
     async def _prepare(self, session: StageSession) -> None:
@@ -161,7 +174,8 @@ class StageSessions:
         """Set memory aside for it, where others have to give way for it once they have. MemoryError: nobody has to."""
         while True:
             try:
-                await self._worker.run(self._runner.reserve, session.id, session.opening.capacity)
+                async with self._reserving:
+                    await self._worker.run(self._runner.reserve, session.id, session.opening.capacity)
                 return
             except MemoryError:
                 other = self._shares.yields(session.gateway.stream.remote)
@@ -177,6 +191,8 @@ class StageSessions:
         """The gateway asked about the session, or a chunk of it `ran`."""
         session.heard_at = self._clock()
         if ran:
+            if not session.ran:
+                self._openings.earn(session.gateway.stream.remote)
             session.ran += 1
             self._shares.use(session)
 
@@ -243,7 +259,14 @@ class StageSessions:
             session.task.cancel()
         if self._tasks is not None:
             # The worker runs calls in order: this comes after whatever still computes for the session.
-            session.freed = self._tasks.create_task(self._worker.run(self._runner.free, session.id))
+            if not self._unneeded:
+                self._freeing = self._tasks.create_task(self._free_unneeded())
+            self._unneeded.append(session.id)
+            session.freed = self._freeing
+
+    async def _free_unneeded(self) -> None:
+        sessions, self._unneeded = self._unneeded, []
+        await self._worker.run(self._runner.free, sessions)
 
 
 def _unasked(ends: LinkEnds, frame: Frame) -> None:

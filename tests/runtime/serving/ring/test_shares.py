@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from support.toy_ring import SHAPES, Refused, reference, ring_of
 
 from fusion.runtime.serving.ring import schedule, stage_sessions
+from fusion.runtime.serving.ring.openings import BURST
 from fusion.runtime.serving.ring.session import SessionId
+from fusion.runtime.serving.ring.stage_session import StageRunner
 from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.shares import IDLE_SECONDS
 from fusion.swarm.transport import PeerId
@@ -92,4 +95,43 @@ def test_a_session_whose_prompt_does_not_come_is_closed_unless_its_gateway_asks_
             clock.now += stage_sessions.QUIET_SECONDS
             await ring.freed()
 
+    asyncio.run(main())
+
+
+def test_a_gateway_that_opens_and_runs_nothing_is_told_to_ask_again_later() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["one"], clock=Clock()) as ring:
+            [theirs] = await ring.connect(MemoryTransport(ring.network, PeerId("stranger")))
+            for number in range(int(BURST) + 1):
+                await theirs.send("open", ring.opening([1] * 4, 4, session=f"{number}").to_header())
+            frames = [await theirs.receive() for _ in range(int(BURST) + 1)]
+            refused = [frame.header for frame in frames if frame.kind == "failed"]
+            assert len(refused) == 1 and refused[0]["reason"] == "full"
+            assert "ask again later" in refused[0]["message"] and ring.rings[0].sessions == BURST
+            for _ in range(2 * int(BURST)):  # whoever runs what it opens goes on
+                assert await ring.generate([1, 2, 3], 2) == reference(SHAPES["one"], [1, 2, 3], 2)
+
+    asyncio.run(main())
+
+
+def test_the_memory_of_sessions_that_end_together_is_freed_in_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    freed: list[int] = []
+    free = StageRunner.free
+
+    def counted(self: StageRunner, sessions: Sequence[SessionId]) -> None:
+        freed.append(len(sessions))
+        free(self, sessions)
+
+    async def main() -> None:
+        async with ring_of(SHAPES["one"], clock=Clock()) as ring:
+            [theirs] = await ring.connect(MemoryTransport(ring.network, PeerId("stranger")))
+            for number in range(40):
+                await ring.open([theirs], ring.opening([1] * 4, 4, session=f"{number}"))
+            theirs.abort()
+            await ring.freed()
+            assert freed == [40]
+
+    monkeypatch.setattr(StageRunner, "free", counted)
     asyncio.run(main())
