@@ -25,6 +25,7 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 NEWER_JOBS = 1024  # that were named to whoever reads our log
+AUTHORS = 4  # that can fill all looks together: one alone has a quarter of them
 DOUBT_SECONDS = 10.0  # for the other owners to say so as well, or for their claims to run out
 
 OpenJob = tuple[JobRecord, Manifest]  # one that goes on, whose manifest is here and whose graph we can run
@@ -154,15 +155,17 @@ def stages_to_read(
     random: Random,
     most: int,
 ) -> list[Place]:
-    """At most so many stages whose claims we should know: those that we might host, and all of the jobs that we have a
-    hand in (when an owner vanishes we should know its standbys). Authors take turns, so that nobody's many stages keep us
-    from looking at others'; of each first what was proposed to us, then what is of `ours`. Where there are too many,
-    others next time: of a job of thousands of stages no more than `most` are drawn, not all of them ordered."""
+    """At most `most` stages whose claims we should know: those that we might host, and all of the jobs that we have a hand
+    in (when an owner vanishes we should know its standbys). Authors take turns, and none has more than a share: a look
+    costs us, and those who keep the claims, something, whoever else there is. Of each author first what was proposed to
+    us, then what is of `ours`. Where there are too many, others next time: of a job of thousands of stages no more than
+    the share are drawn, not all of them ordered."""
+    share = max(1, most // AUTHORS)
     by_author: dict[PeerId, list[tuple[bool, bool, Place]]] = {}
     for job, manifest in jobs.items():
         proposed = [stage for stage, peer in enumerate(manifest.proposed) if peer == us]
         for stage in dict.fromkeys(
-            _some(proposed, most, random) + _some(range(manifest.stages), most, random)
+            _some(proposed, share, random) + _some(range(manifest.stages), share, random)
         ):
             fits = job in ours or manifest.needed_bytes(stage) <= free_memory_bytes
             if fits and (job, stage) not in hosted:
@@ -172,7 +175,7 @@ def stages_to_read(
     for places in by_author.values():
         random.shuffle(places)
         places.sort(key=lambda entry: entry[:2])
-        turns += [(turn, *entry) for turn, entry in enumerate(places[:most])]
+        turns += [(turn, *entry) for turn, entry in enumerate(places[:share])]
     turns.sort(key=lambda entry: entry[:3])
     return [place for *_, place in turns[:most]]
 

@@ -10,6 +10,7 @@ request_budget   how much of us each of them may use
 clock            what time it is for the swarm; pure
 wire             hivemind's three calls, as values with caps
 service          what we answer
+store_batches    what goes to the same node at the same moment
 calls            what we ask, and who does not answer
 directory        the directory
 

@@ -14,6 +14,7 @@ from fusion.swarm.dht.clock import correction, middle
 from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.lookup import Node, NodeReply
 from fusion.swarm.dht.service import BUSY
+from fusion.swarm.dht.store_batches import StoreBatches
 from fusion.swarm.dht.values import node_id, parse_values
 from fusion.swarm.dht.wire import CALL_ERRORS, Wire
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS
@@ -51,6 +52,10 @@ class Calls:
         # Others' clocks less ours. Who has been there longest stays: newcomers do not outvote them.
         self._offsets: dict[PeerId, float] = {}
         self._keys_per_ask = _KEYS_PER_ASK
+        self._batches = StoreBatches(self.store)
+
+    async def aclose(self) -> None:
+        await self._batches.aclose()
 
     def now(self) -> float:
         """Unix seconds, by our clock as the others' correct it."""
@@ -97,14 +102,17 @@ class Calls:
         self._suspended.pop(node.peer, None)
         return NodeReply(values, nearest)
 
-    async def store(self, node: Node, offers: Sequence[Offer]) -> bool:
-        """Whether the node took all of them."""
+    async def store(self, node: Node, offers: Sequence[Offer]) -> list[bool]:
+        """Which of them the node took; none where it does not answer."""
         try:
-            taken = await self._wire.store(node.peer, offers, self._call_seconds)
+            return await self._wire.store(node.peer, offers, self._call_seconds)
         except CALL_ERRORS as error:
             self._lost(node, error)
-            return False
-        return taken == [True] * len(offers)
+            return []
+
+    async def store_one(self, node: Node, offer: Offer) -> bool:
+        """Whether the node took it, in one request with what else goes there now."""
+        return await self._batches.store(node, offer)
 
     # Nodes that fail.
 

@@ -137,6 +137,7 @@ class HivemindDirectory:
         for future in self._reads.values():
             future.cancel()
         self._reads.clear()
+        await self._calls.aclose()
         await self._service.aclose()
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):  # a daemon that is dead already never answers
@@ -204,7 +205,7 @@ class HivemindDirectory:
             self._service.keep_own(place, subkey, data, stored_until)
         offer = Offer(place.to_bytes(ID_BYTES, "big"), msgpack.packb(subkey), data, stored_until)
         holders = await self._nearest(key)
-        taken = await asyncio.gather(*(self._calls.store(node, [offer]) for node in holders))
+        taken = await asyncio.gather(*(self._calls.store_one(node, offer) for node in holders))
         if not all(taken):
             self._holders.forget([place])
         # A later version that we sent meanwhile may have come first.

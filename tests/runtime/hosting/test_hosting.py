@@ -209,7 +209,7 @@ def test_one_peer_runs_several_stages_and_several_jobs(tmp_path: Path) -> None:
 def test_of_too_many_stages_the_proposed_ones_are_looked_at_first(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            ours = await made.join(places=3)
+            ours = await made.join(places=2 * job_view.AUTHORS)
             job = await made.launch(made.manifest(*[None] * 40, ours, ours, *[None] * 40))
             await ours.look()
             await until(lambda: set(ours.service.running) == {(job, 40), (job, 41)})

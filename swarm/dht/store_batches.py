@@ -1,0 +1,64 @@
+"""Records on their way to other nodes: those that are published at the same moment go to a node in one request. A peer with
+dozens of stages renews dozens of claims at once, and a request costs both sides more than a record does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from fusion.swarm.dht.guard import Offer
+from fusion.swarm.dht.lookup import Node
+from fusion.swarm.dht.wire import MAX_OFFERS
+from fusion.swarm.transport import PeerId
+
+# Which of the offers the node took; none of them where it did not answer.
+Store = Callable[[Node, Sequence[Offer]], Awaitable[list[bool]]]
+Waiting = tuple[Offer, asyncio.Future[bool]]
+
+
+class StoreBatches:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: dict[PeerId, list[Waiting]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def store(self, node: Node, offer: Offer) -> bool:
+        """Whether the node took it. Whoever gives up waiting does not stop the others' request."""
+        taken: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(node.peer, [])
+        waiting.append((offer, taken))
+        if len(waiting) == 1:
+            self._spawn(self._send(node))
+        return await taken
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for waiting in self._waiting.values():  # whose task had not begun
+            _tell(waiting, [])
+        self._waiting.clear()
+
+    async def _send(self, node: Node) -> None:
+        # It runs once everybody who is ready now has come.
+        waiting = self._waiting.pop(node.peer)
+        parts = [waiting[at : at + MAX_OFFERS] for at in range(0, len(waiting), MAX_OFFERS)]
+        await asyncio.gather(*(self._send_part(node, part) for part in parts))
+
+    async def _send_part(self, node: Node, part: Sequence[Waiting]) -> None:
+        taken: list[bool] = []
+        try:
+            taken = await self._store(node, [offer for offer, _ in part])
+        finally:
+            _tell(part, taken)
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _tell(waiting: Sequence[Waiting], taken: Sequence[bool]) -> None:
+    for number, (_, future) in enumerate(waiting):
+        if not future.done():
+            future.set_result(number < len(taken) and taken[number])

@@ -1,0 +1,29 @@
+"""Which stages of which jobs a peer looks at."""
+
+from __future__ import annotations
+
+from random import Random
+
+from support.directory_records import digest
+
+from fusion.runtime.hosting import job_view
+from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.transport import PeerId
+
+
+def test_one_author_has_no_more_than_a_share_of_what_is_looked_at() -> None:
+    def manifest(author: str, stages: int) -> Manifest:
+        names = tuple(Digest(digest(f"{author} {n}")) for n in range(stages))
+        return Manifest(
+            name=author, kind="serve", graph=names[0], cuts=tuple(range(1, stages)), weights=names,
+            proposed=(us,) * stages, author=PeerId(author), serve=ServeConfig(cache="kv", max_sequence=8, vocabulary=4),
+        )  # fmt: skip
+
+    us = PeerId("us")
+    jobs = {JobId(digest(f"big {n}")): manifest("stranger", 4096) for n in range(4)}
+    small = JobId(digest("small"))
+    jobs[small] = manifest("friend", 3)
+    read = job_view.stages_to_read(jobs, (), (), us, 1 << 30, Random(1), 512)
+    assert {place for place in read if place[0] == small} == {(small, stage) for stage in range(3)}
+    assert len(read) == 512 // job_view.AUTHORS + 3
