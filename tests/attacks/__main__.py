@@ -8,7 +8,8 @@ of its own which is stopped whenever it has used more than a quarter of a core.
 
 To add an attack, write an asynchronous function that gets an `attacks.stranger.Stranger` (an identity with p2pd, `peers`,
 `scene` with the honest jobs, `call` and `everywhere` for hivemind's requests, `transport.open` for streams, `sealed` for
-records, `others` for more identities) and goes on while `time_left`; name it in its file's ATTACKS:
+records, `others` for more identities) and goes on while `time_left`; name it in the ATTACKS of its
+file in `scripts`:
 
     async def forged_end(one: Stranger) -> dict[str, Any]:
         \"""Records of a stranger that say that the honest job was stopped.\"""
@@ -56,7 +57,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was seen")
     parser.add_argument(
-        "--together", action="store_true", help="on the same peers: quicker, and each meets what others left"
+        "--together",
+        action="store_true",
+        help="on the same peers where it can be: quicker, and each meets what others left",
     )
     parser.add_argument("--logs", action="store_true", help="show what the peers logged")
     parser.add_argument("names", nargs="*", metavar="NAME", help="all where none is named")
@@ -72,7 +75,11 @@ def main() -> int:
         asyncio.run(_strike(options.names[0]))
         return 0
     names = options.names or list(ATTACKS)
-    rounds = [names] if options.together else [[name] for name in names]
+    shared = [
+        name for name in names if options.together and not (ATTACKS[name].alone or ATTACKS[name].closed)
+    ]
+    rounds = [shared] if shared else []
+    rounds += [[name] for name in names if name not in shared]
     verdicts = [verdict for each in rounds for verdict in asyncio.run(_held(each, options.logs))]
     show(verdicts)
     if options.json:
@@ -83,7 +90,7 @@ def main() -> int:
 async def _held(names: Sequence[str], logs: bool) -> list[Verdict]:
     """One after the other on the same peers."""
     verdicts = []
-    async with open_ground() as ground:
+    async with open_ground(closed=any(ATTACKS[name].closed for name in names)) as ground:
         try:
             for name in names:
                 verdict = await hold(ground, name, ATTACKS[name])

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from attacks import directory, forged_words, hostile_jobs, sessions, streams, terminal
 from attacks.hold import Attack
+from attacks.scripts import (
+    directory,
+    false_helpers,
+    forged_words,
+    hostile_jobs,
+    outsiders,
+    sessions,
+    stolen_stages,
+    streams,
+    terminal,
+)
 
 ATTACKS: dict[str, Attack] = {}
-for part in (directory, streams, hostile_jobs, forged_words, sessions, terminal):
+for part in (
+    directory,
+    streams,
+    hostile_jobs,
+    forged_words,
+    stolen_stages,
+    false_helpers,
+    sessions,
+    outsiders,
+    terminal,
+):
     ATTACKS |= part.ATTACKS

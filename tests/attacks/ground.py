@@ -9,28 +9,28 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from attacks.honest_answers import Answers, served_model
-from attacks.honest_training import Committed, training_job
+from attacks.honest_training import STAGES, Committed, training_job
 from attacks.stranger import Scene
 from support.directory_records import claim_record, digest
 from support.leaks import nothing_left
 
-from fusion.cli.local.fleet import Fleet, LocalPeer, open_fleet
+from fusion.cli.local.fleet import Fleet, LocalPeer, OnRecord, open_fleet
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.protocol import STATUS
+from fusion.runtime.job.protocol import HOLD, STATUS
 from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
 from fusion.runtime.peer.client import ClientConfig, open_client
-from fusion.swarm.claims.election import winner
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
 from fusion.swarm.directory.api import Directory
-from fusion.swarm.directory.records import JobId
+from fusion.swarm.directory.records import JobId, Place
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.swarm_key import Authorizer, new_key
 from fusion.swarm.transport import PeerId, call
 
 HERE = Path(__file__).parent
@@ -58,9 +58,9 @@ class Ground:
     serving: Prepared
     committed: Committed
     answers: Answers
-    route: tuple[
-        tuple[PeerId, int], ...
-    ]  # owner and term of each stage of the served model, when the ground was opened
+    held: dict[Place, tuple[PeerId, int]] = field(default_factory=dict)  # as `look` saw it last
+    hearers: list[OnRecord] = field(default_factory=list)  # of what the peers print
+    ended: list[LocalPeer] = field(default_factory=list)  # that a check has killed
 
     @property
     def scene(self) -> Scene:
@@ -70,9 +70,30 @@ class Ground:
             training=self.training.job,
             serving=self.serving.job,
             trainer=self.trainer.peer_id,
-            route=self.route,
+            route=self._route(self.serving.job),
+            training_route=self._route(self.training.job),
             weights=self.serving.manifest.weights,
         )
+
+    def _route(self, job: JobId) -> tuple[tuple[PeerId, int], ...]:
+        return tuple(self.held[job, stage] for stage in range(STAGES) if (job, stage) in self.held)
+
+    @property
+    def living(self) -> list[LocalPeer]:
+        return [peer for peer in self.peers if peer not in self.ended]
+
+    async def look(self) -> dict[Place, tuple[PeerId, int]]:
+        """Who runs each stage of the job and of the model, and under which term, as the peers say themselves."""
+        found = {}
+        for peer in self.living:
+            for job in (self.training.job, self.serving.job):
+                for stage in range(STAGES):
+                    asked = {"job": job, "stage": stage}
+                    reply = await call(self.user.transport, PeerId(peer.peer_id), HOLD.name, "holds", asked)
+                    if reply.header["term"]:
+                        found[job, stage] = PeerId(peer.peer_id), int(reply.header["term"])
+        self.held = found
+        return found
 
     @property
     def reader(self) -> Directory:
@@ -101,29 +122,43 @@ class Ground:
 
 
 @asynccontextmanager
-async def open_ground(count: int = PEERS) -> AsyncIterator[Ground]:
+async def open_ground(count: int = PEERS, *, closed: bool = False) -> AsyncIterator[Ground]:
     """The job trains and the model answers when the block begins. Stages 0 and 1 of the job are at the peers 0 and 1, those
-    of the model at 1 and 2; the user asks the peer 0."""
+    of the model at 1 and 2; the user asks the peer 0. `closed`: to all who have no key."""
     async with AsyncExitStack() as stack:
         _before_others(stack)
         traces = stack.enter_context(nothing_left())
         _environment(stack, traces.environment)
         fleet = await stack.enter_async_context(open_fleet("attack-"))
+        key_file = fleet.root / "swarm.key"
+        key = new_key(key_file) if closed else None
+        member = ("--swarm-key", str(key_file)) if closed else ()
         committed = Committed()
+        hearers: list[OnRecord] = [committed.hear]
+
+        def hear(record: dict[str, Any]) -> None:
+            for hearer in hearers:
+                hearer(record)
+
         peers: list[LocalPeer] = []
         for number in range(count):
             name = f"peer-{number}"
             command = (sys.executable, str(HERE / "watched.py"), str(fleet.root / f"{name}.watch"))
             bootstrap = (peers[0].address,) if peers else ()
             peer = await fleet.start_peer(
-                name, "--tell-steps", bootstrap=bootstrap, command=command, on_record=committed.hear
+                *(name, "--tell-steps", *member),
+                bootstrap=bootstrap,
+                command=command,
+                on_record=hear,
             )
             peers.append(peer)
         address = peers[0].address
         user = await stack.enter_async_context(
-            open_client(ClientConfig(home=fleet.root / "user", peer=address))
+            open_client(
+                ClientConfig(home=fleet.root / "user", peer=address, swarm_key=key_file if closed else None)
+            )
         )
-        author, author_identity = await _author(stack, address)
+        author, author_identity = await _author(stack, address, key)
         trainer = Identity.generate()
         ids = [PeerId(peer.peer_id) for peer in peers]
         training = await fleet.in_thread(training_job, user.blobs.store, trainer, [ids[0], ids[1 % count]])
@@ -137,18 +172,22 @@ async def open_ground(count: int = PEERS) -> AsyncIterator[Ground]:
                 await wait_until_held(user, prepared)
             await committed.begun(WARM_STEPS)
             await answers.learn()
-        owners = [winner(await user.directory.claims(serving.job, stage)) for stage in range(2)]
-        route = tuple((owner.peer, owner.term) for owner in owners if owner is not None)
-        yield Ground(
-            fleet, peers, user, author, author_identity, trainer, training, serving, committed, answers, route
-        )
+        ground = Ground(
+            fleet, peers, user, author, author_identity, trainer, training, serving, committed, answers,
+            hearers=hearers,
+        )  # fmt: skip
+        await ground.look()
+        yield ground
 
 
-async def _author(stack: AsyncExitStack, address: str) -> tuple[HivemindDirectory, Identity]:
+async def _author(
+    stack: AsyncExitStack, address: str, key: Identity | None
+) -> tuple[HivemindDirectory, Identity]:
     identity = Identity.generate()
-    config = P2PConfig(identity=identity, listen=LOOPBACK)
+    authorizer = None if key is None else Authorizer(key, identity.peer_id)
+    config = P2PConfig(identity=identity, listen=LOOPBACK, authorizer=authorizer)
     transport = await stack.enter_async_context(P2PTransport.start(config))
-    directory = await HivemindDirectory.start(transport.p2p, identity, DhtConfig(client=True))
+    directory = await HivemindDirectory.start(transport.p2p, identity, DhtConfig(client=True), authorizer)
     stack.push_async_callback(directory.aclose)
     await directory.join(await transport.connect(address))
     return directory, identity

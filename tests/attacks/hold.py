@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
@@ -36,11 +37,14 @@ class Attack:
     seconds: float = 8.0  # it goes on for, once prepared
     identities: int = 1  # of the stranger: `stranger.others` are the rest
     check: Callable[[Ground, Verdict], Awaitable[None]] | None = None
+    alone: bool = False  # its check ends peers or begins jobs: it gets peers of its own, watched until then
+    closed: bool = False  # against a closed swarm, whose key the stranger does not have
 
 
 async def hold(ground: Ground, name: str, attack: Attack, *, quiet_seconds: float = QUIET_SECONDS) -> Verdict:
     """Run `attack` (of that name in `attacks.catalog`) against the ground."""
     verdict = Verdict(attack=name)
+    await ground.look()
     async with _honest(ground, verdict):
         quiet_from = time.time()
         await asyncio.sleep(quiet_seconds)
@@ -56,14 +60,15 @@ async def hold(ground: Ground, name: str, attack: Attack, *, quiet_seconds: floa
         settled = time.time()
         await asyncio.sleep(quiet_seconds)
         verdict.after = _rates(ground, settled, time.time())
+    watched_until = time.time() if attack.alone else math.inf
     if attack.check is not None and "fault: attack" not in verdict.notes:
         await attack.check(ground, verdict)
-    verdict.lived = all(peer.process.returncode is None for peer in ground.peers)
+    verdict.lived = all(peer.process.returncode is None for peer in ground.living)
     verdict.quiet_block_seconds = max(
         line["block"] for lines in quiet for line in lines if line["at"] > quiet_from
     )
     verdict.quiet_cores, verdict.cores = _cores(ground, quiet_from, began), _cores(ground, began, ended)
-    _watched(ground, verdict, quiet, began)
+    _watched(ground, verdict, quiet, began, watched_until)
     await _judge_honest(ground, verdict, quiet_from)
     return verdict
 
@@ -82,9 +87,11 @@ def _cores(ground: Ground, since: float, until: float) -> float:
     return total
 
 
-def _watched(ground: Ground, verdict: Verdict, quiet: list[list[dict[str, Any]]], since: float) -> None:
+def _watched(
+    ground: Ground, verdict: Verdict, quiet: list[list[dict[str, Any]]], since: float, until: float
+) -> None:
     for before, lines in zip(quiet, ground.reports(), strict=True):
-        later = [line for line in lines if line["at"] > since]
+        later = [line for line in lines if since < line["at"] <= until]
         for line in later:
             if line["block"] > verdict.block_seconds:
                 verdict.block_seconds, verdict.blocked_at = line["block"], line["where"]

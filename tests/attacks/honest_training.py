@@ -77,12 +77,15 @@ class Committed:
             await asyncio.sleep(0.05)
 
 
-def training_job(store: BlobStore, author: Identity, owners: Sequence[PeerId]) -> Prepared:
-    """Blocking, for a second."""
+def training_job(
+    store: BlobStore, author: Identity, owners: Sequence[PeerId], *, name: str = NAME
+) -> Prepared:
+    """A stage for each of the owners. Blocking, for a second."""
     module, graph, arrays = _model()
     config = _config(store.put(save(arrays)))
-    job = GraphJob(name=NAME, graph=graph, variables=variables_from_module(module), author=author)
-    return prepare_graph(job, as_asked(graph, config, even_cuts(len(graph.nodes), STAGES), owners), store)
+    job = GraphJob(name=name, graph=graph, variables=variables_from_module(module), author=author)
+    cuts = even_cuts(len(graph.nodes), len(owners))
+    return prepare_graph(job, as_asked(graph, config, cuts, owners), store)
 
 
 def faults(committed: Committed, store: BlobStore, prepared: Prepared) -> list[str]:
@@ -92,21 +95,23 @@ def faults(committed: Committed, store: BlobStore, prepared: Prepared) -> list[s
     assert config is not None
     found = committed.ends[:1] + committed.twice[:1]
     last = max(committed.losses, default=-1)
-    for step, loss in zip(range(last + 1), true_losses(store, config), strict=False):
+    for step, loss in zip(
+        range(last + 1), true_losses(store, config, prepared.manifest.stages), strict=False
+    ):
         told = committed.losses.get(step, loss)  # a commit that followed at once may hide one
         if told != loss:
             return [*found, f"the loss of step {step} is {told}, and should be {loss}"]
     return found
 
 
-def true_losses(store: BlobStore, config: TrainConfig) -> Iterator[float]:
+def true_losses(store: BlobStore, config: TrainConfig, stages: int = STAGES) -> Iterator[float]:
     """Of each step from the first on: the same stages, one after the other in this process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         module, graph, arrays = _model()
         batches = Batches(config, list(arrays), store.path(config.data.train), None)
-        parts = split(graph, even_cuts(len(graph.nodes), STAGES))
+        parts = split(graph, even_cuts(len(graph.nodes), stages))
         planes = [TorchTrainingStage(part, variables_from_module(module), OPTIMIZER, "cpu") for part in parts]
         for step in range(config.steps):
             yield _step(planes, batches, step)

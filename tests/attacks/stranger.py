@@ -44,6 +44,7 @@ class Scene:
     serving: JobId  # a served model, stages 0 and 1 at the last two
     trainer: PeerId  # the author of both
     route: tuple[tuple[PeerId, int], ...] = ()  # owner and term of each stage of the served model
+    training_route: tuple[tuple[PeerId, int], ...] = ()  # the same of the training job
     weights: tuple[str, ...] = ()  # of the model's stages: digests
 
     def to_json(self) -> str:
@@ -52,9 +53,12 @@ class Scene:
     @classmethod
     def from_json(cls, text: str) -> Scene:
         values = json.loads(text)
-        route = tuple((PeerId(peer), term) for peer, term in values.pop("route"))
+        routes = {
+            name: tuple((PeerId(peer), term) for peer, term in values.pop(name))
+            for name in ("route", "training_route")
+        }
         addresses, weights = tuple(values.pop("addresses")), tuple(values.pop("weights"))
-        return cls(**values, addresses=addresses, weights=weights, route=route)
+        return cls(**values, **routes, addresses=addresses, weights=weights)
 
 
 @dataclass

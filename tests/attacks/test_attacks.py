@@ -19,7 +19,7 @@ GATE_QUIET_SECONDS = 4.0
 
 def withstood(names: Sequence[str], quiet_seconds: float) -> None:
     async def scenario() -> None:
-        async with open_ground() as ground:
+        async with open_ground(closed=any(ATTACKS[name].closed for name in names)) as ground:
             for name in names:
                 verdict = await hold(ground, name, ATTACKS[name], quiet_seconds=quiet_seconds)
                 assert not verdict.faults, str(verdict.to_json())

@@ -11,7 +11,7 @@ import torch
 from attacks.ground import Ground
 from attacks.hold import Attack
 from attacks.honest_answers import NEW_TOKENS, PROMPTS, served_model
-from attacks.offers import Counter, open_counter
+from attacks.scripts.offers import Counter, open_counter
 from attacks.stranger import Stranger
 from attacks.verdict import Verdict
 from safetensors.torch import save

@@ -13,7 +13,7 @@ from attacks.ground import Ground
 from attacks.hold import Attack
 from attacks.honest_answers import MODEL, NEW_TOKENS, PROMPTS
 from attacks.honest_answers import NAME as MODEL_NAME
-from attacks.offers import Counter, open_counter
+from attacks.scripts.offers import Counter, open_counter
 from attacks.stranger import Offer, Stranger, store_request
 from attacks.verdict import Verdict
 from support.directory_records import claim_record, digest, job_record

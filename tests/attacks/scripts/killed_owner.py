@@ -1,0 +1,50 @@
+"""What has to go on when an owner is killed after, or during, an attack."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from attacks.ground import Ground
+from attacks.honest_answers import PROMPTS, TROUBLE
+from attacks.verdict import Verdict
+
+KILLED = 1  # of the ground's peers: it owns a stage of the job and one of the model
+RECOVERY_SECONDS = 90.0  # for both, and the steps since the last snapshot are done again
+MORE_STEPS = 5
+
+
+async def goes_on_without_an_owner(ground: Ground, verdict: Verdict) -> None:
+    """SIGKILL for an owner: others take its stages, the job commits further steps and the model answers."""
+    peer = ground.peers[KILLED]
+    reached = max(step for _, step in ground.committed.steps)
+    ground.ended.append(peer)
+    began = time.monotonic()
+    await ground.fleet.kill(peer)
+    for what, wait in (
+        ("steps", _further_steps(ground, reached + MORE_STEPS)),
+        ("answer", _an_answer(ground, verdict)),
+    ):
+        try:
+            async with asyncio.timeout(RECOVERY_SECONDS):
+                await wait
+            verdict.notes[f"{what}_after_seconds"] = round(time.monotonic() - began, 1)
+        except TimeoutError:
+            verdict.notes[f"fault: {what}"] = f"none in {RECOVERY_SECONDS:.0f} s after an owner was killed"
+
+
+async def _further_steps(ground: Ground, step: int) -> None:
+    while max(step for _, step in ground.committed.steps) < step:
+        await asyncio.sleep(0.1)
+
+
+async def _an_answer(ground: Ground, verdict: Verdict) -> None:
+    while True:
+        try:
+            tokens = await ground.answers.ask(PROMPTS[0])
+        except TROUBLE:
+            await asyncio.sleep(0.5)
+            continue
+        if tokens != ground.answers.truth[PROMPTS[0]]:
+            verdict.notes["fault: tokens"] = f"{list(tokens)} after an owner was killed"
+        return

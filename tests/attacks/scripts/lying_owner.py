@@ -1,0 +1,69 @@
+"""A job of three stages, of which a peer that lies about its steps owns the last: the stage has to go to another."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+from attacks import honest_training
+from attacks.ground import HERE, Ground
+from attacks.honest_training import Committed, training_job
+from attacks.verdict import Verdict
+
+from fusion.runtime.job.protocol import HOLD
+from fusion.runtime.launch.launch import launch
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.identity import Identity
+from fusion.swarm.transport import PeerId, call
+
+LIED_SECONDS = 60.0  # for the liar to come to the stage
+MOVED_SECONDS = 120.0  # for the job to go on without it
+STEPS = 20
+
+
+async def goes_on_with_a_lying_owner(ground: Ground, verdict: Verdict, kind: str) -> None:
+    """`kind`: what it lies, as `attacks.liar` knows it."""
+    liar = await ground.fleet.start_peer(
+        "liar",
+        bootstrap=(ground.peers[0].address,),
+        command=(sys.executable, str(HERE / "liar.py"), kind),
+    )
+    owners = [PeerId(peer.peer_id) for peer in (*ground.peers[:2], liar)]
+    store = ground.user.blobs.store
+    prepared = await ground.fleet.in_thread(
+        training_job, store, Identity.generate(), owners, name=f"lied-to-{kind}"
+    )
+    committed = Committed(job=prepared.job)
+    ground.hearers.append(committed.hear)
+    began = time.monotonic()
+    await launch(ground.user, prepared)
+    try:
+        async with asyncio.timeout(LIED_SECONDS):
+            while not await _holds(ground, PeerId(liar.peer_id), prepared.job, 2):
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        verdict.notes["fault: reach"] = "the liar did not get its stage"
+        return
+    try:
+        async with asyncio.timeout(MOVED_SECONDS):
+            await committed.begun(STEPS)
+        verdict.notes["lied_to_steps_after_seconds"] = round(time.monotonic() - began, 1)
+    except TimeoutError:
+        verdict.notes["fault: lied to"] = (
+            f"{len(committed.steps)} steps in {MOVED_SECONDS:.0f} s of a job whose last stage a liar owned; {committed.ends}"
+        )
+        return
+    if await _holds(ground, PeerId(liar.peer_id), prepared.job, 2):
+        verdict.notes["fault: liar"] = "it still has its stage"
+    found = await asyncio.to_thread(honest_training.faults, committed, store, prepared)
+    if found:
+        verdict.notes["fault: lied to"] = found[0]
+
+
+async def _holds(ground: Ground, peer: PeerId, job: str, stage: int) -> bool:
+    try:
+        reply = await call(ground.user.transport, peer, HOLD.name, "holds", {"job": job, "stage": stage})
+    except SwarmError:
+        return False
+    return bool(reply.header["term"])
