@@ -163,9 +163,8 @@ def ceiling(launched_at: float, now: float) -> int:
 
 def jury(stage: int, stages: int) -> tuple[int, ...]:
     """The stages whose owners have a word on who holds `stage`: the nearest ones."""
-    near = range(
-        max(0, stage - JURY_STAGES), min(stages, stage + JURY_STAGES + 1)
-    )  # a job may have thousands
+    # A job may have thousands, and somebody may speak of one that it does not have.
+    near = range(max(0, min(stage, stages) - JURY_STAGES), min(stages, stage + JURY_STAGES + 1))
     others = sorted((abs(other - stage), other) for other in near if other != stage)
     return tuple(other for _, other in others[:JURY_STAGES])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 
 from attacks.ground import Ground
 from attacks.honest_answers import PROMPTS, TROUBLE
@@ -21,16 +22,19 @@ async def goes_on_without_an_owner(ground: Ground, verdict: Verdict) -> None:
     ground.ended.append(peer)
     began = time.monotonic()
     await ground.fleet.kill(peer)
-    for what, wait in (
-        ("steps", _further_steps(ground, reached + MORE_STEPS)),
-        ("answer", _an_answer(ground, verdict)),
-    ):
+
+    async def timed(what: str, wait: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(RECOVERY_SECONDS):
                 await wait
             verdict.notes[f"{what}_after_seconds"] = round(time.monotonic() - began, 1)
         except TimeoutError:
             verdict.notes[f"fault: {what}"] = f"none in {RECOVERY_SECONDS:.0f} s after an owner was killed"
+
+    await asyncio.gather(
+        timed("steps", _further_steps(ground, reached + MORE_STEPS)),
+        timed("answer", _an_answer(ground, verdict)),
+    )
 
 
 async def _further_steps(ground: Ground, step: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.directory_records import JOB
+from support.operations import operations
 
 from fusion.swarm.claims.election import rank
 from fusion.swarm.claims.tenure import (
@@ -147,6 +148,8 @@ def test_terms_grow_by_the_second() -> None:
 def test_the_jury_is_the_owners_of_the_nearest_stages() -> None:
     assert jury(0, 1) == () and jury(1, 3) == (0, 2) and jury(5, 100)[:4] == (4, 6, 3, 7)
     assert all(len(jury(stage, 64)) == JURY_STAGES for stage in range(64))
+    assert jury(70, 64)[:2] == (63, 62), "even of a stage that the job does not have"
+    assert operations(lambda: jury(2000, 4096)) < 2 * operations(lambda: jury(20, 40))
     tenures = [held("bob"), held("bob"), held("cat"), held("ann"), held("dan", until=0.5)]
     found = seats(tenures, PeerId("ann"), 1.0)
     assert sorted(map(sorted, found)) == [["bob"], ["cat"]]  # each once, not the suspect, not who ran out
