@@ -18,16 +18,17 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId, call
 
 LIED_SECONDS = 60.0  # for the liar to come to the stage
-MOVED_SECONDS = 120.0  # for the job to go on without it
-STEPS = 20
+MOVED_SECONDS = 150.0  # for the job to go on without it
+STEPS = 20  # of the job without it
+LIED_ABOUT = 2  # the last stage
 
 
-async def goes_on_with_a_lying_owner(ground: Ground, verdict: Verdict, kind: str) -> None:
-    """`kind`: what it lies, as `attacks.liar` knows it."""
+async def goes_on_with_a_lying_owner(ground: Ground, verdict: Verdict, kind: str, first: int) -> None:
+    """`kind`: what it lies, as `attacks.liar` knows it, from step `first` on."""
     liar = await ground.fleet.start_peer(
         "liar",
         bootstrap=(ground.peers[0].address,),
-        command=(sys.executable, str(HERE / "liar.py"), kind),
+        command=(sys.executable, str(HERE / "liar.py"), kind, str(first)),
     )
     owners = [PeerId(peer.peer_id) for peer in (*ground.peers[:2], liar)]
     store = ground.user.blobs.store
@@ -40,21 +41,21 @@ async def goes_on_with_a_lying_owner(ground: Ground, verdict: Verdict, kind: str
     await launch(ground.user, prepared)
     try:
         async with asyncio.timeout(LIED_SECONDS):
-            while not await _holds(ground, PeerId(liar.peer_id), prepared.job, 2):
+            while not await _holds(ground, PeerId(liar.peer_id), prepared.job, LIED_ABOUT):
                 await asyncio.sleep(0.02)
     except TimeoutError:
         verdict.notes["fault: reach"] = "the liar did not get its stage"
         return
     try:
         async with asyncio.timeout(MOVED_SECONDS):
-            await committed.begun(STEPS)
+            await committed.begun(first + STEPS)
         verdict.notes["lied_to_steps_after_seconds"] = round(time.monotonic() - began, 1)
     except TimeoutError:
         verdict.notes["fault: lied to"] = (
             f"{len(committed.steps)} steps in {MOVED_SECONDS:.0f} s of a job whose last stage a liar owned; {committed.ends}"
         )
         return
-    if await _holds(ground, PeerId(liar.peer_id), prepared.job, 2):
+    if await _holds(ground, PeerId(liar.peer_id), prepared.job, LIED_ABOUT):
         verdict.notes["fault: liar"] = "it still has its stage"
     found = await asyncio.to_thread(honest_training.faults, committed, store, prepared)
     if found:
