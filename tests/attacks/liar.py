@@ -1,6 +1,6 @@
-"""`fusion-peer` that lies about the steps of the stages that it owns: python tests/attacks/liar.py KIND STEP ARGUMENTS...
+"""`fusion-peer` that lies about every step of the stages that it owns: python tests/attacks/liar.py KIND ARGUMENTS...
 
-From STEP on. KIND is `nan` (the numbers of its gradients are none) or `failed` (its arithmetic failed).
+KIND is `nan` (the numbers of its gradients are none) or `failed` (its arithmetic failed).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from fusion.runtime.training.stage_messages import Outbox
 from fusion.runtime.training.step.messages import Failed, Message, Ready
 
 
-def lie(kind: str, first: int) -> None:
+def lie(kind: str) -> None:
     send = Outbox.send
 
     def send_lies(self: Outbox, target: int, message: Message) -> None:
-        if isinstance(message, Ready) and message.step >= first:
+        if isinstance(message, Ready):
             if kind == "nan":
                 message = replace(message, squared_norm=float("nan"))
             else:
@@ -28,5 +28,5 @@ def lie(kind: str, first: int) -> None:
 
 
 if __name__ == "__main__":
-    lie(sys.argv.pop(1), int(sys.argv.pop(1)))
+    lie(sys.argv.pop(1))
     main()

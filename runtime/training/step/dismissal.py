@@ -21,7 +21,7 @@ from fusion.runtime.training.step.faults import (
 from fusion.runtime.training.step.gathering import gather, lose, restore
 from fusion.runtime.training.step.lead_state import LeadState, Result
 
-PATIENCE_WITH_NUMBERS = 2  # as PATIENCE: the same numbers come out again
+PATIENCE_WITH_NUMBERS = 2  # as PATIENCE, where one peer has the whole job: the same numbers come out again
 
 
 def refuse(state: LeadState, stage: int) -> Result:
@@ -44,7 +44,12 @@ def not_finite(state: LeadState, reports: Sequence[m.Ready]) -> Result:
     }
     stage, what = culprit(reports, contradicted)
     text = f"{what} not finite, a lower optimizer.learning_rate may help"
-    state, verdict = fault(state, stage, text, patience=PATIENCE_WITH_NUMBERS)
+    # In the first seconds of a job nobody stands by: the owner leaves the stage all the same, so that another may come.
+    elsewhere = {state.owner(other) for other in range(state.stages)} - {state.owner(stage)}
+    patience = PATIENCE if elsewhere else PATIENCE_WITH_NUMBERS
+    state, verdict = fault(state, stage, text, patience=patience)
+    if verdict == "again" and elsewhere:
+        return dismiss(state, stage)
     return _follow(state, stage, verdict, restore)
 
 

@@ -23,12 +23,12 @@ STEPS = 20  # of the job without it
 LIED_ABOUT = 2  # the last stage
 
 
-async def goes_on_with_a_lying_owner(ground: Ground, verdict: Verdict, kind: str, first: int) -> None:
-    """`kind`: what it lies, as `attacks.liar` knows it, from step `first` on."""
+async def goes_on_with_a_lying_owner(ground: Ground, verdict: Verdict, kind: str) -> None:
+    """`kind`: what it lies, as `attacks.liar` knows it, from the first step on: before anybody stands by for its stage."""
     liar = await ground.fleet.start_peer(
         "liar",
         bootstrap=(ground.peers[0].address,),
-        command=(sys.executable, str(HERE / "liar.py"), kind, str(first)),
+        command=(sys.executable, str(HERE / "liar.py"), kind),
     )
     owners = [PeerId(peer.peer_id) for peer in (*ground.peers[:2], liar)]
     store = ground.user.blobs.store
@@ -48,7 +48,7 @@ async def goes_on_with_a_lying_owner(ground: Ground, verdict: Verdict, kind: str
         return
     try:
         async with asyncio.timeout(MOVED_SECONDS):
-            await committed.begun(first + STEPS)
+            await committed.begun(STEPS)
         verdict.notes["lied_to_steps_after_seconds"] = round(time.monotonic() - began, 1)
     except TimeoutError:
         verdict.notes["fault: lied to"] = (

@@ -229,8 +229,23 @@ def test_numbers_that_are_not_finite_once_only_cost_a_step() -> None:
     assert job.state.step == 1 and not job.looks
 
 
-def test_where_nobody_else_can_take_the_stage_the_job_goes_back_once_before_it_fails() -> None:
+def test_where_nobody_stands_by_the_owner_leaves_so_that_another_may_come() -> None:
     job = Job(A, B)
+    job.step((), (f.LOSS,))
+    for _ in range(f.PATIENCE - 1):
+        assert dismissed(job.step((), (f.LOSS,))) == [1]
+        job.follow(1, B)
+    assert "3 times at B; no other peer" in failed(job.step((), (f.LOSS,)))
+    honest = Job(A, B)
+    honest.step((), (f.LOSS,))
+    assert dismissed(honest.step((), (f.LOSS,))) == [1]
+    honest.follow(1, C)
+    honest.step((), ())
+    assert honest.state.step == 1
+
+
+def test_where_one_peer_has_the_whole_job_it_goes_back_once_before_it_fails() -> None:
+    job = Job(B, B)
     job.step((), (f.LOSS,))
     discard, restore = job.step((), (f.LOSS,))
     assert dismissed((discard,)) == [] and isinstance(restore, m.Restore)
