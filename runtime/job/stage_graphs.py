@@ -7,6 +7,7 @@ Nothing that costs more than the graph is fetched for a stage whose manifest say
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cachetools import LRUCache
@@ -16,6 +17,7 @@ from fusion.dag.cutting.cuts import split, tie_groups
 from fusion.dag.cutting.memory import MemoryConfig, measure_memory
 from fusion.dag.cutting.stage import Stage, TieGroup
 from fusion.dag.ir import serialise
+from fusion.dag.ir.dims import bind, size
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Ref
 from fusion.dag.ir.opset_spec import elements
@@ -81,14 +83,28 @@ class StageGraphs:
         return entry.stages
 
     async def check(self, job: JobId, manifest: Manifest, stage: int) -> None:
-        """Understated where the stage needs clearly more memory than the manifest says. Raises as `of`."""
+        """Understated where the stage needs clearly more memory than the manifest says, Unsupported where the job could not
+        be trained wherever it ran. Raises as `of`."""
         stages, _ = await self.of(job, manifest)
+        _check_loss(stages, manifest)
         needed = await asyncio.to_thread(needed_bytes, stages[stage], manifest)
         declared = manifest.needed_bytes(stage)
         if manifest.memory_bytes and needed > declared * TOLERATED_RATIO + TOLERATED_BYTES:
             raise Understated(
                 f"stage {stage} of {manifest.name} needs {size_text(needed)}: its manifest says {size_text(declared)}"
             )
+
+
+def _check_loss(stages: Sequence[Stage], manifest: Manifest) -> None:
+    """It is one number: otherwise whoever has computed a step of it finds out, one peer after the other."""
+    if manifest.train is None:
+        return
+    maker = next((stage for stage in reversed(stages) if 0 in stage.results), None)
+    if maker is None:
+        raise Unsupported(f"the graph of {manifest.name} has no loss")
+    loss = maker.graph.types[maker.graph.outputs[len(maker.sends) + maker.results.index(0)]]
+    if bind(size(loss.shape), sizes_of(manifest.train)) != 1:
+        raise Unsupported(f"the loss of {manifest.name} is {loss}, and not one number")
 
 
 def needed_bytes(stage: Stage, manifest: Manifest) -> int:

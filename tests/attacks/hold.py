@@ -37,7 +37,8 @@ class Attack:
     seconds: float = 8.0  # it goes on for, once prepared
     identities: int = 1  # of the stranger: `stranger.others` are the rest
     check: Callable[[Ground, Verdict], Awaitable[None]] | None = None
-    alone: bool = False  # its check ends peers or begins jobs: it gets peers of its own, watched until then
+    # It leaves jobs behind that peers go on with, or its check ends peers: it gets peers of its own, watched until the check.
+    alone: bool = False
     closed: bool = False  # against a closed swarm, whose key the stranger does not have
 
 

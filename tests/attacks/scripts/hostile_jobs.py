@@ -34,6 +34,7 @@ STAGES = 4096
 GIB = 1 << 30
 MOST_FETCHED = 64 << 20
 SAMPLES = save({"x": torch.zeros(64, 4)})
+WEIGHTS = save({"w0": torch.zeros(4, 4)})  # of `deep_training`
 NOTHING = struct.pack("<Q", 2) + b"{}"  # safetensors of no tensors
 PLACED_SECONDS = 60.0
 SEATS_OF_ONE = 60  # stages that a greedy author offers to each peer
@@ -43,6 +44,16 @@ def deep_graph(nodes: int) -> Graph:
     built = Builder(4)
     for _ in range(nodes):
         built.at = built.add("aten.tanh", built.at)
+    return built.graph()
+
+
+def deep_training(nodes: int) -> Graph:
+    """A loss of so many steps, each of which has to be remembered for its gradient."""
+    built = Builder(4)
+    built.block(4, 4)
+    for _ in range(nodes):
+        built.at = built.add("aten.tanh", built.at)
+    built.at = built.add("aten.mean", built.at, None)
     return built.graph()
 
 
@@ -82,7 +93,7 @@ async def understated_memory(one: Stranger) -> dict[str, Any]:
     """Manifests that say one byte where the graph needs gigabytes: of weights, and of activations."""
     counter = await open_counter(one)
     wide = counter.put(serialise.encode(wide_graph(1 << 14)))  # 1 GiB a layer
-    deep = counter.put(serialise.encode(deep_graph(4096)))  # 128 KiB a node for each thousand of samples
+    deep = counter.put(serialise.encode(deep_training(4096)))  # 16 KiB a node for each thousand of samples
     heavy = counter.put_zeros(2 * GIB)
     for peer in one.peers:
         counter.offer(serving(counter, wide, 1, (), weights=(heavy,), proposed=(peer,), memory_bytes=(1,)))
@@ -95,12 +106,13 @@ async def understated_disk(one: Stranger) -> dict[str, Any]:
     """Small graphs with gigabytes of weights, tokenizers and graphs of gigabytes."""
     counter = await open_counter(one)
     small = counter.put(serialise.encode(deep_graph(2)))
+    trained = counter.put(serialise.encode(deep_training(2)))
     heavy = counter.put_zeros(4 * GIB)
     for peer in one.peers:
         counter.offer(serving(counter, small, 1, (), weights=(heavy,), proposed=(peer,)))
         counter.offer(serving(counter, small, 1, (), tokenizer=heavy, proposed=(peer,)))
         counter.offer(serving(counter, heavy, 1, (), proposed=(peer,)))
-        counter.offer(training(counter, small, peer, weights=(heavy,)))
+        counter.offer(training(counter, trained, peer, weights=(heavy,)))
     await counter.keep_published()
     return counter.notes
 
@@ -108,7 +120,7 @@ async def understated_disk(one: Stranger) -> dict[str, Any]:
 async def huge_batches(one: Stranger) -> dict[str, Any]:
     """Steps of a million samples, and ever new jobs of a single step of as many as a manifest may have."""
     counter = await open_counter(one)
-    graph = counter.put(serialise.encode(deep_graph(2)))
+    graph = counter.put(serialise.encode(deep_training(2)))
     for peer in one.peers:
         counter.offer(training(counter, graph, peer, microbatch_size=1 << 20))
         counter.offer(training(counter, graph, peer, microbatch_size=1, microbatches=1 << 20))
@@ -162,7 +174,7 @@ def training(
         evaluate_batches=1, optimizer=OptimizerConfig(), data=DataConfig(kind="arrays", train=counter.put(SAMPLES)),
     )  # fmt: skip
     manifest = Manifest(
-        name="hostile", kind="train", graph=graph, cuts=(), weights=(counter.put(NOTHING),), proposed=(peer,),
+        name="hostile", kind="train", graph=graph, cuts=(), weights=(counter.put(WEIGHTS),), proposed=(peer,),
         author=PeerId(""), train=config,
     )  # fmt: skip
     return replace(manifest, **changes)
@@ -204,9 +216,9 @@ async def others_find_room(ground: Ground, verdict: Verdict) -> None:
 
 
 ATTACKS = {
-    "stages_4096": Attack(stages_4096, seconds=25.0, check=little_was_fetched),
-    "understated_memory": Attack(understated_memory, seconds=15.0, check=little_was_fetched),
-    "understated_disk": Attack(understated_disk, seconds=15.0, check=little_was_fetched),
-    "huge_batches": Attack(huge_batches, seconds=20.0, check=little_was_fetched),
-    "seat_grab": Attack(seat_grab, seconds=30.0, check=others_find_room),
+    "stages_4096": Attack(stages_4096, seconds=25.0, check=little_was_fetched, alone=True),
+    "understated_memory": Attack(understated_memory, seconds=15.0, check=little_was_fetched, alone=True),
+    "understated_disk": Attack(understated_disk, seconds=15.0, check=little_was_fetched, alone=True),
+    "huge_batches": Attack(huge_batches, seconds=20.0, check=little_was_fetched, alone=True),
+    "seat_grab": Attack(seat_grab, seconds=30.0, check=others_find_room, alone=True),
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.instances import with_skips
+from support.instances import Builder, with_skips
 from support.served import swarm_of
 
 from fusion.dag.cutting.cuts import split
@@ -117,3 +117,27 @@ def test_a_stage_that_needs_more_than_its_manifest_says_is_refused_before_its_we
             assert not heir.context.blobs.has(honest.weights[0])
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("of_numbers", [True, False])
+def test_a_job_whose_loss_is_not_one_number_is_refused_before_it_runs(of_numbers: bool) -> None:
+    built = Builder(4)
+    built.block(4, 4)
+    if not of_numbers:
+        built.at = built.add("aten.mean", built.at, None)
+    stages = split(built.graph(), (1,))
+    name = Digest("1" * 64)
+    train = TrainConfig(
+        steps=1, microbatches=1, microbatch_size=8, sequence=0, seed=1, evaluate_batches=1,
+        optimizer=OptimizerConfig(), data=DataConfig(kind="arrays", train=name),
+    )  # fmt: skip
+    manifest = Manifest(
+        name="m", kind="train", graph=name, cuts=(1,), weights=(name, name),
+        proposed=(PeerId("p"),) * 2, author=PeerId("a"), train=train,
+    )  # fmt: skip
+    if of_numbers:
+        with pytest.raises(Unsupported, match="not one number"):
+            stage_graphs._check_loss(stages, manifest)
+    else:
+        stage_graphs._check_loss(stages, manifest)
+    stage_graphs._check_loss(stages, replace(manifest, train=None))
