@@ -211,7 +211,9 @@ class Lead:
     def _look_around(self) -> None:
         """Who holds the stages, and who could take them."""
         spare = {stage: self._able(stage) for stage in range(self._stages)}
-        self._state = replace(self._state, peers=dict(self._owners()), spare=spare)
+        # One that has just left is still whose word comes: without its name it would count as another peer each time.
+        peers = {**self._state.peers, **self._owners()}
+        self._state = replace(self._state, peers=peers, spare=spare)
 
     # --- steps
 
