@@ -8,6 +8,7 @@ train             launch a training job
 launch_progress   how far the swarm has taken a job over
 follow            how a job goes on, live
 jobs              what runs; watch, stop, export
+grants            what keys and invites of a home allow
 invites           `jobs invite`, `accept` and `revoke`
 plan              where a job would run
 serve             put a model on the swarm

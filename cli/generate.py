@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusion.cli import client, job_client
+from fusion.cli import client, grants, job_client
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
@@ -76,8 +76,8 @@ async def _generate(request: GenerateRequest, way: client.Way, output: Output) -
         text = request.prompt or ""
         others = another_peer(context.directory)  # where the gateway vanishes, one of them goes on
         try:
-            grants = job_client.grants_from(context)
-            async for piece in ask_gateway(context.transport, gateway, request, others, grants):
+            shown = grants.grants_from(context)
+            async for piece in ask_gateway(context.transport, gateway, request, others, shown):
                 output.write(text)
                 text = ""
                 if isinstance(piece, Answer):

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fusion.cli import client, job_client
+from fusion.cli import client, grants
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
 
 if TYPE_CHECKING:
-    from fusion.runtime.job.context import Context
-    from fusion.swarm.authority.grants import Grant, Role
-    from fusion.swarm.authority.law import JobLaw
-    from fusion.swarm.identity import Identity
+    from fusion.swarm.authority.grants import Role
 
 LONGEST_HOURS = 24.0 * 365 * 10
 
@@ -76,8 +72,8 @@ async def _invite(
     from fusion.swarm.transport import PeerId
 
     async with client.connect(way) as context:
-        law = await law_of(context, job)
-        issuer = issuer_in(way.home, law)
+        law = await grants.law_of(context, job)
+        issuer = grants.issuer_in(way.home, law)
         since = int(time.time())
         grant = Grant(
             job=law.job, issuer=issuer.peer_id, subject=PeerId(who), roles=roles, stages=span or (0, MAX_STAGES),
@@ -99,7 +95,7 @@ def accept(
 ) -> None:
     """Take part in a job by an invite; a peer that runs with this home sees it within seconds."""
     folder, output = options.home_folder(home), Output(as_json=json)
-    grant = keep(text, folder)
+    grant = grants.keep(text, folder)
     output.emit({"job": grant.job, "roles": list(grant.roles), "until": grant.valid_until})
     day = time.strftime("%Y-%m-%d %H:%M", time.localtime(grant.valid_until))
     output.say(f"this home may {', '.join(grant.roles)} in the job {grant.job[:12]} until {day}")
@@ -127,8 +123,8 @@ async def _revoke(job: str, who: str, way: client.Way, output: Output) -> None:
     from fusion.swarm.transport import PeerId, call
 
     async with client.connect(way) as context:
-        law = await law_of(context, job)
-        issuer = issuer_in(way.home, law)
+        law = await grants.law_of(context, job)
+        issuer = grants.issuer_in(way.home, law)
         before = context.access.revoked_by(law.job, issuer.peer_id)
         marks = {mark(PeerId(who)), *(before.marks if before is not None else ())}
         data = seal_revocation(law.job, marks, time.time(), issuer)
@@ -142,48 +138,6 @@ async def _revoke(job: str, who: str, way: client.Way, output: Output) -> None:
         raise SwarmError(f"no owner of a stage of {law.name} could be told; try again in a moment")
     output.emit({"job": law.job, "name": law.name, "revoked": who, "told": heard})
     output.say(f"{who} takes no part in {law.name} any more: {heard} peers have heard, and tell the others")
-
-
-async def law_of(context: Context, wanted: str) -> JobLaw:
-    """Of the job that is meant, which is not for everybody; what has been revoked in it is known then. ValueError."""
-    known = await job_client.find_known(context, wanted)
-    if known.manifest is None:
-        raise ValueError(f"nobody gives us the manifest of {known.record.name}; try again in a moment")
-    law = known.manifest.law(known.record.job)
-    if law.admission.kind != "granted":
-        how = "is open to all" if law.admission.kind == "open" else "is for the peers that its manifest lists"
-        raise ValueError(f"{law.name} {how}: invites are for jobs of admission granted")
-    return law
-
-
-def issuer_in(home: Path, law: JobLaw) -> Identity:
-    """The key of this home that gives grants in the job. ValueError where it has none."""
-    from fusion.runtime.peer.keys import keys_of
-
-    roots = {law.author, *law.admission.roots}
-    found = next((key for key in keys_of(options.home_folder(home)) if key.peer_id in roots), None)
-    if found is None:
-        raise ValueError(
-            f"only whoever launched {law.name}, or is one of its roots, gives grants in it: use that home"
-        )
-    return found
-
-
-def keep(text: str, folder: Path) -> Grant:
-    """Keep an invite in a home. ValueError where it is none, or somebody else's."""
-    from fusion.runtime.peer.keys import IDENTITY_FILE
-    from fusion.swarm.authority import invites
-    from fusion.swarm.authority.wallet import INVITES_FOLDER, Wallet
-    from fusion.swarm.errors import RecordError
-    from fusion.swarm.identity import Identity
-
-    try:
-        chain = invites.from_text(text)
-        identity = Identity.load_or_create(folder / IDENTITY_FILE)
-        Wallet(identity.peer_id, folder / INVITES_FOLDER, (identity,), time.time).add(chain)
-        return invites.last_of(chain)
-    except RecordError as error:
-        raise ValueError(f"invite: {error}") from None
 
 
 def checked_roles(roles: list[str] | tuple[str, ...]) -> tuple[Role, ...]:

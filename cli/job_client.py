@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
     from fusion.runtime.job.manifest import Manifest
     from fusion.runtime.job.progress import Progress
-    from fusion.runtime.serving.requests.client import GrantsFor
     from fusion.swarm.identity import Identity
 
 # A lead that vanished is replaced within a lease and an election; its job's record lives a little longer.
@@ -94,21 +93,6 @@ async def find_model(context: Context, name: str) -> None:
     listed = ", ".join(names[:10]) or "none"
     raise ValueError(f"--model: {name!r} is not served (models: {listed})" if name else
                      f"--model: say which model (models: {listed})")  # fmt: skip
-
-
-def grants_from(context: Context) -> GrantsFor:
-    """What this user can show of why it may prompt the model of a job."""
-
-    async def show(job: JobId) -> tuple[bytes, ...]:
-        from fusion.runtime.belief.reading import manifest_of
-
-        manifest = await manifest_of(context, job, await context.directory.words(job))
-        if manifest is None:
-            return ()
-        context.leases.know(manifest.law(job))
-        return context.access.chain(job)
-
-    return show
 
 
 async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:

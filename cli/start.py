@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusion.cli import invites
+from fusion.cli import grants
 from fusion.cli.terminal import options
 from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.cli.terminal.loop import run_until_stopped
@@ -21,7 +21,8 @@ from fusion.swarm.errors import DaemonDied, TransportError
 from fusion.swarm.streams.reachable import is_loopback, is_public
 
 if TYPE_CHECKING:
-    from fusion.runtime.peer.peer import Peer, PeerConfig
+    from fusion.runtime.peer.config import PeerConfig
+    from fusion.runtime.peer.peer import Peer
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +100,10 @@ def start(
     closed = find_key(folder, swarm_key) is not None
     addresses = options.bootstrap_addresses(bootstrap, closed=closed)
     for text in invite or ():
-        invites.keep(text, folder)
+        grants.keep(text, folder)
     output.status("starting ...")
     with lean_imports():
-        from fusion.runtime.peer.peer import PeerConfig
+        from fusion.runtime.peer.config import PeerConfig
 
     config = PeerConfig(
         home=folder, bootstrap=addresses, threads=threads, device=device.value, swarm_key=swarm_key, **chosen

@@ -8,7 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from imports import LAYERS, ROOT, circles, file_counts, folder_edges, imports, modules, relative
+from imports import (
+    LAYERS,
+    MOST_FILES,
+    MOST_IMPORTS,
+    ROOT,
+    circles,
+    fan_out,
+    file_counts,
+    folder_edges,
+    imports,
+    modules,
+    relative,
+)
 from support.cases import check_all
 
 pytestmark = pytest.mark.program  # a fresh interpreter tells what an import loads
@@ -203,3 +215,8 @@ def test_pure_modules_load_no_heavy_library(where: str) -> None:
     )
     loaded = loaded_by(f"import {', '.join(names)}")
     assert not loaded & {"torch", "tokenizers", "safetensors", "transformers", "hivemind"}
+
+
+def test_no_module_knows_too_many_others_and_no_folder_holds_too_many() -> None:
+    assert {module: len(others) for module, others in fan_out().items() if len(others) > MOST_IMPORTS} == {}
+    assert {folder: count for folder, count in file_counts().items() if count > MOST_FILES} == {}

@@ -8,12 +8,11 @@ manifest_shelf   the manifests of the swarm's jobs, fetched in the background
 admission        whom a trainer lets take part
 spec             `job.toml`, parsed strictly
 toml_files       TOML that somebody wrote: mistakes in one line
-size_text        sizes as people write them
+size_text        sizes as people write them, and as they are told what is missing
 model_files      what must lie in a model's directory, looked at before anything is loaded
 text             prompts to token ids and back, also while a text is still being made
 progress         how a job stands: what watchers are shown
 protocol         every protocol, by name and cap
-shortage         what is missing where nobody holds a stage, for people
 cool_down        what failed is left alone for a while
 memory_budget    the memory that a peer lends, and what it is set aside for
 worker           the one thread of a device

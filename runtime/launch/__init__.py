@@ -1,6 +1,7 @@
 """A job into the swarm, and out of it. Runs on the launching machine.
 
-prepare        from a job file, a directory or a graph to blobs and a manifest
+prepare            from a job file to blobs and a manifest
+prepare_serving    from a model's directory
 pack           a job's text as blobs
 shard          from a placed graph to blobs and manifest
 launch         offered to the swarm, until the swarm holds all of it

@@ -17,7 +17,8 @@ from fusion.runtime.belief.reading import look
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.protocol import JOB
-from fusion.runtime.launch.prepare import prepare_serving, prepare_training
+from fusion.runtime.launch.prepare import prepare_training
+from fusion.runtime.launch.prepare_serving import prepare_serving
 from fusion.runtime.launch.shard import Prepared
 from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
 from fusion.swarm.authority.statements import seal_statement, stated

@@ -6,16 +6,11 @@ Blocking, for seconds; everything ends up in the local store, nothing is sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
-from fusion.runtime.capture.serving_graph import serving_graph
-from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.manifest import ServeConfig, TrainConfig
-from fusion.runtime.job.model_files import check_directory, is_exported_directory
+from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
 from fusion.runtime.launch.export_files import export_files
 from fusion.runtime.launch.pack import pack_data, read_tokenizer
@@ -24,8 +19,6 @@ from fusion.runtime.placing.place_job import place_job
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.identity import Identity, friendly_name
-
-OPEN = AdmissionSpec()
 
 
 def prepare_training(
@@ -84,54 +77,6 @@ def prepare_training(
         author=author or Identity.generate(),
         admission=spec.admission,
         limits=spec.limits,
-    )
-    return prepare_graph(job, placed, store, say)
-
-
-def prepare_serving(
-    directory: Path,
-    name: str,
-    peers: Sequence[PeerRecord],
-    store: BlobStore,
-    *,
-    stages: int | None = None,
-    links: Sequence[LinkRecord] = (),
-    author: Identity | None = None,
-    admission: AdmissionSpec = OPEN,
-    say: Say = silent,
-) -> Prepared:
-    """A Hugging Face model directory or one written by `jobs export`, as a job that serves it under `name`. A model
-    whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact."""
-    check_directory(directory)
-    say("reading the model")
-    if is_exported_directory(directory):
-        model = sources.exported(directory)
-    else:
-        model = sources.huggingface(HuggingFaceConfig(path=directory), training=False)
-    about = model.about
-    say("rewriting its graph for decoding")
-    try:
-        graph, cached = serving_graph(model.inference, cache="kv", maximum_sequence=about.max_sequence), True
-    except UnsupportedModel as reason:
-        say(f"no KV cache for this model ({reason}): each token will compute the whole prefix")
-        graph, cached = serving_graph(model.inference, cache="recompute"), False
-    config = ServeConfig(
-        cache="kv" if cached else "recompute",
-        max_sequence=about.max_sequence,
-        vocabulary=about.vocabulary,
-        end_tokens=about.end_tokens,
-    )
-    admitted = admission.among(peers, lambda peer: peer.peer)
-    say(f"placing it on {len(admitted)} peers")
-    placed = place_job(graph, config, admitted, links, stages)
-    job = GraphJob(
-        name=name,
-        graph=graph,
-        variables=model.read,
-        tokenizer=model.tokenizer,
-        byte_level=about.byte_level,
-        author=author or Identity.generate(),
-        admission=admission,
     )
     return prepare_graph(job, placed, store, say)
 

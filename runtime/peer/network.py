@@ -15,7 +15,8 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
 from fusion.swarm.identity import Identity, Signer
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.swarm_key import Authorizer
 
 FILES = 8192  # streams are open files, and the usual limit of 1024 (256 on a Mac) is soon used up

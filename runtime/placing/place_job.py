@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fusion.compression.codec_speed import measure_families
-from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
-from fusion.dag.ir.opset import needed_version
 from fusion.dag.placement.misfit import DoesNotFit
 from fusion.dag.placement.place import place
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
@@ -16,7 +14,7 @@ from fusion.runtime.job.manifest_wire import MAX_REPLICAS
 from fusion.runtime.job.stage_graphs import Config, serving_memory, sizes_of, training_memory
 from fusion.runtime.placing.codec_placement import codec_families, place_with_codecs
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
-from fusion.runtime.placing.placed_job import Placed, as_asked
+from fusion.runtime.placing.placed_job import Placed, able, as_asked
 from fusion.runtime.placing.plan import planned
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.links.view import link_view
@@ -32,12 +30,7 @@ def place_job(
 ) -> Placed:
     """Placed on `peers`, of whose links `links` is known; a training job with codecs, for peers that are taken to encode
     as fast as this machine. Raises PlacementError, in one line, where nobody can hold it, or knows its operators."""
-    opset = needed_version(graph)
-    able = [peer for peer in peers if peer.opset >= opset]
-    if peers and not able:
-        newest = max(peer.opset for peer in peers)
-        raise PlacementError(f"it needs op-set {opset}: the newest that a peer here knows is {newest}")
-    peers = able
+    peers = able(graph, peers)
     swarm = known_network(peers, link_view(peers, links))
     try:
         if isinstance(config, TrainConfig):

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from fusion.dag.cutting.cuts import split
 from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.opset import needed_version
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.stage_graphs import Config
 from fusion.runtime.placing.plan import Plan
@@ -52,3 +54,13 @@ def as_asked(
         replicas=tuple(map(tuple, replicas)),
         memory_bytes=memory,
     )
+
+
+def able(graph: Graph, peers: Sequence[PeerRecord]) -> list[PeerRecord]:
+    """Those that know the graph's op-set. PlacementError where there are peers, and none of them does."""
+    opset = needed_version(graph)
+    found = [peer for peer in peers if peer.opset >= opset]
+    if peers and not found:
+        newest = max(peer.opset for peer in peers)
+        raise PlacementError(f"it needs op-set {opset}: the newest that a peer here knows is {newest}")
+    return found

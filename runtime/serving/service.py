@@ -15,16 +15,14 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import GENERATE, RING
 from fusion.runtime.job.stage_graphs import weights_bytes
 from fusion.runtime.serving.answers.gateway import Gateway, GatewayConfig
-from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition
+from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, refusal, shown
 from fusion.runtime.serving.ring.stage import RingStage
 from fusion.runtime.serving.stage_loader import LoadedStage, StageLoader
-from fusion.swarm.authority.access import chain_of
-from fusion.swarm.authority.wallet import Chain
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError
 from fusion.swarm.streams.queued_stream import hello
-from fusion.swarm.transport import PeerId, Stream
+from fusion.swarm.transport import Stream
 
 log = logging.getLogger(__name__)
 
@@ -177,18 +175,11 @@ class ServingService:
         )
 
     async def _ring(self, stream: Stream) -> None:
-        said = await hello(stream)
-        ends, chain = LinkEnds.from_hello(said, self._context.peer_id), chain_of(said.get("grants"))
+        said, access = await hello(stream), self._context.access
+        ends = LinkEnds.from_hello(said, self._context.peer_id)
+        grants = shown(said)
         hosted = await self._running(stream, ends)
-        await hosted.stage.attend(stream, ends.sender, lambda: self._refusal(stream.remote, ends, chain))
-
-    def _refusal(self, peer: PeerId, ends: LinkEnds, chain: Chain) -> str | None:
-        """Why the peer may not prompt the model, or run a stage of it; None where it may."""
-        refusal = self._context.access.refusal
-        if ends.sender == GATEWAY:
-            return refusal(ends.job, peer, "ask", None, chain)
-        refused = refusal(ends.job, peer, "own", ends.sender, chain)
-        return None if refused is None else refusal(ends.job, peer, "stand-by", ends.sender, chain)
+        await hosted.stage.attend(stream, ends.sender, lambda: refusal(access, stream.remote, ends, grants))
 
     async def _running(self, stream: Stream, ends: LinkEnds) -> _Hosted:
         """The stage that the stream is for. One that is ours and not in memory yet is worth waiting for: whoever asks

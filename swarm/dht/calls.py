@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgpack
 from cachetools import FIFOCache
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 
@@ -15,7 +16,7 @@ from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.lookup import Node, NodeReply
 from fusion.swarm.dht.service import BUSY
 from fusion.swarm.dht.store_batches import StoreBatches
-from fusion.swarm.dht.values import node_id, parse_values
+from fusion.swarm.dht.values import ID_BYTES, node_id, parse_values
 from fusion.swarm.dht.wire import CALL_ERRORS, Wire
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS
 from fusion.swarm.transport import PeerId
@@ -134,6 +135,11 @@ class Calls:
         if self._failed(node.peer) >= _FAILURES:
             self._offsets.pop(node.peer, None)
             self._gone(node)
+
+
+def offer_of(place: int, subkey: str, data: bytes, until: float) -> Offer:
+    """A record of ours for the nodes near `place`; `until` in unix seconds."""
+    return Offer(place.to_bytes(ID_BYTES, "big"), msgpack.packb(subkey), data, until)
 
 
 def _values(node: Node, packed: bytes | None) -> dict[str, bytes]:

@@ -17,15 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
-import msgpack
 from hivemind.p2p import P2P
 
-from fusion.swarm.dht.calls import Calls
-from fusion.swarm.dht.guard import Offer
+from fusion.swarm.dht.calls import Calls, offer_of
 from fusion.swarm.dht.holders import Holders
 from fusion.swarm.dht.lookup import Found, LookupConfig, Node, ask_all, lookup
 from fusion.swarm.dht.service import DhtService
-from fusion.swarm.dht.values import ID_BYTES, MAX_SUBKEYS, key_id, node_id
+from fusion.swarm.dht.values import MAX_SUBKEYS, key_id, node_id
 from fusion.swarm.dht.wire import CALL_ERRORS, NotOfThisSwarm, Wire
 from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
 from fusion.swarm.directory.job_order import newest_jobs
@@ -91,7 +89,12 @@ class HivemindDirectory:
         self._config = config
         self._wire = Wire(p2p, identity.peer_id, config.client, authorizer=authorizer)
         self._service = DhtService(
-            identity.peer_id, self.now, self._wire.subnets, self._send, self._lives, replicas=config.replicas
+            identity.peer_id,
+            self.now,
+            self._wire.subnets,
+            lambda node, offers: self._calls.store(node, offers),
+            self._lives,
+            replicas=config.replicas,
         )
         self._calls = Calls(
             self._wire,
@@ -182,9 +185,6 @@ class HivemindDirectory:
 
     # `fusion.swarm.dht.service` asks these.
 
-    async def _send(self, node: Node, offers: Sequence[Offer]) -> None:
-        await self._calls.store(node, offers)
-
     async def _lives(self, node: Node) -> bool:
         try:
             await self._calls.ping(node.peer)
@@ -203,7 +203,7 @@ class HivemindDirectory:
         place = key_id(key)
         if not self._config.client:  # what we say about ourselves can always be had from us
             self._service.keep_own(place, subkey, data, stored_until)
-        offer = Offer(place.to_bytes(ID_BYTES, "big"), msgpack.packb(subkey), data, stored_until)
+        offer = offer_of(place, subkey, data, stored_until)
         holders = await self._nearest(key)
         taken = await asyncio.gather(*(self._calls.store_one(node, offer) for node in holders))
         if not all(taken):

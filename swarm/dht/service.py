@@ -40,7 +40,7 @@ _KEY = 0.25
 _ANSWERED_KIB = 0.05
 _NEWCOMER = 100.0
 
-Send = Callable[[Node, Sequence[Offer]], Awaitable[None]]
+Send = Callable[[Node, Sequence[Offer]], Awaitable[object]]
 
 
 class Busy(ValueError):

@@ -8,6 +8,7 @@ striping          one stream over several of libp2p's
 queued_stream     a long-lived stream with a task that writes, and its hello
 handlers          who answers an incoming stream, in a task of its own; errors told in one line
 p2p               the transport between real peers
+p2p_config        how a peer takes part in it
 p2pd              libp2p's daemon: started, watched, ended with us
 p2pd_control      requests to it, and hivemind's view of it for the DHT
 p2pd_guard        the process between us and it, so that it never outlives us

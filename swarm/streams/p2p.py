@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import hivemind.hivemind_cli
@@ -30,13 +29,12 @@ from fusion.swarm.errors import (
     TransportError,
     UnknownProtocol,
 )
-from fusion.swarm.identity import Identity
 from fusion.swarm.streams.dial_workaround import detour
 from fusion.swarm.streams.dialer import Dialer, accepts, tcp_target
 from fusion.swarm.streams.frame_stream import FrameStream
-from fusion.swarm.streams.frames import FrameLimits
 from fusion.swarm.streams.handlers import SUFFIX, Handlers
 from fusion.swarm.streams.memory_stream import stream_pair
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.streams.p2pd import Daemon
 from fusion.swarm.streams.p2pd_control import (
     CONTROL_SECONDS,
@@ -53,7 +51,6 @@ from fusion.swarm.streams.reachable import is_loopback, local_network, reachable
 from fusion.swarm.streams.striping import Gathering, join
 from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.subnets import subnet_of
-from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traffic
 
 logger = logging.getLogger(__name__)
@@ -61,27 +58,6 @@ logger = logging.getLogger(__name__)
 _ADDRESS_SECONDS = 10.0  # libp2p learns its outside addresses little by little
 _KNOCK_SECONDS = 3.0
 _CONNECTED_SECONDS = 2.0  # how old p2pd's list may be for the many small calls of the DHT, until one fails
-
-
-@dataclass(frozen=True, kw_only=True)
-class P2PConfig:
-    identity: Identity
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # port 0: a free one
-    runtime_dir: Path | None = None  # where the private directory for sockets is made; None: the system's
-    announce: tuple[str, ...] = ()  # multiaddrs to tell others instead of what we listen on
-    limits: FrameLimits = FrameLimits()  # noqa: RUF009 - frozen
-    streams_per_peer: int = 256
-    idle_seconds: Mapping[str, float] = field(default_factory=dict)  # by protocol, as their lists say
-    dial_seconds: float = 10.0
-    authorizer: Authorizer | None = None  # of a closed swarm
-    start_seconds: float = 60.0  # p2pd's death is noticed at once, so this only bounds a very slow machine
-
-    def __post_init__(self) -> None:
-        if not self.listen:
-            raise ValueError("listen needs at least one multiaddr such as /ip4/0.0.0.0/tcp/0")
-        for name in ("dial_seconds", "start_seconds", "streams_per_peer"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
 
 
 class P2PTransport:

@@ -29,7 +29,8 @@ from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import JobId, Place
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import Identity
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.swarm_key import Authorizer, new_key
 from fusion.swarm.transport import PeerId, call
 

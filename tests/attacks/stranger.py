@@ -22,7 +22,8 @@ from fusion.swarm.directory.keys import key_of, subkey_of
 from fusion.swarm.directory.records import JobId, Record
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS
 from fusion.swarm.identity import Identity
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.streams.peer_ids import to_hivemind
 from fusion.swarm.transport import PeerId
 

@@ -20,7 +20,8 @@ import uvloop
 
 from fusion.runtime.job.protocol import STAGE
 from fusion.swarm.identity import Identity
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.transport import Stream
 
 PROTOCOL = "/fusion/flow/1"

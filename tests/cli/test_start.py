@@ -16,7 +16,7 @@ import pytest
 from fusion.cli import start
 from fusion.cli.terminal.output import Output
 from fusion.runtime.peer import peer as peers
-from fusion.runtime.peer.peer import PeerConfig
+from fusion.runtime.peer.config import PeerConfig
 from fusion.swarm.errors import DaemonDied, IdentityError, TransportError
 
 LISTEN = ("/ip4/0.0.0.0/tcp/0",)

@@ -45,7 +45,8 @@ from fusion.swarm.errors import TransportError
 from fusion.swarm.identity import Identity
 from fusion.swarm.protocol import BLOB
 from fusion.swarm.streams.frame_stream import FrameStream
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.transport import Frame, PeerId, call
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ import uvloop
 from fusion.swarm.dht.directory import HivemindDirectory
 from fusion.swarm.identity import Identity
 from fusion.swarm.links.monitor import LinkMonitor
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.transport import PeerId, Stream, Transport
 
 SINK = "/fusion/sink/1"

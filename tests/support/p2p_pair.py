@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fusion.swarm.identity import Identity
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.transport import Handler
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)

@@ -18,7 +18,8 @@ from pathlib import Path
 import uvloop
 
 from fusion.swarm.identity import Identity
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.transport import Stream
 
 

@@ -43,7 +43,7 @@ from fusion.runtime.job import model_files
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.launch.prepare import prepare_serving
+from fusion.runtime.launch.prepare_serving import prepare_serving
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest

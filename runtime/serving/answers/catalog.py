@@ -17,7 +17,7 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.job.manifest import Manifest, ServeConfig
-from fusion.runtime.job.shortage import needs
+from fusion.runtime.job.size_text import needs
 from fusion.runtime.job.text import MAX_TOKENIZER_BYTES, ByteText, NoText, Text, TokenizerText
 from fusion.runtime.serving.answers.route_choice import (
     Costs,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal, get_args
 
-from fusion.runtime.job.shortage import needs
+from fusion.runtime.job.size_text import needs
 from fusion.runtime.serving.ring.session import FailedReason
 
 FaultKind = Literal[

@@ -39,11 +39,9 @@ from fusion.runtime.serving.requests.request import (
     check_prompt,
     check_size,
 )
-from fusion.swarm.authority.access import chain_of
-from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, NotAdmitted, StreamBroken, SwarmError
 from fusion.swarm.shares import Shares
-from fusion.swarm.transport import Frame, Stream
+from fusion.swarm.transport import Frame, PeerId, Stream
 
 log = logging.getLogger(__name__)
 
@@ -95,16 +93,15 @@ class Gateway:
         self._threads.close()
 
     async def generate(
-        self, request: GenerateRequest, refusal: Callable[[JobId], str | None] = lambda job: None
+        self, request: GenerateRequest, client: PeerId | None = None
     ) -> AsyncGenerator[Piece | Answer, None]:
-        """Pieces, then one Answer. `refusal`: why whoever asks may not prompt the model of a job. Raises JobError (the
-        request), NotAdmitted, NoRoute, JobFailed (a stage), SwarmError.
+        """Pieces, then one Answer. `client`: who asks, if not we ourselves. Raises JobError (the request), NotAdmitted, NoRoute, JobFailed (a stage), SwarmError.
 
         Close the iterator (`contextlib.aclosing`) to stop: that frees the session on every stage.
         """
         began = self._context.clock.monotonic()
         model = await self._catalog.find(request.model)
-        await self._check_access(model, refusal(model.job))
+        await self._check_access(model, client or self._context.peer_id, request.grants)
         check_size(request, model.serve.max_sequence)
         if request.prompt is not None:
             prompt = await self._text(model, model.text.encode, request.prompt)
@@ -148,8 +145,11 @@ class Gateway:
             seconds=self._context.clock.monotonic() - began,
         )
 
-    async def _check_access(self, model: ServedModel, refused: str | None) -> None:
+    async def _check_access(self, model: ServedModel, client: PeerId, grants: tuple[bytes, ...]) -> None:
         """NotAdmitted where the client may not prompt the model, or we may not."""
+        refused = None
+        if client != self._context.peer_id or grants:
+            refused = self._context.access.refusal(model.job, client, "ask", None, grants)
         if refused is not None:
             raise NotAdmitted(f"model: {model.manifest.name} is not for everybody: {refused}", model.job)
         await self._catalog.check_admitted(model.job, model.manifest)
@@ -220,12 +220,7 @@ class Gateway:
         """Whether it was given to its end."""
         try:
             request = GenerateRequest.from_frame(frame.header, frame.payload)
-            chain, access = chain_of(frame.header.get("grants")), self._context.access
-
-            def refusal(job: JobId) -> str | None:
-                return access.refusal(job, client.remote, "ask", None, chain)
-
-            async with aclosing(self.generate(request, refusal)) as pieces:
+            async with aclosing(self.generate(request, client.remote)) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, Piece):
                         header = {"index": piece.index, "id": piece.id, "text": piece.text}

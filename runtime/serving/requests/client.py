@@ -61,10 +61,9 @@ async def generate(
         request = replace(request, sampling=seeded, seeded=True)
     tokens = list(request.answered)
     gone: frozenset[PeerId] = frozenset()
-    shown: tuple[bytes, ...] = ()
     while True:
         try:
-            async with aclosing(_ask(transport, peer, request, tokens, shown)) as pieces:
+            async with aclosing(_ask(transport, peer, request, tokens)) as pieces:
                 async for piece in pieces:
                     yield piece
             return
@@ -73,8 +72,10 @@ async def generate(
             if others and len(gone) < GATEWAY_TRIES:
                 gone |= {peer}
                 peer = others[0]
-            elif shown or grants is None or not (shown := await grants(JobId(error.job))):
+            elif request.grants or grants is None or not (shown := await grants(JobId(error.job))):
                 raise
+            else:
+                request = replace(request, grants=shown)
         except (PeerUnreachable, UnknownProtocol, StreamBroken, StreamClosed):
             gone |= {peer}
             if another is None or len(gone) >= GATEWAY_TRIES or len(tokens) > MAX_ANSWERED:
@@ -111,14 +112,11 @@ async def _ask(
     peer: PeerId,
     request: GenerateRequest,
     tokens: list[int],
-    shown: tuple[bytes, ...] = (),
 ) -> AsyncGenerator[Piece | Answer, None]:
     """One gateway's part of the answer, whose tokens are added to `tokens`."""
     stream = await transport.open(peer, GENERATE.name)
     try:
         header, prompt = request.to_frame()
-        if shown:
-            header = {**header, "grants": list(shown)}
         await stream.send("generate", header, [prompt])
         while True:
             frame = checked(await stream.receive())

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
+from fusion.swarm.authority.access import chain_of
 from fusion.swarm.transport import PeerId
 
 MAX_SEED = (1 << 63) - 1
@@ -73,6 +74,7 @@ class GenerateRequest:
     logits: bool = False  # send the logits that each token was chosen from (for checks: it costs bandwidth)
     # Tokens of this answer that another gateway gave before it vanished; they count among `max_tokens`.
     answered: tuple[int, ...] = ()
+    grants: tuple[bytes, ...] = ()  # why the client may prompt a model that is not for everybody
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompt_ids is None):
@@ -99,6 +101,8 @@ class GenerateRequest:
             header["logits"] = True
         if self.answered:
             header["answered"] = pack_tokens(self.answered)
+        if self.grants:
+            header["grants"] = list(self.grants)
         if self.prompt is not None:
             return {**header, "prompt": "text"}, self.prompt.encode()
         assert self.prompt_ids is not None
@@ -106,7 +110,7 @@ class GenerateRequest:
 
     @classmethod
     def from_frame(cls, header: Mapping[str, Any], payload: memoryview) -> GenerateRequest:
-        """JobError names the field that is missing or wrong."""
+        """JobError names the field that is missing or wrong; RecordError for grants that are none."""
         model, kind = header.get("model", ""), header.get("prompt")
         if not isinstance(model, str):
             raise JobError("model: a name")
@@ -130,6 +134,7 @@ class GenerateRequest:
             seeded="seed" in header,
             logits=header.get("logits") is True,
             answered=tuple(unpack_tokens(memoryview(answered))),
+            grants=chain_of(header.get("grants")),
         )
 
 

@@ -18,6 +18,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.serving.requests.request import whole
+from fusion.swarm.authority.access import Access, chain_of
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.streams.queued_stream import QueuedStream, dial
@@ -53,6 +54,19 @@ ShownGrants = Callable[[JobId], tuple[bytes, ...]]
 def no_grants(job: JobId) -> tuple[bytes, ...]:
     """In a job that is open to all nothing is shown."""
     return ()
+
+
+def shown(hello: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """The grants that come with a hello. Raises RecordError."""
+    return chain_of(hello.get("grants"))
+
+
+def refusal(access: Access, peer: PeerId, ends: LinkEnds, grants: tuple[bytes, ...]) -> str | None:
+    """Why the peer may not prompt the model, or run a stage of it; None where it may."""
+    if ends.sender == GATEWAY:
+        return access.refusal(ends.job, peer, "ask", None, grants)
+    refused = access.refusal(ends.job, peer, "own", ends.sender, grants)
+    return None if refused is None else access.refusal(ends.job, peer, "stand-by", ends.sender, grants)
 
 
 @dataclass(frozen=True, kw_only=True)

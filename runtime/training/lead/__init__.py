@@ -4,6 +4,7 @@ lead       the lead's books and messages
 leading    what the peer of stage 0 does for the whole job
 tuner      its eye on the links, every few seconds
 tuning     whether the codecs should change; pure
+codec_speeds    how fast this machine encodes
 moves      whether a stage should go to an idle peer; pure
 promises   what became of the moves: who is believed no more; pure
 """

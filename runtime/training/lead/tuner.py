@@ -10,15 +10,12 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from fusion.compression.adaptive import CodecSpeed
-from fusion.compression.codec_speed import measure_families
-from fusion.compression.spec import parse
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.manifest import CompressionConfig, EdgeCodecs
-from fusion.runtime.placing.codec_choice import WITH_TOPK
+from fusion.runtime.job.manifest import EdgeCodecs
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
+from fusion.runtime.training.lead.codec_speeds import measured, needed_families
 from fusion.runtime.training.lead.lead import Lead, Pace
 from fusion.runtime.training.lead.moves import Move, best_move
 from fusion.runtime.training.lead.promises import Promises
@@ -189,19 +186,4 @@ class Tuner:
     async def _speeds(self) -> Mapping[str, CodecSpeed]:
         families = needed_families(self._job.config.compression)
         worker = self._context.codec_worker
-        return await worker.run(_measured, families) if worker is not None and families else {}
-
-
-def needed_families(compression: CompressionConfig) -> tuple[str, ...]:
-    """The codecs that a job may use, in a fixed order."""
-    if compression.kind == "none":
-        return ()
-    if compression.kind == "uniform":
-        return tuple({parse(compression.codec).family} - {"none"})
-    return tuple(sorted({*compression.families, WITH_TOPK} - {"none"}))
-
-
-@lru_cache(maxsize=16)
-def _measured(families: tuple[str, ...]) -> Mapping[str, CodecSpeed]:
-    """Once in a process: this machine stands for all of the job's."""
-    return measure_families(families)
+        return await worker.run(measured, families) if worker is not None and families else {}

@@ -18,7 +18,7 @@ from typing import Any
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.fields import plain
 from fusion.runtime.job.protocol import STAGE
-from fusion.runtime.job.shortage import needs
+from fusion.runtime.job.size_text import needs
 from fusion.runtime.training.step.messages import Hello
 from fusion.runtime.training.streams.fence import Fence, Overtaken
 from fusion.runtime.training.streams.suspicion import Suspicion

@@ -35,7 +35,8 @@ from fusion.swarm.directory.keys import jobs_key, key_of, shard
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS
 from fusion.swarm.errors import PeerUnreachable, RecordError
 from fusion.swarm.identity import Identity
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 
 
 @dataclass

@@ -14,7 +14,8 @@ from fusion.swarm.coordinates import Coordinate
 from fusion.swarm.dht.directory import HivemindDirectory
 from fusion.swarm.identity import Identity
 from fusion.swarm.links.monitor import LinkMonitor
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.transport import PeerId
 
 pytestmark = pytest.mark.process

@@ -15,7 +15,8 @@ from support.p2p_pair import LOOPBACK
 from fusion.swarm.dht.directory import HivemindDirectory
 from fusion.swarm.errors import ClosedSwarm, StreamBroken, StreamClosed
 from fusion.swarm.identity import Identity
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import Stream, call
 

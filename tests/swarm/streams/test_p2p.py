@@ -26,7 +26,8 @@ from fusion.swarm.errors import (
 )
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.frames import FrameLimits
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport, split_address
+from fusion.swarm.streams.p2p import P2PTransport, split_address
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.streams.p2pd import PREFIX, check_ports, make_private_directory, sweep
 from fusion.swarm.streams.p2pd_control import framed
 from fusion.swarm.transport import PeerId, Stream, call

@@ -26,7 +26,8 @@ from fusion.swarm.errors import (
     TransportError,
 )
 from fusion.swarm.identity import Identity
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.transport import Stream
 
 pytestmark = pytest.mark.process

@@ -29,7 +29,8 @@ from fusion.swarm.dht.values import key_id
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.streams.frame_stream import FrameStream
-from fusion.swarm.streams.p2p import P2PConfig, P2PTransport
+from fusion.swarm.streams.p2p import P2PTransport
+from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.streams.peer_ids import to_hivemind
 from fusion.swarm.transport import PeerId
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.runtime.job.shortage import needs
+from fusion.runtime.job.size_text import needs
 from fusion.runtime.serving.answers.failover import (
     LONGEST_PAUSE_SECONDS,
     FailoverConfig,

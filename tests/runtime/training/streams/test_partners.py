@@ -9,7 +9,7 @@ import pytest
 from support.instant_loop import run
 from support.stages import JOB, Node, linked, linked_pair, now, swarm, until
 
-from fusion.runtime.job.shortage import needs
+from fusion.runtime.job.size_text import needs
 from fusion.runtime.training.streams.fence import Overtaken
 from fusion.runtime.training.streams.partner import PATIENCE_SECONDS
 from fusion.swarm.directory.records import ClaimRecord

@@ -1,0 +1,75 @@
+"""What the keys and invites of a home let its user do in jobs that are not for everybody."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fusion.cli import job_client
+from fusion.cli.terminal import options
+
+if TYPE_CHECKING:
+    from fusion.runtime.job.context import Context
+    from fusion.runtime.serving.requests.client import GrantsFor
+    from fusion.swarm.authority.grants import Grant
+    from fusion.swarm.authority.law import JobLaw
+    from fusion.swarm.directory.records import JobId
+    from fusion.swarm.identity import Identity
+
+
+def grants_from(context: Context) -> GrantsFor:
+    """What this user can show of why it may prompt the model of a job."""
+
+    async def show(job: JobId) -> tuple[bytes, ...]:
+        from fusion.runtime.belief.reading import manifest_of
+
+        manifest = await manifest_of(context, job, await context.directory.words(job))
+        if manifest is None:
+            return ()
+        context.leases.know(manifest.law(job))
+        return context.access.chain(job)
+
+    return show
+
+
+async def law_of(context: Context, wanted: str) -> JobLaw:
+    """Of the job that is meant, which is not for everybody; what has been revoked in it is known then. ValueError."""
+    known = await job_client.find_known(context, wanted)
+    if known.manifest is None:
+        raise ValueError(f"nobody gives us the manifest of {known.record.name}; try again in a moment")
+    law = known.manifest.law(known.record.job)
+    if law.admission.kind != "granted":
+        how = "is open to all" if law.admission.kind == "open" else "is for the peers that its manifest lists"
+        raise ValueError(f"{law.name} {how}: invites are for jobs of admission granted")
+    return law
+
+
+def issuer_in(home: Path, law: JobLaw) -> Identity:
+    """The key of this home that gives grants in the job. ValueError where it has none."""
+    from fusion.runtime.peer.keys import keys_of
+
+    roots = {law.author, *law.admission.roots}
+    found = next((key for key in keys_of(options.home_folder(home)) if key.peer_id in roots), None)
+    if found is None:
+        raise ValueError(
+            f"only whoever launched {law.name}, or is one of its roots, gives grants in it: use that home"
+        )
+    return found
+
+
+def keep(text: str, folder: Path) -> Grant:
+    """Keep an invite in a home. ValueError where it is none, or somebody else's."""
+    from fusion.runtime.peer.keys import IDENTITY_FILE
+    from fusion.swarm.authority import invites
+    from fusion.swarm.authority.wallet import INVITES_FOLDER, Wallet
+    from fusion.swarm.errors import RecordError
+    from fusion.swarm.identity import Identity
+
+    try:
+        chain = invites.from_text(text)
+        identity = Identity.load_or_create(folder / IDENTITY_FILE)
+        Wallet(identity.peer_id, folder / INVITES_FOLDER, (identity,), time.time).add(chain)
+        return invites.last_of(chain)
+    except RecordError as error:
+        raise ValueError(f"invite: {error}") from None

@@ -1,0 +1,31 @@
+"""What a volunteer says of the peer to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusion.runtime.peer.client import BLOB_QUOTA_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerConfig:
+    home: Path
+    bootstrap: tuple[str, ...] = ()  # multiaddrs; none of them has to answer
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    threads: int | None = None  # None: one per core
+    memory_bytes: int | None = None  # None: half of what is free
+    device: str = "cpu"
+    blob_quota_bytes: int = BLOB_QUOTA_BYTES  # of the disk, for weights, data and snapshots of jobs
+    swarm_key: Path | None = None  # of a closed swarm; default: that in the home, where there is one
+    upload_mbps: float | None = None  # for blobs that others fetch; None: unlimited
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, not {self.threads}")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise ValueError(f"memory must be positive, not {self.memory_bytes}")
+        if self.blob_quota_bytes < 1:
+            raise ValueError(f"disk must be positive, not {self.blob_quota_bytes}")
+        if self.upload_mbps is not None and not self.upload_mbps > 0:
+            raise ValueError(f"upload_mbps must be positive, not {self.upload_mbps}")

@@ -1,0 +1,75 @@
+"""What a peer lends of its machine, and its place in the network: store, workers, memory, links."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fusion.runtime.hosting.takeover import Takeovers
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.memory_budget import MemoryBudget
+from fusion.runtime.job.worker import Worker
+from fusion.runtime.peer.capability import Capability, measure
+from fusion.runtime.peer.client import keep_torch_cache
+from fusion.runtime.peer.config import PeerConfig
+from fusion.runtime.peer.keys import IDENTITY_FILE, keys_of
+from fusion.runtime.peer.network import Network, allow_more_files, open_network
+from fusion.swarm.blobs.blobs import BlobConfig
+from fusion.swarm.blobs.eviction import Needs
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.identity import Identity
+from fusion.swarm.links.monitor import LinkMonitor
+from fusion.swarm.swarm_key import find_key
+
+SWITCH_SECONDS = (
+    0.001  # for which a thread at work in Python keeps the loop waiting: a fifth of what is usual
+)
+
+
+@asynccontextmanager
+async def opened(config: PeerConfig) -> AsyncIterator[tuple[Network, Context, Capability]]:
+    """Until the block ends. Raises as `fusion.runtime.peer.peer.open_peer`."""
+    config.home.mkdir(parents=True, exist_ok=True)
+    keep_torch_cache(config.home)
+    allow_more_files()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    identity = Identity.load_or_create(config.home / IDENTITY_FILE)
+    key = find_key(config.home, config.swarm_key)
+    threads = config.threads or os.cpu_count() or 1
+    store = BlobStore(config.home / "blobs", config.blob_quota_bytes, Needs())
+    async with (
+        Worker(threads, config.device) as worker,
+        Worker() as codec_worker,
+        open_network(
+            identity,
+            store,
+            listen=config.listen,
+            blobs=_blob_config(config),
+            swarm_key=key,
+            home=config.home,
+            keys=keys_of(config.home),
+        ) as network,
+        LinkMonitor(network.transport, network.directory, network.transport.counter.receive_log) as links,
+    ):
+        capability = await worker.run(measure, config.device, threads, config.memory_bytes)
+        context = Context(
+            peer_id=identity.peer_id,
+            transport=network.transport,
+            directory=network.directory,
+            blobs=network.blobs,
+            leases=network.leases,
+            worker=worker,
+            codec_worker=codec_worker,
+            memory=MemoryBudget(capability.memory_bytes),
+            home=config.home,
+            succession=Takeovers(network.transport, network.leases),
+            links=links,
+        )
+        yield network, context, capability
+
+
+def _blob_config(config: PeerConfig) -> BlobConfig:
+    budget = None if config.upload_mbps is None else config.upload_mbps * 1e6 / 8
+    return BlobConfig(upload_bytes_per_second=budget)
