@@ -55,7 +55,7 @@ def test_a_planted_bug_is_found(plant: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(60, marks=pytest.mark.program), pytest.param(1500, marks=pytest.mark.slow)]
+    "count", [pytest.param(60, marks=pytest.mark.program), pytest.param(1000, marks=pytest.mark.slow)]
 )
 def test_liars_are_not_believed(count: int) -> None:
     found = worlds("--worlds", str(count), "--seed", "1", "--liars", "3", "--processes", "1")
