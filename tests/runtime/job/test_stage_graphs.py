@@ -109,12 +109,11 @@ def test_a_stage_that_needs_more_than_its_manifest_says_is_refused_before_its_we
             with pytest.raises(Understated, match=r"stage 0 of gpt2 needs .* MiB: its manifest says 0.0 MiB"):
                 await graphs.check(job, low, 0)
             await graphs.check(job, low, 1)
-            heir = swarm.peers[1]
             for digest in honest.weights:
-                await heir.context.blobs.drop(digest)
+                await blobs.drop(digest)
             with pytest.raises(Understated):
-                await heir.service.prepare(job, low, 0, await heir.context.directory.job(job))  # type: ignore[arg-type]
-            assert not heir.context.blobs.has(honest.weights[0])
+                await strict.service.prepare(job, low, 0, await strict.context.directory.job(job))  # type: ignore[arg-type]
+            assert not blobs.has(honest.weights[0])
 
     asyncio.run(main())
 

@@ -13,6 +13,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.ir.opset import OPSET, needed_version
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.placing import place_job as placing
+from fusion.runtime.placing import placed_job
 from fusion.swarm.directory.records import Digest, PeerRecord
 from fusion.swarm.transport import PeerId
 
@@ -37,7 +38,7 @@ def graph() -> Graph:
 def test_a_job_goes_to_peers_that_know_its_operators(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = [peer("old", 1, 1e12), peer("new", 2)]
     assert placing.place_job(graph, CONFIG, peers, (), 1).proposed == ("old",)
-    monkeypatch.setattr(placing, "needed_version", lambda graph: 2)
+    monkeypatch.setattr(placed_job, "needed_version", lambda graph: 2)
     assert placing.place_job(graph, CONFIG, peers, (), 1).proposed == ("new",)
     with pytest.raises(PlacementError, match="needs op-set 2: the newest that a peer here knows is 1"):
         placing.place_job(graph, CONFIG, peers[:1], (), 1)
