@@ -42,7 +42,7 @@ def test_a_stage_that_fails_at_one_peer_goes_to_another_and_the_job_ends_well(
     said, liar = train(peers, tmp_path, lie)
     owners = [record["owners"] for record in said if record["event"] == "progress" and record["owners"]]
     # Before it lied it had a few steps' time, in which nobody may have asked who owns what.
-    assert "of lied-to: StageFailed: " in (peers.root / "liar.log").read_text(), "it never lied"
+    assert "of lied-to: " in (peers.root / "liar.log").read_text(), "it never lied"
     assert said[-1]["state"] == "done" and said[-1]["step"] == STEPS
     assert liar not in owners[-1]
 
