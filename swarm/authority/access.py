@@ -31,15 +31,14 @@ class Access:
         wallet: Wallet | None = None,
         now: Callable[[], float] = time.time,
         verify: Verify = verify_signature,
-        remembered: int = REMEMBERED_JOBS,
     ) -> None:
         self.wallet = wallet
         # Reads the law of a job whose manifest lies here; None where it does not.
         self.look_up: Callable[[JobId], Awaitable[JobLaw | None]] | None = None
         self._now = now
         self._verify = verify
-        self._laws: FIFOCache[JobId, JobLaw] = FIFOCache(remembered)
-        self._revoked: FIFOCache[JobId, dict[PeerId, Revocation]] = FIFOCache(remembered)
+        self._laws: FIFOCache[JobId, JobLaw] = FIFOCache(REMEMBERED_JOBS)
+        self._revoked: FIFOCache[JobId, dict[PeerId, Revocation]] = FIFOCache(REMEMBERED_JOBS)
 
     def know(self, law: JobLaw) -> None:
         self._laws[law.job] = law

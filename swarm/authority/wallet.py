@@ -13,7 +13,7 @@ from pathlib import Path
 from cachetools import TTLCache
 
 from fusion.swarm.authority import invites
-from fusion.swarm.authority.grants import ROLES, Grant, open_grant, seal_grant
+from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.directory.records import MAX_GRANTS, JobId
 from fusion.swarm.errors import RecordError
@@ -26,6 +26,7 @@ CLOCK_SECONDS = 600  # by which others' clocks may be behind
 REMEMBERED_JOBS = 256
 AFRESH_SECONDS = 10.0  # after which the folder is looked into again
 MAX_INVITES = 256  # files that are read
+SENT_SECONDS = 0.2  # between two invites that nobody here asked for
 MAX_SENT, SENT = 64, "sent-"  # of those that nobody here asked for, and how their names begin
 
 Chain = tuple[bytes, ...]
@@ -42,6 +43,7 @@ class Wallet:
         self._folder = folder
         self._keys = {key.peer_id: key for key in keys}
         self._now = now
+        self._sent_at = float("-inf")
         self._found: TTLCache[JobId, Chain] = TTLCache(REMEMBERED_JOBS, AFRESH_SECONDS, timer=now)
 
     def hold(self, key: Signer) -> None:
@@ -60,6 +62,10 @@ class Wallet:
     def add(self, chain: Chain, *, asked: bool = True) -> None:
         """Keep an invite, which the user asked for or somebody sent. Raises RecordError where it is somebody else's or there
         are too many, OSError."""
+        if not asked:  # by anybody, as often as they like: it costs signatures, and a file
+            if self._now() - self._sent_at < SENT_SECONDS:
+                raise RecordError("this peer was sent an invite a moment ago: send it again")
+            self._sent_at = self._now()
         grant = invites.last_of(chain)
         if grant.subject != self._peer_id and grant.subject not in self._keys:
             raise RecordError(f"the invite is for {grant.subject}, and this peer is {self._peer_id}")
@@ -75,7 +81,7 @@ class Wallet:
             path.unlink(missing_ok=True)  # anybody may send some
         name = f"{'' if asked else SENT}{grant.job}-{grant.subject[-8:]}-{grant.valid_until}"
         (self._folder / name).write_text(invites.to_text(chain) + "\n")
-        self._found.clear()
+        self._found.pop(grant.job, None)
 
     def _find(self, law: JobLaw) -> Chain:
         for root in (law.author, *law.admission.roots):
@@ -114,7 +120,5 @@ class Wallet:
             return found
         for path in sorted(self._folder.iterdir())[:MAX_INVITES]:
             with suppress(OSError, UnicodeDecodeError, RecordError):
-                chain = invites.from_text(path.read_text())
-                open_grant(chain[-1])
-                found.append(chain)
+                found.append(invites.from_text(path.read_text()))
         return found

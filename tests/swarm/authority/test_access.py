@@ -14,7 +14,7 @@ from fusion.swarm.authority.access import Access, chain_of
 from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
 from fusion.swarm.authority.law import Admission, JobLaw
 from fusion.swarm.authority.revocation import MAX_REVOKED, mark, open_revocation, seal_revocation
-from fusion.swarm.authority.wallet import MAX_SENT, Wallet
+from fusion.swarm.authority.wallet import MAX_SENT, SENT_SECONDS, Wallet
 from fusion.swarm.directory.records import MAX_PROOF_BYTES, JobId
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
@@ -99,14 +99,18 @@ def test_a_command_shows_what_its_users_keys_can_give_it(tmp_path: Path) -> None
 
 
 def test_what_strangers_send_is_bounded_and_pushes_out_nothing_that_the_user_accepted(tmp_path: Path) -> None:
-    alice = wallet(tmp_path, ALICE, ALICE)
+    clock = Clock()
+    alice = wallet(tmp_path, ALICE, ALICE, clock=clock)
     alice.add((granted(AUTHOR, ALICE),))
     for i in range(MAX_SENT + 10):
+        clock.now += 2 * SENT_SECONDS
         sent = Grant(
             job=JobId(f"{i:064x}"), issuer=MALLORY.peer_id, subject=ALICE.peer_id, roles=ROLES, valid_from=0,
             valid_until=2_000_000,
         )  # fmt: skip
         alice.add((seal_grant(sent, MALLORY),), asked=False)
+        with pytest.raises(RecordError, match="a moment ago"):
+            alice.add((seal_grant(sent, MALLORY),), asked=False)
     assert len(list(tmp_path.iterdir())) == MAX_SENT + 1 and alice.chain(LAW)
 
 
