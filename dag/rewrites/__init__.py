@@ -5,5 +5,6 @@ positions       whether each position is treated by itself
 masks           what an attention mask lets a position see, by evaluating it
 kv_cache        attention that reads earlier positions from a cache
 last_position   logits of the last position only
+end_to_end      whether several sequences may run as one
 fuse            one op for what exports spell out
 """

@@ -1,12 +1,17 @@
 """What runs stages. A plane knows no peers, no protocol and no codecs.
 
-plane           what a plane promises: forward, backward, apply, state; decoding
-choice          the planes that there are, by name
-codegen         a graph as one Python function, with nothing of its text in it
-torch_ops       how that function calls each operator
-dropout         masks that are a function of (seed, step, microbatch, node)
-kv_cache        keys and values of past positions, and the attention that reads them
-learning_rate   the learning rate of each step, without torch
-optimizer       AdamW and SGD as data, with their schedules
-torch_plane     all of it on CPU or CUDA
+plane            what a plane promises: forward, backward, apply, state; decoding
+choice           the planes that there are, by name
+codegen          a graph as one Python function, with nothing of its text in it
+torch_ops        how that function calls each operator
+dropout          masks that are a function of (seed, step, microbatch, node)
+kv_cache         keys and values of past positions, and the attention that reads them
+learning_rate    the learning rate of each step, without torch
+optimizer        AdamW and SGD as data, with their schedules
+stage_values     the values that a stage takes and gives, by name
+packed           products of rows with a matrix, the same bits in any company
+matrices         the variables of a stage that decodes, laid out for that
+sequences        pieces of several sequences in one run
+torch_decoding   a stage that decodes, on CPU or CUDA
+torch_plane      all of it on CPU or CUDA
 """

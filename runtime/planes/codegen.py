@@ -17,6 +17,7 @@ from torch import fx, nn
 from fusion.dag.ir.dims import Dim, Poly, bind, symbol, symbols_of
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Node, Ref
+from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -98,17 +99,35 @@ class Program:
         raise AssertionError
 
 
-def compile_graph(graph: Graph, device: torch.device, *, training: bool) -> Program:
+def compile_graph(
+    graph: Graph,
+    device: torch.device,
+    *,
+    training: bool,
+    products: Mapping[str, Callable[..., torch.Tensor]] | None = None,
+    last: frozenset[str] = frozenset(),
+) -> Program:
     """Generate the code of `graph` for `device`; without `training`, dropout is off and running statistics are used.
+    `products`: what computes these nodes in place of their operators; `last`: nodes that keep the last position of each
+    sequence of a run (`fusion.runtime.planes.sequences`).
 
     GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.ir.serialise.validate`; one
     that has not may fail later, but still cannot place text in the source.
     """
-    return _Writer(graph, device, training).write()
+    return _Writer(graph, device, training, products or {}, last).write()
 
 
 class _Writer:
-    def __init__(self, graph: Graph, device: torch.device, training: bool) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        device: torch.device,
+        training: bool,
+        products: Mapping[str, Callable[..., torch.Tensor]],
+        last: frozenset[str],
+    ) -> None:
+        self.products = products
+        self.last = last
         self.graph = graph
         self.device = device
         self.training = training
@@ -131,7 +150,11 @@ class _Writer:
             op, args = node.op, tuple(self.value(node.op, a) for a in node.args)
             if not self.training:
                 op, args = evaluation(op, args)
-            if op in STATEFUL:
+            if node.name in self.last:
+                made = self.call(last_position, (*args[:2], state), {})
+            elif node.name in self.products:
+                made = self.call(self.products[node.name], args, {})
+            elif op in STATEFUL:
                 made = self.call(STATEFUL[op], (*args, state, *self.number(op, node.name)), {})
             else:
                 try:

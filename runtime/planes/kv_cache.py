@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -100,6 +101,20 @@ class SessionCache:
         return found
 
 
+class Attends(Protocol):
+    """One sequence, or several of a run (`fusion.runtime.planes.sequences`)."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot: int,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor: ...
+
+
 def cached_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -107,7 +122,7 @@ def cached_attention(
     slot: int,
     scale: float | None,
     window: int | None,
-    cache: SessionCache,
+    state: Attends,
 ) -> torch.Tensor:
     """`fusion.cached_attention`."""
-    return cache.attend(query, key, value, slot, scale, window)
+    return state.attend(query, key, value, slot, scale, window)

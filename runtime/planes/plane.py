@@ -67,6 +67,16 @@ class TrainingStage(Protocol):
     def load_state(self, state: Tensors) -> None: ...
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Positions [start, start + n) of one session (batch 1). `start` must equal what the cache holds, or be less: the cache
+    is then cut back to `start` first. `inputs` as in `TrainingStage.forward`."""
+
+    session: str
+    start: int
+    inputs: Tensors
+
+
 class DecodingStage(Protocol):
     """One stage of a model being served, with a KV cache per session."""
 
@@ -75,10 +85,10 @@ class DecodingStage(Protocol):
     def open(self, session: str, capacity: int) -> None:
         """Reserve KV memory for `capacity` positions. MemoryError (one line) where the quota does not allow it."""
 
-    def run(self, session: str, start: int, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """Run positions [start, start + n) of one session (batch 1). `start` must equal what the cache holds, or be
-        less: the cache is then cut back to `start` first. Keys as in TrainingStage.forward; "result/0" are the
-        logits (1, n or 1, vocabulary)."""
+    def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
+        """Run a piece each of several sessions, together where the stage allows it. Each gets what it would get alone, bit
+        for bit: values sent by edge name, and "result/0", the logits (1, n or 1, vocabulary). Where one of them fails none
+        has run, and each may be run again."""
 
     def close(self, session: str) -> None:
         """Free the session; unknown sessions are ignored."""

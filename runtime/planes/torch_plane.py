@@ -1,7 +1,8 @@
 """The torch execution plane: stages as generated code on CPU or CUDA (`fusion.runtime.planes.plane` says what it promises).
 
 A training stage keeps one autograd graph for each microbatch in flight: the values it receives are the leaves, and
-`backward` runs from the values it sent (RAD, FusionLLM section 3.2). It knows no peers and no protocol.
+`backward` runs from the values it sent (RAD, FusionLLM section 3.2). It knows no peers and no protocol. Decoding:
+`fusion.runtime.planes.torch_decoding`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import torch
 
 from fusion.dag.cutting.positional import written_buffers
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir.graph import Graph, Ref, Variable
-from fusion.runtime.job.errors import JobError
+from fusion.dag.ir.graph import Variable
 from fusion.runtime.job.manifest import OptimizerConfig
-from fusion.runtime.planes.codegen import TORCH_DTYPES, Program, compile_graph
+from fusion.runtime.planes.codegen import compile_graph
 from fusion.runtime.planes.dropout import Masks
-from fusion.runtime.planes.kv_cache import SessionCache, SlotShape
 from fusion.runtime.planes.optimizer import Optimizer
 from fusion.runtime.planes.plane import RngKey, Tensors
+from fusion.runtime.planes.stage_values import checked, output_keys, selected
+from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class TorchTrainingStage:
         self._written = {ref.name: self._values[ref.name] for ref in written_buffers(graph)}
         self._committed = {name: value.clone() for name, value in self._written.items()}
         self._optimizer = Optimizer(optimizer, self._parameters)
-        self._keys = _output_keys(stage)
+        self._keys = output_keys(stage)
         self._wanting = frozenset(e.name for e in stage.receives if e.needs_gradient)
         self._stashes: dict[int, _Stash] = {}
 
@@ -62,7 +63,7 @@ class TorchTrainingStage:
         leaves: dict[str, torch.Tensor] = {}
         given = []
         for name, value in zip(
-            self._training.inputs, _select(self._training, inputs, self.device), strict=True
+            self._training.inputs, selected(self._training, inputs, self.device), strict=True
         ):
             if name in self._wanting:
                 value = leaves[name] = value.detach().requires_grad_()
@@ -98,7 +99,7 @@ class TorchTrainingStage:
     def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             outputs = self._evaluation.run(
-                _select(self._evaluation, inputs, self.device), self._ordered, None
+                selected(self._evaluation, inputs, self.device), self._ordered, None
             )
         return dict(zip(self._keys, outputs, strict=True))
 
@@ -149,7 +150,7 @@ class TorchTrainingStage:
         """JobError names what is missing or does not fit; nothing has changed then."""
         variables = {k.removeprefix("variable/"): v for k, v in state.items() if k.startswith("variable/")}
         slots = {k.removeprefix("optimizer/"): v for k, v in state.items() if k.startswith("optimizer/")}
-        checked = {v.name: _checked(variables, v) for v in self.stage.graph.variables}
+        checked = {v.name: checked(variables, v) for v in self.stage.graph.variables}
         self._optimizer.load_state(slots)
         with torch.no_grad():
             for name, value in checked.items():
@@ -169,61 +170,6 @@ class TorchTrainingStage:
             parameter.grad = None
 
 
-class TorchDecodingStage:
-    """A stage being served. Weights are moved to the device once; KV memory is reserved for each session within
-    `memory_bytes` (None: no limit). A stage without `fusion.cached_attention` keeps nothing between runs."""
-
-    def __init__(
-        self, stage: Stage, variables: Tensors, device: str = "cpu", memory_bytes: int | None = None
-    ) -> None:
-        self.stage = stage
-        self.device = torch.device(device)
-        self._program = compile_graph(stage.graph, self.device, training=False)
-        matrices = _matrices(stage.graph) if self.device.type == "cpu" else frozenset()
-        self._variables = tuple(
-            _laid_out(_checked(variables, v).detach().to(self.device), v.name in matrices)
-            for v in stage.graph.variables
-        )
-        self._slots = _slot_shapes(stage.graph)
-        if self._slots:
-            self._program.require("sequence")
-        self._keys = _output_keys(stage)
-        self._memory_bytes = memory_bytes
-        self._sessions: dict[str, SessionCache] = {}
-
-    def open(self, session: str, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity: at least 1 position, not {capacity}")
-        self.close(session)
-        wanted = sum(shape.bytes(capacity) for shape in self._slots.values())
-        if self._memory_bytes is not None and self.used_bytes() + wanted > self._memory_bytes:
-            raise MemoryError(
-                f"a session of {capacity} positions needs {wanted} bytes of KV cache; "
-                f"{self._memory_bytes - self.used_bytes()} of {self._memory_bytes} are free"
-            )
-        self._sessions[session] = SessionCache(self._slots, capacity, self.device)
-
-    def run(self, session: str, start: int, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """ValueError for an unknown session, a gap before `start`, or positions beyond the capacity."""
-        cache = self._sessions.get(session)
-        if cache is None:
-            raise ValueError(f"session {session!r:.80} is not open")
-        given = _select(self._program, inputs, self.device)
-        if self._slots:
-            cache.begin(start, self._program.size(given, "sequence"))
-        with torch.inference_mode():
-            outputs = self._program.run(given, self._variables, cache)
-        if self._slots:
-            cache.commit()
-        return dict(zip(self._keys, outputs, strict=True))
-
-    def close(self, session: str) -> None:
-        self._sessions.pop(session, None)
-
-    def used_bytes(self) -> int:
-        return sum(cache.bytes for cache in self._sessions.values())
-
-
 class TorchPlane:
     """Implements `fusion.runtime.planes.plane.Plane` on "cpu", "cuda" or "cuda:<index>"."""
 
@@ -237,45 +183,8 @@ class TorchPlane:
         return TorchDecodingStage(stage, variables, self._device)
 
 
-def _select(program: Program, inputs: Tensors, device: torch.device) -> list[torch.Tensor]:
-    try:
-        return [inputs[name].to(device) for name in program.inputs]
-    except KeyError as missing:
-        raise ValueError(f"the stage needs an input {missing}") from None
-
-
-def _output_keys(stage: Stage) -> tuple[str, ...]:
-    return (*(e.name for e in stage.sends), *(f"result/{i}" for i in stage.results))
-
-
-def _checked(variables: Mapping[str, torch.Tensor], variable: Variable) -> torch.Tensor:
-    value = variables.get(variable.name)
-    if value is None:
-        raise JobError(f"the weights have no {variable.name}")
-    if tuple(value.shape) != variable.type.shape or value.dtype != TORCH_DTYPES[variable.type.dtype]:
-        raise JobError(
-            f"the weight {variable.name} is {value.dtype} {tuple(value.shape)}, not {variable.type}"
-        )
-    return value
-
-
 def _own(variables: Mapping[str, torch.Tensor], variable: Variable, device: torch.device) -> torch.Tensor:
-    return _checked(variables, variable).detach().to(device, copy=True, memory_format=torch.contiguous_format)
-
-
-def _matrices(graph: Graph) -> frozenset[str]:
-    """The variables that are read as the weight of a linear layer and as nothing else."""
-    read: dict[str, set[bool]] = {}
-    for node in graph.nodes:
-        for ref in node.refs():
-            read.setdefault(ref.name, set()).add(node.op == "aten.linear" and ref == node.args[1])
-    return frozenset(name for name in graph.variable_names if read.get(name) == {True})
-
-
-def _laid_out(value: torch.Tensor, matrix: bool) -> torch.Tensor:
-    """The same values in the memory order that decoding reads fastest: a product of one row with a matrix reads a
-    matrix stored by columns (of torch's (out, in) weights) a quarter to a third faster, a row-major one otherwise."""
-    return value.t().contiguous().t() if matrix else value.contiguous()
+    return checked(variables, variable).detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _seed(gradients: Tensors, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -283,21 +192,3 @@ def _seed(gradients: Tensors, name: str, value: torch.Tensor) -> torch.Tensor:
     if gradient is None or gradient.shape != value.shape:
         raise ValueError(f"the gradient of {name} is missing or not of shape {tuple(value.shape)}")
     return gradient.to(value.device, value.dtype)
-
-
-def _slot_shapes(graph: Graph) -> dict[int, SlotShape]:
-    """What each cached attention of the stage keeps, from the types of its keys and values."""
-    found: dict[int, SlotShape] = {}
-    for node in graph.nodes:
-        if node.op == "fusion.cached_attention":
-            key, value, slot = node.args[1], node.args[2], node.args[3]
-            assert isinstance(key, Ref) and isinstance(value, Ref) and isinstance(slot, int)
-            k, v = graph.types[key], graph.types[value]
-            if slot in found:
-                raise JobError(f"two attention nodes share slot {slot} of the KV cache")
-            numbers = (k.shape[1], k.shape[3], v.shape[3])
-            if not all(isinstance(n, int) for n in numbers):
-                raise JobError(f"the heads of attention slot {slot} have no fixed size")
-            heads, key_width, value_width = (int(n) for n in numbers if isinstance(n, int))
-            found[slot] = SlotShape(heads, key_width, value_width, TORCH_DTYPES[k.dtype])
-    return found

@@ -1,6 +1,6 @@
 """`make bench`: the figures of the README. One table, and bench-results.json with every sample behind it.
 
-    python tests/bench [--rounds 5] [--only training,decode,start] [--device cpu|cuda] [--json]
+    python tests/bench [--rounds 5] [--only training,decode,streams,start] [--device cpu|cuda] [--json]
 
 What is compared is measured in turn (baseline, swarm, baseline, swarm, ...), because machines drift; the table shows
 medians and the median of the ratios of neighbouring samples. Peers are real processes on loopback, one thread each.
@@ -19,6 +19,7 @@ from typing import Any
 
 from decode import measure_decode
 from start import measure_start
+from streams import measure_streams
 from training import measure_training
 
 RESULTS = Path("bench-results.json")
@@ -30,6 +31,8 @@ async def main(only: set[str], rounds: int, device: str) -> dict[str, Any]:
         results["training"] = await measure_training(rounds, device)
     if "decode" in only:
         results["decode"] = await measure_decode(rounds, device)
+    if "streams" in only:
+        results["streams"] = await measure_streams(rounds, device)
     if "start" in only:
         results["start"] = await measure_start(10)
     return results
@@ -59,6 +62,7 @@ def table(results: dict[str, Any]) -> str:
         )
     if decode := results.get("decode"):
         rows.append(("decode, time a hop adds: ms", "", f"{1e3 * decode['hop_seconds']:.2f}", "", ""))
+    rows += stream_rows(results["streams"]) if "streams" in results else []
     if start := results.get("start"):
         seconds = start["announced_seconds"]
         shown = f"{statistics.median(seconds):.2f} / {max(seconds):.2f}"
@@ -75,10 +79,43 @@ def table(results: dict[str, Any]) -> str:
     )
 
 
+def stream_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    rows = []
+    one = {each["stages"]: each for each in found["streams"] if each["streams"] == 1}
+    for each in found["streams"]:
+        streams, stages = each["streams"], each["stages"]
+        rate, alone = each["tokens_per_second"], one[stages]["tokens_per_second"]
+        rows.append(
+            (
+                f"{streams} stream(s) over {stages} stage(s) against one: tokens/s",
+                f"{alone:.1f}",
+                f"{rate:.1f}",
+                f"{rate / alone:.2f}",
+                ">= 3.50" if (streams, stages) == (8, 2) else "",
+            )
+        )
+        p95, quiet = each["between_p95"], one[stages]["between_p95"]
+        rows.append(
+            ("  p95 between tokens: ms", f"{1e3 * quiet:.1f}", f"{1e3 * p95:.1f}", f"{p95 / quiet:.2f}", "")
+        )
+    rate = statistics.median(found["generate_batch_8_tokens_per_second"])
+    own = statistics.median(found["generate_tokens_per_second"])
+    rows.append(
+        (
+            "generate(), a batch of 8 against one: tokens/s",
+            f"{own:.1f}",
+            f"{rate:.1f}",
+            f"{rate / own:.2f}",
+            "",
+        )
+    )
+    return rows
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="training,decode,start", help="a comma between parts")
+    parser.add_argument("--only", default="training,decode,streams,start", help="a comma between parts")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", action="store_true", help="print the JSON alone")
     options = parser.parse_args()

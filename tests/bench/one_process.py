@@ -50,14 +50,15 @@ def decode(request: dict[str, Any]) -> dict[str, Any]:
 
     device = request.get("device", "cpu")
     model = AutoModelForCausalLM.from_pretrained(request["path"], dtype=torch.float32).eval().to(device)
-    prompt = torch.tensor([request["prompt"]], device=device)
+    batch = request.get("batch", 1)
+    prompt = torch.tensor([request["prompt"]] * batch, device=device)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     model.generate(prompt, max_new_tokens=4, **options)
     rates = []
     for _ in range(request.get("repeats", 1)):
         start = time.perf_counter()
         output = model.generate(prompt, max_new_tokens=request["tokens"], **options)
-        rates.append(request["tokens"] / (time.perf_counter() - start))
+        rates.append(batch * request["tokens"] / (time.perf_counter() - start))
     return {"tokens_per_second": rates, "ids": output[0, prompt.shape[1] :].tolist()}
 
 

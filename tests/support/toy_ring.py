@@ -22,6 +22,7 @@ from fusion.dag.ir.graph import Graph, Input, Ref, TensorType
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.job.worker import Worker
+from fusion.runtime.planes.plane import Piece
 from fusion.runtime.serving.requests.request import Sampling, pack_tokens
 from fusion.runtime.serving.ring.frames import plan_ring
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition
@@ -96,9 +97,12 @@ class ToyPlane:
             raise MemoryError("no room for another session's cache")
         self.seen[session], self.capacity[session] = {}, capacity
 
-    def run(self, session: str, start: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
         if self.broken:
             raise RuntimeError("the device is on fire")
+        return [self._run(piece.session, piece.start, piece.inputs) for piece in pieces]
+
+    def _run(self, session: str, start: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         length = next(iter(inputs.values())).shape[1]
         self._on_run(session, start, length)
         cache = self.seen[session]

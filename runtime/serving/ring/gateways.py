@@ -96,7 +96,7 @@ class Gateways:
             )
         if min(tokens) < 0 or max(tokens) >= serve.vocabulary:
             raise JobError(f"prompt: tokens are 0 to {serve.vocabulary - 1}")
-        session.feed = Feed(tokens, prefill_chunk=serve.prefill_chunk, recompute=serve.cache == "recompute")
+        session.feed = Feed(tokens, recompute=serve.cache == "recompute")
         self._fed(session)
 
     def _close(self, stream: QueuedStream, frame: Frame) -> None:

@@ -1,12 +1,13 @@
 """What a stage runs, turn by turn, and how many sessions it takes. Pure; `fusion.runtime.serving.ring.stage` carries it out.
 
-Chunks of all sessions run in the order in which they arrive; a long prompt is fed chunk by chunk, each behind what
-other sessions have waiting, so sessions interleave fairly. A turn is what runs together: one chunk.
+A turn is what runs together: chunks of several sessions, in the order in which they came, decode before prefill and nobody
+waited for. The sessions that decode are shared out over the stages, so that every stage has some to run while others are
+at the next. While somebody decodes, a turn has one chunk of a prompt at most, and a short one; the next chunk is made when
+that one has run, behind what others have waiting.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -17,7 +18,13 @@ if TYPE_CHECKING:  # it holds tensors' layouts
     from fusion.runtime.serving.ring.frames import Parcel
 
 MAX_SESSIONS = 1024
-WAITING_CHUNKS = 4  # chunks of activations that may wait here before the stage that sends them has to
+TURN_POSITIONS = 512  # that run in one turn, unless one chunk has more
+SHARED_POSITIONS = 64  # of a prompt, in a turn beside others' tokens
+PREFIX_POSITIONS = 4096  # before a chunk, with which it takes about twice as long
+SHORT_POSITIONS = 16  # of a chunk that decodes
+WAITING_POSITIONS = (
+    4 * TURN_POSITIONS
+)  # of activations that may wait here before the stage that sends them has to
 
 
 class Named(Protocol):
@@ -39,14 +46,17 @@ class Work(Generic[Session]):
 
 
 class Schedule(Generic[Session]):
-    """`bounded`: chunks come from other stages, which wait while as many as WAITING_CHUNKS wait here. The first stage
-    makes its own, at most one for each session: it needs no bound and never holds up a token on its way back, which is
-    why the ring cannot lock up."""
+    """`stages`: of the ring. `bounded`: chunks come from other stages, which wait while WAITING_POSITIONS wait here. The
+    first stage makes its own, at most one for each session: it needs no bound and never holds up a token on its way back,
+    which is why the ring cannot lock up."""
 
-    def __init__(self, *, bounded: bool) -> None:
+    def __init__(self, *, stages: int, bounded: bool) -> None:
         self.sessions: dict[SessionId, Session] = {}
-        self._waiting: deque[Work[Session]] = deque()
-        self._most = WAITING_CHUNKS if bounded else MAX_SESSIONS
+        self._stages = stages
+        self._bounded = bounded
+        self._waiting: list[Work[Session]] = []
+        self._positions = 0  # that wait
+        self._decoding: set[SessionId] = set()  # sessions whose newest chunk is a short one
 
     def admit(self, session: Session) -> bool:
         """Whether there is room for it: then it is one of `sessions`. JobError where one of that name is here."""
@@ -62,20 +72,49 @@ class Schedule(Generic[Session]):
         if self.sessions.get(session.id) is not session:
             return False
         del self.sessions[session.id]
+        self._decoding.discard(session.id)
+        self._keep([work for work in self._waiting if work.session is not session])
         return True
 
     @property
     def has_room(self) -> bool:
         """Whether another chunk may be put in now."""
-        return len(self._waiting) < self._most
+        return not self._bounded or self._positions < WAITING_POSITIONS
 
     def add(self, work: Work[Session]) -> None:
+        """Of a session that is one of `sessions`; others' chunks are dropped."""
+        if self.sessions.get(work.session.id) is not work.session:
+            return
         self._waiting.append(work)
+        self._positions += work.chunk.length
+        if work.chunk.length <= SHORT_POSITIONS:
+            self._decoding.add(work.session.id)
+        else:
+            self._decoding.discard(work.session.id)
+
+    def prefill_positions(self, session: Session, most: int, start: int) -> int:
+        """How many of a prompt's positions to run in one turn, from `start` on: turns are to take equal time."""
+        beside = min(most, SHARED_POSITIONS) if self._decoding - {session.id} else most
+        return max(1, round(beside * PREFIX_POSITIONS / (PREFIX_POSITIONS + start)))
 
     def next_turn(self) -> tuple[Work[Session], ...]:
-        """The chunks that run together next; nothing while none waits."""
-        while self._waiting:
-            work = self._waiting.popleft()
-            if self.sessions.get(work.session.id) is work.session:
-                return (work,)
-        return ()
+        """The chunks that run together next, one a session; nothing while none waits."""
+        first: dict[SessionId, Work[Session]] = {}
+        for work in self._waiting:
+            first.setdefault(work.session.id, work)
+        share = -(-len(self._decoding) // self._stages)
+        tokens = [work for work in first.values() if work.chunk.length <= SHORT_POSITIONS][: max(1, share)]
+        prompts = [work for work in first.values() if work.chunk.length > SHORT_POSITIONS]
+        chosen: list[Work[Session]] = []
+        room = TURN_POSITIONS
+        for work in (*tokens, *(prompts[:1] if tokens else prompts)):
+            if not chosen or work.chunk.length <= room:
+                chosen.append(work)
+                room -= work.chunk.length
+        taken = set(map(id, chosen))
+        self._keep([work for work in self._waiting if id(work) not in taken])
+        return tuple(chosen)
+
+    def _keep(self, waiting: list[Work[Session]]) -> None:
+        self._waiting = waiting
+        self._positions = sum(work.chunk.length for work in waiting)

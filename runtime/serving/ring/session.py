@@ -110,10 +110,9 @@ class Feed:
     `recompute`: the model has no KV cache, so every chunk is the whole sequence so far.
     """
 
-    def __init__(self, prompt: Sequence[int], *, prefill_chunk: int, recompute: bool) -> None:
+    def __init__(self, prompt: Sequence[int], *, recompute: bool) -> None:
         self._tokens = list(prompt)
         self._fed = 0
-        self._prefill_chunk = prefill_chunk
         self._recompute = recompute
 
     def push(self, position: int, token: int) -> None:
@@ -122,12 +121,17 @@ class Feed:
             raise JobError(f"token for position {position}, but {len(self._tokens)} positions are known")
         self._tokens.append(token)
 
-    def next(self) -> tuple[Chunk, Sequence[int]] | None:
-        """The chunk to run now and its token ids; None where the ring has all there is."""
+    @property
+    def fed(self) -> int:
+        """Positions that the ring has been given."""
+        return self._fed
+
+    def next(self, most: int) -> tuple[Chunk, Sequence[int]] | None:
+        """The chunk to run now, of at most so many positions, and its token ids; None where the ring has all there is."""
         known = len(self._tokens)
         if self._fed == known:
             return None
         start = 0 if self._recompute else self._fed
-        end = known if self._recompute else min(known, start + self._prefill_chunk)
+        end = known if self._recompute else min(known, start + most)
         self._fed = end
         return Chunk(start, end - start, sample=end == known), self._tokens[start:end]

@@ -24,7 +24,7 @@ from fusion.runtime.serving.ring.gateways import Gateways
 from fusion.runtime.serving.ring.links import GATEWAY, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk
-from fusion.runtime.serving.ring.stage_session import PLANE_ERRORS, Outcome, StageRunner, StageSession
+from fusion.runtime.serving.ring.stage_session import Outcome, StageRunner, StageSession
 from fusion.runtime.serving.ring.stage_sessions import StageSessions
 from fusion.swarm.errors import FrameError, StaleTerm
 from fusion.swarm.printable import error_line
@@ -184,8 +184,10 @@ class RingStage:
 
     def _advance(self, session: StageSession) -> None:
         """Put in the session's next chunk, if the first stage knows one."""
-        assert session.feed is not None
-        step = session.feed.next()
+        feed = session.feed
+        assert feed is not None
+        most = self._schedule.prefill_positions(session, self._position.serve.prefill_chunk, feed.fed)
+        step = feed.next(most)
         if step is not None and not session.closed:
             chunk, ids = step
             self._tokens += chunk.sample
@@ -208,15 +210,12 @@ class RingStage:
             await self._arrived.wait()
 
     async def _turn(self, turn: Turn) -> None:
-        for work in turn:
+        for work, outcome in zip(turn, await self._worker.run(self._runner.run, turn), strict=True):
             session = work.session
-            try:
-                outcome = await self._worker.run(self._runner.run, work)
-            except PLANE_ERRORS as error:
-                log.warning("session %s: %s", session.id, error_line(error))
-                self._sessions.fail(session, f"{self._sessions.here}: {error_line(error)}", "broken")
-                continue
-            if not session.closed:
+            if isinstance(outcome, Exception):
+                log.warning("session %s: %s", session.id, error_line(outcome))
+                self._sessions.fail(session, f"{self._sessions.here}: {error_line(outcome)}", "broken")
+            elif not session.closed:
                 await self._pass_on(work, outcome)
 
     async def _pass_on(self, work: Work[StageSession], outcome: Outcome) -> None:

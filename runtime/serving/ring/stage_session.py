@@ -5,12 +5,12 @@ that a session has links to the stages it feeds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from fusion.runtime.planes.plane import DecodingStage
+from fusion.runtime.planes.plane import DecodingStage, Piece
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan
 from fusion.runtime.serving.ring.sampling import sample
 from fusion.runtime.serving.ring.schedule import Work
@@ -74,23 +74,38 @@ class StageRunner:
             self._plane.close(session)
         self._account()
 
-    def run(self, work: Work[StageSession]) -> Outcome:
-        """One chunk through the stage; at the last stage, the choice of a token too."""
-        chunk, opening = work.chunk, work.session.opening
+    def run(self, turn: Sequence[Work[StageSession]]) -> list[Outcome | Exception]:
+        """What each chunk gave, or what went wrong with it: the others then go on without it."""
+        try:
+            pieces, ids = zip(*(self._piece(work) for work in turn), strict=True)
+            found = self._plane.run(pieces)
+            return [self._outcome(*each) for each in zip(turn, found, ids, strict=True)]
+        except PLANE_ERRORS as error:
+            if len(turn) == 1:
+                return [error]
+        return [outcome for work in turn for outcome in self.run((work,))]
+
+    def _piece(self, work: Work[StageSession]) -> tuple[Piece, memoryview]:
+        """What the plane runs, and the bytes of the chunk's token ids where there are any."""
+        chunk, ids = work.chunk, work.ids
         inputs: dict[str, torch.Tensor] = {}
-        ids = work.ids
         for parcel, payload in work.parts:
             ids = parcel.unpack(payload, chunk.length, inputs) or ids
         if self._plan.reads_ids:
             inputs["input_ids"] = torch.frombuffer(bytearray(ids), dtype=torch.int64).unsqueeze(0)
         if self._plan.reads_positions:
             inputs["position_ids"] = self._positions[:, chunk.start : chunk.end]
-        outputs = self._plane.run(opening.session, chunk.start, inputs)
+        return Piece(work.session.id, chunk.start, inputs), ids
+
+    def _outcome(
+        self, work: Work[StageSession], outputs: Mapping[str, torch.Tensor], ids: memoryview
+    ) -> Outcome:
+        chunk, opening = work.chunk, work.session.opening
         if not self._plan.last:
             return Outcome(sends=tuple(p.pack(outputs, ids) for p in self._plan.outgoing))
-        if chunk.sample:
-            logits = outputs["result/0"][0, -1]
-            token = sample(logits, opening.sampling, chunk.end)
-            raw = logits.to(device="cpu", dtype=torch.float32).numpy().tobytes() if opening.logits else b""
-            return Outcome(token=token, logits=raw)
-        return Outcome()
+        if not chunk.sample:
+            return Outcome()
+        logits = outputs["result/0"][0, -1]
+        token = sample(logits, opening.sampling, chunk.end)
+        raw = logits.to(device="cpu", dtype=torch.float32).numpy().tobytes() if opening.logits else b""
+        return Outcome(token=token, logits=raw)

@@ -52,7 +52,7 @@ class StageSessions:
     ) -> None:
         self.terms = {position.term}
         self.leaving = False  # our time is up: the sessions may end, and no new ones begin
-        self.schedule: Schedule[StageSession] = Schedule(bounded=not plan.first)
+        self.schedule: Schedule[StageSession] = Schedule(stages=plan.stages, bounded=not plan.first)
         self._clock = clock
         self._shares: Shares[StageSession] = Shares(clock)  # in positions of the sequence
         self._openings = Openings(clock)

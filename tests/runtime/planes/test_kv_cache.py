@@ -12,7 +12,8 @@ from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.planes.kv_cache import SessionCache, SlotShape
-from fusion.runtime.planes.torch_plane import TorchDecodingStage
+from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 SLOT = SlotShape(heads=2, key_width=8, value_width=8, dtype=torch.float32)
 
@@ -68,7 +69,7 @@ def logits(stages: list[TorchDecodingStage], session: str, start: int, tokens: l
         "position_ids": torch.arange(start, start + len(tokens))[None],
     }
     for stage in stages:
-        values.update(stage.run(session, start, values))
+        values.update(*stage.run([Piece(session, start, values)]))
     return values["result/0"][0, -1]
 
 
@@ -98,4 +99,4 @@ def test_memory_is_reserved_within_the_quota_and_given_back() -> None:
     assert stage.used_bytes() == 0
     stage.open("b", 12)
     with pytest.raises(ValueError, match="not open"):
-        stage.run("a", 0, {})
+        stage.run([Piece("a", 0, {})])

@@ -3,9 +3,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.ring.schedule import MAX_SESSIONS, WAITING_CHUNKS, Schedule, Work
+from fusion.runtime.serving.ring.schedule import (
+    MAX_SESSIONS,
+    SHARED_POSITIONS,
+    TURN_POSITIONS,
+    WAITING_POSITIONS,
+    Schedule,
+    Work,
+)
 from fusion.runtime.serving.ring.session import Chunk, SessionId
 
 
@@ -18,23 +27,97 @@ def session(name: str) -> Named:
     return Named(SessionId(name))
 
 
-def work(of: Named, start: int = 0) -> Work[Named]:
-    return Work(of, Chunk(start, 1, sample=True), memoryview(b""))
+def work(of: Named, start: int = 0, length: int = 1) -> Work[Named]:
+    return Work(of, Chunk(start, length, sample=True), memoryview(b""))
 
 
-def test_chunks_run_in_the_order_in_which_they_arrive() -> None:
-    schedule: Schedule[Named] = Schedule(bounded=False)
-    a, b = session("a"), session("b")
-    assert schedule.admit(a) and schedule.admit(b)
+def scheduled(stages: int, names: str) -> tuple[Schedule[Named], list[Named]]:
+    schedule: Schedule[Named] = Schedule(stages=stages, bounded=False)
+    sessions = [session(name) for name in names]
+    assert all(schedule.admit(each) for each in sessions)
+    return schedule, sessions
+
+
+def test_tokens_of_all_sessions_run_together_one_chunk_of_each() -> None:
+    schedule, (a, b) = scheduled(1, "ab")
     given = [work(a, 0), work(b, 0), work(a, 1)]
     for each in given:
         schedule.add(each)
-    assert [schedule.next_turn() for _ in given] == [(each,) for each in given]
+    assert schedule.next_turn() == (given[0], given[1])
+    assert schedule.next_turn() == (given[2],)
     assert schedule.next_turn() == ()
 
 
+@pytest.mark.parametrize(("stages", "together"), [(1, 8), (2, 4), (3, 3), (8, 1), (20, 1)])
+def test_sessions_are_shared_out_over_the_stages(stages: int, together: int) -> None:
+    schedule, sessions = scheduled(stages, "abcdefgh")
+    for each in sessions:
+        schedule.add(work(each))
+    assert [w.session.id for w in schedule.next_turn()] == list("abcdefgh")[:together]
+    for each in sessions[:together]:  # they come again, behind those that wait
+        schedule.add(work(each, 1))
+    following = [w.session.id for w in schedule.next_turn()]
+    assert following == list("abcdefghabcdefgh")[together : 2 * together]
+
+
+def test_a_turn_has_one_prompt_beside_tokens_and_it_comes_after_them() -> None:
+    schedule, (a, b, c) = scheduled(1, "abc")
+    prompts = [work(a, 0, SHARED_POSITIONS), work(b, 0, SHARED_POSITIONS)]
+    for each in (*prompts, token := work(c, 9)):
+        schedule.add(each)
+    assert schedule.next_turn() == (token, prompts[0])
+    assert schedule.next_turn() == (prompts[1],)
+
+
+def test_prompts_run_together_as_far_as_a_turn_goes() -> None:
+    schedule, (a, b, c) = scheduled(1, "abc")
+    half = TURN_POSITIONS // 2
+    given = [work(a, 0, half), work(b, 0, half), work(c, 0, half)]
+    for each in given:
+        schedule.add(each)
+    assert schedule.next_turn() == (given[0], given[1])
+    schedule.add(large := work(a, half, 2 * TURN_POSITIONS))
+    assert schedule.next_turn() == (given[2],)
+    assert schedule.next_turn() == (large,)  # more than a turn holds, and alone
+
+
+def test_a_prompt_is_fed_in_smaller_chunks_beside_others_and_behind_a_long_prefix() -> None:
+    schedule, (a, b) = scheduled(1, "ab")
+    assert schedule.prefill_positions(a, 512, 0) == 512
+    assert schedule.prefill_positions(a, 512, 4096) == 256
+    schedule.add(work(a, 9))
+    assert schedule.prefill_positions(a, 512, 0) == 512  # its own tokens are not others'
+    assert schedule.prefill_positions(b, 512, 0) == SHARED_POSITIONS
+    assert schedule.prefill_positions(b, 8, 0) == 8
+    assert schedule.prefill_positions(b, 1, 10**6) == 1
+    schedule.remove(a)
+    assert schedule.prefill_positions(b, 512, 0) == 512
+
+
+chunks = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 700)), max_size=40)
+
+
+@given(stages=st.integers(1, 4), chunks=chunks)
+def test_every_chunk_runs_once_and_those_of_a_session_in_order(
+    stages: int, chunks: list[tuple[int, int]]
+) -> None:
+    schedule, sessions = scheduled(stages, "abcdef")
+    given = [work(sessions[of], i, length) for i, (of, length) in enumerate(chunks)]
+    for each in given:
+        schedule.add(each)
+    ran: list[Work[Named]] = []
+    while turn := schedule.next_turn():
+        assert len({each.session.id for each in turn}) == len(turn)
+        assert len(turn) == 1 or sum(each.chunk.length for each in turn) <= TURN_POSITIONS
+        ran += turn
+    assert sorted(each.chunk.start for each in ran) == list(range(len(given)))
+    for each in sessions:
+        starts = [w.chunk.start for w in ran if w.session is each]
+        assert starts == sorted(starts)
+
+
 def test_what_waits_for_a_session_that_is_gone_does_not_run_in_another_of_its_name() -> None:
-    schedule: Schedule[Named] = Schedule(bounded=False)
+    schedule: Schedule[Named] = Schedule(stages=1, bounded=False)
     before, after = session("a"), session("a")
     assert schedule.admit(before)
     schedule.add(work(before))
@@ -45,7 +128,7 @@ def test_what_waits_for_a_session_that_is_gone_does_not_run_in_another_of_its_na
 
 
 def test_a_name_is_taken_once_and_sessions_are_bounded() -> None:
-    schedule: Schedule[Named] = Schedule(bounded=True)
+    schedule: Schedule[Named] = Schedule(stages=1, bounded=True)
     assert all(schedule.admit(session(str(i))) for i in range(MAX_SESSIONS))
     assert not schedule.admit(session("one more"))
     with pytest.raises(JobError, match="a new name"):
@@ -53,12 +136,12 @@ def test_a_name_is_taken_once_and_sessions_are_bounded() -> None:
 
 
 def test_who_sends_chunks_waits_while_enough_of_them_wait_here() -> None:
-    schedule: Schedule[Named] = Schedule(bounded=True)
+    schedule: Schedule[Named] = Schedule(stages=1, bounded=True)
     a = session("a")
     schedule.admit(a)
-    for start in range(WAITING_CHUNKS):
+    for start in range(0, WAITING_POSITIONS, TURN_POSITIONS):
         assert schedule.has_room
-        schedule.add(work(a, start))
+        schedule.add(work(a, start, TURN_POSITIONS))
     assert not schedule.has_room
     schedule.next_turn()
     assert schedule.has_room

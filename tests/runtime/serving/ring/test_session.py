@@ -25,11 +25,11 @@ ids = st.lists(st.integers(0, 2**40), min_size=1, max_size=60)
 def test_every_position_is_fed_once_in_order_and_only_the_newest_is_sampled_after(
     prompt: list[int], answer: list[int], chunk: int
 ) -> None:
-    feed = Feed(prompt, prefill_chunk=chunk, recompute=False)
+    feed = Feed(prompt, recompute=False)
     fed: list[int] = []
     sampled = []
     for token in answer:
-        while (step := feed.next()) is not None:
+        while (step := feed.next(chunk)) is not None:
             part, tokens = step
             assert part.start == len(fed) and part.length == len(tokens) <= chunk
             fed += tokens
@@ -41,24 +41,24 @@ def test_every_position_is_fed_once_in_order_and_only_the_newest_is_sampled_afte
 
 
 def test_without_a_cache_every_chunk_is_the_whole_sequence() -> None:
-    feed = Feed([1, 2, 3], prefill_chunk=2, recompute=True)
-    assert feed.next() == (Chunk(0, 3, True), [1, 2, 3])
-    assert feed.next() is None
+    feed = Feed([1, 2, 3], recompute=True)
+    assert feed.next(2) == (Chunk(0, 3, True), [1, 2, 3])
+    assert feed.next(2) is None
     feed.push(3, 9)
-    assert feed.next() == (Chunk(0, 4, True), [1, 2, 3, 9])
+    assert feed.next(2) == (Chunk(0, 4, True), [1, 2, 3, 9])
 
 
 @pytest.mark.parametrize("position", [0, 2, 4])
 def test_a_token_for_another_position_than_the_next_is_refused(position: int) -> None:
-    feed = Feed([1, 2, 3], prefill_chunk=8, recompute=False)
-    feed.next()
+    feed = Feed([1, 2, 3], recompute=False)
+    feed.next(2)
     with pytest.raises(JobError, match="3 positions are known"):
         feed.push(position, 5)
 
 
 def test_a_token_before_the_prompt_is_fed_is_refused() -> None:
     with pytest.raises(JobError):
-        Feed([1, 2, 3], prefill_chunk=8, recompute=False).push(3, 5)
+        Feed([1, 2, 3], recompute=False).push(3, 5)
 
 
 def opening(**fields: Any) -> Opening:

@@ -1,0 +1,102 @@
+"""Whether several sequences may be laid end to end along the dimension `sequence` and run at once, and where they lie.
+
+A graph with cached attention treats positions one by one, so linear layers see one matrix, whoever its rows belong to;
+only attention, and the cut to the last position, have to know where a sequence ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fusion.dag.cutting.references import substitute
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.errors import GraphError, UnsupportedModel
+from fusion.dag.ir.graph import Graph, Node, Ref
+from fusion.dag.ir.opset import infer, spec
+from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions, sequence_axis
+
+_END = 2**63 - 1
+_ALONE = frozenset({"pointwise", "contraction"})  # what may follow the cut to the last position
+# Products whose rows are those of one tensor along the sequence; others mix rows in ways that nobody has looked at.
+_ROW_PRODUCTS = frozenset({"aten.linear", "aten.addmm"})
+
+
+@dataclass(frozen=True)
+class EndToEnd:
+    """`inputs` and `outputs`: the dimension along the sequence of each; `last`: the nodes that keep the last position of a
+    sequence; `ends`: for each output whether it holds one position a sequence, the last."""
+
+    inputs: Mapping[str, int]
+    outputs: tuple[int, ...]
+    last: frozenset[str]
+    ends: tuple[bool, ...]
+
+
+def end_to_end(graph: Graph) -> EndToEnd | None:
+    """None where sequences have to be run one after another."""
+    last = frozenset(node.name for node in graph.nodes if _keeps_last(graph, node))
+    try:
+        whole, short = _every_position(graph, last)
+        require_separate_positions(whole)
+        inputs = {given.name: sequence_axis(given.type) for given in whole.inputs}
+        outputs = [sequence_axis(whole.types[ref]) for ref in whole.outputs]
+    except (UnsupportedModel, GraphError, ValueError):
+        return None
+    axes = {name: axis for name, axis in inputs.items() if axis is not None}
+    found = tuple(axis for axis in outputs if axis is not None)
+    if len(axes) < len(inputs) or len(found) < len(outputs) or not axes or not _rows_apart(whole):
+        return None
+    return EndToEnd(axes, found, last, tuple(ref in short for ref in graph.outputs))
+
+
+def _keeps_last(graph: Graph, node: Node) -> bool:
+    """Whether it is what `fusion.dag.rewrites.last_position` puts in, whatever its name."""
+    if node.op != "aten.slice.Tensor" or node.args[2:] != (-1, _END, 1):
+        return False
+    source, axis = node.args[:2]
+    shape = graph.types[source].shape if isinstance(source, Ref) else ()
+    return type(axis) is int and 0 <= axis < len(shape) and shape[axis] == symbol(SEQUENCE)
+
+
+def _every_position(graph: Graph, last: frozenset[str]) -> tuple[Graph, frozenset[Ref]]:
+    """The graph without the cut to the last position, and the values that come after the cut. GraphError, ValueError where
+    something after it is made for one position."""
+    kept: dict[Ref, Ref] = {}
+    short: set[Ref] = set()
+    types, nodes = dict(graph.types), list[Node]()
+    for node in graph.nodes:
+        refs = set(node.refs())
+        if node.name in last:
+            source = node.args[0]
+            assert isinstance(source, Ref)
+            if refs & short:
+                raise ValueError("cut twice")
+            kept[Ref(node.name)] = source
+            short.add(Ref(node.name))
+            continue
+        if refs & short:
+            beside = [ref for ref in refs - short if sequence_axis(types[ref]) is not None]
+            if beside or spec(node.op).family not in _ALONE:
+                raise ValueError(f"{node.name} reads the last position and others")
+            args = substitute(node.args, kept)
+            node = replace(node, args=args, results=infer(node.op, args, types))
+            made = [Ref(node.name, i) for i in range(len(node.results))]
+            short.update(made)
+            types.update(zip(made, node.results, strict=True))
+        nodes.append(node)
+    outputs = tuple(kept.get(ref, ref) for ref in graph.outputs)
+    return replace(graph, nodes=tuple(nodes), outputs=outputs), frozenset(short)
+
+
+def _rows_apart(graph: Graph) -> bool:
+    """Whether every product along the sequence is of rows with a matrix."""
+    for node in graph.nodes:
+        family = spec(node.op).family
+        if family == "convolution":
+            return False
+        if family == "contraction" and node.op not in _ROW_PRODUCTS:
+            along = [ref for ref in node.refs() if sequence_axis(graph.types[ref]) is not None]
+            if along:
+                return False
+    return True

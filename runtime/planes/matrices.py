@@ -1,0 +1,60 @@
+"""The variables of a stage that decodes, laid out as it reads them fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fusion.dag.ir.graph import Graph, Ref
+from fusion.runtime.planes.packed import addmm, linear, pack, packable, row_by_row, rows_agree
+from fusion.runtime.planes.plane import Tensors
+from fusion.runtime.planes.stage_values import checked
+
+
+class Matrices:
+    """The variables of a stage as decoding reads them fastest: the matrices of linear layers packed, where the library does
+    that here and a row's product has the same bits in any company (`rows_agree`)."""
+
+    def __init__(self, graph: Graph, variables: Tensors, device: torch.device) -> None:
+        self._graph = graph
+        self._packed: set[str] = set()
+        self.laid_out: dict[str, torch.Tensor] = {}
+        self._wanted = wanted = packable(graph)
+        self.rows_agree = all(
+            isinstance(node.args[2], Ref) and node.args[2].name in wanted
+            for node in graph.nodes
+            if node.op == "aten.addmm"
+        )
+        agree: dict[tuple[tuple[int, ...], torch.dtype], bool] = {}
+        for variable in graph.variables:
+            value = checked(variables, variable).detach().to(device)
+            matrix = value.t() if wanted.get(variable.name) else value
+            packed = pack(matrix) if variable.name in wanted else None
+            if variable.name in wanted:
+                kind = tuple(matrix.shape), matrix.dtype
+                if kind not in agree:
+                    agree[kind] = self._agrees(matrix, packed)
+                self.rows_agree &= agree[kind]
+            if packed is not None:
+                self._packed.add(variable.name)
+            self.laid_out[variable.name] = value.contiguous() if packed is None else packed
+
+    def _agrees(self, matrix: torch.Tensor, packed: torch.Tensor | None) -> bool:
+        product = torch._C._nn.linear if packed is None else linear
+        used = matrix if packed is None else packed
+        return rows_agree(lambda rows: product(rows, used, None), matrix.shape[1], matrix)
+
+    def products(self, *, together: bool) -> dict[str, Callable[..., torch.Tensor]]:
+        """What computes which node; `together`: sequences are run end to end."""
+        found: dict[str, Callable[..., torch.Tensor]] = {}
+        for node in self._graph.nodes:
+            match node.op, *node.args:
+                case "aten.linear", _, Ref() as matrix, _:
+                    if matrix.name in self._packed:
+                        found[node.name] = linear
+                    elif together and matrix.name not in self._wanted:
+                        found[node.name] = row_by_row
+                case "aten.addmm", _, _, Ref() as matrix, *_ if matrix.name in self._packed:
+                    found[node.name] = addmm
+        return found

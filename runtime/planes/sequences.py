@@ -1,0 +1,53 @@
+"""One run of a program over pieces of several sequences, laid end to end: who attends to what, and where each piece ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusion.runtime.planes.kv_cache import SessionCache
+
+
+class Sequences:
+    """The state of such a run. `lengths`: positions of each piece; `rows`: of all that runs, of which those beyond the pieces
+    are padding."""
+
+    def __init__(
+        self, caches: Sequence[SessionCache], lengths: Sequence[int], rows: int, ends: torch.Tensor
+    ) -> None:
+        self._caches = caches
+        self._lengths = lengths
+        self._rows = rows
+        self._ends = ends
+
+    def attend(
+        self,
+        query: torch.Tensor,  # (1, heads, rows, width)
+        key: torch.Tensor,  # (1, key heads, rows, width)
+        value: torch.Tensor,
+        slot: int,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Each piece to its own sequence, as it would alone."""
+        lengths, at = self._lengths, 0
+        if len(lengths) == 1 and lengths[0] == self._rows:
+            return self._caches[0].attend(query, key, value, slot, scale, window)
+        found = []
+        for cache, count in zip(self._caches, lengths, strict=True):
+            own = query.narrow(2, at, count), key.narrow(2, at, count), value.narrow(2, at, count)
+            found.append(cache.attend(*own, slot, scale, window))
+            at += count
+        if at < self._rows:
+            found.append(found[-1][:, :, -1:].expand(-1, -1, self._rows - at, -1))
+        return torch.cat(found, 2)
+
+    def last(self, values: torch.Tensor, axis: int) -> torch.Tensor:
+        """The last position of each piece."""
+        return values.index_select(axis, self._ends)
+
+
+def last_position(values: torch.Tensor, axis: int, sequences: Sequences) -> torch.Tensor:
+    """What stands for the cut to the last position (`fusion.dag.rewrites.last_position`)."""
+    return sequences.last(values, axis)

@@ -1,0 +1,145 @@
+"""A stage of a served model in torch: pieces of several sessions in one run, keys and values by session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import Graph, Ref
+from fusion.dag.rewrites.end_to_end import EndToEnd, end_to_end
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.planes.codegen import TORCH_DTYPES, compile_graph
+from fusion.runtime.planes.kv_cache import SessionCache, SlotShape
+from fusion.runtime.planes.matrices import Matrices
+from fusion.runtime.planes.packed import padded
+from fusion.runtime.planes.plane import Piece, Tensors
+from fusion.runtime.planes.sequences import Sequences
+from fusion.runtime.planes.stage_values import output_keys, selected
+
+
+class TorchDecodingStage:
+    """A stage being served. Weights are moved to the device once; KV memory is reserved for each session within
+    `memory_bytes` (None: no limit). A stage without `fusion.cached_attention` keeps nothing between runs."""
+
+    def __init__(
+        self, stage: Stage, variables: Tensors, device: str = "cpu", memory_bytes: int | None = None
+    ) -> None:
+        self.stage = stage
+        self.device = torch.device(device)
+        self._slots = _slot_shapes(stage.graph)
+        matrices = Matrices(stage.graph, variables, self.device)
+        layout = end_to_end(stage.graph) if matrices.rows_agree else None
+        self._layout = layout
+        self.together = layout is not None  # whether pieces run as one
+        self._program = compile_graph(
+            stage.graph,
+            self.device,
+            training=False,
+            products=matrices.products(together=layout is not None),
+            last=layout.last if layout is not None else frozenset(),
+        )
+        self._variables = tuple(matrices.laid_out[v.name] for v in stage.graph.variables)
+        if self._slots or layout is not None:
+            self._program.require("sequence")
+        self._keys = output_keys(stage)
+        self._memory_bytes = memory_bytes
+        self._sessions: dict[str, SessionCache] = {}
+
+    def open(self, session: str, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity: at least 1 position, not {capacity}")
+        self.close(session)
+        wanted = sum(shape.bytes(capacity) for shape in self._slots.values())
+        if self._memory_bytes is not None and self.used_bytes() + wanted > self._memory_bytes:
+            raise MemoryError(
+                f"a session of {capacity} positions needs {wanted} bytes of KV cache; "
+                f"{self._memory_bytes - self.used_bytes()} of {self._memory_bytes} are free"
+            )
+        self._sessions[session] = SessionCache(self._slots, capacity, self.device)
+
+    def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
+        """ValueError for an unknown session, one that comes twice, a gap before `start`, or positions beyond the capacity."""
+        caches = [self._cache(piece.session) for piece in pieces]
+        if len(set(map(id, caches))) < len(caches):
+            raise ValueError("a session runs one piece at a time")
+        with torch.inference_mode():
+            if self._layout is not None:
+                return self._together(self._layout, pieces, caches)
+            return [self._alone(piece, cache) for piece, cache in zip(pieces, caches, strict=True)]
+
+    def _cache(self, session: str) -> SessionCache:
+        cache = self._sessions.get(session)
+        if cache is None:
+            raise ValueError(f"session {session!r:.80} is not open")
+        return cache
+
+    def _alone(self, piece: Piece, cache: SessionCache) -> dict[str, torch.Tensor]:
+        given = selected(self._program, piece.inputs, self.device)
+        if self._slots:
+            cache.begin(piece.start, self._program.size(given, "sequence"))
+        outputs = self._program.run(given, self._variables, cache)
+        if self._slots:
+            cache.commit()
+        return dict(zip(self._keys, outputs, strict=True))
+
+    def _together(
+        self, layout: EndToEnd, pieces: Sequence[Piece], caches: Sequence[SessionCache]
+    ) -> list[dict[str, torch.Tensor]]:
+        given = [selected(self._program, piece.inputs, self.device) for piece in pieces]
+        lengths = [self._program.size(each, "sequence") for each in given]
+        for piece, cache, length in zip(pieces, caches, lengths, strict=True):
+            cache.begin(piece.start, length)
+        total = sum(lengths)
+        rows = padded(total)
+        axes = [layout.inputs[name] for name in self._program.inputs]
+        joined = [_joined(parts, axis, rows - total) for axis, *parts in zip(axes, *given, strict=True)]
+        ends = [end - 1 for end in accumulate(lengths)]
+        ends += ends[-1:] * (padded(len(ends)) - len(ends))
+        state = Sequences(caches, lengths, rows, torch.tensor(ends, device=self.device))
+        outputs = self._program.run(joined, self._variables, state)
+        for cache in caches:
+            cache.commit()
+        found: list[dict[str, torch.Tensor]] = [{} for _ in pieces]
+        for key, value, axis, end in zip(self._keys, outputs, layout.outputs, layout.ends, strict=True):
+            at = 0
+            for result, length in zip(found, lengths, strict=True):
+                count = 1 if end else length
+                result[key] = value.narrow(axis, at, count)
+                at += count
+        return found
+
+    def close(self, session: str) -> None:
+        self._sessions.pop(session, None)
+
+    def used_bytes(self) -> int:
+        return sum(cache.bytes for cache in self._sessions.values())
+
+
+def _joined(parts: Sequence[torch.Tensor], axis: int, padding: int) -> torch.Tensor:
+    """The pieces one behind the other, and the last position again as often as rows are missing."""
+    if padding:
+        last = parts[-1].narrow(axis, -1, 1)
+        sizes = [padding if dim == axis else -1 for dim in range(last.dim())]
+        parts = [*parts, last.expand(sizes)]
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
+
+
+def _slot_shapes(graph: Graph) -> dict[int, SlotShape]:
+    """What each cached attention of the stage keeps, from the types of its keys and values."""
+    found: dict[int, SlotShape] = {}
+    for node in graph.nodes:
+        if node.op == "fusion.cached_attention":
+            key, value, slot = node.args[1], node.args[2], node.args[3]
+            assert isinstance(key, Ref) and isinstance(value, Ref) and isinstance(slot, int)
+            k, v = graph.types[key], graph.types[value]
+            if slot in found:
+                raise JobError(f"two attention nodes share slot {slot} of the KV cache")
+            numbers = (k.shape[1], k.shape[3], v.shape[3])
+            if not all(isinstance(n, int) for n in numbers):
+                raise JobError(f"the heads of attention slot {slot} have no fixed size")
+            heads, key_width, value_width = (int(n) for n in numbers if isinstance(n, int))
+            found[slot] = SlotShape(heads, key_width, value_width, TORCH_DTYPES[k.dtype])
+    return found

@@ -1,0 +1,103 @@
+"""Answers at once: tokens a second of 1, 8 and 32 streams over 1 and 2 stages on loopback, and the time between two tokens
+as a user sees it, against local `generate()` with one thread, alone and with a batch of 8."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from typing import Any
+
+from baseline import baseline, peak_bytes, say
+from decode import PROMPT, TOKENS, make_model
+
+from fusion.cli.local.fleet import open_fleet
+from fusion.runtime.peer.client import ClientConfig, open_client
+from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.request import GenerateRequest, Piece
+
+STREAMS = (1, 8, 32)
+STAGES = (1, 2)
+VARIED = 24  # how much longer the prompts of streams are, one after the other: sessions are unlike
+
+
+async def measure_streams(rounds: int, device: str) -> dict[str, Any]:
+    own: list[float] = []
+    batched: list[float] = []
+    found: dict[tuple[int, int], list[dict[str, float]]] = {(n, s): [] for s in STAGES for n in STREAMS}
+    async with open_fleet("fusion-streams-") as fleet:
+        path = str(fleet.root / "llama")
+        make_model(path)
+        alone = {"path": path, "prompt": PROMPT, "tokens": TOKENS, "repeats": 2, "device": device}
+        first = await fleet.start_peer("peer-1", "--device", device)
+        peers = [first, await fleet.start_peer("peer-2", "--device", device, bootstrap=(first.address,))]
+        home = fleet.root / "client"
+        for stages in STAGES:
+            where = ("--home", str(home), "--peer", first.address)
+            await fleet.run(
+                "serve", "serve", path, "--name", f"llama-{stages}", "--stages", str(stages), *where
+            )
+        async with open_client(ClientConfig(home=home, peer=first.address)) as client:
+            expected: dict[int, list[int]] = {}
+            for number in range(rounds):
+                own.append(max((await baseline("decode", alone))["tokens_per_second"]))
+                batched.append(max((await baseline("decode", {**alone, "batch": 8}))["tokens_per_second"]))
+                for (streams, stages), samples in found.items():
+                    samples.append(await _together(client, first, stages, streams, expected))
+                shown = ", ".join(f"{n}x{s} {v[-1]['tokens_per_second']:.0f}" for (n, s), v in found.items())
+                say(
+                    f"round {number + 1}: generate() {own[-1]:.0f}, batch of 8 {batched[-1]:.0f}; streams x stages: {shown}"
+                )
+        peaks = [peak_bytes(peer) for peer in peers]
+    return {
+        "generate_tokens_per_second": own,
+        "generate_batch_8_tokens_per_second": batched,
+        "streams": [
+            {
+                "streams": streams,
+                "stages": stages,
+                **{
+                    key: statistics.median(sample[key] for sample in samples)
+                    for key in ("tokens_per_second", "between_p50", "between_p95")
+                },
+                "samples": samples,
+            }
+            for (streams, stages), samples in found.items()
+        ],
+        "peer_peak_bytes": peaks,
+    }
+
+
+async def _together(
+    client: Any, gateway: Any, stages: int, streams: int, expected: dict[int, list[int]]
+) -> dict[str, float]:
+    """So many answers at once, each to a prompt of its own. RuntimeError where one is not what it was alone."""
+    between: list[float] = []
+
+    async def answer(number: int) -> None:
+        prompt = tuple(PROMPT[i % len(PROMPT)] + number for i in range(len(PROMPT) + number * VARIED // 8))
+        request = GenerateRequest(model=f"llama-{stages}", prompt_ids=prompt, max_tokens=TOKENS)
+        tokens, last = list[int](), 0.0
+        async for piece in generate(client.transport, gateway.peer_id, request):
+            if isinstance(piece, Piece):
+                now = time.perf_counter()
+                if tokens:
+                    between.append(now - last)
+                last = now
+                tokens.append(piece.id)
+        if expected.setdefault(number, tokens) != tokens:
+            raise RuntimeError(
+                f"stream {number} of {streams} over {stages} stages has other tokens than before"
+            )
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(streams):
+            tasks.create_task(answer(number))
+    seconds = time.perf_counter() - started
+    between.sort()
+    return {
+        "tokens_per_second": streams * TOKENS / seconds,
+        "between_p50": statistics.median(between),
+        "between_p95": between[int(0.95 * len(between))],
+    }

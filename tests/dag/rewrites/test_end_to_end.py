@@ -1,0 +1,74 @@
+"""Which graphs may run several sequences as one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
+from fusion.dag.ir.opset import infer
+from fusion.dag.rewrites.end_to_end import end_to_end
+
+BATCH, SEQUENCE = symbol("batch"), symbol("sequence")
+END = 2**63 - 1
+HIDDEN = TensorType((BATCH, SEQUENCE, 4), "float32")
+
+
+def graph(*steps: tuple[str, tuple[object, ...]], given: TensorType = HIDDEN) -> Graph:
+    """Nodes n0, n1, ...: each op with its arguments, "x" for what came before."""
+    at, nodes, types = Ref("x"), list[Node](), {Ref("x"): given}
+    for i, (op, args) in enumerate(steps):
+        args = tuple(at if a == "x" else Ref(a) if isinstance(a, str) else a for a in args)
+        nodes.append(Node(f"n{i}", op, args, infer(op, args, types)))  # type: ignore[arg-type]
+        at = Ref(f"n{i}")
+        types[at] = nodes[-1].results[0]
+    return Graph((Input("x", given),), (), tuple(nodes), (at,))
+
+
+LAST = ("aten.slice.Tensor", ("x", 1, -1, END, 1))
+TANH = ("aten.tanh", ("x",))
+
+
+def test_positions_apart_may_lie_end_to_end() -> None:
+    found = end_to_end(graph(TANH))
+    assert found is not None
+    assert (found.inputs, found.outputs, found.last, found.ends) == ({"x": 1}, (1,), frozenset(), (False,))
+
+
+def test_the_cut_to_the_last_position_is_found_whatever_its_name() -> None:
+    found = end_to_end(graph(TANH, LAST, TANH))
+    assert found is not None
+    assert (found.outputs, found.last, found.ends) == ((1,), {"n1"}, (True,))
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (("aten.cumsum", ("x", 1, None)),),
+        (("aten.slice.Tensor", ("x", 1, 0, 1, 1)),),
+        (LAST, ("aten.slice.Tensor", ("x", 2, 0, 2, 1))),
+        (LAST, ("aten.add.Tensor", ("x", "n0", 1)), ("aten.sum.dim_IntList", ("x", (1,), False, None))),
+        (("aten.mean.dim", ("x", (1,), True, None)),),
+    ],
+    ids=["sums along", "keeps the first", "a view of the last", "adds up the last", "averages"],
+)
+def test_what_mixes_positions_runs_alone(steps: tuple[tuple[str, tuple[object, ...]], ...]) -> None:
+    assert end_to_end(graph(*steps)) is None
+
+
+def test_what_reads_the_last_position_and_all_runs_alone() -> None:
+    both = graph(TANH, LAST)
+    args = (Ref("n0"), Ref("n1"), 1)
+    types = {Ref("n0"): HIDDEN, Ref("n1"): both.nodes[1].results[0]}
+    node = Node("n2", "aten.add.Tensor", args, infer("aten.add.Tensor", args, types))
+    assert end_to_end(replace(both, nodes=(*both.nodes, node), outputs=(Ref("n2"),))) is None
+
+
+def test_a_stage_after_the_cut_runs_alone() -> None:
+    """What it receives does not say that it is one position of a sequence."""
+    first, second = split(graph(TANH, LAST, TANH), [2])
+    assert end_to_end(first.graph) is not None
+    assert end_to_end(second.graph) is None

@@ -1,0 +1,163 @@
+"""Sessions that run together get what they would get alone, bit for bit, whoever else is there."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from support.families import build, config
+
+from fusion.dag.cutting.cuts import split
+from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.job.spec import GPTConfig
+from fusion.runtime.planes.packed import addmm, linear, pack, packable, padded, row_by_row, rows_agree
+from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.torch_decoding import TorchDecodingStage
+
+CACHED = ["llama", "gpt2", "mistral-windowed", "qwen3", "mistral", "phi", "neox"]
+QUICK = {"llama", "gpt2", "mistral-windowed"}
+POSITIONS = 96
+
+Values = dict[str, torch.Tensor]
+
+
+def stages_of(family: str, count: int) -> list[TorchDecodingStage]:
+    module = build(config(family))
+    cache = "kv" if family in CACHED else "recompute"
+    captured = capture_language_model(module, training=False, maximum_sequence=POSITIONS)
+    graph = serving_graph(captured, cache=cache, maximum_sequence=POSITIONS)  # type: ignore[arg-type]
+    variables = variables_from_module(module)
+    cuts = [len(graph.nodes) * i // count for i in range(1, count)]
+    return [TorchDecodingStage(stage, variables) for stage in split(graph, cuts)]
+
+
+def run(stages: list[TorchDecodingStage], chunks: dict[str, tuple[int, list[int]]]) -> dict[str, Values]:
+    """A chunk of each session through all stages: start and token ids -> everything that was made."""
+    values: dict[str, Values] = {
+        name: {
+            "input_ids": torch.tensor([ids]),
+            "position_ids": torch.arange(start, start + len(ids))[None],
+        }
+        for name, (start, ids) in chunks.items()
+    }
+    for stage in stages:
+        pieces = [Piece(name, chunks[name][0], values[name]) for name in chunks]
+        for name, made in zip(chunks, stage.run(pieces), strict=True):
+            values[name].update(made)
+    return values
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.heavy) for f in CACHED]
+)
+def test_a_row_is_the_same_in_any_company(family: str) -> None:
+    """Eight unlike sessions that come and go, prefilled in chunks of their own, over two stages."""
+    stages = stages_of(family, 2)
+    chance = random.Random(7)
+    texts = {f"s{i}": [chance.randrange(256) for _ in range(chance.randrange(2, 60))] for i in range(8)}
+    chunks: dict[str, list[tuple[int, list[int]]]] = {}
+    for name, ids in texts.items():
+        at, chunks[name] = 0, []
+        while at < len(ids):
+            length = chance.choice([1, 1, 1, 2, 5, 17])
+            chunks[name].append((at, ids[at : at + length]))
+            at += length
+    alone: dict[str, list[Values]] = {}
+    for name in texts:
+        for stage in stages:
+            stage.open(name, POSITIONS)
+        alone[name] = [run(stages, {name: chunk})[name] for chunk in chunks[name]]
+        for stage in stages:
+            stage.close(name)
+            stage.open(name, POSITIONS)
+    waiting = {name: list(enumerate(chunks[name])) for name in texts}
+    together = 0
+    while waiting:
+        here = chance.sample(sorted(waiting), chance.randrange(1, len(waiting) + 1))
+        turn = {name: waiting[name].pop(0) for name in here}
+        made = run(stages, {name: chunk for name, (_, chunk) in turn.items()})
+        together += len(here) > 1
+        for name, (number, _) in turn.items():
+            for key, value in alone[name][number].items():
+                assert torch.equal(made[name][key], value), (family, name, number, key)
+        waiting = {name: left for name, left in waiting.items() if left}
+    assert together > 5
+    assert all(stage.together for stage in stages)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", ["bloom", "gemma2"])
+def test_models_without_a_cache_run_one_after_another(family: str) -> None:
+    stages = stages_of(family, 1)
+    assert not stages[0].together
+    for name in "ab":
+        stages[0].open(name, POSITIONS)
+    alone = run(stages, {"a": (0, [1, 2, 3])})["a"]["result/0"]
+    both = run(stages, {"a": (0, [1, 2, 3]), "b": (0, [4, 5, 6, 7])})
+    assert torch.equal(both["a"]["result/0"], alone) and both["b"]["result/0"].shape == (1, 1, 256)
+
+
+def test_one_that_fails_leaves_the_others_as_they_were() -> None:
+    stages = stages_of("llama", 1)
+    for name in "ab":
+        stages[0].open(name, POSITIONS)
+    run(stages, {"a": (0, [1, 2])})
+    with pytest.raises(ValueError, match="cannot go on at position 5"):
+        run(stages, {"a": (2, [3]), "b": (5, [4])})
+    with pytest.raises(ValueError, match="one piece at a time"):
+        stages[0].run([Piece("a", 2, {}), Piece("a", 3, {})])
+    after = run(stages, {"a": (2, [3])})["a"]["result/0"]
+    stages[0].open("c", POSITIONS)
+    run(stages, {"c": (0, [1, 2])})
+    assert torch.equal(run(stages, {"c": (2, [3])})["c"]["result/0"], after)
+
+
+def test_a_matrix_that_is_an_embedding_as_well_multiplies_row_by_row() -> None:
+    torch.manual_seed(0)
+    module = GPT(GPTConfig(vocabulary=32, blocks=1, width=16, heads=2, sequence=32))
+    graph = serving_graph(capture_language_model(module, training=False, maximum_sequence=32))
+    tied = {n.args[1].name for n in graph.nodes if n.op == "aten.linear"} - set(packable(graph))  # type: ignore[union-attr]
+    assert len(tied) <= 1
+    rows, matrix = torch.randn(1, 5, 16), torch.randn(32, 16)
+    found = row_by_row(rows, matrix, None)
+    torch.testing.assert_close(found, torch.nn.functional.linear(rows, matrix))
+    assert torch.equal(row_by_row(rows[:, 2:3], matrix, None), found[:, 2:3])
+
+
+def test_few_counts_of_rows_are_run() -> None:
+    assert [padded(n) for n in (1, 2, 3, 8, 9, 17, 64, 65, 512, 513)] == [
+        2,
+        2,
+        4,
+        8,
+        10,
+        20,
+        64,
+        80,
+        512,
+        640,
+    ]
+    assert all(n <= padded(n) <= max(2, n + n // 4 + 1) for n in range(1, 5000))
+    assert len({padded(n) for n in range(1, 513)}) < 40
+
+
+def test_packed_products_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    matrix, bias, rows = torch.randn(24, 40), torch.randn(24), torch.randn(1, 6, 40)
+    packed = pack(matrix)
+    assert packed is not None
+    expected = torch.nn.functional.linear(rows, matrix, bias)
+    torch.testing.assert_close(linear(rows, packed, bias), expected)
+    torch.testing.assert_close(addmm(bias, rows[0], packed, 1, 1), expected[0])
+    assert pack(matrix.double()) is None and pack(bias) is None
+
+
+def test_rows_that_depend_on_their_company_are_noticed() -> None:
+    like = torch.zeros(1)
+    assert rows_agree(lambda rows: rows * 2, 8, like)
+    assert not rows_agree(lambda rows: rows + (rows.shape[1] == 3), 8, like)
+    assert not rows_agree(lambda rows: rows - rows.mean(1, keepdim=True), 8, like)
+    assert not rows_agree(lambda rows: rows + torch.arange(rows.shape[1])[:, None], 8, like)
