@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
@@ -85,7 +85,7 @@ class RingStage:
         moment to move first."""
         async with asyncio.TaskGroup() as tasks:
             self._sessions.start(tasks)
-            turning = tasks.create_task(self._turn_for_ever())
+            turning = tasks.create_task(self._turn_for_ever(tasks))
             try:
                 await asyncio.wait([turning])
             except asyncio.CancelledError:
@@ -196,9 +196,15 @@ class RingStage:
 
     # --- turns
 
-    async def _turn_for_ever(self) -> None:
+    async def _turn_for_ever(self, tasks: asyncio.TaskGroup) -> None:
+        """What a turn gave is passed on while the next one runs."""
+        passing: asyncio.Task[None] | None = None
         while True:
-            await self._turn(await self._next())
+            turn = await self._next()
+            outcomes = await self._worker.run(self._runner.run, turn)
+            if passing is not None:
+                await asyncio.wait([passing])
+            passing = tasks.create_task(self._pass_all_on(turn, outcomes))
 
     async def _next(self) -> Turn:
         while True:
@@ -209,8 +215,8 @@ class RingStage:
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _turn(self, turn: Turn) -> None:
-        for work, outcome in zip(turn, await self._worker.run(self._runner.run, turn), strict=True):
+    async def _pass_all_on(self, turn: Turn, outcomes: Sequence[Outcome | Exception]) -> None:
+        for work, outcome in zip(turn, outcomes, strict=True):
             session = work.session
             if isinstance(outcome, Exception):
                 log.warning("session %s: %s", session.id, error_line(outcome))
@@ -223,7 +229,7 @@ class RingStage:
         session, chunk = work.session, work.chunk
         self._sessions.heard(session, ran=True)
         if outcome.token is not None:
-            self._answer(session, chunk.end, outcome.token, outcome.logits)
+            self._answer(session, chunk.end, outcome.token, outcome)
         if session.hops:
             header = {
                 "session": session.id,
@@ -236,7 +242,7 @@ class RingStage:
         if session.feed is not None and not chunk.sample:
             self._advance(session)  # the prompt's next chunk, behind what others have waiting
 
-    def _answer(self, session: StageSession, position: int, token: int, logits: bytes) -> None:
+    def _answer(self, session: StageSession, position: int, token: int, outcome: Outcome) -> None:
         """The last stage chose `token`: to the first stage first, it is what the ring waits for."""
         opening = session.opening
         finish = opening.finish(token, position, self._position.serve.end_tokens)
@@ -247,5 +253,6 @@ class RingStage:
             elif session.feed is not None:
                 session.feed.push(position, token)
                 self._advance(session)
-        payload = (logits,) if logits else ()
-        session.gateway.post("token", {**header, "finish": finish}, payload)
+        probable = {} if outcome.logprobs is None else outcome.logprobs.to_header()
+        payload = (outcome.logits,) if outcome.logits else ()
+        session.gateway.post("token", {**header, "finish": finish, **probable}, payload)

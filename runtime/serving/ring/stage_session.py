@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from fusion.runtime.planes.plane import DecodingStage, Piece
+from fusion.runtime.serving.requests.request import Logprobs
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan
-from fusion.runtime.serving.ring.sampling import sample
+from fusion.runtime.serving.ring.penalties import TokenCounts
+from fusion.runtime.serving.ring.sampling import logprobs, sample
 from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Feed, Opening, SessionId
 from fusion.swarm.streams.queued_stream import QueuedStream
@@ -32,6 +34,7 @@ class StageSession:
     hops: list[tuple[Parcel, QueuedStream]] = field(default_factory=list)
     back: QueuedStream | None = None  # from the last stage to the first
     feed: Feed | None = None  # at the first stage
+    counts: TokenCounts | None = None  # at the last stage, where there are penalties
     parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # end of chunk -> sender -> its share
     ran: int = 0  # chunks
     heard_at: float = 0.0  # when its gateway last said anything about it, or a chunk of it ran
@@ -47,6 +50,7 @@ class Outcome:
     sends: tuple[list[memoryview], ...] = ()  # payload for each outgoing parcel
     token: int | None = None
     logits: bytes = b""
+    logprobs: Logprobs | None = None
 
 
 class StageRunner:
@@ -79,11 +83,9 @@ class StageRunner:
         try:
             pieces, ids = zip(*(self._piece(work) for work in turn), strict=True)
             found = self._plane.run(pieces)
-            return [self._outcome(*each) for each in zip(turn, found, ids, strict=True)]
         except PLANE_ERRORS as error:
-            if len(turn) == 1:
-                return [error]
-        return [outcome for work in turn for outcome in self.run((work,))]
+            return [error] if len(turn) == 1 else [self.run((work,))[0] for work in turn]
+        return [self._outcome(*each) for each in zip(turn, found, ids, strict=True)]
 
     def _piece(self, work: Work[StageSession]) -> tuple[Piece, memoryview]:
         """What the plane runs, and the bytes of the chunk's token ids where there are any."""
@@ -99,6 +101,14 @@ class StageRunner:
 
     def _outcome(
         self, work: Work[StageSession], outputs: Mapping[str, torch.Tensor], ids: memoryview
+    ) -> Outcome | Exception:
+        try:
+            return self._made(work, outputs, ids)
+        except PLANE_ERRORS as error:  # this session's logits are not numbers, for example
+            return error
+
+    def _made(
+        self, work: Work[StageSession], outputs: Mapping[str, torch.Tensor], ids: memoryview
     ) -> Outcome:
         chunk, opening = work.chunk, work.session.opening
         if not self._plan.last:
@@ -106,6 +116,10 @@ class StageRunner:
         if not chunk.sample:
             return Outcome()
         logits = outputs["result/0"][0, -1]
-        token = sample(logits, opening.sampling, chunk.end)
+        counts, top = work.session.counts, opening.top_logprobs
+        token = sample(logits, opening.sampling, chunk.end, counts)
+        if counts is not None:
+            counts.push(token)
         raw = logits.to(device="cpu", dtype=torch.float32).numpy().tobytes() if opening.logits else b""
-        return Outcome(token=token, logits=raw)
+        probable = None if top is None else logprobs(logits, token, top)
+        return Outcome(token=token, logits=raw, logprobs=probable)

@@ -104,13 +104,13 @@ async def answer_while(
 def slow_down(peer: Peer, job: JobId, stage: int, seconds: float) -> None:
     """The answer must not be over before it has moved."""
     ring = peer.service._hosted[job, stage].stage
-    turn = ring._turn
+    turn = ring._pass_all_on
 
-    async def unhurried(work: Any) -> None:
+    async def unhurried(*given: Any) -> None:
         await asyncio.sleep(seconds)
-        await turn(work)
+        await turn(*given)
 
-    ring._turn = unhurried  # type: ignore[method-assign]
+    ring._pass_all_on = unhurried  # type: ignore[method-assign]
 
 
 def test_an_idle_standby_serves_beside_the_owner(tmp_path: Path) -> None:

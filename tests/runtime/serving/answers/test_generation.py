@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from fusion.swarm.errors import RemoteError
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
 SEEDED = Sampling(temperature=1.1, top_k=30, top_p=0.95, seed=7)
+PENALISED = Sampling(
+    repetition_penalty=1.4, frequency_penalty=0.9, presence_penalty=0.4, logit_bias=((9, 2.0),)
+)
+PENALISED_SEEDED = replace(PENALISED, temperature=1.2, min_p=0.02, seed=7)
 PATIENT = FailoverConfig(recover_seconds=20)
 ALERT = FailoverConfig(recover_seconds=20, quiet_seconds=0.1, ping_seconds=0.05)
 
@@ -41,12 +46,16 @@ async def answer_while(
     raise AssertionError("no answer")
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), SEEDED, PENALISED, PENALISED_SEEDED],
+    ids=["greedy", "seeded", "penalised", "penalised-seeded"],
+)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_any_stage_may_die_at_any_token(victim: int, sampling: Sampling, tmp_path: Path) -> None:
     expected = (
         reference("llama", PROMPT, 40)
-        if not sampling.temperature
+        if sampling == Sampling()
         else seeded_reference("llama", PROMPT, 40, sampling)
     )
     at = random.Random(f"{victim}{sampling.seed}").randrange(39)
@@ -186,19 +195,19 @@ def test_a_stage_that_fails_by_itself_is_tried_again_and_not_reported(tmp_path: 
 def freeze(stage: RingStage, wake: asyncio.Event) -> None:
     """The stage computes and says nothing until it is woken up; what it was told meanwhile it does then."""
     held: list[tuple[Any, Any]] = []
-    command, turn = stage._gateways._command, stage._turn
+    command, pass_on = stage._gateways._command, stage._pass_all_on
 
     def later(link: Any, frame: Any) -> None:
         held.append((link, frame))
 
-    async def asleep(work: Any) -> None:
+    async def asleep(turn: Any, outcomes: Any) -> None:
         await wake.wait()
-        stage._turn, stage._gateways._command = turn, command  # type: ignore[method-assign]
+        stage._pass_all_on, stage._gateways._command = pass_on, command  # type: ignore[method-assign]
         while held:
             command(*held.pop(0))
-        await turn(work)
+        await pass_on(turn, outcomes)
 
-    stage._gateways._command, stage._turn = later, asleep  # type: ignore[method-assign]
+    stage._gateways._command, stage._pass_all_on = later, asleep  # type: ignore[method-assign]
 
 
 def test_a_frozen_stage_is_reported_and_goes_on_when_it_wakes_up(tmp_path: Path) -> None:
@@ -253,14 +262,14 @@ def test_a_slow_stage_is_left_alone(tmp_path: Path) -> None:
         async with swarm_of(4, tmp_path, failover=ALERT) as swarm:
             job = await swarm.serve("gpt2", 3)
             stage = swarm.owners[1].service._hosted[job, 1].stage
-            turn = stage._turn
+            turn = stage._pass_all_on
 
-            async def slowly(work: Any) -> None:
+            async def slowly(*given: Any) -> None:
                 await asyncio.sleep(0.4)
-                await turn(work)
+                await turn(*given)
 
             def slow_down() -> None:
-                stage._turn = slowly  # type: ignore[method-assign]
+                stage._pass_all_on = slowly  # type: ignore[method-assign]
 
             answer = await answer_while(swarm, swarm.peers[3], 8, {3: slow_down})
             assert list(answer.tokens) == reference("gpt2", PROMPT, 8)
@@ -275,13 +284,13 @@ def test_a_token_that_was_lost_on_the_way_is_made_again(tmp_path: Path) -> None:
         async with swarm_of(4, tmp_path, failover=failover) as swarm:
             job = await swarm.serve("gpt2", 3)
             stage = swarm.owners[1].service._hosted[job, 1].stage
-            turn = stage._turn
+            turn = stage._pass_all_on
 
-            async def lose_it(work: Any) -> None:
-                stage._turn = turn  # type: ignore[method-assign]
+            async def lose_it(*given: Any) -> None:
+                stage._pass_all_on = turn  # type: ignore[method-assign]
 
             def lose_one() -> None:
-                stage._turn = lose_it  # type: ignore[method-assign]
+                stage._pass_all_on = lose_it  # type: ignore[method-assign]
 
             answer = await answer_while(swarm, swarm.peers[3], 12, {5: lose_one})
             assert list(answer.tokens) == reference("gpt2", PROMPT, 12)
@@ -302,32 +311,35 @@ async def hand_over(swarm: Swarm, job: JobId, stage: int, old: Peer, new: Peer) 
     old.hosting[0].cancel()
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), PENALISED], ids=["greedy", "penalised"])
+@pytest.mark.parametrize("leaver", [1, 2])
 def test_a_peer_that_leaves_is_followed_without_a_fault(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    leaver: int, sampling: Sampling, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "fusion.runtime.serving.answers")
 
     async def main() -> None:
         async with swarm_of(5, tmp_path, failover=PATIENT) as swarm:
             job = await swarm.serve("llama", 3)
-            old, new = swarm.owners[1], swarm.peers[3]
-            await swarm.stand_by(new, job, 1)
+            old, new = swarm.owners[leaver], swarm.peers[3]
+            await swarm.stand_by(new, job, leaver)
             gateway = swarm.peers[4]
-            stage, first = (swarm.owners[i].service._hosted[job, i].stage for i in (2, 0))
-            turn, begin = stage._turn, first._gateways._commands["open"]
+            stage, first = (swarm.owners[i].service._hosted[job, i].stage for i in (3 - leaver, 0))
+            turn, begin = stage._pass_all_on, first._gateways._commands["open"]
 
             def begin_late(link: Any, frame: Any) -> None:  # tokens come while the next session is opened
                 asyncio.get_running_loop().call_later(0.03, begin, link, frame)
 
-            async def unhurried(work: Any) -> None:
+            async def unhurried(*given: Any) -> None:
                 await asyncio.sleep(0.005)  # the answer must not be over before it has moved
-                await turn(work)
+                await turn(*given)
 
-            stage._turn = unhurried  # type: ignore[method-assign]
+            stage._pass_all_on = unhurried  # type: ignore[method-assign]
             first._gateways._commands["open"] = begin_late
-            answer = await answer_while(swarm, gateway, 80, {20: lambda: hand_over(swarm, job, 1, old, new)})
-            assert list(answer.tokens) == reference("llama", PROMPT, 80)
-            assert answer.route[1] == new.id
+            faults = {20: lambda: hand_over(swarm, job, leaver, old, new)}
+            answer = await answer_while(swarm, gateway, 80, faults, sampling=sampling)
+            assert list(answer.tokens) == seeded_reference("llama", PROMPT, 80, sampling)
+            assert answer.route[leaver] == new.id
             assert not swarm.successors.reports
             assert not [r for r in caplog.records if "looking for another way" in r.message]
             await asyncio.wait(old.hosting, timeout=10)
