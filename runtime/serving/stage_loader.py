@@ -14,6 +14,7 @@ from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.model_files import CHAT_FILES
 from fusion.runtime.job.stage_graphs import StageGraphs, file_bytes, weights_bytes
 from fusion.runtime.job.text import MAX_TOKENIZER_BYTES
 from fusion.runtime.planes.plane import DecodingStage, Plane
@@ -87,6 +88,12 @@ class StageLoader:
         if manifest.tokenizer is not None and stage in (0, manifest.stages - 1):
             # No stage reads it, any gateway may: the swarm has to hold it once the launcher is gone.
             wanted.append(blobs.fetch(manifest.tokenizer, max_bytes=MAX_TOKENIZER_BYTES))
+        if stage in (0, manifest.stages - 1):
+            wanted += (
+                blobs.fetch(digest, max_bytes=CHAT_FILES[name])
+                for name, digest in manifest.files
+                if name in CHAT_FILES
+            )
         return (await asyncio.gather(*wanted))[0]
 
     async def stages(self, job: JobId, manifest: Manifest) -> tuple[Stage, ...]:
