@@ -14,7 +14,7 @@ from fusion.swarm.errors import NotAdmitted, RemoteError
 from fusion.swarm.identity import friendly_name
 
 if TYPE_CHECKING:
-    from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+    from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
 
 
 def generate(
@@ -39,6 +39,31 @@ def generate(
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, help="Same seed, same answer (with a temperature).")
     ] = None,
+    min_p: Annotated[
+        float,
+        typer.Option("--min-p", help="Leave out tokens less probable than this share of the best; 0: none."),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Above 1: avoid what prompt and answer have.")
+    ] = 1.0,
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="Above 0: avoid what the answer has, by how often.")
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Above 0: avoid what the answer has.")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option("--logit-bias", metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="The answer ends before this text; may be repeated."),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option("--logprobs", metavar="N", help="Log-probabilities of each token and of the N best."),
+    ] = None,
     peer: options.PeerAddress = None,
     swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
@@ -58,8 +83,20 @@ def generate(
         prompt=prompt,
         prompt_ids=ids,
         max_tokens=max_tokens,
-        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0),
+        sampling=Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed or 0,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            logit_bias=tuple(options.parse_bias(entry) for entry in logit_bias or ()),
+        ),
         seeded=seed is not None,
+        top_logprobs=logprobs,
+        stop=tuple(stop or ()),
     )
     run(_generate(request, client.Way(home, bootstrap, peer, swarm_key), output), debug=debug)
 
@@ -67,11 +104,12 @@ def generate(
 async def _generate(request: GenerateRequest, way: client.Way, output: Output) -> None:
     from fusion.runtime.serving.requests.client import another_peer
     from fusion.runtime.serving.requests.client import generate as ask_gateway
-    from fusion.runtime.serving.requests.request import Answer
+    from fusion.runtime.serving.requests.request import Piece
 
     async with client.connect(way) as context:
         gateway = await client.gateway(context, way.peer)
         answer: Answer | None = None
+        pieces: list[Piece] = []
         # The prompt stands before its answer, as the model sees it; ids have no text of their own.
         text = request.prompt or ""
         others = another_peer(context.directory)  # where the gateway vanishes, one of them goes on
@@ -80,10 +118,13 @@ async def _generate(request: GenerateRequest, way: client.Way, output: Output) -
             async for piece in ask_gateway(context.transport, gateway, request, others, shown):
                 output.write(text)
                 text = ""
-                if isinstance(piece, Answer):
-                    answer = piece
-                else:
+                if isinstance(piece, Piece):
+                    pieces.append(piece)
                     output.write(piece.text if request.prompt is not None else f"{piece.id} ")
+                    continue
+                answer = piece
+                if request.prompt is not None:  # what was held back until it was certain
+                    output.write(answer.text[len("".join(each.text for each in pieces)) :])
         except NotAdmitted:
             raise
         except RemoteError:
@@ -91,7 +132,12 @@ async def _generate(request: GenerateRequest, way: client.Way, output: Output) -
             raise
     output.write("\n")
     assert answer is not None
-    output.emit(answer_record(answer))
+    record = answer_record(answer)
+    if request.top_logprobs is not None:
+        record["logprobs"] = [logprob_record(piece) for piece in pieces]
+        for piece in pieces:
+            output.note(logprob_line(piece))
+    output.emit(record)
     output.note(summary(answer))
 
 
@@ -102,6 +148,16 @@ def answer_record(answer: Answer) -> dict[str, Any]:
         "route": list(answer.route),
         "seconds": round(answer.seconds, 4),
     }
+
+
+def logprob_record(piece: Piece) -> dict[str, Any]:
+    return {"id": piece.id, "logprob": piece.logprob, "top": [list(entry) for entry in piece.top_logprobs]}
+
+
+def logprob_line(piece: Piece) -> str:
+    """E.g. "  17 -0.4121   of 17 -0.4121, 4 -1.9310": a token, and the most probable ones in its place."""
+    best = ", ".join(f"{token} {value:.4f}" for token, value in piece.top_logprobs)
+    return f"{piece.id:>6} {piece.logprob:.4f}" + (f"   of {best}" if best else "")
 
 
 def summary(answer: Answer) -> str:

@@ -69,6 +69,17 @@ def parse_ids(text: str) -> tuple[int, ...]:
     return ids
 
 
+def parse_bias(text: str) -> tuple[int, float]:
+    """Token id and bias of "17=-2.5". ValueError for anything else."""
+    token, separator, value = text.partition("=")
+    try:
+        if separator:
+            return int(token), float(value)
+    except ValueError:
+        pass
+    raise ValueError(f"--logit-bias: {text!r} is not of the form ID=VALUE, such as 17=-2.5")
+
+
 def bootstrap_addresses(given: Sequence[str] | None, *, closed: bool = False) -> tuple[str, ...]:
     """The multiaddrs to join through. Each of `given` is a file or a multiaddr; with None the default file is read
     where there is one: in the working folder, else beside the package; not for a closed swarm, to which it does not

@@ -28,6 +28,14 @@ GENERATE = WireProtocol(
     payload_bytes=MAX_PROMPT_BYTES,
     idle_seconds=600.0,  # a token may wait for a stage to be taken over
 )
+# The frames of /1, for requests that say what the release before would pass over; where it is not spoken another peer is
+# asked.
+GENERATE_MORE = WireProtocol(
+    name="/fusion/generate/2",
+    about="the same, with settings that peers of the release before do not know",
+    payload_bytes=GENERATE.payload_bytes,
+    idle_seconds=GENERATE.idle_seconds,
+)
 JOB = WireProtocol(
     name="/fusion/job/1",
     about="launch, watch and stop a job; the news of a snapshot",
@@ -40,7 +48,7 @@ HOLD = WireProtocol(
 )
 STATUS = WireProtocol(name="/fusion/status/1", about="what a peer shows beyond its record", idle_seconds=60.0)
 
-PROTOCOLS = (STAGE, RING, GENERATE, JOB, HOLD, STATUS, *SWARM_PROTOCOLS)
+PROTOCOLS = (STAGE, RING, GENERATE, GENERATE_MORE, JOB, HOLD, STATUS, *SWARM_PROTOCOLS)
 
 # For how long a stream of each may be idle where it is served, by name.
 IDLE_SECONDS = {protocol.name: protocol.idle_seconds for protocol in PROTOCOLS}

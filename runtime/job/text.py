@@ -8,6 +8,8 @@ stream decodes a short window of tokens with and without the newest ones and emi
 from __future__ import annotations
 
 import codecs
+import json
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -40,6 +42,10 @@ class Text(Protocol):
 
     def stream(self, prompt: Sequence[int]) -> TextStream: ...
 
+    def spell(self, token: int) -> bytes:
+        """The bytes that the token stands for by itself, which may be a part of a character; b"" for one that stands for no
+        text."""
+
 
 class ByteText:
     """Token ids below 256 are the bytes of UTF-8 text; others have no text."""
@@ -49,6 +55,9 @@ class ByteText:
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
         return _ByteStream()
+
+    def spell(self, token: int) -> bytes:
+        return bytes((token,)) if 0 <= token < 256 else b""
 
 
 class NoText:
@@ -60,6 +69,9 @@ class NoText:
     def stream(self, prompt: Sequence[int]) -> TextStream:
         return _NoStream()
 
+    def spell(self, token: int) -> bytes:
+        return b""
+
 
 class TokenizerText:
     """A Hugging Face `tokenizers` JSON file. JobError for bytes that are not one."""
@@ -69,12 +81,31 @@ class TokenizerText:
             self._tokenizer = Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises plain Exception for every kind of bad file
             raise JobError(f"the model's tokenizer cannot be read: {str(error)[:200]}") from None
+        self._steps = _decoder_steps(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {
+            token: entry.content for token, entry in added.items()
+        }  # which are what they look like
 
     def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
         return list(self._tokenizer.encode(prompt, add_special_tokens=plain).ids)
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
         return _WindowStream(self._decode, prompt)
+
+    def spell(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
+        if piece is None:
+            return b""
+        if "ByteLevel" in self._steps and all(character in _BYTE_OF for character in piece):
+            return bytes(_BYTE_OF[character] for character in piece)
+        if "ByteFallback" in self._steps and (byte := _FALLBACK.fullmatch(piece)):
+            return bytes.fromhex(byte[1])
+        if "Metaspace" in self._steps or "Replace" in self._steps:
+            return str(piece).replace("\u2581", " ").encode()
+        return self._decode([token]).encode()
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -97,6 +128,30 @@ class _NoStream:
 
     def finish(self) -> str:
         return ""
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> frozenset[str]:
+    """The kinds of decoder that it has, one or in sequence."""
+    if tokenizer.decoder is None:
+        return frozenset()
+    state = json.loads(tokenizer.decoder.__getstate__())
+    return frozenset(str(step["type"]) for step in state.get("decoders", [state]))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes as (GPT-2): those that can be seen stand for themselves, the others
+    for characters above 255, in order."""
+    seen = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("\u00a1"), ord("\u00ac") + 1),
+        *range(ord("\u00ae"), 256),
+    ]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 class _Decode(Protocol):

@@ -12,7 +12,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, first_cause
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
-from fusion.runtime.job.protocol import GENERATE, RING
+from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE, RING
 from fusion.runtime.job.stage_graphs import weights_bytes
 from fusion.runtime.serving.answers.gateway import Gateway, GatewayConfig
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, refusal, shown
@@ -64,7 +64,8 @@ class ServingService:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         await self._context.transport.serve(RING.name, self._ring)
-        await self._context.transport.serve(GENERATE.name, self.gateway.attend)
+        for protocol in (GENERATE, GENERATE_MORE):
+            await self._context.transport.serve(protocol.name, self.gateway.attend)
 
     async def aclose(self) -> None:
         for place in list(self._replicas):

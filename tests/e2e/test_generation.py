@@ -148,6 +148,23 @@ def test_the_commands_serve_a_model_and_answer_text_and_token_ids(peers: Any, tm
     assert record["tokens"] == wanted
     assert len(record["route"]) == STAGES and set(record["route"]) == ids
 
+    penalised = ("generate", text, "--repetition-penalty", "1.4", "--peer", swarm[1].address)
+    [record] = peers.run(*penalised, "--logprobs", "2")
+    wanted, logits = greedy(model, prompt, NEW, repetition_penalty=1.4)
+    assert record["tokens"] == wanted != greedy(model, prompt, NEW)[0]
+    expected = logits.double().log_softmax(-1)
+    for found, token, row in zip(record["logprobs"], wanted, expected, strict=True):
+        assert found["id"] == token and abs(found["logprob"] - float(row[token])) < 1e-4
+        best = row.topk(2)
+        assert [entry[0] for entry in found["top"]] == best.indices.tolist()
+        assert (
+            max(abs(entry[1] - float(b)) for entry, b in zip(found["top"], best.values, strict=True)) < 1e-4
+        )
+    stop_text = record["text"][10:16]
+    [stopped] = peers.run(*penalised, "--stop", stop_text)
+    assert stopped["text"] == record["text"][: record["text"].index(stop_text)]
+    assert stopped["tokens"] == wanted[: len(stopped["tokens"])] and len(stopped["tokens"]) < len(wanted)
+
 
 def tokenizer_of_sources() -> Tokenizer:
     """A small byte-pair encoding of this Python's own modules; only characters that they have, so any tokens make

@@ -57,13 +57,14 @@ def build(configuration: Any, seed: int = 1) -> Any:
     return module.eval()
 
 
-def greedy(model: Any, prompt: list[int], new: int) -> tuple[list[int], torch.Tensor]:
-    """What `generate()` answers, and the logits (new, vocabulary) that each of those tokens was chosen from if the
+def greedy(model: Any, prompt: list[int], new: int, **settings: Any) -> tuple[list[int], torch.Tensor]:
+    """What `generate()` answers with these settings, and the logits (new, vocabulary) that each of those tokens was chosen from if the
     model computes the whole sequence at once."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
+        mask = torch.ones_like(ids)
         whole = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
+            ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, **settings
         )
         logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
     return whole[0, len(prompt) :].tolist(), logits

@@ -29,6 +29,7 @@ from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway import GatewayConfig
 from fusion.runtime.serving.requests.client import complete
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.ring.penalties import TokenCounts
 from fusion.runtime.serving.ring.sampling import sample
 from fusion.runtime.serving.service import ServingService
 from fusion.runtime.serving.stage_loader import StageLoader
@@ -90,7 +91,8 @@ def seeded_reference(name: str, prompt: Sequence[int], count: int, sampling: Sam
     for _ in range(count):
         with torch.inference_mode():
             logits = model(name)(torch.tensor([tokens]), use_cache=False).logits[0, -1]
-        tokens.append(sample(logits, sampling, len(tokens)))
+        counts = TokenCounts(tokens, len(tokens) - len(prompt))
+        tokens.append(sample(logits, sampling, len(tokens), counts))
     return tokens[len(prompt) :]
 
 

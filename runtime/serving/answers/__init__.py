@@ -11,6 +11,7 @@ moves             to the next session while one runs
 owner_reports     owners that seem to have vanished, reported once for all answers
 recovery          to the next session after a fault
 generation        one answer: tokens in order, over as many sessions as it takes
+answer_text       the text of its tokens, up to a stop text
 text_threads      where tokenizers run
 gateway           requests and clients
 

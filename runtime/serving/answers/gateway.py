@@ -9,21 +9,23 @@ learn that it has. What then happens is in `fusion.runtime.serving.answers.gener
                          token, then `done` {text, finish, prompt_tokens, route, seconds}, or one `error` {message}; of a
                          model that is not for everybody also {closed: its job, ask: peers that take part}, and
                          `generate` may show {grants}
+    /fusion/generate/2   the same, and {min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias,
+                         top_logprobs, stop}, of which /1 says nothing; `token` has {logprob, top_logprobs}
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import ParamSpec, TypeVar
 
-from fusion.runtime.belief.naming import Known
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
+from fusion.runtime.serving.answers.answer_text import AnswerText
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
@@ -37,6 +39,7 @@ from fusion.runtime.serving.requests.request import (
     GenerateRequest,
     Piece,
     check_answered,
+    check_biases,
     check_prompt,
     check_size,
 )
@@ -110,6 +113,7 @@ class Gateway:
             prompt = list(request.prompt_ids or ())
         check_prompt(prompt, request.max_tokens, model.serve.vocabulary, model.serve.max_sequence)
         check_answered(request.answered, request.max_tokens, model.serve.vocabulary)
+        check_biases(request.sampling, model.serve.vocabulary)
         sampling = request.sampling
         if not request.seeded:
             sampling = replace(sampling, seed=self._context.random.randrange(MAX_SEED))
@@ -120,27 +124,30 @@ class Gateway:
             max_tokens=request.max_tokens,
             sampling=sampling,
             logits=request.logits,
+            top_logprobs=request.top_logprobs,
         )
         generation = Generation(
             self._context, task, self._sessions, self._catalog, self._reports.suspect, self._config.failover
         )
-        tokens = list(request.answered)
-        stream = await self._text(model, model.text.stream, prompt)
-        texts = await self._text(model, lambda: [stream.push(token) for token in tokens])
-        if generation.finish == "stop":
-            texts.pop()
+        text = await self._text(model, AnswerText, model.text, prompt, request.stop)
+        tokens, last = list(request.answered), None
+        # An end token is not text.
+        await self._text(model, text.read, tokens[:-1] if generation.finish == "stop" else tokens)
         async with aclosing(generation.tokens()) as chosen:
-            async for token in chosen:
-                # An end token is not text.
+            while not text.stopped and (token := await anext(chosen, None)) is not None:
                 ends = generation.finish == "stop"
-                texts.append("" if ends else await self._text(model, stream.push, token.id))
-                yield Piece(index=len(tokens), id=token.id, text=texts[-1], logits=token.logits)
+                last = token.piece(len(tokens), "" if ends else await self._text(model, text.push, token.id))
                 tokens.append(token.id)
-        texts.append(await self._text(model, stream.finish))
+                if not text.stopped:
+                    yield last
+        if not text.stopped:
+            await self._text(model, text.finish)
+        elif last is not None:  # every stage is free by now
+            yield last
         yield Answer(
-            text="".join(texts),
+            text=text.whole,
             tokens=tuple(tokens),
-            finish=generation.finish,
+            finish="stop" if text.stopped else generation.finish,
             prompt_tokens=len(prompt),
             route=tuple(hop.peer for hop in generation.route),
             seconds=self._context.clock.monotonic() - began,
@@ -163,18 +170,19 @@ class Gateway:
             return function(*args, **kwargs)
         return await self._threads.run(model.job, function, *args, **kwargs)
 
-    async def find(self, name: str) -> ServedModel:
-        """As `Catalog.find`."""
-        return await self._catalog.find(name)
-
-    async def served(self) -> tuple[Known, ...]:
-        """As `Catalog.served`."""
-        return await self._catalog.served()
+    @property
+    def catalog(self) -> Catalog:
+        """The models that there are."""
+        return self._catalog
 
     async def encode(self, model: ServedModel, text: str, *, plain: bool = True) -> tuple[int, ...]:
         """As `Text.encode`. JobError for a text that the model cannot take, JobFailed where its tokenizer takes too long."""
         check_size(GenerateRequest(prompt=text), model.serve.max_sequence)
         return tuple(await self._text(model, model.text.encode, text, plain=plain))
+
+    async def spell(self, model: ServedModel, tokens: Sequence[int]) -> list[bytes]:
+        """As `Text.spell`, for each of them."""
+        return await self._text(model, lambda: [model.text.spell(token) for token in tokens])
 
     # --- clients
 
@@ -246,9 +254,8 @@ class Gateway:
             async with aclosing(self.generate(request, client.remote)) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, Piece):
-                        header = {"index": piece.index, "id": piece.id, "text": piece.text}
                         self.use(place)
-                        await _send(client, "token", header, piece.logits)
+                        await _send(client, "token", piece.to_header(), piece.logits)
                     else:
                         await _send(client, "done", _done(piece))
         except NotAdmitted as error:

@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.failover import Fault, Faulted
-from fusion.runtime.serving.requests.request import pack_tokens, whole
+from fusion.runtime.serving.requests.request import Logprobs, pack_tokens, whole
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks, ShownGrants, no_grants
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
@@ -101,10 +102,11 @@ class GatewaySessions:
         return Counter((stage, hop.peer) for route in routes for stage, hop in enumerate(route))
 
     async def open(
-        self, opening: Opening, model: ServedModel, events: asyncio.Queue[Event]
+        self, opening: Opening, model: ServedModel, events: asyncio.Queue[Event], prompt: Sequence[int]
     ) -> GatewaySession:
         """Reach every stage and ask it to open the session; each answers with an event. Faulted where one cannot
-        be reached. Whoever gets the session has to `close` it."""
+        be reached. Whoever gets the session has to `close` it. `prompt`: its first `prompt_length` tokens go with it to
+        the last stage, where penalties need them."""
         session = GatewaySession(opening, model, events, waiting=set(range(len(opening.route))))
         self._sessions[session.id] = session
         try:
@@ -115,7 +117,8 @@ class GatewaySessions:
         header, now = opening.to_header(), self._clock()
         for stage, link in session.links.items():
             session.heard[stage] = now
-            link.post("open", header)
+            needed = opening.sampling.penalises and stage == len(opening.route) - 1
+            link.post("open", header, [pack_tokens(prompt[: opening.prompt_length])] if needed else ())
         return session
 
     def close(self, session: GatewaySession) -> None:
@@ -158,9 +161,11 @@ class GatewaySessions:
                 found.events.put_nowait(Event(found, ends.stage, fault))
             case "token":
                 whole(frame.header, "position", -1), whole(frame.header, "id", -1)
+                logprobs_of(found, frame)
                 found.events.put_nowait(Event(found, ends.stage, frame))
             case "opened":
-                found.events.put_nowait(Event(found, ends.stage, frame))
+                what = _older(found, ends.stage, frame) or frame
+                found.events.put_nowait(Event(found, ends.stage, what))
             case _:
                 raise FrameError(f"stages send opened, token, failed and pong, not {frame.kind!r:.40}")
 
@@ -182,3 +187,24 @@ class GatewaySessions:
 def token_of(frame: Frame) -> tuple[int, int]:
     """Position and id of a `token` frame."""
     return frame.header["position"], frame.header["id"]
+
+
+def logprobs_of(session: GatewaySession, frame: Frame) -> Logprobs | None:
+    """Of a `token` frame, where they were asked for. JobError where they are not there, or of tokens that there are not."""
+    count = session.opening.top_logprobs
+    if count is None:
+        return None
+    found = Logprobs.from_header(frame.header, count)
+    if any(token >= session.model.serve.vocabulary for token, _ in found.top):
+        raise JobError("top_logprobs: tokens that the model does not have")
+    return found
+
+
+def _older(session: GatewaySession, stage: int, opened: Frame) -> Fault | None:
+    """What is wrong with a last stage that has opened the session without knowing all of its settings: it would give
+    other tokens than were asked for. The peers of the release before are such."""
+    known = opened.header.get("knows")
+    missing = [name for name in session.opening.newer if not isinstance(known, list) or name not in known]
+    if stage != len(session.route) - 1 or not missing:
+        return None
+    return Fault("broken", f"{session.where(stage)} is too old to know {', '.join(missing)}", (stage,))

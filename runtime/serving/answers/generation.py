@@ -22,13 +22,19 @@ from dataclasses import dataclass
 from fusion.runtime.job.context import Context
 from fusion.runtime.serving.answers.catalog import Catalog, NoOwner
 from fusion.runtime.serving.answers.failover import FailoverConfig, Fault, Faulted
-from fusion.runtime.serving.answers.gateway_session import Event, GatewaySession, GatewaySessions, token_of
+from fusion.runtime.serving.answers.gateway_session import (
+    Event,
+    GatewaySession,
+    GatewaySessions,
+    logprobs_of,
+    token_of,
+)
 from fusion.runtime.serving.answers.liveness import Liveness
 from fusion.runtime.serving.answers.moves import Moves
 from fusion.runtime.serving.answers.pace import Pace
 from fusion.runtime.serving.answers.recovery import Recovery, Suspect
 from fusion.runtime.serving.answers.session_pair import SessionPair, Task
-from fusion.runtime.serving.requests.request import Finish
+from fusion.runtime.serving.requests.request import Finish, Logprobs, Piece
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.printable import error_line
@@ -43,6 +49,18 @@ class Chosen:
 
     id: int
     logits: bytes
+    logprobs: Logprobs | None = None
+
+    def piece(self, index: int, text: str) -> Piece:
+        found = self.logprobs
+        return Piece(
+            index=index,
+            id=self.id,
+            text=text,
+            logits=self.logits,
+            logprob=None if found is None else found.chosen,
+            top_logprobs=() if found is None else found.top,
+        )
 
 
 class Generation:
@@ -168,7 +186,7 @@ class Generation:
             log.debug("%s: tokens come slower", session.model.manifest.name)
             session.slow()
         self.finish = _finish(frame)
-        return Chosen(token, bytes(frame.payload))
+        return Chosen(token, bytes(frame.payload), logprobs_of(session, frame))
 
     def _lose(self, session: GatewaySession, fault: Fault) -> None:
         if session is self._pair.next:

@@ -25,6 +25,7 @@ class Task:
     max_tokens: int  # those included
     sampling: Sampling
     logits: bool
+    top_logprobs: int | None = None
 
 
 class SessionPair:
@@ -63,8 +64,10 @@ class SessionPair:
             max_tokens=remaining.tokens,
             sampling=task.sampling,
             logits=task.logits,
+            top_logprobs=task.top_logprobs,
+            answered=remaining.known - len(task.prompt),
         )
-        return await self._sessions.open(opening, task.model, self.events)
+        return await self._sessions.open(opening, task.model, self.events, self.known)
 
     def promote(self) -> None:
         """The next session is the one that runs now."""

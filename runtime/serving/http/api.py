@@ -57,7 +57,7 @@ class Api:
 
     async def models(self) -> list[Json]:
         """Those that the swarm serves, as far as this peer knows, by the names that they can be asked for."""
-        served = [each for each in await self._gateway.served() if each.manifest is not None]
+        served = [each for each in await self._gateway.catalog.served() if each.manifest is not None]
         names = Counter(each.named.name for each in served)
         return sorted((_model(each, names) for each in served), key=lambda model: str(model["id"]))
 
@@ -67,7 +67,7 @@ class Api:
 
     async def _find(self, name: str) -> ServedModel:
         try:
-            return await self._gateway.find(name)
+            return await self._gateway.catalog.find(name)
         except JobError as error:
             raise ApiError(404, str(error), param="model", code="model_not_found") from None
 
@@ -90,7 +90,8 @@ class Api:
         ]
         most = [body.max_tokens or min(COMPLETION_TOKENS, _left(model, prompt)) for prompt in prompts]
         asked = asking.requests(body, model.job, prompts, most, body.logprobs, self._context.random)
-        return await self._reply(request, body, model, CompletionShape(), asked)
+        spelling: dict[int, bytes] = {}
+        return await self._reply(request, body, model, CompletionShape(spelling), asked, spelling)
 
     async def _chat(self, request: Request, body: ChatRequest) -> Response:
         model = await self._find(body.model)
@@ -98,8 +99,9 @@ class Api:
         most = body.tokens or min(CHAT_TOKENS, _left(model, prompt))
         top = (body.top_logprobs or 0) if body.logprobs else None
         asked = asking.requests(body, model.job, [prompt], [most], top, self._context.random)
-        shape = ChatShape([tool.function.name for tool in body.offered_tools])
-        return await self._reply(request, body, model, shape, asked)
+        spelling: dict[int, bytes] = {}
+        shape = ChatShape([tool.function.name for tool in body.offered_tools], spelling)
+        return await self._reply(request, body, model, shape, asked, spelling)
 
     async def _text(self, model: ServedModel, body: ChatRequest) -> str:
         """The messages as the model's own template writes them."""
@@ -119,6 +121,7 @@ class Api:
         model: ServedModel,
         shape: Shape,
         asked: Sequence[GenerateRequest],
+        spelling: dict[int, bytes],
     ) -> Response:
         heading = Heading(
             id=f"{shape.prefix}-{secrets.token_hex(12)}",
@@ -128,6 +131,8 @@ class Api:
         )
         prompt_tokens = sum(len(each.prompt_ids or ()) for each in asked) // body.answers
         parts = answers.parts(self._gateway, asked, request.state.holder, self._metrics)
+        if asked[0].top_logprobs is not None:
+            parts = self._spelled(model, parts, spelling)
         if body.stream:
             first = await anext(parts)  # what goes wrong before it has a status of its own
             events = _events(first, parts, heading, shape, body, prompt_tokens)
@@ -143,6 +148,19 @@ class Api:
         choices = [shape.whole(i, pieces[i], ends[i]) for i in range(len(asked))]
         used = usage(prompt_tokens, list(ends.values()))
         return JSONResponse(heading.object(shape.whole_object, choices, usage=used))
+
+    async def _spelled(
+        self, model: ServedModel, parts: AsyncGenerator[answers.Part], spelling: dict[int, bytes]
+    ) -> AsyncGenerator[answers.Part]:
+        """The same, with every token that they tell of in `spelling` by then."""
+        async with aclosing(parts):
+            async for part in parts:
+                if isinstance(part.said, Piece):
+                    told = {part.said.id, *(token for token, _ in part.said.top_logprobs)}
+                    if tokens := list(told - spelling.keys()):
+                        spelled = await self._gateway.spell(model, tokens)
+                        spelling.update(zip(tokens, spelled, strict=True))
+                yield part
 
     def failed(self, error: BaseException) -> ApiError:
         """What to answer where `error` ended a request; the log has it if it is a mistake of ours."""

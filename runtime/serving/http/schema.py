@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from fusion.runtime.serving.requests.request import MAX_SEED
+from fusion.runtime.serving.requests.request import MAX_SEED, MAX_STOP_BYTES, MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 16  # answers to one prompt
 MAX_PROMPTS = 64
@@ -18,8 +18,6 @@ MAX_ANSWERS = 64  # to one request
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 MAX_STOPS = 4
-MAX_STOP_CHARACTERS = 256
-MAX_TOP_LOGPROBS = 20
 MAX_BIASED = 300
 MAX_NAME = 256  # characters of a model's name
 COMPLETION_TOKENS = 16  # where max_tokens is left out, as with OpenAI
@@ -27,7 +25,7 @@ CHAT_TOKENS = 1024  # likewise, or as many as fit: stages set memory aside for t
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_BYTES)]
 
 
 def _as_tuple(value: Any) -> Any:

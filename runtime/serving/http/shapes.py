@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,34 +68,68 @@ class _Sent:
     def __init__(self) -> None:
         self._length: dict[int, int] = {}
 
+    def of(self, choice: int) -> int:
+        return self._length.get(choice, 0)
+
     def next(self, part: Part) -> str:
-        sent = self._length.get(part.choice, 0)
+        sent = self.of(part.choice)
         text = part.said.text[sent:] if isinstance(part.said, Answer) else part.said.text
         self._length[part.choice] = sent + len(text)
         return text
 
 
+Spelling = Mapping[int, bytes]  # of every token that a log-probability is told of
+
+
+def token_text(token: int, spelled: bytes) -> str:
+    """As a client sees a token: its text, or what it is of one."""
+    if not spelled:
+        return f"token_id:{token}"
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:  # a part of a character, as OpenAI writes it
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
 class CompletionShape:
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self) -> None:
+    def __init__(self, spelling: Spelling) -> None:
         self._sent = _Sent()
+        self._spelling = spelling
 
     def begin(self, choice: int) -> list[Json]:
         return []
 
     def chunks(self, part: Part) -> list[Json]:
+        offset = self._sent.of(part.choice)
         text = self._sent.next(part)
         if isinstance(part.said, Answer):
-            return [_completion(part.choice, text, finish_reason(part.said))]
-        return [_completion(part.choice, text, None)] if text else []
+            return [_completion(part.choice, text, None, finish_reason(part.said))]
+        logprobs = self._logprobs([part.said], offset)
+        return [_completion(part.choice, text, logprobs, None)] if text or logprobs else []
 
     def whole(self, choice: int, pieces: Sequence[Piece], answer: Answer) -> Json:
-        return _completion(choice, answer.text, finish_reason(answer))
+        return _completion(choice, answer.text, self._logprobs(pieces, 0), finish_reason(answer))
+
+    def _logprobs(self, pieces: Sequence[Piece], offset: int) -> Json | None:
+        told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for piece in pieces:
+            if piece.logprob is not None:
+                top = {self._text(token): value for token, value in piece.top_logprobs}
+                told["tokens"].append(self._text(piece.id))
+                told["token_logprobs"].append(piece.logprob)
+                told["top_logprobs"].append({self._text(piece.id): piece.logprob, **top})
+                told["text_offset"].append(offset)
+            offset += len(piece.text)
+        return told if told["tokens"] else None
+
+    def _text(self, token: int) -> str:
+        return token_text(token, self._spelling[token])
 
 
-def _completion(choice: int, text: str, finish: str | None) -> Json:
-    return {"index": choice, "text": text, "logprobs": None, "finish_reason": finish}
+def _completion(choice: int, text: str, logprobs: Json | None, finish: str | None) -> Json:
+    return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
 class ChatShape:
@@ -103,9 +137,10 @@ class ChatShape:
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tools: Collection[str]) -> None:
+    def __init__(self, tools: Collection[str], spelling: Spelling) -> None:
         self._sent = _Sent()
         self._tools = tools
+        self._spelling = spelling
         self._reading: dict[int, ToolCallStream] = {}
 
     def begin(self, choice: int) -> list[Json]:
@@ -113,11 +148,12 @@ class ChatShape:
 
     def chunks(self, part: Part) -> list[Json]:
         text, calls = self._read(part)
-        found = [_delta(part.choice, {"content": text})] if text else []
+        logprobs = None if isinstance(part.said, Answer) else self._logprobs([part.said])
+        found = [_delta(part.choice, {"content": text}, logprobs)] if text or logprobs else []
         if isinstance(part.said, Answer):
             if calls:
                 found.append(_delta(part.choice, {"tool_calls": _calls(calls, indexed=True)}))
-            found.append(_delta(part.choice, {}, finish_reason(part.said, calls)))
+            found.append(_delta(part.choice, {}, None, finish_reason(part.said, calls)))
         return found
 
     def whole(self, choice: int, pieces: Sequence[Piece], answer: Answer) -> Json:
@@ -126,7 +162,23 @@ class ChatShape:
         if calls:
             message["tool_calls"] = _calls(calls)
         finish = finish_reason(answer, calls)
-        return {"index": choice, "message": message, "logprobs": None, "finish_reason": finish}
+        logprobs = self._logprobs(pieces)
+        return {"index": choice, "message": message, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> Json | None:
+        told = [
+            {
+                **self._told(piece.id, piece.logprob),
+                "top_logprobs": [self._told(token, value) for token, value in piece.top_logprobs],
+            }
+            for piece in pieces
+            if piece.logprob is not None
+        ]
+        return {"content": told} if told else None
+
+    def _told(self, token: int, logprob: float) -> Json:
+        spelled = self._spelling[token]
+        return {"token": token_text(token, spelled), "logprob": logprob, "bytes": list(spelled) or None}
 
     def _read(self, part: Part) -> tuple[str, tuple[Call, ...]]:
         text = self._sent.next(part)
@@ -140,8 +192,8 @@ class ChatShape:
         return text + rest, calls
 
 
-def _delta(choice: int, delta: Json, finish: str | None = None) -> Json:
-    return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish}
+def _delta(choice: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
+    return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
 def _calls(calls: Sequence[Call], *, indexed: bool = False) -> list[Json]:

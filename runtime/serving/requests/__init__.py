@@ -1,5 +1,6 @@
 """What is asked and what is answered, for whoever asks. Loads no torch.
 
 request   what a client asks, and what it gets
+stop      texts that end an answer; pure
 client    asking any peer, and another where it vanishes
 """

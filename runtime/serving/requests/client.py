@@ -1,4 +1,4 @@
-"""The client side of `/fusion/generate/1`: ask any peer for text, get pieces as they are made.
+"""The client side of `/fusion/generate/1` and `/2`: ask any peer for text, get pieces as they are made.
 
 Where the peer that was asked vanishes another one goes on: it is told the tokens so far and gives the same rest.
 """
@@ -12,12 +12,13 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from fusion.runtime.job.errors import JobFailed
-from fusion.runtime.job.protocol import GENERATE
+from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE
 from fusion.runtime.serving.requests.request import (
     MAX_ANSWERED,
     MAX_SEED,
     Answer,
     GenerateRequest,
+    Logprobs,
     Piece,
     number,
     whole,
@@ -114,7 +115,7 @@ async def _ask(
     tokens: list[int],
 ) -> AsyncGenerator[Piece | Answer, None]:
     """One gateway's part of the answer, whose tokens are added to `tokens`."""
-    stream = await transport.open(peer, GENERATE.name)
+    stream = await transport.open(peer, (GENERATE_MORE if request.newer else GENERATE).name)
     try:
         header, prompt = request.to_frame()
         await stream.send("generate", header, [prompt])
@@ -126,11 +127,15 @@ async def _ask(
             if frame.kind != "token":
                 raise FrameError(f"gateways send token and done, not {frame.kind!r:.40}")
             text = frame.header.get("text", "")
+            count = request.top_logprobs
+            probable = None if count is None else Logprobs.from_header(frame.header, count)
             piece = Piece(
                 index=len(tokens),
                 id=whole(frame.header, "id", -1),
                 text=text if isinstance(text, str) else "",
                 logits=bytes(frame.payload),
+                logprob=None if probable is None else probable.chosen,
+                top_logprobs=() if probable is None else probable.top,
             )
             tokens.append(piece.id)
             yield piece

@@ -1,6 +1,6 @@
 """What a client asks of a gateway and what it gets: the request, the pieces, the answer.
 
-Spoken over `/fusion/generate/1` (`fusion.runtime.serving.answers.gateway` and `fusion.runtime.serving.requests.client`); loads no torch.
+Spoken over `/fusion/generate/1` and `/2` (`fusion.runtime.serving.answers.gateway` and `fusion.runtime.serving.requests.client`); loads no torch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,37 @@ MAX_SEED = (1 << 63) - 1
 DEFAULT_MAX_TOKENS = 64
 MAX_TOKEN_BYTES = 16  # of text for one position, over a whole prompt: tokens have about 4
 MAX_ANSWERED = 30_000  # token ids that an answer which goes on elsewhere may bring: they travel in the header
+MAX_BIASES = 1024  # entries of `logit_bias`
+MAX_TOP_LOGPROBS = 20
+LEAST_LOGPROB = -9999.0  # in place of less, and of minus infinity, for which JSON has no word
+MAX_STOPS, MAX_STOP_BYTES = 16, 256
 
-Finish = Literal["", "stop", "length"]  # not yet; an end token; as many tokens as were asked for
+# Not yet; an end token or a text of `stop`; as many tokens as were asked for.
+Finish = Literal["", "stop", "length"]
+
+# Numbers of `Sampling` that the release before does not know: they are said where they are set.
+_NEWER = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose each token. JobError names the field that is out of range."""
+    """How to choose each token. JobError names the field that is out of range.
 
-    temperature: float = 0.0  # 0: greedy, the settings below do nothing
+    In this order, as in vLLM: `logit_bias`, penalties, `temperature`, `min_p`, `top_k`, `top_p`. Greedy is the largest
+    logit after the penalties."""
+
+    temperature: float = 0.0  # 0: greedy; then min_p, top_k, top_p and seed do nothing
     top_k: int = 0  # keep only the k most probable tokens; 0: all
     top_p: float = 1.0  # keep the fewest tokens whose probabilities reach this sum; 1: all
     seed: int = 0
+    min_p: float = (
+        0.0  # keep the tokens that are at least so probable, as a share of the most probable one; 0: all
+    )
+    # Logits of tokens in prompt and answer are divided by it where above 0, else multiplied (CTRL, arXiv 1909.05858); 1: not.
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0  # taken off a token's logit for each time that the answer has it
+    presence_penalty: float = 0.0  # taken off the logit of each token that the answer has
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -42,6 +61,37 @@ class Sampling:
             raise JobError(f"top_p: above 0 and at most 1, not {self.top_p}")
         if not 0 <= self.seed <= MAX_SEED:
             raise JobError(f"seed: between 0 and 2**63 - 1, not {self.seed}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise JobError(f"min_p: between 0 (all tokens) and 1, not {self.min_p}")
+        if not 0.01 <= self.repetition_penalty <= 100.0:
+            raise JobError(
+                f"repetition_penalty: between 0.01 and 100 (1: none), not {self.repetition_penalty}"
+            )
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -2.0 <= (value := getattr(self, name)) <= 2.0:
+                raise JobError(f"{name}: between -2 and 2 (0: none), not {value}")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise JobError(f"logit_bias: at most {MAX_BIASES} tokens, not {len(self.logit_bias)}")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise JobError("logit_bias: each token once")
+        for token, bias in self.logit_bias:
+            if not 0 <= token < 2**63 or not -100.0 <= bias <= 100.0:
+                raise JobError(
+                    f"logit_bias: token ids, and between -100 and 100 for each, not {token}={bias}"
+                )
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it matters which tokens there are already."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def newer(self) -> dict[str, Any]:
+        """The fields of the header that the release before does not know, where they are set."""
+        found = {name: getattr(self, name) for name, unset in _NEWER.items() if getattr(self, name) != unset}
+        if self.logit_bias:
+            found["logit_bias"] = [list(entry) for entry in self.logit_bias]
+        return found
 
     def to_header(self) -> dict[str, Any]:
         return {
@@ -49,6 +99,7 @@ class Sampling:
             "top_k": self.top_k,
             "top_p": self.top_p,
             "seed": self.seed,
+            **self.newer,
         }
 
     @classmethod
@@ -58,6 +109,8 @@ class Sampling:
             top_k=whole(header, "top_k", 0),
             top_p=number(header, "top_p", 1.0),
             seed=whole(header, "seed", 0),
+            **{name: number(header, name, unset) for name, unset in _NEWER.items()},
+            logit_bias=biases(header.get("logit_bias", [])),
         )
 
 
@@ -75,6 +128,10 @@ class GenerateRequest:
     # Tokens of this answer that another gateway gave before it vanished; they count among `max_tokens`.
     answered: tuple[int, ...] = ()
     grants: tuple[bytes, ...] = ()  # why the client may prompt a model that is not for everybody
+    # Log-probabilities of each token and of so many of the most probable ones, as the model alone gives them: before bias,
+    # penalties and temperature. None: none.
+    top_logprobs: int | None = None
+    stop: tuple[str, ...] = ()  # the text ends before the first of these
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompt_ids is None):
@@ -87,6 +144,16 @@ class GenerateRequest:
             raise JobError(f"max_tokens: at least 1, not {self.max_tokens}")
         if len(self.answered) > MAX_ANSWERED or any(not 0 <= i < 2**63 for i in self.answered):
             raise JobError(f"answered: at most {MAX_ANSWERED} token ids")
+        check_top_logprobs(self.top_logprobs)
+        if len(self.stop) > MAX_STOPS:
+            raise JobError(f"stop: at most {MAX_STOPS} texts, not {len(self.stop)}")
+        if not all(_is_text(text) and 1 <= len(text.encode()) <= MAX_STOP_BYTES for text in self.stop):
+            raise JobError(f"stop: texts of 1 to {MAX_STOP_BYTES} bytes of UTF-8")
+
+    @property
+    def newer(self) -> bool:
+        """Whether it asks for what the release before does not know, and would pass over."""
+        return bool(self.sampling.newer or self.stop) or self.top_logprobs is not None
 
     def to_frame(self) -> tuple[dict[str, Any], bytes]:
         """Header and payload of the `generate` frame. The prompt is the payload: UTF-8 text, or ids."""
@@ -103,6 +170,10 @@ class GenerateRequest:
             header["answered"] = pack_tokens(self.answered)
         if self.grants:
             header["grants"] = list(self.grants)
+        if self.top_logprobs is not None:
+            header["top_logprobs"] = self.top_logprobs
+        if self.stop:
+            header["stop"] = list(self.stop)
         if self.prompt is not None:
             return {**header, "prompt": "text"}, self.prompt.encode()
         assert self.prompt_ids is not None
@@ -125,6 +196,9 @@ class GenerateRequest:
         answered = header.get("answered", b"")
         if not isinstance(answered, bytes):
             raise JobError("answered: the bytes of token ids")
+        stop = header.get("stop", [])
+        if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
+            raise JobError("stop: a list of texts")
         return cls(
             model=model,
             prompt=text,
@@ -135,7 +209,32 @@ class GenerateRequest:
             logits=header.get("logits") is True,
             answered=tuple(unpack_tokens(memoryview(answered))),
             grants=chain_of(header.get("grants")),
+            top_logprobs=None if header.get("top_logprobs") is None else whole(header, "top_logprobs", 0),
+            stop=tuple(stop),
         )
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities (natural) of one token of an answer, as the model alone gives them: before bias, penalties and
+    temperature. They travel in the header of its frames."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the most probable first
+
+    def to_header(self) -> dict[str, Any]:
+        header: dict[str, Any] = {"logprob": self.chosen}
+        if self.top:
+            header["top_logprobs"] = [list(entry) for entry in self.top]
+        return header
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any], count: int) -> Logprobs:
+        """Where `count` of the most probable tokens were asked for. JobError where they are something else."""
+        entries = header.get("top_logprobs", [])
+        if not isinstance(entries, list) or len(entries) > count:
+            raise JobError(f"top_logprobs: a list of at most {count} [token id, log-probability]")
+        return cls(_logprob(header, "logprob"), tuple(_entry(entry) for entry in entries))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +245,15 @@ class Piece:
     id: int
     text: str  # what can be shown now; "" while a character is unfinished
     logits: bytes = b""  # float32 (vocabulary,) where they were asked for
+    logprob: float | None = None  # of `id`, where `top_logprobs` was asked for
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the most probable first
+
+    def to_header(self) -> dict[str, Any]:
+        """Header of the `token` frame; `logits` are its payload."""
+        header: dict[str, Any] = {"index": self.index, "id": self.id, "text": self.text}
+        if self.logprob is not None:
+            header |= Logprobs(self.logprob, self.top_logprobs).to_header()
+        return header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +293,19 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocabulary: int, max_se
         )
 
 
+def check_biases(sampling: Sampling, vocabulary: int) -> None:
+    """JobError in one line where `logit_bias` names a token that the model does not have."""
+    for token, _ in sampling.logit_bias:
+        if token >= vocabulary:
+            raise JobError(f"logit_bias: this model's tokens are 0 to {vocabulary - 1}, not {token}")
+
+
+def check_top_logprobs(count: int | None) -> None:
+    """JobError in one line where so many cannot be asked for."""
+    if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise JobError(f"top_logprobs: between 0 and {MAX_TOP_LOGPROBS}, not {count}")
+
+
 def check_answered(answered: Sequence[int], max_tokens: int, vocabulary: int) -> None:
     """JobError in one line where these cannot be the beginning of an answer of `max_tokens`."""
     if any(token >= vocabulary for token in answered):
@@ -218,6 +339,35 @@ def _is_text(text: str) -> bool:
     except UnicodeEncodeError:  # half of a surrogate pair, as a terminal of another encoding may give
         return False
     return True
+
+
+def biases(entries: object) -> tuple[tuple[int, float], ...]:
+    """`logit_bias` of a message from outside: a list of [token id, number]. JobError where it is something else."""
+    found = []
+    for entry in entries if isinstance(entries, list) and len(entries) <= MAX_BIASES else [None]:
+        match entry:
+            case [int() as token, int() | float() as bias] if bool not in (type(token), type(bias)):
+                found.append((token, float(bias)))
+            case _:
+                raise JobError(f"logit_bias: a list of at most {MAX_BIASES} [token id, number]")
+    return tuple(found)
+
+
+def _entry(entry: object) -> tuple[int, float]:
+    if not isinstance(entry, list) or len(entry) != 2:
+        raise JobError("top_logprobs: each entry is [token id, log-probability]")
+    fields = {"token": entry[0], "logprob": entry[1]}
+    token = whole(fields, "token", -1)
+    if not 0 <= token < 2**63:
+        raise JobError("top_logprobs: token ids are 0 or more")
+    return token, _logprob(fields, "logprob")
+
+
+def _logprob(header: Mapping[str, Any], name: str) -> float:
+    value = number(header, name, 1.0)
+    if not LEAST_LOGPROB <= value <= 0.0:
+        raise JobError(f"{name}: between {LEAST_LOGPROB:g} and 0, not {value}")
+    return value
 
 
 def whole(header: Mapping[str, Any], name: str, default: int) -> int:

@@ -3,6 +3,7 @@
 session          one generation as the stages see it: what it is told once, what runs next; pure
 links            the long-lived streams of the ring
 frames           what one stage sends another
+penalties        what settings and the tokens so far do to the logits
 sampling         from logits to a token
 schedule         which sessions are taken, what a turn runs; pure
 openings         how many sessions a gateway may open; pure

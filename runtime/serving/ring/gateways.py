@@ -78,7 +78,7 @@ class Gateways:
     def _open(self, stream: QueuedStream, frame: Frame) -> None:
         if (refused := self._streams[stream]()) is not None:
             raise JobError(f"{self._position.name}: {refused}")
-        self._sessions.open(stream, frame.header)
+        self._sessions.open(stream, frame.header, frame.payload)
 
     def _prompt(self, stream: QueuedStream, frame: Frame) -> None:
         session, serve = self._sessions.named(frame.header), self._position.serve

@@ -1,25 +1,30 @@
-"""From logits to a token id: greedy, or temperature, top-k and top-p with a seed.
+"""From logits to a token id: bias and penalties, then greedy, or temperature, min-p, top-k and top-p with a seed.
 
-A draw is a pure function of (logits, settings, position): whichever peer holds the last stage, and however often a
-position is computed again after a failure, the same token comes out.
+A draw is a pure function of (logits, settings, tokens so far, position): whichever peer holds the last stage, and however
+often a position is computed again after a failure, the same token comes out.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 
 import torch
 
 from fusion.runtime.job.errors import JobFailed
-from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.requests.request import LEAST_LOGPROB, Logprobs, Sampling
+from fusion.runtime.serving.ring.penalties import TokenCounts, adjusted
 
 
-def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+def sample(logits: torch.Tensor, sampling: Sampling, position: int, counts: TokenCounts | None = None) -> int:
     """The token for `position` (its place in the sequence, the prompt included).
 
-    logits: (vocabulary,), any floating dtype, on any device. JobFailed where the most probable one is not a number.
+    logits: (vocabulary,), any floating dtype, on any device. `counts`: of the tokens before `position`, where `sampling`
+    penalises. JobFailed where the most probable one is not a number.
     """
+    if sampling.logit_bias or sampling.penalises:
+        logits = adjusted(logits, sampling, position, counts)
     if sampling.temperature == 0.0:
         best, index = logits.max(0)
         _check(float(best))
@@ -28,6 +33,8 @@ def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     scaled = logits.to(device="cpu", dtype=torch.float64)
     # Largest first set to 0: a tiny temperature then gives -inf for the others, never inf - inf.
     scaled = (scaled - scaled.max()) / sampling.temperature
+    if sampling.min_p:
+        scaled[scaled.exp() < sampling.min_p] = -math.inf
     ids: torch.Tensor | None = None  # None: places in `scaled` are token ids
     if 0 < sampling.top_k < scaled.numel():
         scaled, ids = scaled.topk(sampling.top_k)
@@ -45,6 +52,22 @@ def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     place = int(torch.searchsorted(cumulative, target, right=True))
     place = min(place, probabilities.numel() - 1)
     return place if ids is None else int(ids[place])
+
+
+def logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
+    """Of `token` and of the `count` most probable ones (of equally probable ones the lower ids), in float64 on the CPU.
+
+    logits: (vocabulary,), as the model gives them."""
+    found = logits.to(device="cpu", dtype=torch.float64).log_softmax(0).clamp(min=LEAST_LOGPROB)
+    _check(float(found[token]))
+    if not count:
+        return Logprobs(float(found[token]))
+    # `topk` does not say which of equal ones it takes.
+    least = found.topk(min(count, found.numel())).values[-1]
+    ids = (found >= least).nonzero().squeeze(1)
+    values, order = found[ids].sort(descending=True, stable=True)
+    top = zip(ids[order].tolist()[:count], values.tolist()[:count], strict=True)
+    return Logprobs(float(found[token]), tuple(top))
 
 
 def uniform(seed: int, position: int) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NewType
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.requests.request import Finish, Sampling, whole
+from fusion.runtime.serving.requests.request import Finish, Sampling, check_top_logprobs, whole
 from fusion.swarm.transport import PeerId
 
 SessionId = NewType("SessionId", str)
@@ -39,6 +39,15 @@ class Opening:
     max_tokens: int
     sampling: Sampling
     logits: bool = False
+    top_logprobs: int | None = None  # of how many tokens beside the one chosen; None: not of that either
+    # How many tokens at the end of the prompt belong to the answer: those that sessions before this one gave.
+    answered: int = 0
+
+    @property
+    def newer(self) -> tuple[str, ...]:
+        """The settings that a last stage of the release before does not know and would pass over, by name. One that knows
+        them says so as it opens the session."""
+        return (*self.sampling.newer, *(() if self.top_logprobs is None else ("top_logprobs",)))
 
     @property
     def capacity(self) -> int:
@@ -52,7 +61,7 @@ class Opening:
         return "length" if position + 1 >= self.capacity else ""
 
     def to_header(self) -> dict[str, Any]:
-        return {
+        header = {
             "session": self.session,
             "route": [[hop.peer, hop.term] for hop in self.route],
             "prompt_length": self.prompt_length,
@@ -60,6 +69,11 @@ class Opening:
             "sampling": self.sampling.to_header(),
             "logits": self.logits,
         }
+        if self.top_logprobs is not None:
+            header["top_logprobs"] = self.top_logprobs
+        if self.sampling.penalises:
+            header["answered"] = self.answered
+        return header
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any], *, stages: int, max_sequence: int) -> Opening:
@@ -78,9 +92,14 @@ class Opening:
             max_tokens=whole(header, "max_tokens", 0),
             sampling=Sampling.from_header(sampling),
             logits=header.get("logits") is True,
+            top_logprobs=None if header.get("top_logprobs") is None else whole(header, "top_logprobs", 0),
+            answered=whole(header, "answered", 0),
         )
         if min(opening.prompt_length, opening.max_tokens) < 1 or opening.capacity > max_sequence:
             raise JobError(f"max_tokens: prompt and answer take 2 to {max_sequence} positions")
+        check_top_logprobs(opening.top_logprobs)
+        if not 0 <= opening.answered < opening.prompt_length:
+            raise JobError("answered: fewer tokens than the prompt has")
         return opening
 
 

@@ -224,7 +224,7 @@ class RingStage:
         session, chunk = work.session, work.chunk
         self._sessions.heard(session, ran=True)
         if outcome.token is not None:
-            self._answer(session, chunk.end, outcome.token, outcome.logits)
+            self._answer(session, chunk.end, outcome.token, outcome)
         if session.hops:
             header = {
                 "session": session.id,
@@ -237,7 +237,7 @@ class RingStage:
         if session.feed is not None and not chunk.sample:
             self._advance(session)  # the prompt's next chunk, behind what others have waiting
 
-    def _answer(self, session: StageSession, position: int, token: int, logits: bytes) -> None:
+    def _answer(self, session: StageSession, position: int, token: int, outcome: Outcome) -> None:
         """The last stage chose `token`: to the first stage first, it is what the ring waits for."""
         opening = session.opening
         finish = opening.finish(token, position, self._position.serve.end_tokens)
@@ -248,5 +248,6 @@ class RingStage:
             elif session.feed is not None:
                 session.feed.push(position, token)
                 self._advance(session)
-        payload = (logits,) if logits else ()
-        session.gateway.post("token", {**header, "finish": finish}, payload)
+        probable = {} if outcome.logprobs is None else outcome.logprobs.to_header()
+        payload = (outcome.logits,) if outcome.logits else ()
+        session.gateway.post("token", {**header, "finish": finish, **probable}, payload)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from fusion.runtime.planes.plane import DecodingStage
+from fusion.runtime.serving.requests.request import Logprobs
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan
-from fusion.runtime.serving.ring.sampling import sample
+from fusion.runtime.serving.ring.penalties import TokenCounts
+from fusion.runtime.serving.ring.sampling import logprobs, sample
 from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Feed, Opening, SessionId
 from fusion.swarm.streams.queued_stream import QueuedStream
@@ -32,6 +34,7 @@ class StageSession:
     hops: list[tuple[Parcel, QueuedStream]] = field(default_factory=list)
     back: QueuedStream | None = None  # from the last stage to the first
     feed: Feed | None = None  # at the first stage
+    counts: TokenCounts | None = None  # at the last stage, where there are penalties
     parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # end of chunk -> sender -> its share
     ran: int = 0  # chunks
     heard_at: float = 0.0  # when its gateway last said anything about it, or a chunk of it ran
@@ -47,6 +50,7 @@ class Outcome:
     sends: tuple[list[memoryview], ...] = ()  # payload for each outgoing parcel
     token: int | None = None
     logits: bytes = b""
+    logprobs: Logprobs | None = None
 
 
 class StageRunner:
@@ -90,7 +94,11 @@ class StageRunner:
             return Outcome(sends=tuple(p.pack(outputs, ids) for p in self._plan.outgoing))
         if chunk.sample:
             logits = outputs["result/0"][0, -1]
-            token = sample(logits, opening.sampling, chunk.end)
+            counts, top = work.session.counts, opening.top_logprobs
+            token = sample(logits, opening.sampling, chunk.end, counts)
+            if counts is not None:
+                counts.push(token)
             raw = logits.to(device="cpu", dtype=torch.float32).numpy().tobytes() if opening.logits else b""
-            return Outcome(token=token, logits=raw)
+            probable = None if top is None else logprobs(logits, token, top)
+            return Outcome(token=token, logits=raw, logprobs=probable)
         return Outcome()

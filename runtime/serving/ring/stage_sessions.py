@@ -13,6 +13,7 @@ from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.openings import Openings
+from fusion.runtime.serving.ring.penalties import counts_of
 from fusion.runtime.serving.ring.schedule import Schedule
 from fusion.runtime.serving.ring.session import FailedReason, Opening, SessionId
 from fusion.runtime.serving.ring.stage_session import PLANE_ERRORS, StageRunner, StageSession
@@ -111,8 +112,9 @@ class StageSessions:
 
     # --- opening
 
-    def open(self, gateway: QueuedStream, header: Mapping[str, Any]) -> None:
-        """Begin to open a session; the gateway is told when it is. Raises JobError, StaleTerm."""
+    def open(self, gateway: QueuedStream, header: Mapping[str, Any], payload: memoryview) -> None:
+        """Begin to open a session; the gateway is told when it is. `payload`: the prompt's ids at the last stage, where
+        penalties need them. Raises JobError, StaleTerm."""
         opening = Opening.from_header(
             header, stages=self._plan.stages, max_sequence=self._position.serve.max_sequence
         )
@@ -121,12 +123,13 @@ class StageSessions:
             raise StaleTerm(f"{self.here} is held under term {max(self.terms)}, the route says {hop.term}")
         if self._tasks is None or self.leaving:
             raise StaleTerm(f"{self.here} is leaving")
+        counts = counts_of(opening, payload, self._position.serve.vocabulary) if self._plan.last else None
         asker = gateway.stream.remote
         if not self._openings.spend(asker):
             self.tell(gateway, opening.session, f"{self.here} is busy: ask again later", "full")
             gateway.rest(BUSY_SECONDS)
             return
-        session = StageSession(opening, gateway, heard_at=self._clock())
+        session = StageSession(opening, gateway, heard_at=self._clock(), counts=counts)
         if not self.schedule.admit(session):
             other = self._shares.yields(asker, opening.capacity)
             if other is None:
@@ -168,7 +171,8 @@ class StageSessions:
         session.hops = [(parcel, links[parcel.consumer]) for parcel in self._plan.outgoing]
         session.back = links.get(0)
         session.ready = True
-        session.gateway.post("opened", {"session": session.id})
+        known = {"knows": list(opening.newer)} if opening.newer else {}
+        session.gateway.post("opened", {"session": session.id, **known})
 
     async def _reserve(self, session: StageSession) -> None:
         """Set memory aside for it, where others have to give way for it once they have. MemoryError: nobody has to."""

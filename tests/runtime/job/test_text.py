@@ -113,3 +113,32 @@ def test_a_model_without_a_tokenizer_says_so() -> None:
 def test_a_tokenizer_that_is_none_is_one_clear_line(data: bytes) -> None:
     with pytest.raises(JobError, match=r"^the model's tokenizer cannot be read"):
         TokenizerText(data)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "bytes"])
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_tokens_are_spelt_in_the_bytes_of_their_text(kind: str, sample: str) -> None:
+    text = KINDS[kind]
+    assert b"".join(map(text.spell, text.encode(sample))) == sample.encode()
+
+
+def test_spelling_of_pieces_that_are_no_plain_text() -> None:
+    ids = BYTE_FALLBACK.encode("ab 文")
+    assert [BYTE_FALLBACK.spell(token) for token in ids] == [
+        *(b"<s>", b" ", b"a", b"b", b" "),
+        *(bytes([byte]) for byte in "文".encode()),
+    ]
+    [end] = BYTE_LEVEL.encode("<|end|>")
+    assert BYTE_LEVEL.spell(end) == b"<|end|>"
+
+
+def test_a_tokenizer_without_a_decoder_spells_what_it_decodes() -> None:
+    plain = Tokenizer(models.WordLevel({"one": 0, "two": 1}, unk_token="one"))
+    text = TokenizerText(plain.to_str().encode())
+    assert [text.spell(token) for token in (0, 1)] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("text", [*KINDS.values(), NoText()])
+@pytest.mark.parametrize("token", [-1, 10**6, 2**62])
+def test_a_token_that_there_is_not_has_no_spelling(text: Text, token: int) -> None:
+    assert text.spell(token) == b""

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from fusion.swarm.errors import RemoteError
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
 SEEDED = Sampling(temperature=1.1, top_k=30, top_p=0.95, seed=7)
+PENALISED = Sampling(
+    repetition_penalty=1.4, frequency_penalty=0.9, presence_penalty=0.4, logit_bias=((9, 2.0),)
+)
+PENALISED_SEEDED = replace(PENALISED, temperature=1.2, min_p=0.02, seed=7)
 PATIENT = FailoverConfig(recover_seconds=20)
 ALERT = FailoverConfig(recover_seconds=20, quiet_seconds=0.1, ping_seconds=0.05)
 
@@ -41,12 +46,16 @@ async def answer_while(
     raise AssertionError("no answer")
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), SEEDED, PENALISED, PENALISED_SEEDED],
+    ids=["greedy", "seeded", "penalised", "penalised-seeded"],
+)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_any_stage_may_die_at_any_token(victim: int, sampling: Sampling, tmp_path: Path) -> None:
     expected = (
         reference("llama", PROMPT, 40)
-        if not sampling.temperature
+        if sampling == Sampling()
         else seeded_reference("llama", PROMPT, 40, sampling)
     )
     at = random.Random(f"{victim}{sampling.seed}").randrange(39)
@@ -302,18 +311,20 @@ async def hand_over(swarm: Swarm, job: JobId, stage: int, old: Peer, new: Peer) 
     old.hosting[0].cancel()
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), PENALISED], ids=["greedy", "penalised"])
+@pytest.mark.parametrize("leaver", [1, 2])
 def test_a_peer_that_leaves_is_followed_without_a_fault(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    leaver: int, sampling: Sampling, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "fusion.runtime.serving.answers")
 
     async def main() -> None:
         async with swarm_of(5, tmp_path, failover=PATIENT) as swarm:
             job = await swarm.serve("llama", 3)
-            old, new = swarm.owners[1], swarm.peers[3]
-            await swarm.stand_by(new, job, 1)
+            old, new = swarm.owners[leaver], swarm.peers[3]
+            await swarm.stand_by(new, job, leaver)
             gateway = swarm.peers[4]
-            stage, first = (swarm.owners[i].service._hosted[job, i].stage for i in (2, 0))
+            stage, first = (swarm.owners[i].service._hosted[job, i].stage for i in (3 - leaver, 0))
             turn, begin = stage._turn, first._gateways._commands["open"]
 
             def begin_late(link: Any, frame: Any) -> None:  # tokens come while the next session is opened
@@ -325,9 +336,10 @@ def test_a_peer_that_leaves_is_followed_without_a_fault(
 
             stage._turn = unhurried  # type: ignore[method-assign]
             first._gateways._commands["open"] = begin_late
-            answer = await answer_while(swarm, gateway, 80, {20: lambda: hand_over(swarm, job, 1, old, new)})
-            assert list(answer.tokens) == reference("llama", PROMPT, 80)
-            assert answer.route[1] == new.id
+            faults = {20: lambda: hand_over(swarm, job, leaver, old, new)}
+            answer = await answer_while(swarm, gateway, 80, faults, sampling=sampling)
+            assert list(answer.tokens) == seeded_reference("llama", PROMPT, 80, sampling)
+            assert answer.route[leaver] == new.id
             assert not swarm.successors.reports
             assert not [r for r in caplog.records if "looking for another way" in r.message]
             await asyncio.wait(old.hosting, timeout=10)

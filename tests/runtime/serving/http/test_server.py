@@ -290,11 +290,7 @@ def test_pages_of_other_sites_get_nothing(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_requests_are_bounded_in_bytes_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "SILENT_SECONDS", 0.1)
-    monkeypatch.setattr(running, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr("fusion.runtime.serving.http.body.READ_SECONDS", 0.1)
-
+def test_requests_are_bounded_in_bytes(tmp_path: Path) -> None:
     async def main() -> None:
         async with served_over_http(tmp_path) as (_, http):
             large = {"Content_Length": str(MAX_BODY_BYTES + 1)}
@@ -302,6 +298,17 @@ def test_requests_are_bounded_in_bytes_and_time(tmp_path: Path, monkeypatch: pyt
             endless = {"Content_Length": "", "Transfer_Encoding": "chunked", "Connection": ""}
             parts = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
             assert (await ask(http, "POST", "/v1/completions", parts * 10, **endless))[0] == 413
+
+    asyncio.run(main())
+
+
+def test_requests_are_bounded_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(running, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("fusion.runtime.serving.http.body.READ_SECONDS", 0.1)
+
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http):
             assert (await ask(http, "POST", "/v1/completions", b"{", Content_Length="2"))[0] == 408
             for begun in (b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET"):
                 reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
@@ -393,5 +400,77 @@ def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
                 async with open_http(HttpConfig(port=http.port), peer.context, peer.service.gateway):
                     pass
             assert "\n" not in str(found.value)
+
+    asyncio.run(main())
+
+
+def test_log_probabilities_of_each_token(tmp_path: Path) -> None:
+    async def main() -> None:
+        tokens = reference("llama", PROMPT, 8)
+        async with served_over_http(tmp_path, template=TEMPLATE) as (_, http), client_of(http) as client:
+            asked: dict[str, Any] = {**GREEDY, "prompt": PROMPT, "max_tokens": 8, "logprobs": 2}
+            found = (await client.completions.create(**asked)).choices[0]
+            assert found.logprobs is not None
+            told = found.logprobs.model_dump()
+            assert told["tokens"] == [chr(token) for token in tokens]
+            assert [found.text[offset] for offset in told["text_offset"]] == told["tokens"]
+            for token, value, top in zip(
+                told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
+            ):
+                assert top[token] == value == max(top.values()) <= 0.0 and len(top) == 2
+            stream = await client.completions.create(**asked, stream=True)
+            pieces = [chunk.choices[0].logprobs async for chunk in stream]
+            assert [piece.token_logprobs[0] for piece in pieces if piece] == told["token_logprobs"]  # type: ignore[index]
+            chat: dict[str, Any] = {
+                **GREEDY,
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": 4,
+            }
+            whole = await client.chat.completions.create(**chat, logprobs=True, top_logprobs=3)
+            told_chat = whole.choices[0].logprobs
+            assert told_chat is not None and told_chat.content is not None and len(told_chat.content) == 4
+            text = whole.choices[0].message.content
+            assert b"".join(bytes(each.bytes or ()) for each in told_chat.content) == (text or "").encode()
+            assert all(each.logprob == each.top_logprobs[0].logprob for each in told_chat.content)
+            assert all(len(each.top_logprobs) == 3 for each in told_chat.content)
+            plain = await client.chat.completions.create(**chat, logprobs=True)
+            assert plain.choices[0].logprobs is not None and plain.choices[0].logprobs.content is not None
+            assert all(each.top_logprobs == [] for each in plain.choices[0].logprobs.content)
+
+    asyncio.run(main())
+
+
+def test_stop_texts_penalties_and_biases(tmp_path: Path) -> None:
+    async def main() -> None:
+        tokens = reference("llama", PROMPT, 20)
+        text = text_of(tokens)
+        async with served_over_http(tmp_path) as (swarm, http), client_of(http) as client:
+            asked: dict[str, Any] = {**GREEDY, "prompt": PROMPT, "max_tokens": 20}
+            stop = text[7:9]
+            for options in ({"stop": stop}, {"stop": ["never said", stop]}):
+                found = (await client.completions.create(**asked, **options)).choices[0]
+                assert found.text == text[: text.index(stop)] and found.finish_reason == "stop"
+            stream = await client.completions.create(**asked, stop=stop, stream=True)
+            chunks = [chunk.choices[0] async for chunk in stream]
+            assert "".join(each.text for each in chunks) == text[: text.index(stop)]
+            assert chunks[-1].finish_reason == "stop"
+            biased = (await client.completions.create(**asked, logit_bias={str(ord("A")): 100})).choices[0]
+            assert biased.text == "A" * 20
+            for options in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}):
+                found = (await client.completions.create(**asked, logit_bias={"65": 5}, **options)).choices[0]
+                again = await swarm.ask(
+                    prompt_ids=tuple(PROMPT),
+                    max_tokens=20,
+                    sampling=Sampling(logit_bias=((65, 5.0),), **options),
+                )
+                assert found.text == again.text
+            more = {"repetition_penalty": 1.3, "min_p": 0.1}
+            found = (await client.completions.create(**asked, extra_body=more)).choices[0]
+            again = await swarm.ask(prompt_ids=tuple(PROMPT), max_tokens=20, sampling=Sampling(**more))
+            assert found.text == again.text != text
+            for wrong in ({"logit_bias": {"x": 1}}, {"logit_bias": {"4000": 1}}):
+                with pytest.raises(openai.BadRequestError, match="logit_bias"):
+                    await client.completions.create(**asked, **wrong)
+            await swarm.freed()
 
     asyncio.run(main())

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from support.served import reference, seeded_reference, swarm_of
 
+from fusion.runtime.job.protocol import GENERATE_MORE
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import another_peer, complete, generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
 from fusion.swarm.directory.records import PeerRecord
+from fusion.swarm.errors import UnknownProtocol
 from fusion.swarm.transport import PeerId
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
 SEEDED = Sampling(temperature=1.1, top_k=30, top_p=0.95, seed=7)
+PENALISED = Sampling(repetition_penalty=1.4, frequency_penalty=0.9, presence_penalty=0.4)
 PATIENT = FailoverConfig(recover_seconds=20)
 
 
-def test_another_gateway_goes_on_where_the_first_vanished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sampling", [SEEDED, PENALISED], ids=["seeded", "penalised"])
+def test_another_gateway_goes_on_where_the_first_vanished(sampling: Sampling, tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm_of(5, tmp_path, failover=PATIENT) as swarm:
             await swarm.serve("llama", 2)
@@ -29,7 +34,7 @@ def test_another_gateway_goes_on_where_the_first_vanished(tmp_path: Path) -> Non
                 asked.append(gone)
                 return (second if len(gone) == 1 else third).id
 
-            request = GenerateRequest(prompt_ids=PROMPT, max_tokens=40, sampling=SEEDED)
+            request = GenerateRequest(prompt_ids=PROMPT, max_tokens=40, sampling=sampling)
             async with swarm.client() as transport:
                 pieces = generate(transport, first.id, request, another)
                 found: list[Piece | Answer] = []
@@ -41,7 +46,7 @@ def test_another_gateway_goes_on_where_the_first_vanished(tmp_path: Path) -> Non
                         swarm.network.kill(second.id)
             answer = found[-1]
             assert isinstance(answer, Answer)
-            assert list(answer.tokens) == seeded_reference("llama", PROMPT, 40, SEEDED)
+            assert list(answer.tokens) == seeded_reference("llama", PROMPT, 40, sampling)
             assert asked == [frozenset({first.id}), frozenset({first.id, second.id})]
 
     asyncio.run(main())
@@ -76,5 +81,33 @@ def test_an_answer_that_was_complete_already_needs_no_stage(tmp_path: Path) -> N
                 answer = await complete(transport, swarm.peers[1].id, request)
             assert answer.tokens == tokens and answer.finish == "length"
             assert answer.text == bytes(tokens).decode(errors="replace")
+
+    asyncio.run(main())
+
+
+def test_a_request_with_newer_settings_goes_to_a_gateway_that_knows_them(tmp_path: Path) -> None:
+    """The gateways of the release before speak the first version alone, and would pass the settings over."""
+
+    async def main() -> None:
+        async with swarm_of(3, tmp_path) as swarm:
+            await swarm.serve("llama", 1)
+            older, newer = swarm.peers[1:]
+            older.context.transport.handlers._handlers.pop(GENERATE_MORE.name)  # type: ignore[attr-defined]
+
+            async def another(gone: frozenset[PeerId]) -> PeerId | None:
+                assert gone == {older.id}
+                return newer.id
+
+            plain = GenerateRequest(prompt_ids=PROMPT, max_tokens=9)
+            request = GenerateRequest(prompt_ids=PROMPT, max_tokens=9, sampling=PENALISED)
+            async with swarm.client() as transport:
+                assert list((await complete(transport, older.id, plain)).tokens) == reference(
+                    "llama", PROMPT, 9
+                )
+                answer = await complete(transport, older.id, request, another)
+                assert list(answer.tokens) == seeded_reference("llama", PROMPT, 9, PENALISED)
+                assert list(answer.tokens) != reference("llama", PROMPT, 9)
+                with pytest.raises(UnknownProtocol):
+                    await complete(transport, older.id, request)
 
     asyncio.run(main())

@@ -1,0 +1,50 @@
+"""The text of one answer, of its tokens: as much as may be shown so far, and no more than before the first stop text.
+Runs where tokenizers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.text import NoText, Text
+from fusion.runtime.serving.requests.stop import StopTexts
+
+
+class AnswerText:
+    """A pure function of the tokens: whoever goes on with an answer, of which it is told the tokens, goes on with its
+    text."""
+
+    def __init__(self, text: Text, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        """JobError where there are `stops` and no text that could have them."""
+        if stops and isinstance(text, NoText):
+            raise JobError("stop: this model has no tokenizer, so its answers have no text")
+        self._pieces: list[str] = []
+        self._stream = text.stream(prompt)
+        self._stops = StopTexts(stops)
+
+    @property
+    def whole(self) -> str:
+        """So far."""
+        return "".join(self._pieces)
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.found
+
+    def push(self, token: int) -> str:
+        """What this token adds to the text, as far as that is certain."""
+        return self._add(self._stops.push(self._stream.push(token)))
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """The tokens that the user has already, and their text."""
+        for token in tokens:
+            self.push(token)
+
+    def finish(self) -> None:
+        """There are no more tokens: what was held back is text, unless it is the beginning of a character."""
+        self._add(self._stops.push(self._stream.finish()))
+        self._add(self._stops.finish())
+
+    def _add(self, piece: str) -> str:
+        self._pieces.append(piece)
+        return piece

@@ -1,0 +1,65 @@
+"""Texts that end an answer, found in it wherever the borders between its tokens lie. Pure; loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopTexts:
+    """The part of a text before the first of `stops` that comes to its end in it (of several that end together, the
+    longest), as pieces of any size: what could still become one of them is held back.
+
+    One pass, a step of Knuth, Morris and Pratt (1977) for each character and stop."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._borders = [_borders(stop) for stop in stops]
+        self._matched = [0] * len(stops)  # of each, how much of it the text ends with
+        self._held = ""
+        self.found = False
+
+    def push(self, piece: str) -> str:
+        """What is certain now and was not before. Once one is `found`, nothing more."""
+        if not self._stops:
+            return piece
+        start = len(self._held)
+        text = self._held + piece
+        for place in range(start, 0 if self.found else len(text)):
+            self._step(text[place])
+            ended = [
+                len(stop)
+                for stop, matched in zip(self._stops, self._matched, strict=True)
+                if matched == len(stop)
+            ]
+            if ended:
+                self.found, self._held = True, ""
+                return text[: place + 1 - max(ended)]
+        if self.found:
+            return ""
+        certain = len(text) - max(self._matched)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def finish(self) -> str:
+        """The text has ended: what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, character: str) -> None:
+        for each, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            matched = self._matched[each]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            self._matched[each] = matched + (stop[matched] == character)
+
+
+def _borders(text: str) -> list[int]:
+    """For each beginning of `text`: how long a shorter beginning is that it ends with, at most."""
+    found = [0] * len(text)
+    length = 0
+    for place in range(1, len(text)):
+        while length and text[place] != text[length]:
+            length = found[length - 1]
+        length += text[place] == text[length]
+        found[place] = length
+    return found
