@@ -21,10 +21,15 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\
 
 @asynccontextmanager
 async def served_over_http(
-    home: Path, *, config: HttpConfig | None = None, template: str | None = None, **options: Any
+    home: Path,
+    *,
+    config: HttpConfig | None = None,
+    template: str | None = None,
+    seconds: float = 60,
+    **options: Any,
 ) -> AsyncIterator[tuple[Swarm, HttpServer]]:
     """A byte-level llama on peer 0, the API on peer 1."""
-    async with swarm_of(2, home) as swarm:
+    async with swarm_of(2, home, seconds=seconds) as swarm:
         files = []
         if template is not None:
             put = swarm.peers[-1].context.blobs.put

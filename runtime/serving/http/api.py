@@ -135,7 +135,7 @@ class Api:
             parts = self._spelled(model, parts, spelling)
         if body.stream:
             first = await anext(parts)  # what goes wrong before it has a status of its own
-            events = _events(first, parts, heading, shape, body, prompt_tokens)
+            events = _events(first, parts, heading, shape, prompt_tokens if body.usage_at_the_end else None)
             return EventStream(events, parts, self.closing, self.failed)
         pieces: list[list[Piece]] = [[] for _ in asked]
         ends: dict[int, Answer] = {}
@@ -177,10 +177,10 @@ async def _events(
     parts: AsyncGenerator[answers.Part],
     heading: Heading,
     shape: Shape,
-    body: Settings,
-    prompt_tokens: int,
+    prompt_tokens: int | None,
 ) -> AsyncGenerator[bytes]:
-    more: Json = {"usage": None} if body.usage_at_the_end else {}
+    """`prompt_tokens`: those to tell of at the end, if at all."""
+    more: Json = {} if prompt_tokens is None else {"usage": None}
     kind = shape.chunk_object
 
     def chunk(choice: Json) -> bytes:
@@ -198,7 +198,7 @@ async def _events(
         if isinstance(part.said, Answer):
             ends.append(part.said)
         part = await anext(parts, None)
-    if body.usage_at_the_end:
+    if prompt_tokens is not None:
         yield event(heading.object(kind, [], usage=usage(prompt_tokens, ends)))
     yield DONE
 

@@ -17,7 +17,7 @@ from fusion.runtime.serving.http.errors import ApiError, Busy
 MAX_BODY_BYTES = MAX_PROMPT_BYTES + (1 << 20)
 READ_SECONDS = 30.0  # for a whole body to arrive
 LARGE_BYTES = 256 << 10
-LARGE_BODIES = 4  # that are read or parsed at once
+LARGE_BODIES = 8  # at once, until their answers begin
 MAX_DEPTH = 64
 MAX_BRACKETS = 200_000  # lists and objects: each takes a hundred times its two characters of memory
 
@@ -43,7 +43,11 @@ class BoundedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
-            return await handle(BoundedRequest(request.scope, request.receive))
+            asked = BoundedRequest(request.scope, request.receive)
+            try:
+                return await handle(asked)
+            finally:
+                request.app.state.large_bodies.discard(asked)
 
         return bounded
 
@@ -71,8 +75,6 @@ async def _read(request: Request) -> bytes:
         raise ApiError(408, f"the request did not arrive within {READ_SECONDS:g} s") from None
     except ClientDisconnect:
         raise ApiError(400, "the client went away") from None
-    finally:
-        large.discard(request)
 
 
 def _too_large() -> ApiError:

@@ -53,9 +53,9 @@ def main(parent: int, memory_bytes: int, cpu_seconds: int, output_bytes: int) ->
         resource.setrlimit(kind, (0, 0))
     while (head := _read(4)) is not None:
         request = json.loads(_read(int.from_bytes(head, "big")) or b"{}")
-        resource.setrlimit(
-            resource.RLIMIT_CPU, (int(time.process_time()) + cpu_seconds + 1, resource.RLIM_INFINITY)
-        )
+        most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        until = int(time.process_time()) + cpu_seconds + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (until if most < 0 else min(until, most), most))
         answer = _answer(request, output_bytes)
         data = json.dumps(answer).encode()
         _write(len(data).to_bytes(4, "big") + data)

@@ -298,6 +298,9 @@ def test_requests_are_bounded_in_bytes(tmp_path: Path) -> None:
             endless = {"Content_Length": "", "Transfer_Encoding": "chunked", "Connection": ""}
             parts = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
             assert (await ask(http, "POST", "/v1/completions", parts * 10, **endless))[0] == 413
+            long = {**GREEDY, "prompt": "x" * (MAX_BODY_BYTES - 1000)}
+            status, _, data = await ask(http, "POST", "/v1/completions", long)
+            assert status == 400 and b"bytes of text" in data
 
     asyncio.run(main())
 
