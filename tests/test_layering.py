@@ -222,7 +222,10 @@ PURE = (
     *(f"runtime/training/data/{name}.py" for name in ("ledger", "samples")),
     "runtime/training/snapshots/snapshot_period.py",
     *(f"runtime/hosting/{name}.py" for name in ("claim_choice", "vacant_stages", "standby_assignment")),
-    *(f"runtime/serving/{name}.py" for name in ("requests/request", "ring/session", "ring/schedule")),
+    *(
+        f"runtime/serving/{name}.py"
+        for name in ("requests/request", "requests/stop", "ring/session", "ring/schedule")
+    ),
     *(f"runtime/serving/answers/{name}.py" for name in ("failover", "pace", "route_choice")),
 )
 

@@ -127,6 +127,11 @@ Message = tuple[str, dict[str, Any], bytes]
 NOWHERE = JobId("0" * 64)
 
 
+NEWER = {
+    "min_p": 0.1, "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1, "logit_bias": [[1, 1.0]],
+}  # fmt: skip
+
+
 def stage_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
     hello = {"job": job, "source": 1, "target": 0, "term": 1, "target_term": 1}
     for message in fuzzed("hello", hello):
@@ -141,15 +146,18 @@ def stage_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
 
 
 def ring_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
-    sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+    sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, **NEWER}
     opening = {
         "session": "s", "route": [[peer, 1]], "prompt_length": 4, "max_tokens": 4, "sampling": sampling, "logits": False,
+        "top_logprobs": 1, "answered": 1,
     }  # fmt: skip
     gateway = ("hello", {"job": job, "from": -1, "to": 0}, b"")
     for message in fuzzed("hello", {"job": job, "from": -1, "to": 0}):
         yield [message]
-    for message in fuzzed("open", opening):
+    for message in fuzzed("open", opening, struct.pack("<4q", 1, 2, 3, 4)):
         yield [gateway, message]
+    for payload in (b"odd", struct.pack("<4q", -1, HUGE, 300, 5), bytes(8 << 20)):
+        yield [gateway, ("open", opening, payload)]
     for name in sampling:
         for value in WRONG:
             yield [gateway, ("open", {**opening, "sampling": {**sampling, name: value}}, b"")]
@@ -165,7 +173,7 @@ def ring_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
 def generate_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
     request = {
         "model": "answers", "prompt": "ids", "max_tokens": 10**12, "temperature": 0.0, "top_k": 0, "top_p": 1.0,
-        "seed": 0, "logits": False,
+        "seed": 0, "logits": False, "top_logprobs": 1, "stop": ["x"], **NEWER,
     }  # fmt: skip
     ids = struct.pack("<2q", 1, 2)
     for message in fuzzed("generate", request, ids):

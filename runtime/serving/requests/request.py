@@ -110,7 +110,7 @@ class Sampling:
             top_p=number(header, "top_p", 1.0),
             seed=whole(header, "seed", 0),
             **{name: number(header, name, unset) for name, unset in _NEWER.items()},
-            logit_bias=biases(header.get("logit_bias", [])),
+            logit_bias=pairs(header, "logit_bias", MAX_BIASES),
         )
 
 
@@ -231,10 +231,13 @@ class Logprobs:
     @classmethod
     def from_header(cls, header: Mapping[str, Any], count: int) -> Logprobs:
         """Where `count` of the most probable tokens were asked for. JobError where they are something else."""
-        entries = header.get("top_logprobs", [])
-        if not isinstance(entries, list) or len(entries) > count:
-            raise JobError(f"top_logprobs: a list of at most {count} [token id, log-probability]")
-        return cls(_logprob(header, "logprob"), tuple(_entry(entry) for entry in entries))
+        found = cls(number(header, "logprob", 1.0), pairs(header, "top_logprobs", count))
+        values = (found.chosen, *(value for _, value in found.top))
+        if not all(LEAST_LOGPROB <= value <= 0.0 for value in values):
+            raise JobError(f"logprob, top_logprobs: between {LEAST_LOGPROB:g} and 0")
+        if not all(0 <= token < 2**63 for token, _ in found.top):
+            raise JobError("top_logprobs: token ids are 0 or more")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,33 +344,18 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def biases(entries: object) -> tuple[tuple[int, float], ...]:
-    """`logit_bias` of a message from outside: a list of [token id, number]. JobError where it is something else."""
+def pairs(header: Mapping[str, Any], name: str, most: int) -> tuple[tuple[int, float], ...]:
+    """A field of a message from outside that is a list of at most `most` [token id, number], or not there. JobError where it
+    is something else."""
+    entries = header.get(name, [])
     found = []
-    for entry in entries if isinstance(entries, list) and len(entries) <= MAX_BIASES else [None]:
+    for entry in entries if isinstance(entries, list) and len(entries) <= most else [None]:
         match entry:
-            case [int() as token, int() | float() as bias] if bool not in (type(token), type(bias)):
-                found.append((token, float(bias)))
+            case [int() as token, int() | float() as value] if bool not in (type(token), type(value)):
+                found.append((token, float(value)))
             case _:
-                raise JobError(f"logit_bias: a list of at most {MAX_BIASES} [token id, number]")
+                raise JobError(f"{name}: a list of at most {most} [token id, number]")
     return tuple(found)
-
-
-def _entry(entry: object) -> tuple[int, float]:
-    if not isinstance(entry, list) or len(entry) != 2:
-        raise JobError("top_logprobs: each entry is [token id, log-probability]")
-    fields = {"token": entry[0], "logprob": entry[1]}
-    token = whole(fields, "token", -1)
-    if not 0 <= token < 2**63:
-        raise JobError("top_logprobs: token ids are 0 or more")
-    return token, _logprob(fields, "logprob")
-
-
-def _logprob(header: Mapping[str, Any], name: str) -> float:
-    value = number(header, name, 1.0)
-    if not LEAST_LOGPROB <= value <= 0.0:
-        raise JobError(f"{name}: between {LEAST_LOGPROB:g} and 0, not {value}")
-    return value
 
 
 def whole(header: Mapping[str, Any], name: str, default: int) -> int:

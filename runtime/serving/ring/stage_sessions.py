@@ -123,12 +123,12 @@ class StageSessions:
             raise StaleTerm(f"{self.here} is held under term {max(self.terms)}, the route says {hop.term}")
         if self._tasks is None or self.leaving:
             raise StaleTerm(f"{self.here} is leaving")
-        counts = counts_of(opening, payload, self._position.serve.vocabulary) if self._plan.last else None
         asker = gateway.stream.remote
         if not self._openings.spend(asker):
             self.tell(gateway, opening.session, f"{self.here} is busy: ask again later", "full")
             gateway.rest(BUSY_SECONDS)
             return
+        counts = counts_of(opening, payload, self._position.serve.vocabulary) if self._plan.last else None
         session = StageSession(opening, gateway, heard_at=self._clock(), counts=counts)
         if not self.schedule.admit(session):
             other = self._shares.yields(asker, opening.capacity)

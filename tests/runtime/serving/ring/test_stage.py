@@ -259,6 +259,31 @@ def test_an_opening_that_does_not_fit_is_refused(change: dict[str, Any], reason:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("change", "prompt", "reason"),
+    [
+        ({"sampling": {"presence_penalty": 1.0}}, [], "penalties need the 1 tokens"),
+        ({"sampling": {"presence_penalty": 1.0}}, [VOCABULARY], "tokens are 0 to 30"),
+        ({"sampling": {"presence_penalty": 1.0}, "answered": 1}, [1], "answered"),
+        ({"sampling": {"logit_bias": [[VOCABULARY, 1.0]]}}, [], "logit_bias"),
+        ({"top_logprobs": 21}, [], "top_logprobs"),
+    ],
+)
+def test_a_last_stage_refuses_settings_that_it_cannot_carry_out(
+    change: dict[str, Any], prompt: list[int], reason: str
+) -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            stream = (await ring.connect())[-1]
+            header = {**ring.opening([1], 5, session="s").to_header(), **change}
+            await stream.send("open", header, [pack_tokens(prompt)])
+            frame = await stream.receive()
+            assert (frame.kind, frame.header["reason"]) == ("failed", "refused")
+            assert reason in frame.header["message"] and not ring.rings[-1].sessions
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [VOCABULARY], [-1], []])
 def test_a_prompt_that_was_not_announced_or_is_outside_the_vocabulary_is_refused(prompt: list[int]) -> None:
     async def main() -> None:

@@ -1,0 +1,76 @@
+"""What travels between clients, gateways and stages: it comes back as it was, or is refused in one line."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.serving.requests.request import GenerateRequest, Logprobs, Piece, Sampling
+
+values = st.floats(-9999, 0)
+
+
+def test_a_request_with_every_setting_comes_back_from_its_frame() -> None:
+    sampling = Sampling(
+        temperature=0.5,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        frequency_penalty=-0.5,
+        presence_penalty=2.0,
+        logit_bias=((3, 1.0), (4, -100.0)),
+    )
+    sent = GenerateRequest(prompt="x", sampling=sampling, top_logprobs=0, stop=("a", "né"))
+    header, payload = sent.to_frame()
+    assert GenerateRequest.from_frame(header, memoryview(payload)) == sent and sent.newer
+
+
+@pytest.mark.parametrize(
+    "newer",
+    [
+        {"stop": ("a",)},
+        {"top_logprobs": 0},
+        {"sampling": Sampling(min_p=0.1)},
+        {"sampling": Sampling(logit_bias=((1, 0.0),))},
+    ],
+)
+def test_what_the_release_before_does_not_know_is_told_apart(newer: dict[str, Any]) -> None:
+    plain = GenerateRequest(prompt="x", sampling=Sampling(temperature=1.0, top_k=3, top_p=0.5, seed=3))
+    assert not plain.newer and GenerateRequest(prompt="x", **newer).newer
+    assert set(plain.to_frame()[0]) == {
+        *("model", "max_tokens", "temperature", "top_k", "top_p", "seed", "prompt")
+    }
+
+
+@given(chosen=values, top=st.lists(st.tuples(st.integers(0, 2**40), values), max_size=20).map(tuple))
+def test_logprobs_come_back_from_the_header_of_a_piece(
+    chosen: float, top: tuple[tuple[int, float], ...]
+) -> None:
+    header = Piece(index=0, id=3, text="a", logprob=chosen, top_logprobs=top).to_header()
+    assert Logprobs.from_header(header, 20) == Logprobs(chosen, top)
+    assert Piece(index=0, id=3, text="a").to_header() == {"index": 0, "id": 3, "text": "a"}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {},
+        {"logprob": 0.5},
+        {"logprob": "0"},
+        {"logprob": math.nan},
+        {"logprob": -math.inf},
+        {"logprob": -1.0, "top_logprobs": 3},
+        {"logprob": -1.0, "top_logprobs": [[1, -1.0]] * 3},
+        {"logprob": -1.0, "top_logprobs": [[1]]},
+        {"logprob": -1.0, "top_logprobs": [[-1, -1.0]]},
+        {"logprob": -1.0, "top_logprobs": [[1.0, -1.0]]},
+        {"logprob": -1.0, "top_logprobs": [[1, None]]},
+    ],
+)
+def test_logprobs_that_are_none_are_refused(header: dict[str, Any]) -> None:
+    with pytest.raises(JobError, match="logprob"):
+        Logprobs.from_header(header, 2)
