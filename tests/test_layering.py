@@ -78,7 +78,7 @@ LIBRARY_FILES = {
     **{
         library: {f"runtime/serving/http/{name}.py" for name in names}
         for library, names in {
-            "fastapi": ("api", "app", "body"),
+            "fastapi": ("api", "app", "body", "chat_page"),
             "starlette": ("app", "body", "events", "guard"),
             "pydantic": ("schema",),
             "uvicorn": ("running",),

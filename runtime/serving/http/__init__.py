@@ -15,6 +15,7 @@ answers           the answers to one request, side by side
 shapes            answers as the API writes them
 events            answers on their way to a client
 api               what the routes do
+chat_page         the page at `/`, whose files are in the folder beside it
 app               the routes
 running           uvicorn in a loop that is not its own
 server            the port, opened with the peer

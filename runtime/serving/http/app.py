@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fusion.runtime.serving.http.api import Api
 from fusion.runtime.serving.http.body import BoundedRoute
+from fusion.runtime.serving.http.chat_page import FILES, page_routes
 from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.events import ClientGone
 from fusion.runtime.serving.http.guard import Guard
@@ -37,6 +38,7 @@ def make_app(api: Api, guard: Guard, metrics: Metrics) -> ASGIApp:
     app = FastAPI(title="Fusion Peer", docs_url=None, redoc_url=None)
     app.state.large_bodies = set()
     app.include_router(_routes(api, metrics))
+    app.include_router(page_routes())
     app.add_exception_handler(HTTPException, _unknown)
     return _Gate(app, guard, metrics)
 
@@ -144,7 +146,9 @@ class _Gate:
         app = self._app
         try:
             address = (scope.get("client") or ("",))[0]
-            scope.setdefault("state", {})["holder"] = self._guard.admit(Headers(scope=scope), address)
+            scope.setdefault("state", {})["holder"] = self._guard.admit(
+                Headers(scope=scope), address, public=scope["path"] in FILES
+            )
         except ApiError as error:
             app = reply(error)
         try:

@@ -31,11 +31,12 @@ class Guard:
         self._config = config
         self._port = port
 
-    def admit(self, headers: Headers, address: str) -> PeerId:
-        """Whose share of this peer the request uses: an API key's, or an address's. ApiError (401, 403)."""
+    def admit(self, headers: Headers, address: str, *, public: bool = False) -> PeerId:
+        """Whose share of this peer the request uses: an API key's, or an address's. `public`: what is asked for needs no key,
+        as a browser shows none when it opens a page. ApiError (401, 403)."""
         if self._config.local:
             self._check_origin(headers)
-        if self._config.keys:
+        if self._config.keys and not public:
             return _holder(_shown(headers, self._config.keys).hex())
         return _holder(address)
 

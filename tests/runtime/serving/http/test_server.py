@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import socket
 import threading
 from functools import partial
@@ -19,6 +20,7 @@ from support.served import reference, seeded_reference
 from fusion.runtime.serving.answers import gateway
 from fusion.runtime.serving.http import running, shapes
 from fusion.runtime.serving.http.body import MAX_BODY_BYTES
+from fusion.runtime.serving.http.chat_page import FOLDER
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.server import open_http
 from fusion.runtime.serving.requests.request import Sampling
@@ -477,3 +479,38 @@ def test_stop_texts_penalties_and_biases(tmp_path: Path) -> None:
             await swarm.freed()
 
     asyncio.run(main())
+
+
+def test_the_page_and_what_it_may_load(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = HttpConfig(keys=(hashlib.sha256(KEY.encode()).digest(),))
+        async with served_over_http(tmp_path, config=config) as (_, http):
+            status, headers, page = await ask(http, "GET", "/")
+            assert status == 200 and headers["content-type"].startswith("text/html")
+            for path in re.findall(r'(?:src|href)="([^"]+)"', page.decode()):
+                status, found, data = await ask(http, "GET", f"/{path}")
+                assert status == 200 and data and found["x-content-type-options"] == "nosniff"
+                assert found["content-security-policy"] == headers["content-security-policy"]
+            rules = dict(each.strip().split(" ", 1) for each in headers["content-security-policy"].split(";"))
+            assert rules.pop("default-src") == "'none'" and set(rules.values()) <= {"'self'", "'none'"}
+            for inline in (b"<script>", b"<style>", b" style=", b" onclick=", b"http://", b"https://"):
+                assert inline not in page
+            assert (await ask(http, "GET", "/", Host="evil.example"))[0] == 403
+            assert (await ask(http, "GET", "/../config.py"))[0] in (401, 404)
+            assert (await ask(http, "GET", "/v1/models"))[0] == 401
+
+    asyncio.run(main())
+
+
+def test_the_script_makes_no_markup_of_what_a_model_says() -> None:
+    script = (FOLDER / "page.js").read_text("utf-8")
+    for word in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+        "localStorage",
+    ):
+        assert word not in script
