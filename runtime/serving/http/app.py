@@ -50,19 +50,21 @@ def _routes(api: Api, metrics: Metrics) -> APIRouter:
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
-            async def told(request: Request) -> Response:
+            async def tell(request: Request) -> Response:
                 try:
                     return await handle(request)
                 except RequestValidationError as error:
                     return reply(_wrong_field(error.errors()))
                 except ClientGone:
                     return Response(status_code=GONE)
-                except HTTPException as error:  # FastAPI's, around one of ours that `body` raised
-                    return reply(api.failed(error.__cause__ or error))
+                except HTTPException as error:  # FastAPI's, perhaps around one of ours that `body` raised
+                    ours = error.__cause__
+                    told = ours if isinstance(ours, ApiError) else ApiError(error.status_code, error.detail)
+                    return reply(told)
                 except Exception as error:
                     return reply(api.failed(error))
 
-            return told
+            return tell
 
     router = APIRouter(route_class=Route, responses=ERRORS)
 

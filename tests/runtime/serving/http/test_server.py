@@ -17,6 +17,7 @@ import pytest
 from support.http_api import TEMPLATE, ask, client_of, served_over_http
 from support.served import reference, seeded_reference
 
+from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE
 from fusion.runtime.serving.answers import gateway
 from fusion.runtime.serving.http import running, shapes
 from fusion.runtime.serving.http.body import MAX_BODY_BYTES
@@ -24,6 +25,7 @@ from fusion.runtime.serving.http.chat_page import FOLDER
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.server import open_http
 from fusion.runtime.serving.requests.request import Sampling
+from fusion.swarm.directory.records import Digest
 
 pytestmark = [pytest.mark.process, pytest.mark.heavy]
 
@@ -514,3 +516,15 @@ def test_the_script_makes_no_markup_of_what_a_model_says() -> None:
         "localStorage",
     ):
         assert word not in script
+
+
+def test_a_template_that_nobody_has_any_more_keeps_no_stage_from_running(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = ((CHAT_TEMPLATE_FILE, Digest("0" * 64)),)
+        async with served_over_http(tmp_path, files=files) as (_, http), client_of(http) as client:
+            assert (await client.completions.create(**GREEDY, prompt=PROMPT)).choices
+            with pytest.raises(openai.InternalServerError, match="cannot fetch blob") as found:
+                await client.chat.completions.create(**GREEDY, messages=[{"role": "user", "content": "hi"}])
+            assert found.value.status_code == 503
+
+    asyncio.run(main())
