@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -51,7 +52,9 @@ def _listen(config: HttpConfig) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server((str(address[0]), config.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise OSError(f"--http: {config.host}:{config.port}: {error.strerror or error}") from None
+        number = error.errno or 0  # below 0 for a name that is not found
+        reason = os.strerror(number) if number > 0 else error.strerror or str(error)
+        raise OSError(f"--http: {config.host}:{config.port}: {reason}") from None
     listening.setblocking(False)
     return listening
 

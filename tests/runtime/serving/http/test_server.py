@@ -403,7 +403,9 @@ def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
     async def main() -> None:
         async with served_over_http(tmp_path) as (swarm, http):
             peer = swarm.peers[0]
-            with pytest.raises(OSError, match=f"--http: 127.0.0.1:{http.port}: ") as found:
+            with pytest.raises(
+                OSError, match=f"^--http: 127.0.0.1:{http.port}: Address already in use$"
+            ) as found:
                 async with open_http(HttpConfig(port=http.port), peer.context, peer.service.gateway):
                     pass
             assert "\n" not in str(found.value)
@@ -528,3 +530,33 @@ def test_a_template_that_nobody_has_any_more_keeps_no_stage_from_running(tmp_pat
             assert found.value.status_code == 503
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\na: " + b"x" * 70_000,
+        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n\r\n",
+        b"GET /%00%ff/..%2f HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+    ],
+    ids=["tls", "http2", "head", "target", "lengths", "chunk", "upgrade", "path"],
+)
+def test_what_is_no_http_ends_a_connection_and_nothing_else(
+    junk: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http):
+            reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+            writer.write(junk)
+            async with asyncio.timeout(30):
+                await asyncio.gather(reader.read(), return_exceptions=True)
+            writer.close()
+            assert (await ask(http, "GET", "/health"))[0] == 200
+
+    asyncio.run(main())
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
