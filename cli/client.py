@@ -108,6 +108,14 @@ def is_attached(context: Context) -> bool:
     return isinstance(context.transport, ControlTransport)
 
 
+def http_url(context: Context, way: Way) -> str | None:
+    """Where the HTTP API of the peer is through which this command speaks; None where it has none, or joined by itself."""
+    from fusion.runtime.peer.peer_file import running_peer
+
+    here = running_peer(home_folder(way.home)) if is_attached(context) else None
+    return (here.http or None) if here is not None else None
+
+
 async def working_peers(
     context: Context, wanted: Sequence[str] = (), wait_seconds: float = 2 * RECORD_TTL_SECONDS
 ) -> tuple[PeerRecord, ...]:

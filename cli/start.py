@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ from fusion.swarm.streams.reachable import is_loopback, is_public
 if TYPE_CHECKING:
     from fusion.runtime.peer.config import PeerConfig
     from fusion.runtime.peer.peer import Peer
+    from fusion.runtime.serving.http.config import HttpConfig
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,22 @@ def start(
             help="Most to give away of weights and snapshots, in megabits a second (no limit).",
         ),
     ] = None,
+    http: Annotated[
+        str,
+        typer.Option(
+            "--http",
+            metavar="HOST:PORT",
+            help="Where programs ask this peer over OpenAI's API; port 0: any that is free; off: nowhere.",
+        ),
+    ] = "127.0.0.1:0",
+    http_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--http-key",
+            metavar="FILE",
+            help="API keys, one a line, of which each request over HTTP must show one.",
+        ),
+    ] = None,
     swarm_key: options.SwarmKey = None,
     invite: Annotated[
         list[str] | None,
@@ -94,6 +112,10 @@ def start(
         chosen["upload_mbps"] = upload
     if memory is not None:
         chosen["memory_bytes"] = options.parse_size(memory, "--memory")
+    if http != "off":
+        chosen["http"] = options.http_config(http, http_key)
+    elif http_key is not None:
+        raise ValueError("--http-key: there is no HTTP API with --http off")
     if disk is not None:
         chosen["blob_quota_bytes"] = options.parse_size(disk, "--disk")
     folder = options.home_folder(home)
@@ -144,7 +166,7 @@ class Lending:
                 async with open_peer(config) as peer:
                     ran, self._peer = True, peer
                     ports = same_ports(self._config.listen, peer.network.transport.all_addresses)
-                    config = replace(self._config, listen=ports)
+                    config = replace(self._config, listen=ports, http=_same_http(peer))
                     await self._attend(peer)
             except DaemonDied as error:
                 reason = str(error)
@@ -211,6 +233,11 @@ def same_ports(listen: tuple[str, ...], addresses: Sequence[str]) -> tuple[str, 
     return tuple(chosen)
 
 
+def _same_http(peer: Peer) -> HttpConfig | None:
+    """The HTTP API again at the port that it has."""
+    return None if peer.http is None else replace(peer.http.config, port=peer.http.port)
+
+
 async def _tell_announced(peer: Peer, config: PeerConfig, output: Output) -> None:
     await peer.announcement.done.wait()
     from fusion.swarm.swarm_key import keep_key, load_key
@@ -233,10 +260,13 @@ def _introduce(peer: Peer, config: PeerConfig, output: Output) -> None:
             "flops_per_second": record.flops_per_second,
             "memory_bytes": record.memory_bytes,
             "home": str(config.home),
+            "http": None if peer.http is None else peer.http.url,
         }
     )
     output.say(f"{record.name} is up: {record.device}, {flops_text(record.flops_per_second)}, "
                f"lends {bytes_text(record.memory_bytes)}")  # fmt: skip
+    if peer.http is not None:
+        output.say(f"programs ask it over OpenAI's API at {peer.http.url}")
 
 
 def invitation(addresses: Sequence[str], listen: Sequence[str]) -> tuple[str, ...]:

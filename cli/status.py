@@ -50,6 +50,7 @@ async def _status(way: client.Way, output: Output) -> None:
         peers, beliefs = await asyncio.gather(client.working_peers(context), overview(context))
         jobs = tuple(belief.record for belief in beliefs)
         claims, answers = await asyncio.gather(_claims(context, jobs), _answers(context, peers))
+        http = client.http_url(context, way)
     stages = [stage_of(job, number, found) for job, number, found in claims]
     said = {peer: answer for peer, answer in answers.items() if answer is not None}
     links = [link for peer, answer in said.items() for link in links_of(peer, answer)]
@@ -67,10 +68,13 @@ async def _status(way: client.Way, output: Output) -> None:
             ],
             "links": links,
             "holdings": holdings,
+            "http": http,
         }
     )
     _show(output, peers, jobs, stages, links)
     _show_holdings(output, peers, holdings)
+    if http:
+        output.note(f"the peer of this home answers programs at {http}")
     silent = sorted(each.name for each in peers if answers[each.peer] is None)
     if silent:
         output.note(f"no answer about links from {', '.join(silent)}")

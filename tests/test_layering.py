@@ -50,7 +50,7 @@ ROOMS = {
     "compression": ("",),
     "runtime": (
         *("job", "belief", "planes", "capture"),
-        *(f"serving/{room}" for room in ("requests", "ring", "answers")),
+        *(f"serving/{room}" for room in ("requests", "ring", "answers", "http")),
         *("serving", "placing"),
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),
         *("training", "launch", "hosting/jobs", "hosting", "peer"),
@@ -75,7 +75,19 @@ LIBRARY_FILES = {
         *("swarm/dht/wire.py", "swarm/dht/calls.py", "swarm/dht/directory.py"),
     },
     "transformers": {"runtime/capture/huggingface.py"},
+    **{
+        library: {f"runtime/serving/http/{name}.py" for name in names}
+        for library, names in {
+            "fastapi": ("api", "app", "body", "chat_page"),
+            "starlette": ("app", "body", "events", "guard"),
+            "pydantic": ("schema",),
+            "uvicorn": ("running",),
+            "jinja2": ("template_worker",),
+            "prometheus_client": ("metrics",),
+        }.items()
+    },
 }
+HTTP = {"fastapi", "starlette", "uvicorn", "jinja2", "prometheus_client"}  # and what they load
 # dag is arithmetic on frozen values.
 EFFECTS = {
     *(
@@ -181,6 +193,7 @@ def test_the_command_line_answers_without_heavy_libraries() -> None:
         "tokenizers",
         "rich",
         "grpc",
+        *HTTP,
     }
 
 
@@ -189,8 +202,16 @@ def test_a_command_that_goes_through_a_running_peer_loads_no_heavy_library() -> 
         "import fusion.cli.main, fusion.cli.client, fusion.runtime.peer.client, fusion.runtime.job.progress\n"
         "import fusion.runtime.serving.requests.client, fusion.runtime.hosting.jobs.server"
     )
-    heavy = {"torch", "hivemind", "transformers", "numpy", "safetensors", "tokenizers", "rich", "grpc"}
+    heavy = {"torch", "hivemind", "transformers", "numpy", "safetensors", "tokenizers", "rich", "grpc", *HTTP}
     assert not loaded & heavy
+
+
+def test_a_peer_loads_what_answers_http_only_when_somebody_connects() -> None:
+    loaded = loaded_by(
+        "import fusion.cli.start, fusion.runtime.peer.peer, fusion.runtime.serving.http.server\n"
+        "import fusion.runtime.serving.http.config"
+    )
+    assert not loaded & HTTP and "torch" in loaded
 
 
 # Decisions and values: no tensor, no tokenizer and no file of weights in them, nor in what they import.

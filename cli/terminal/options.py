@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fusion.runtime.job import size_text
+
+if TYPE_CHECKING:
+    from fusion.runtime.serving.http.config import HttpConfig
 
 DEFAULT_HOME = Path("~/.fusion-peer")
 BOOTSTRAP_FILE = "bootstrap_peers.txt"
@@ -131,6 +134,14 @@ def checked_listen(address: str) -> str:
     if not re.fullmatch(r"/(ip4|ip6|dns4|dns6|dns)/[^/\s]+/(tcp|udp)/\d+(/[^\s]*)?", address):
         raise ValueError(f"--listen: {address!r} is not a multiaddr such as /ip4/0.0.0.0/tcp/31337")
     return address
+
+
+def http_config(address: str, keys: Path | None) -> HttpConfig:
+    """Of --http and --http-key. ValueError names the one that is wrong."""
+    from fusion.runtime.serving.http.config import HttpConfig, parse_address, read_keys
+
+    host, port = parse_address(address)
+    return HttpConfig(host=host, port=port, keys=() if keys is None else read_keys(keys))
 
 
 def debug_asked(words: Sequence[str]) -> bool:

@@ -5,8 +5,8 @@ that `jobs export` wrote. Only the launching machine reads one; what it hands on
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from fusion.runtime.capture.huggingface import open_model
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
-from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE, WEIGHTS_FILE
+from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE, WEIGHTS_FILE, chat_files
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
 
 CONSTANTS_FILE = "constants.safetensors"  # what the graph reads and no state_dict of the module has
@@ -62,6 +62,9 @@ class LanguageModel:
     training: Graph | None = None
     tokenizer: Path | None = None
     config: tuple[Path, ...] = ()  # files that an export repeats
+    chat: Mapping[str, bytes] = field(
+        default_factory=dict
+    )  # by file name: how it is chatted with, if it says so
 
 
 def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path | None) -> LanguageModel:
@@ -95,6 +98,7 @@ def huggingface(config: HuggingFaceConfig, *, training: bool, seed: int = 0) -> 
         read=model.read,
         tokenizer=model.tokenizer,
         config=tuple(path for path in files if path.is_file()),
+        chat=chat_files(config.path),
     )
 
 
@@ -112,6 +116,7 @@ def exported(directory: Path) -> LanguageModel:
         read=lambda variables: _read(directory, variables),
         tokenizer=tokenizer if tokenizer.is_file() else None,
         config=tuple(directory / name for name in CONFIG_FILES if (directory / name).is_file()),
+        chat=chat_files(directory),
     )
 
 

@@ -4,6 +4,7 @@ wrong directory hears of it at once. Loads no library."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ ABOUT_FILE = "fusion.json"
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
+# How a chat is written as a prompt, as Hugging Face names and writes it; both go with a job, for gateways.
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+CHAT_FILES = {CHAT_TEMPLATE_FILE: 256 << 10, SPECIAL_TOKENS_FILE: 16 << 10}  # the most bytes of each
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 def check_directory(directory: Path) -> None:
@@ -76,3 +83,49 @@ def json_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise JobError(f"{path} holds no JSON object")
     return found
+
+
+def chat_files(directory: Path) -> dict[str, bytes]:
+    """The contents of CHAT_FILES for the model in a directory, wherever its files say them; none for a model without a
+    chat template. JobError for files that cannot be read, or a template that is too long."""
+    config = directory / TOKENIZER_CONFIG_FILE
+    said = json_object(config) if config.is_file() else {}
+    template = _chat_template(directory, said)
+    if template is None:
+        return {}
+    path = directory / SPECIAL_TOKENS_FILE
+    tokens = {**special_tokens(json_object(path) if path.is_file() else {}), **special_tokens(said)}
+    contents = {
+        CHAT_TEMPLATE_FILE: template.encode(),
+        SPECIAL_TOKENS_FILE: json.dumps(tokens).encode(),
+    }
+    for name, content in contents.items():
+        if len(content) > CHAT_FILES[name]:
+            raise JobError(f"{directory}: {name} has {len(content)} bytes; the limit is {CHAT_FILES[name]}")
+    return contents
+
+
+def special_tokens(said: Mapping[str, Any]) -> dict[str, str]:
+    """The text of each special token that a chat template may name."""
+    found = {}
+    for name in SPECIAL_TOKENS:
+        token = said.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """A file of its own goes before what the tokenizer's configuration says; of several, the one called default."""
+    path = directory / CHAT_TEMPLATE_FILE
+    try:
+        if path.is_file():
+            return path.read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        raise JobError(f"{path} cannot be read: {error}") from error
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None

@@ -37,7 +37,8 @@ class TextStream(Protocol):
 class Text(Protocol):
     """How a model reads and writes text."""
 
-    def encode(self, prompt: str) -> list[int]: ...
+    def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
+        """`plain` False: a text that has its special tokens already, as a chat template writes it."""
 
     def stream(self, prompt: Sequence[int]) -> TextStream: ...
 
@@ -49,7 +50,7 @@ class Text(Protocol):
 class ByteText:
     """Token ids below 256 are the bytes of UTF-8 text; others have no text."""
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
         return list(prompt.encode())
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
@@ -62,7 +63,7 @@ class ByteText:
 class NoText:
     """A model without a tokenizer: ids in, ids out."""
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
         raise JobError("prompt: this model has no tokenizer; give token ids instead (--prompt-ids 1,2,3)")
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
@@ -86,8 +87,8 @@ class TokenizerText:
             token: entry.content for token, entry in added.items()
         }  # which are what they look like
 
-    def encode(self, prompt: str) -> list[int]:
-        return list(self._tokenizer.encode(prompt).ids)
+    def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(prompt, add_special_tokens=plain).ids)
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
         return _WindowStream(self._decode, prompt)

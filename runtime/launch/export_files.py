@@ -15,8 +15,8 @@ from fusion.runtime.launch.shard import contiguous
 
 
 def export_files(model: sources.LanguageModel) -> dict[str, bytes | Path]:
-    """By file name: the graph, the configuration and the constants that `fusion.runtime.capture.sources` reads."""
-    files: dict[str, bytes | Path] = {path.name: path for path in model.config}
+    """By file name: the graph, the configuration, the chat template and the constants that `fusion.runtime.capture.sources` reads."""
+    files: dict[str, bytes | Path] = {**{path.name: path for path in model.config}, **model.chat}
     files[GRAPH_FILE] = serialise.encode(clean(model.inference))
     files[ABOUT_FILE] = model.about.to_json()
     constants = [v for v in model.inference.variables if not is_exported(v.name)]

@@ -152,11 +152,18 @@ async def _look(context: Context, prepared: Prepared) -> Held:
     stages = range(prepared.manifest.stages)
     claims = await asyncio.gather(*(context.directory.claims(prepared.job, stage) for stage in stages))
     owners = [owner for owner in map(winner, claims) if owner is not None]
-    providers = await asyncio.gather(*(context.directory.providers(digest) for digest in prepared.blobs))
+    awaited = [digest for digest in prepared.blobs if digest not in _unasked(prepared)]
+    providers = await asyncio.gather(*(context.directory.providers(digest) for digest in awaited))
     return Held(
         claimed=len(owners),
         ready=sum(owner.ready for owner in owners),
         stages=len(stages),
         copied=sum(any(p.peer != context.peer_id for p in found) for found in providers),
-        blobs=len(prepared.blobs),
+        blobs=len(awaited),
     )
+
+
+def _unasked(prepared: Prepared) -> frozenset[Digest]:
+    """What owners of an older release do not fetch: how to chat with a served model. Others have it when they are ready."""
+    manifest = prepared.manifest
+    return frozenset(digest for _, digest in manifest.files) if manifest.serve is not None else frozenset()

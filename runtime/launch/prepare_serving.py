@@ -64,6 +64,7 @@ def prepare_serving(
         name=name,
         graph=graph,
         variables=model.read,
+        files=dict(model.chat),
         tokenizer=model.tokenizer,
         byte_level=about.byte_level,
         author=author or Identity.generate(),

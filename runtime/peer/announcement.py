@@ -44,9 +44,10 @@ async def announced(
     capability: Capability,
     bootstrap: tuple[str, ...],
     hosted: Callable[[], Sequence[tuple[JobId, int]]],
+    http: str = "",
 ) -> AsyncIterator[Announcement]:
-    """Be in the swarm and answer for oneself until the block ends. `bootstrap` are multiaddrs, none of which has to answer.
-    Raises OSError in one line (a full or read-only disk)."""
+    """Be in the swarm and answer for oneself until the block ends. `bootstrap` are multiaddrs, none of which has to answer;
+    `http` is where this peer's HTTP API is, for commands on this machine. Raises OSError in one line (a full or read-only disk)."""
     transport, directory, started_at = network.transport, network.directory, context.clock.unix()
 
     def meet(other: PeerId, addresses: Sequence[str]) -> None:
@@ -65,6 +66,7 @@ async def announced(
         addresses=tuple(transport.all_addresses),
         pid=os.getpid(),
         control=str(transport.runtime_dir / CONTROL_SOCKET),
+        http=http,
     )
     async with membership, ControlServer(transport, directory, Path(running.control)):
         with written_down(context.home, running):

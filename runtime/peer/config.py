@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusion.runtime.peer.client import BLOB_QUOTA_BYTES
+from fusion.runtime.serving.http.config import HttpConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,9 @@ class PeerConfig:
     blob_quota_bytes: int = BLOB_QUOTA_BYTES  # of the disk, for weights, data and snapshots of jobs
     swarm_key: Path | None = None  # of a closed swarm; default: that in the home, where there is one
     upload_mbps: float | None = None  # for blobs that others fetch; None: unlimited
+    http: HttpConfig | None = (
+        None  # where programs of this machine, or others with a key, ask the swarm's models
+    )
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:

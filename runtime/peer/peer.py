@@ -21,6 +21,8 @@ from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.machine import opened
 from fusion.runtime.peer.network import Network
 from fusion.runtime.planes.choice import TORCH, choose
+from fusion.runtime.serving.http.server import HttpServer, open_http
+from fusion.runtime.serving.service import ServingService
 from fusion.swarm.errors import ClosedSwarm
 from fusion.swarm.swarm_key import NO_MEMBER
 
@@ -35,6 +37,7 @@ class Peer:
     network: Network
     announcement: Announcement
     parts: Assembly
+    http: HttpServer | None
 
     async def failed(self) -> BaseException:
         """Wait until p2pd or the hosting ends by itself, or the bootstrap peers turn out to be of another swarm; why it
@@ -59,7 +62,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     """Run a peer until the block ends; it is announced in the directory when the block begins.
 
     Raises, in one line each, IdentityError, SwarmKeyError, TransportError (a taken port), BlobError or OSError (a full or read-only
-    disk), ValueError (a device that is not there).
+    disk, a taken port of the HTTP API), ValueError (a device that is not there).
     """
     async with opened(config) as (network, context, capability):
         services = partial(training_and_serving, choose(TORCH, config.device))
@@ -71,10 +74,26 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             # is there already will stay, and need not be looked at, now or each time.
             gc.freeze()
             parts.hosting.on_rest = gc.collect
-            async with announced(
-                network, context, capability, config.bootstrap, lambda: parts.hosting.hosted
-            ) as announcement:
-                yield Peer(context, network, announcement, parts)
+            async with (
+                _http(config, context, parts) as http,
+                announced(
+                    *(network, context, capability, config.bootstrap, lambda: parts.hosting.hosted),
+                    http="" if http is None else http.url,
+                ) as announcement,
+            ):
+                yield Peer(context, network, announcement, parts, http)
+
+
+@asynccontextmanager
+async def _http(config: PeerConfig, context: Context, parts: Assembly) -> AsyncIterator[HttpServer | None]:
+    """The API, if there is to be one, in front of this peer's gateway."""
+    if config.http is None:
+        yield None
+        return
+    serving = parts.services["serve"]
+    assert isinstance(serving, ServingService)
+    async with open_http(config.http, context, serving.gateway) as http:
+        yield http
 
 
 def _fitness(capability: Capability) -> float:

@@ -23,6 +23,7 @@ class RunningPeer:
     control: (
         str  # the path of its control socket (`fusion.swarm.control.server`); "" in files of older versions
     )
+    http: str = ""  # where its HTTP API is, if it has one
 
 
 def running_peer(home: Path) -> RunningPeer | None:
@@ -34,6 +35,7 @@ def running_peer(home: Path) -> RunningPeer | None:
             addresses=tuple(map(str, found["addresses"][:_ADDRESSES])),
             pid=int(found["pid"]),
             control=str(found.get("control", "")),
+            http=str(found.get("http", "")),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

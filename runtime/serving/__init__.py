@@ -3,6 +3,7 @@
 requests/      what a client asks, and what it gets
 ring/          the stages' side of a session
 answers/       the gateway's side
+http/          OpenAI's API, for programs that are no peers
 stage_loader   stages on their way into memory
 service        serving on this peer: stages in memory, replicas, the gateway
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +16,16 @@ from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.model_files import CHAT_FILES
 from fusion.runtime.job.stage_graphs import StageGraphs, file_bytes, weights_bytes
 from fusion.runtime.job.text import MAX_TOKENIZER_BYTES
 from fusion.runtime.planes.plane import DecodingStage, Plane
 from fusion.runtime.serving.ring.frames import RingPlan, last_reader, plan_ring
+from fusion.swarm.blobs.blobs import JobBlobs
 from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.errors import BlobError, QuotaExceeded
+
+log = logging.getLogger(__name__)
 
 REMEMBERED_RINGS = 8
 
@@ -83,11 +90,16 @@ class StageLoader:
         await self._graphs.check(job, manifest, stage)
         blobs = self._context.blobs.of(job)
         most = file_bytes(weights_bytes(part), len(part.graph.variables))
-        wanted = [blobs.fetch(manifest.weights[stage], max_bytes=most)]
+        wanted: list[Awaitable[Path | None]] = [blobs.fetch(manifest.weights[stage], max_bytes=most)]
         if manifest.tokenizer is not None and stage in (0, manifest.stages - 1):
             # No stage reads it, any gateway may: the swarm has to hold it once the launcher is gone.
             wanted.append(blobs.fetch(manifest.tokenizer, max_bytes=MAX_TOKENIZER_BYTES))
-        return (await asyncio.gather(*wanted))[0]
+        if stage in (0, manifest.stages - 1):
+            chat = [(digest, CHAT_FILES[name]) for name, digest in manifest.files if name in CHAT_FILES]
+            wanted += (_if_there_is(blobs, digest, most_bytes) for digest, most_bytes in chat)
+        path = (await asyncio.gather(*wanted))[0]
+        assert path is not None
+        return path
 
     async def stages(self, job: JobId, manifest: Manifest) -> tuple[Stage, ...]:
         """All stages of the job. Raises BlobError, Unsupported for a graph that is none."""
@@ -117,6 +129,15 @@ class StageLoader:
         if isinstance(found, JobError):
             raise JobFailed(str(found))
         return found
+
+
+async def _if_there_is(blobs: JobBlobs, digest: Digest, max_bytes: int) -> None:
+    """Keep a copy for gateways. Owners of an older release have none, so nobody may have one any more; answers to prompts
+    need none."""
+    try:
+        await blobs.fetch(digest, max_bytes=max_bytes)
+    except (BlobError, QuotaExceeded) as error:
+        log.info("not kept for chats: %s", error)
 
 
 def _reader_or_error(stages: tuple[Stage, ...]) -> int | JobError:

@@ -67,6 +67,7 @@ class Script:
         yield SimpleNamespace(
             network=SimpleNamespace(transport=SimpleNamespace(all_addresses=ADDRESSES)),
             hosting=SimpleNamespace(hosted=(("job", 0),)),
+            http=None,
         )
 
     async def attend(self, peer: Any) -> None:

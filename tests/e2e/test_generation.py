@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from support.families import VOCABULARY, build, config, greedy
 from support.jobs import with_client
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from support.source_tokenizer import tokenizer_of_sources
 
 from fusion.cli.client import working_peers
 from fusion.cli.job_client import find_job, stop
@@ -164,15 +163,3 @@ def test_the_commands_serve_a_model_and_answer_text_and_token_ids(peers: Any, tm
     [stopped] = peers.run(*penalised, "--stop", stop_text)
     assert stopped["text"] == record["text"][: record["text"].index(stop_text)]
     assert stopped["tokens"] == wanted[: len(stopped["tokens"])] and len(stopped["tokens"]) < len(wanted)
-
-
-def tokenizer_of_sources() -> Tokenizer:
-    """A small byte-pair encoding of this Python's own modules; only characters that they have, so any tokens make
-    text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = [str(folder / f"{name}.py") for name in ("argparse", "socket", "tarfile", "typing")]
-    tokenizer.train(files, trainers.BpeTrainer(vocab_size=400, show_progress=False))
-    return tokenizer

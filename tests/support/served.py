@@ -276,6 +276,7 @@ async def swarm_of(
     memory_bytes: int = 1 << 30,
     failover: FailoverConfig = IMPATIENT,
     given: Surroundings = PRODUCT,
+    seconds: float = 60,
 ) -> AsyncIterator[Swarm]:
     swarm = Swarm(MemoryNetwork(), given)
     swarm.peers = [
@@ -286,7 +287,7 @@ async def swarm_of(
         await peer.context.blobs.__aenter__()
         await peer.service.start()
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(seconds):
             yield swarm
     finally:
         for peer in swarm.peers:

@@ -108,6 +108,11 @@ class Catalog:
             self._authors[name] = self._models[job].manifest.author
         return self._models[job]
 
+    async def served(self) -> tuple[Known, ...]:
+        """What the swarm serves now, as far as it is known here. Raises SwarmError."""
+        seen = await candidates(self._context, await self._served())
+        return tuple(each for each in seen if not each.belief.over)
+
     async def check_admitted(self, job: JobId, manifest: Manifest) -> None:
         """NotAdmitted, naming peers that own stages, where this peer may not prompt the model."""
         access = self._context.access

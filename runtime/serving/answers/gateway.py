@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import ParamSpec, TypeVar
@@ -59,6 +59,8 @@ BUSY = "this peer answers as many requests as it can, and others have fewer: ask
 P = ParamSpec("P")
 T = TypeVar("T")
 
+Place = asyncio.Future[None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
@@ -85,9 +87,7 @@ class Gateway:
         self._catalog = Catalog(context, self._sessions.through)
         self._threads = TextThreads()
         clock = context.clock.monotonic
-        self._answers: Shares[asyncio.Future[None]] = Shares(
-            clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS
-        )
+        self._answers: Shares[Place] = Shares(clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS)
         self._arriving: Shares[Stream] = Shares(clock, LARGE_PROMPTS, ARRIVING_SECONDS)
         self._reports = OwnerReports(context.succession, self._catalog.newer)
 
@@ -170,13 +170,49 @@ class Gateway:
             return function(*args, **kwargs)
         return await self._threads.run(model.job, function, *args, **kwargs)
 
+    @property
+    def catalog(self) -> Catalog:
+        """The models that there are."""
+        return self._catalog
+
+    async def encode(self, model: ServedModel, text: str, *, plain: bool = True) -> tuple[int, ...]:
+        """As `Text.encode`. JobError for a text that the model cannot take, JobFailed where its tokenizer takes too long."""
+        check_size(GenerateRequest(prompt=text), model.serve.max_sequence)
+        return tuple(await self._text(model, model.text.encode, text, plain=plain))
+
+    async def spell(self, model: ServedModel, tokens: Sequence[int]) -> list[bytes]:
+        """As `Text.spell`, for each of them."""
+        return await self._text(model, lambda: [model.text.spell(token) for token in tokens])
+
     # --- clients
+
+    def place(self, holder: PeerId, prompt_bytes: int) -> Place | None:
+        """Among the answers that we give at once, for whoever `holder` is; done when it has to be given up. None where
+        there is none. Every one that is taken ends in `leave`."""
+        bytes_ = ANSWER_BYTES + prompt_bytes
+        while not self._answers.room(bytes_):
+            other = self._answers.yields(holder, bytes_)
+            if other is None:
+                return None
+            self._answers.release(other)
+            other.set_result(None)
+        place: Place = asyncio.get_running_loop().create_future()
+        self._answers.take(place, holder, bytes_)
+        return place
+
+    def use(self, place: Place) -> None:
+        """The answer goes on."""
+        self._answers.use(place)
+
+    def leave(self, place: Place, *, completed: bool) -> None:
+        """The answer has ended; `completed`: as it should."""
+        self._answers.release(place, completed=completed)
 
     async def attend(self, client: Stream) -> None:
         """Answer one request of a client. It vanishing, or saying anything more, ends the generation; so does another
         client that has fewer, where there is not room for both."""
         frame = await self._request(client)
-        place = self._place(client, len(frame.payload))
+        place = self.place(client.remote, len(frame.payload))
         if place is None:
             await _tell(client, BUSY)
             return
@@ -188,7 +224,7 @@ class Gateway:
             gone.cancel()
             answer.cancel()
             _, outcome = await asyncio.gather(gone, answer, return_exceptions=True)
-            self._answers.release(place, completed=outcome is True)
+            self.leave(place, completed=outcome is True)
         if isinstance(outcome, Exception):
             raise outcome
         if place.done():
@@ -211,27 +247,14 @@ class Gateway:
             raise FrameError(f"clients send generate, not {frame.kind!r:.40}")
         return frame
 
-    def _place(self, client: Stream, prompt_bytes: int) -> asyncio.Future[None] | None:
-        """Among the answers that we give at once, done when it has to be given up; None where there is none."""
-        bytes_ = ANSWER_BYTES + prompt_bytes
-        while not self._answers.room(bytes_):
-            other = self._answers.yields(client.remote, bytes_)
-            if other is None:
-                return None
-            self._answers.release(other)
-            other.set_result(None)
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._answers.take(place, client.remote, bytes_)
-        return place
-
-    async def _answer(self, client: Stream, frame: Frame, place: asyncio.Future[None]) -> bool:
+    async def _answer(self, client: Stream, frame: Frame, place: Place) -> bool:
         """Whether it was given to its end."""
         try:
             request = GenerateRequest.from_frame(frame.header, frame.payload)
             async with aclosing(self.generate(request, client.remote)) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, Piece):
-                        self._answers.use(place)
+                        self.use(place)
                         await _send(client, "token", piece.to_header(), piece.logits)
                     else:
                         await _send(client, "done", _done(piece))

@@ -142,3 +142,13 @@ def test_a_tokenizer_without_a_decoder_spells_what_it_decodes() -> None:
 @pytest.mark.parametrize("token", [-1, 10**6, 2**62])
 def test_a_token_that_there_is_not_has_no_spelling(text: Text, token: int) -> None:
     assert text.spell(token) == b""
+
+
+def test_a_text_that_has_its_special_tokens_gets_no_more() -> None:
+    made = Tokenizer.from_str(byte_level()._tokenizer.to_str())
+    made.add_special_tokens(["<s>"])
+    begin = made.token_to_id("<s>")
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    text = TokenizerText(made.to_str().encode())
+    assert text.encode("<s>a").count(begin) == 2
+    assert text.encode("<s>a", plain=False) == [begin, *text.encode("a", plain=False)]

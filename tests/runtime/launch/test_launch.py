@@ -149,7 +149,13 @@ def test_a_directory_as_export_writes_it_is_served(job_file: Path, store: BlobSt
     save_file(
         {name: value.clone() for name, value in module.state_dict().items()}, directory / "model.safetensors"
     )
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
     served = prepare_serving(directory, "small", [peer("A"), peer("B")], store, stages=2)
+    chat = dict(served.manifest.files)
+    assert store.path(chat["chat_template.jinja"]).read_text() == "{{ messages }}"
+    assert set(chat) == {"chat_template.jinja", "special_tokens_map.json"} and {*chat.values()} <= {
+        *served.blobs
+    }
     assert served.manifest.kind == "serve" and served.manifest.byte_level
     assert served.manifest.serve is not None and served.manifest.serve.cache == "kv"
     assert served.manifest.serve.vocabulary == 256 and served.manifest.serve.max_sequence == 8

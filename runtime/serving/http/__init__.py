@@ -1,0 +1,22 @@
+"""OpenAI's API in front of the gateway, on a port of this machine. Knows no peers: whatever it answers, the gateway gives.
+
+config            where it listens, and who may use it
+errors            what can go wrong, as OpenAI's API says it
+guard             who is let in
+body              request bodies, bounded
+schema            what a client may say
+asking            from that to what a gateway is asked
+template_worker   a process that renders chat templates and can do nothing else
+chat_template     those processes
+chat_format       how a model is chatted with
+tool_calls        calls of tools in what a model says; pure
+metrics           what `/metrics` shows
+answers           the answers to one request, side by side
+shapes            answers as the API writes them
+events            answers on their way to a client
+api               what the routes do
+chat_page         the page at `/`, whose files are in the folder beside it
+app               the routes
+running           uvicorn in a loop that is not its own
+server            the port, opened with the peer
+"""

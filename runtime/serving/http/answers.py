@@ -1,0 +1,93 @@
+"""The answers to one request, side by side, each in a place of its own among those that the gateway gives at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from fusion.runtime.serving.answers.gateway import Gateway, Place
+from fusion.runtime.serving.http.errors import Busy
+from fusion.runtime.serving.http.metrics import Metrics
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
+from fusion.swarm.transport import PeerId
+
+WAITING_PARTS = 64  # that a client has not read yet, before its answers wait for it
+TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of answer number `choice`: a token, or its end."""
+
+    choice: int
+    said: Piece | Answer
+
+
+async def parts(
+    gateway: Gateway, asked: Sequence[GenerateRequest], holder: PeerId, metrics: Metrics
+) -> AsyncGenerator[Part]:
+    """All of them as they come, until each has its Answer. Raises Busy, and as `Gateway.generate` does, whichever answer
+    fails first. Close it to stop: that frees every session."""
+    places = _places(gateway, asked, holder)
+    queue: asyncio.Queue[Part | Exception] = asyncio.Queue(WAITING_PARTS)
+    tasks = [
+        asyncio.create_task(_answer(gateway, choice, request, place, queue, metrics))
+        for choice, (request, place) in enumerate(zip(asked, places, strict=True))
+    ]
+    for place, task in zip(places, tasks, strict=True):
+        place.add_done_callback(lambda _, task=task: task.cancel())  # type: ignore[misc]
+    left = len(tasks)
+    try:
+        while left:
+            part = await queue.get()
+            if isinstance(part, Exception):
+                raise part
+            left -= isinstance(part.said, Answer)
+            yield part
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for place in places:
+            gateway.leave(place, completed=not left)
+
+
+def _places(gateway: Gateway, asked: Sequence[GenerateRequest], holder: PeerId) -> list[Place]:
+    places = list[Place]()
+    for request in asked:
+        place = gateway.place(holder, TOKEN_BYTES * len(request.prompt_ids or ()))
+        if place is None or any(each.done() for each in places):  # we had to give way to ourselves
+            for each in (*places, place):
+                if each is not None:
+                    gateway.leave(each, completed=False)
+            raise Busy
+        places.append(place)
+    return places
+
+
+async def _answer(
+    gateway: Gateway,
+    choice: int,
+    request: GenerateRequest,
+    place: Place,
+    queue: asyncio.Queue[Part | Exception],
+    metrics: Metrics,
+) -> None:
+    try:
+        with metrics.answer() as measured:
+            async with aclosing(gateway.generate(request)) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, Piece):
+                        measured.token()
+                        gateway.use(place)
+                    else:
+                        measured.prompt(piece.prompt_tokens)
+                    await queue.put(Part(choice, piece))
+    except asyncio.CancelledError:
+        if not place.done():
+            raise
+        await queue.put(Busy())
+    except Exception as error:  # the one who reads the queue raises it
+        await queue.put(error)

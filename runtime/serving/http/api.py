@@ -1,0 +1,219 @@
+"""What the routes do: find the model, make a prompt of what was said, ask the gateway, write the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from fusion.runtime.belief.naming import Known
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.answers.gateway import Gateway
+from fusion.runtime.serving.http import answers, asking
+from fusion.runtime.serving.http.chat_format import ChatFormats
+from fusion.runtime.serving.http.chat_template import ChatTemplates, TemplateFailed, TemplatesBusy
+from fusion.runtime.serving.http.errors import ApiError, Busy, api_error
+from fusion.runtime.serving.http.events import DONE, EventStream, event, unless_gone
+from fusion.runtime.serving.http.metrics import Metrics
+from fusion.runtime.serving.http.schema import (
+    CHAT_TOKENS,
+    COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Settings,
+)
+from fusion.runtime.serving.http.shapes import ChatShape, CompletionShape, Heading, Json, Shape, usage
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
+
+log = logging.getLogger(__name__)
+
+
+class Api:
+    """Each of its coroutines answers one request. Raises ApiError, and what the gateway raises."""
+
+    def __init__(self, context: Context, gateway: Gateway, metrics: Metrics) -> None:
+        self.closing = asyncio.Event()  # set when the peer stops: no answer goes on
+        self._context = context
+        self._gateway = gateway
+        self._metrics = metrics
+        self._formats = ChatFormats(context)
+        self._templates = ChatTemplates()
+
+    async def aclose(self) -> None:
+        self.closing.set()
+        await self._templates.aclose()
+
+    # --- models
+
+    async def models(self) -> list[Json]:
+        """Those that the swarm serves, as far as this peer knows, by the names that they can be asked for."""
+        served = [each for each in await self._gateway.catalog.served() if each.manifest is not None]
+        names = Counter(each.named.name for each in served)
+        return sorted((_model(each, names) for each in served), key=lambda model: str(model["id"]))
+
+    async def model(self, name: str) -> Json:
+        found = (await self._find(name)).manifest
+        return _described(name, found.launched_at, found.author)
+
+    async def _find(self, name: str) -> ServedModel:
+        try:
+            return await self._gateway.catalog.find(name)
+        except JobError as error:
+            raise ApiError(404, str(error), param="model", code="model_not_found") from None
+
+    # --- answers
+
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
+        return await self._while_there(request, self._complete(request, body))
+
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        return await self._while_there(request, self._chat(request, body))
+
+    async def _while_there(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+        return await unless_gone(request.receive, self.closing, work)
+
+    async def _complete(self, request: Request, body: CompletionRequest) -> Response:
+        model = await self._find(body.model)
+        prompts = [
+            await self._gateway.encode(model, prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts
+        ]
+        most = [body.max_tokens or min(COMPLETION_TOKENS, _left(model, prompt)) for prompt in prompts]
+        asked = asking.requests(body, model.job, prompts, most, body.logprobs, self._context.random)
+        spelling: dict[int, bytes] = {}
+        return await self._reply(request, body, model, CompletionShape(spelling), asked, spelling)
+
+    async def _chat(self, request: Request, body: ChatRequest) -> Response:
+        model = await self._find(body.model)
+        prompt = await self._gateway.encode(model, await self._text(model, body), plain=False)
+        most = body.tokens or min(CHAT_TOKENS, _left(model, prompt))
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        asked = asking.requests(body, model.job, [prompt], [most], top, self._context.random)
+        spelling: dict[int, bytes] = {}
+        shape = ChatShape([tool.function.name for tool in body.offered_tools], spelling)
+        return await self._reply(request, body, model, shape, asked, spelling)
+
+    async def _text(self, model: ServedModel, body: ChatRequest) -> str:
+        """The messages as the model's own template writes them."""
+        form = await self._formats.of(model)
+        try:
+            return await self._templates.render(model.job, form.template, form.variables(body))
+        except TemplateFailed as error:
+            said = f"messages: the model's chat template does not take them: {error}"
+            raise ApiError(400, said, param="messages", code="chat_template_error") from None
+        except TemplatesBusy as error:
+            raise Busy(str(error)) from None
+
+    async def _reply(
+        self,
+        request: Request,
+        body: Settings,
+        model: ServedModel,
+        shape: Shape,
+        asked: Sequence[GenerateRequest],
+        spelling: dict[int, bytes],
+    ) -> Response:
+        heading = Heading(
+            id=f"{shape.prefix}-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=body.model or model.manifest.name,
+            fingerprint=f"fp_{model.job[:12]}",
+        )
+        prompt_tokens = sum(len(each.prompt_ids or ()) for each in asked) // body.answers
+        parts = answers.parts(self._gateway, asked, request.state.holder, self._metrics)
+        if asked[0].top_logprobs is not None:
+            parts = self._spelled(model, parts, spelling)
+        if body.stream:
+            first = await anext(parts)  # what goes wrong before it has a status of its own
+            events = _events(first, parts, heading, shape, prompt_tokens if body.usage_at_the_end else None)
+            return EventStream(events, parts, self.closing, self.failed)
+        pieces: list[list[Piece]] = [[] for _ in asked]
+        ends: dict[int, Answer] = {}
+        async with aclosing(parts):
+            async for part in parts:
+                if isinstance(part.said, Answer):
+                    ends[part.choice] = part.said
+                else:
+                    pieces[part.choice].append(part.said)
+        choices = [shape.whole(i, pieces[i], ends[i]) for i in range(len(asked))]
+        used = usage(prompt_tokens, list(ends.values()))
+        return JSONResponse(heading.object(shape.whole_object, choices, usage=used))
+
+    async def _spelled(
+        self, model: ServedModel, parts: AsyncGenerator[answers.Part], spelling: dict[int, bytes]
+    ) -> AsyncGenerator[answers.Part]:
+        """The same, with every token that they tell of in `spelling` by then."""
+        async with aclosing(parts):
+            async for part in parts:
+                if isinstance(part.said, Piece):
+                    told = {part.said.id, *(token for token, _ in part.said.top_logprobs)}
+                    if tokens := list(told - spelling.keys()):
+                        spelled = await self._gateway.spell(model, tokens)
+                        spelling.update(zip(tokens, spelled, strict=True))
+                yield part
+
+    def failed(self, error: BaseException) -> ApiError:
+        """What to answer where `error` ended a request; the log has it if it is a mistake of ours."""
+        answer = api_error(error)
+        if answer.status == 500:
+            log.error(
+                "a request failed: %r", error, exc_info=error if log.isEnabledFor(logging.DEBUG) else None
+            )
+        return answer
+
+
+async def _events(
+    first: answers.Part,
+    parts: AsyncGenerator[answers.Part],
+    heading: Heading,
+    shape: Shape,
+    prompt_tokens: int | None,
+) -> AsyncGenerator[bytes]:
+    """`prompt_tokens`: those to tell of at the end, if at all."""
+    more: Json = {} if prompt_tokens is None else {"usage": None}
+    kind = shape.chunk_object
+
+    def chunk(choice: Json) -> bytes:
+        return event(heading.object(kind, [choice], **more))
+
+    ends, begun = list[Answer](), set[int]()
+    part: answers.Part | None = first
+    while part is not None:
+        if part.choice not in begun:
+            begun.add(part.choice)
+            for choice in shape.begin(part.choice):
+                yield chunk(choice)
+        for choice in shape.chunks(part):
+            yield chunk(choice)
+        if isinstance(part.said, Answer):
+            ends.append(part.said)
+        part = await anext(parts, None)
+    if prompt_tokens is not None:
+        yield event(heading.object(kind, [], usage=usage(prompt_tokens, ends)))
+    yield DONE
+
+
+def _left(model: ServedModel, prompt: Sequence[int]) -> int:
+    """Positions for an answer; at least 1, so that a prompt that is too long is told so."""
+    return max(1, model.serve.max_sequence - len(prompt))
+
+
+def _model(known: Known, names: Counter[str]) -> Json:
+    named = known.named
+    return _described(
+        named.name if names[named.name] == 1 else named.full, named.launched_at, str(named.author)
+    )
+
+
+def _described(name: str, created: int, author: str) -> Json:
+    return {"id": name, "object": "model", "created": created, "owned_by": author}

@@ -1,0 +1,159 @@
+"""The routes of the API, and what comes before them: who is let in, how much is read, how errors are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fusion.runtime.serving.http.api import Api
+from fusion.runtime.serving.http.body import BoundedRoute
+from fusion.runtime.serving.http.chat_page import FILES, page_routes
+from fusion.runtime.serving.http.errors import ApiError
+from fusion.runtime.serving.http.events import ClientGone
+from fusion.runtime.serving.http.guard import Guard
+from fusion.runtime.serving.http.metrics import CONTENT_TYPE, Metrics
+from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest
+
+GONE = 499  # nobody reads it
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "It cannot be answered; `error.param` names the field."},
+    401: {"description": "No key, or one that this peer does not know."},
+    403: {"description": "A page of another site, or a model that is not for everybody."},
+    404: {"description": "No such model."},
+    413: {"description": "Too long a request."},
+    429: {"description": "This peer answers as many as it can; `Retry-After` says when to ask again."},
+    503: {"description": "Nobody runs some stage of the model now."},
+}
+
+
+def make_app(api: Api, guard: Guard, metrics: Metrics) -> ASGIApp:
+    # Pages with documentation would load scripts from elsewhere.
+    app = FastAPI(title="Fusion Peer", docs_url=None, redoc_url=None)
+    app.state.large_bodies = set()
+    app.include_router(_routes(api, metrics))
+    app.include_router(page_routes())
+    app.add_exception_handler(HTTPException, _unknown)
+    return _Gate(app, guard, metrics)
+
+
+def _routes(api: Api, metrics: Metrics) -> APIRouter:
+    class Route(BoundedRoute):
+        """What goes wrong is told as OpenAI does."""
+
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def tell(request: Request) -> Response:
+                try:
+                    return await handle(request)
+                except RequestValidationError as error:
+                    return reply(_wrong_field(error.errors()))
+                except ClientGone:
+                    return Response(status_code=GONE)
+                except HTTPException as error:  # FastAPI's, perhaps around one of ours that `body` raised
+                    ours = error.__cause__
+                    told = ours if isinstance(ours, ApiError) else ApiError(error.status_code, error.detail)
+                    return reply(told)
+                except Exception as error:
+                    return reply(api.failed(error))
+
+            return tell
+
+    router = APIRouter(route_class=Route, responses=ERRORS)
+
+    @router.post("/v1/completions", response_model=None)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """Go on from a prompt."""
+        return await api.completions(request, body)
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        """Answer a chat, as the model's own template writes it."""
+        return await api.chat(request, body)
+
+    @router.post("/v1/embeddings", response_model=None)
+    async def embeddings() -> Response:
+        """No model here gives embeddings."""
+        raise ApiError(400, "model: it generates text and gives no embeddings", param="model")
+
+    @router.get("/v1/models", response_model=None)
+    async def models() -> dict[str, Any]:
+        """What the swarm serves."""
+        return {"object": "list", "data": await api.models()}
+
+    @router.get("/v1/models/{model:path}", response_model=None)
+    async def model(model: str) -> dict[str, Any]:
+        return await api.model(model)
+
+    @router.get("/health", response_model=None)
+    async def health() -> dict[str, Any]:
+        return {"status": "ok"}
+
+    @router.get("/metrics", response_model=None)
+    async def shown_metrics() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    return router
+
+
+def reply(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, dict(error.headers))
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = reply(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    told.headers.update(error.headers or {})
+    return told
+
+
+def _wrong_field(errors: Sequence[Any]) -> ApiError:
+    """The first of what pydantic found; of what a field may be instead of another type, that which comes closest."""
+    found = min(errors, key=lambda error: str(error["type"]).endswith("_type"))
+    field = str(found["loc"][1]) if len(found["loc"]) > 1 else ""
+    message = str(found["msg"]).removeprefix("Value error, ")
+    if field:
+        return ApiError(400, f"{field}: {message}", param=field)
+    if found["type"] == "value_error":  # says itself which field
+        return ApiError(400, message, param=message.partition(":")[0])
+    return ApiError(400, f"the body: a JSON object with Content-Type application/json ({message})")
+
+
+class _Gate:
+    """Before anything is read of a request, whether it is let in; after it, that it is counted."""
+
+    def __init__(self, app: ASGIApp, guard: Guard, metrics: Metrics) -> None:
+        self._app = app
+        self._guard = guard
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        status = 500
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        app = self._app
+        try:
+            address = (scope.get("client") or ("",))[0]
+            scope.setdefault("state", {})["holder"] = self._guard.admit(
+                Headers(scope=scope), address, public=scope["path"] in FILES
+            )
+        except ApiError as error:
+            app = reply(error)
+        try:
+            await app(scope, receive, counted)
+        finally:
+            self._metrics.request(getattr(scope.get("route"), "path", "other"), status)

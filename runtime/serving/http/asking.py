@@ -1,0 +1,58 @@
+"""From what a client says to what a gateway is asked: one request for each answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from fusion.runtime.serving.http.errors import ApiError
+from fusion.runtime.serving.http.schema import Settings
+from fusion.runtime.serving.requests.request import MAX_SEED, GenerateRequest, Sampling
+
+TEMPERATURE = 1.0  # where none is given, as with OpenAI
+
+
+def requests(
+    body: Settings,
+    model: str,
+    prompts: Sequence[tuple[int, ...]],
+    max_tokens: Sequence[int],
+    top_logprobs: int | None,
+    random: Random,
+) -> list[GenerateRequest]:
+    """For each prompt as many answers as were asked for. Answer i to a prompt is drawn with `seed` + i, so that each of them
+    can be had again by itself. JobError and ApiError name a setting that is out of range."""
+    first = random.randrange(MAX_SEED) if body.seed is None else body.seed
+    samplings = [_sampling(body, (first + i) & MAX_SEED) for i in range(body.answers)]
+    return [
+        GenerateRequest(
+            model=model,
+            prompt_ids=prompt,
+            max_tokens=most,
+            sampling=sampling,
+            top_logprobs=top_logprobs,
+            stop=body.stop or (),
+        )
+        for prompt, most in zip(prompts, max_tokens, strict=True)
+        for sampling in samplings
+    ]
+
+
+def _sampling(body: Settings, seed: int) -> Sampling:
+    return Sampling(
+        temperature=TEMPERATURE if body.temperature is None else body.temperature,
+        top_k=max(0, body.top_k or 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=tuple((_token(name), bias) for name, bias in (body.logit_bias or {}).items()),
+        seed=seed,
+    )
+
+
+def _token(name: str) -> int:
+    if not name.isascii() or not name.isdigit() or len(name) > 18:
+        raise ApiError(400, f"logit_bias: {name[:40]!r} is no token id", param="logit_bias")
+    return int(name)

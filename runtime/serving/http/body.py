@@ -1,0 +1,125 @@
+"""Request bodies, bounded in bytes, time, depth and in what they make of memory, before anything looks at what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+
+from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
+from fusion.runtime.serving.http.errors import ApiError, Busy
+
+MAX_BODY_BYTES = MAX_PROMPT_BYTES + (1 << 20)
+READ_SECONDS = 30.0  # for a whole body to arrive
+LARGE_BYTES = 256 << 10
+LARGE_BODIES = 8  # at once, until their answers begin
+MAX_DEPTH = 64
+MAX_BRACKETS = 200_000  # lists and objects: each takes a hundred times its two characters of memory
+
+
+class BoundedRequest(Request):
+    """`body` and `json` raise ApiError (400, 408, 413, 429)."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            self._body = await _read(self)
+        return self._body
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            self._json = parse(await self.body())
+        return self._json
+
+
+class BoundedRoute(APIRoute):
+    """A route whose handlers get such requests."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            asked = BoundedRequest(request.scope, request.receive)
+            try:
+                return await handle(asked)
+            finally:
+                request.app.state.large_bodies.discard(asked)
+
+        return bounded
+
+
+async def _read(request: Request) -> bytes:
+    length = request.headers.get("content-length", "")
+    declared = int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0
+    if declared > MAX_BODY_BYTES or len(length) >= 16:
+        raise _too_large()
+    large: set[object] = request.app.state.large_bodies
+    parts, size = list[bytes](), 0
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise _too_large()
+                if size > LARGE_BYTES and request not in large:
+                    if len(large) >= LARGE_BODIES:
+                        raise Busy("this peer reads as many large requests as it can: ask again later")
+                    large.add(request)
+                parts.append(part)
+        return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(408, f"the request did not arrive within {READ_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client went away") from None
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"a request has at most {MAX_BODY_BYTES} bytes", code="request_too_large")
+
+
+def parse(body: bytes) -> Any:
+    """What a JSON text says. ApiError (400) where it is none, or nests deeper or holds more than any request needs."""
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+        raise ApiError(400, f"JSON: at most {MAX_BRACKETS} lists and objects")
+    try:
+        value = json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        said = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"JSON: {said}", code="invalid_json") from None
+    _check(value)
+    return value
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _check(value: Any) -> None:
+    """ApiError for what is nested too deeply, and for text that UTF-8 cannot hold."""
+    level, depth = [value], 0
+    while level:
+        below = list[Any]()
+        for each in level:
+            if isinstance(each, str):
+                _check_text(each)
+            elif isinstance(each, list):
+                below += (item for item in each if isinstance(item, str | list | dict))
+            elif isinstance(each, dict):
+                for key in each:
+                    _check_text(key)
+                below += (item for item in each.values() if isinstance(item, str | list | dict))
+        level, depth = below, depth + 1
+        if depth == MAX_DEPTH and any(not isinstance(each, str) for each in level):
+            raise ApiError(400, f"JSON: at most {MAX_DEPTH} levels", code="invalid_json")
+
+
+def _check_text(text: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair
+            raise ApiError(400, "JSON: text that UTF-8 cannot hold", code="invalid_json") from None

@@ -1,0 +1,104 @@
+"""What can go wrong in a request, as OpenAI's API says it: a status, and {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
+from fusion.runtime.serving.answers.gateway import BUSY
+from fusion.swarm.errors import NotAdmitted, RecordError, SwarmError
+from fusion.swarm.printable import one_line
+
+RETRY_SECONDS = 2
+LINE_CHARACTERS = 500
+_TYPES = {
+    **dict.fromkeys((400, 404, 405, 408, 413), "invalid_request_error"),
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+# What our errors call a field, and what a client calls it.
+_PARAMS = {"prompt_ids": "prompt", "answered": None}
+_FIELDS = frozenset(
+    {
+        *(
+            "model",
+            "prompt",
+            "prompt_ids",
+            "max_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "seed",
+            "stop",
+        ),
+        *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
+        "answered",
+    }
+)
+
+
+class ApiError(Exception):
+    """`param`: the field that is wrong, if it is one; `code`: a word for programs."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": one_line(str(self), LINE_CHARACTERS),
+                "type": _TYPES.get(self.status, "server_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        match self.status:
+            case 401:
+                return {"WWW-Authenticate": "Bearer"}
+            case 429 | 503:
+                return {"Retry-After": str(RETRY_SECONDS)}
+        return {}
+
+
+class Busy(ApiError):
+    """This peer answers as many requests as it can."""
+
+    def __init__(self, message: str = BUSY) -> None:
+        super().__init__(429, message, code="busy")
+
+
+def api_error(error: BaseException) -> ApiError:
+    """What to answer where `error` ended a request."""
+    match error:
+        case ApiError():
+            return error
+        case NotAdmitted():
+            return ApiError(403, str(error), param="model", code="not_admitted")
+        case JobError():
+            return invalid(str(error))
+        case RecordError():
+            return ApiError(400, str(error))
+        case NoRoute() | JobFailed() | SwarmError() | TimeoutError():
+            return ApiError(503, str(error) or "the swarm did not answer in time", code="model_unavailable")
+    return ApiError(500, "a mistake of ours; the peer's log has it", code="internal_error")
+
+
+def invalid(message: str) -> ApiError:
+    """400 for a line of ours, which begins with the field that is wrong."""
+    field = message.partition(":")[0]
+    param = _PARAMS.get(field, field) if field in _FIELDS else None
+    long = "positions" in message and field in ("max_tokens", "prompt")
+    return ApiError(400, message, param=param, code="context_length_exceeded" if long else None)

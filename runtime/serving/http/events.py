@@ -1,0 +1,90 @@
+"""Answers on their way to a client: as server-sent events while they are made, or at once. Whoever goes away ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fusion.runtime.serving.http.errors import ApiError
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+class ClientGone(Exception):
+    """There is nobody to answer any more."""
+
+
+def event(value: object) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def unless_gone(receive: Receive, closing: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; it is cancelled where the client goes away (ClientGone) or the peer stops (ApiError). The body of
+    the request has been read."""
+    working = asyncio.ensure_future(work)
+    leaving = [asyncio.ensure_future(_gone(receive)), asyncio.ensure_future(closing.wait())]
+    try:
+        await asyncio.wait((working, *leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+    finally:
+        for task in (working, *leaving):
+            task.cancel()
+        await asyncio.gather(working, *leaving, return_exceptions=True)
+    if closing.is_set():
+        raise ApiError(503, "this peer is stopping: ask another one", code="stopping")
+    raise ClientGone
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends each of `events`, and what went wrong where they end with an exception. They and their `source` are closed
+    whatever happens."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        source: AsyncGenerator[Any],
+        closing: asyncio.Event,
+        failed: Callable[[BaseException], ApiError],
+    ) -> None:
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self._events = events
+        self._source = source
+        self._closing = closing
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._source), aclosing(self._events):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await unless_gone(receive, self._closing, self._send(send))
+            except ClientGone:
+                return
+            except Exception as error:
+                await _body(send, event(self._failed(error).body))
+            await _body(send, b"", more=False)
+
+    async def _send(self, send: Send) -> None:
+        async for each in self._events:
+            await _body(send, each)
+
+
+def _body(send: Send, data: bytes, *, more: bool = True) -> Awaitable[None]:
+    return send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,0 +1,89 @@
+"""Who is let in, before anything of a request is read but its head.
+
+On loopback no page of another site may use the API from a browser of this machine: a page that made its own name
+point here (DNS rebinding) still sends that name as Host, and any other its Origin. Where keys are given, each
+request shows one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from fusion.runtime.serving.http.config import HttpConfig
+from fusion.runtime.serving.http.errors import ApiError
+from fusion.swarm.transport import PeerId
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Guard:
+    """`admit` one request."""
+
+    def __init__(self, config: HttpConfig, port: int) -> None:
+        self._config = config
+        self._port = port
+
+    def admit(self, headers: Headers, address: str, *, public: bool = False) -> PeerId:
+        """Whose share of this peer the request uses: an API key's, or an address's. `public`: what is asked for needs no key,
+        as a browser shows none when it opens a page. ApiError (401, 403)."""
+        if self._config.local:
+            self._check_origin(headers)
+        if self._config.keys and not public:
+            return _holder(_shown(headers, self._config.keys).hex())
+        return _holder(address)
+
+    def _check_origin(self, headers: Headers) -> None:
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or _name(hosts[0]) not in self._names:
+            raise ApiError(403, "Host: this API is for programs of this machine", code="foreign_host")
+        for origin in headers.getlist("origin"):
+            if not self._is_own(origin):
+                raise ApiError(
+                    403, "Origin: pages of other sites may not use this API", code="foreign_origin"
+                )
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return LOCAL_NAMES | {self._config.host}
+
+    def _is_own(self, origin: str) -> bool:
+        try:
+            parts = urlsplit(origin)
+            port = parts.port or 80
+        except ValueError:
+            return False
+        return parts.scheme == "http" and parts.hostname in self._names and port == self._port
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without its port; "" where it is none."""
+    found = _HOST.fullmatch(host.lower())
+    return found[1].strip("[]") if found else ""
+
+
+def _shown(headers: Headers, keys: Sequence[bytes]) -> bytes:
+    """The digest of the key that a request shows. Takes as long for any wrong key as for any other."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    shown = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+    known = [hmac.compare_digest(shown, one) for one in keys]
+    if scheme.lower() != "bearer" or not any(known):
+        said = "invalid_api_key" if key else "missing_api_key"
+        raise ApiError(401, "Authorization: Bearer and a key that this peer knows", code=said)
+    return shown
+
+
+def _holder(text: str) -> PeerId:
+    try:
+        if (address := ip_address(text)).version == 6:  # who has one has 2**64
+            text = str(address.exploded[:19])
+    except ValueError:
+        pass
+    return PeerId(f"http/{text[:64]}")  # no peer's id has a slash

@@ -1,0 +1,88 @@
+"""What `/metrics` shows, in Prometheus' text format, from a registry of its own. Whatever else is to be shown is a
+collector that is registered there (`Metrics.add`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class Metrics:
+    """`clock` gives seconds that only rise."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "fusion_http_requests", "Requests by path and status.", ("path", "status"), registry=registry
+        )
+        self._running = Gauge(
+            "fusion_answers_running", "Answers that are being given now.", registry=registry
+        )
+        self._prompt = Counter("fusion_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self._tokens = Counter("fusion_completion_tokens", "Tokens of answers.", registry=registry)
+        self._first = Histogram(
+            "fusion_time_to_first_token_seconds",
+            "From a request to the first token of its answer.",
+            buckets=FIRST_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._between = Histogram(
+            "fusion_time_between_tokens_seconds",
+            "From one token of an answer to the next.",
+            buckets=TOKEN_SECONDS,
+            registry=registry,
+        )
+
+    def add(self, collector: Collector) -> None:
+        """Whatever `collector.collect()` gives is shown as well."""
+        self._registry.register(collector)
+
+    def request(self, path: str, status: int) -> None:
+        self._requests.labels(path, str(status)).inc()
+
+    @contextmanager
+    def answer(self) -> Iterator[Measured]:
+        """For as long as one answer is given."""
+        self._running.inc()
+        try:
+            yield Measured(self._clock, self._first, self._between, self._tokens, self._prompt)
+        finally:
+            self._running.dec()
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class Measured:
+    """One answer."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        first: Histogram,
+        between: Histogram,
+        tokens: Counter,
+        prompt: Counter,
+    ) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._next, self._between = first, between
+        self._tokens, self._prompt = tokens, prompt
+
+    def token(self) -> None:
+        now = self._clock()
+        self._next.observe(now - self._last)
+        self._next, self._last = self._between, now
+        self._tokens.inc()
+
+    def prompt(self, tokens: int) -> None:
+        self._prompt.inc(tokens)

@@ -1,0 +1,109 @@
+"""uvicorn, as it runs in a loop that is not its own: no signals, no log, bounded connections."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fusion.runtime.job.context import Context
+from fusion.runtime.serving.answers.gateway import Gateway
+from fusion.runtime.serving.http.api import Api
+from fusion.runtime.serving.http.app import make_app
+from fusion.runtime.serving.http.config import HttpConfig
+from fusion.runtime.serving.http.guard import Guard
+from fusion.runtime.serving.http.metrics import Metrics
+
+MAX_CONNECTIONS = 256
+MAX_HEAD_BYTES = 32 << 10
+LOOK_SECONDS = 1.0
+SILENT_SECONDS = 10.0  # for a connection to send the head of a request
+UNREAD_SECONDS = 30.0  # for a client to read something of its answer
+IDLE_SECONDS = 5  # between two requests on a connection
+STOP_SECONDS = 1
+
+
+async def run(
+    listening: socket.socket, port: int, config: HttpConfig, context: Context, gateway: Gateway
+) -> None:
+    """Until cancelled; within STOP_SECONDS and a little everything has ended then."""
+    metrics = Metrics(context.clock.monotonic)
+    api = Api(context, gateway, metrics)
+    server = _Server(
+        uvicorn.Config(
+            make_app(api, Guard(config, port), metrics),
+            loop="none",
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # what is ours to tell, `api` tells
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=IDLE_SECONDS,
+            timeout_graceful_shutdown=STOP_SECONDS,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        )
+    )
+    serving = asyncio.create_task(server.serve([listening]))
+    watching = asyncio.create_task(_watch(server))
+    try:
+        await asyncio.wait((serving, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        await asyncio.shield(_stop(server, api, serving))
+    watching.result()
+
+
+async def _stop(server: _Server, api: Api, serving: asyncio.Task[None]) -> None:
+    await api.aclose()
+    server.should_exit = True
+    await asyncio.wait([serving], timeout=STOP_SECONDS + 1)
+    serving.cancel()
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+async def _watch(server: _Server) -> None:
+    """Hang up on who connects and asks nothing, and on who asks and does not read."""
+    now = asyncio.get_running_loop().time
+    seen: dict[object, tuple[object, float]] = {}
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        connections = [each for each in server.server_state.connections if isinstance(each, _Connection)]
+        seen = {each: seen[each] for each in connections if each in seen}
+        for connection in connections:
+            state, patience = connection.waits_for()
+            known, since = seen.get(connection, (None, 0.0))
+            if known != state:
+                seen[connection] = state, now()
+            elif now() - since > patience:
+                connection.transport.abort()
+
+
+class _Connection(H11Protocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+
+    def waits_for(self) -> tuple[object, float]:
+        """What it waits for, and for how many seconds it may."""
+        if self.flow.write_paused:
+            return ("read", self.transport.get_write_buffer_size()), UNREAD_SECONDS
+        if self.cycle is None or self.cycle.response_complete:
+            return ("head", id(self.cycle)), SILENT_SECONDS
+        return "answer", float("inf")
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        """They are the peer's."""
+        yield

@@ -1,0 +1,208 @@
+"""What a client may say: the fields of OpenAI's API that mean something here, and a few that vLLM and others add.
+
+Fields that are not named are ignored, as OpenAI ignores what it does not know. Those that would change an answer, and
+that nothing here can do, are refused (`_unsupported`) rather than ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from fusion.runtime.serving.requests.request import MAX_SEED, MAX_STOP_BYTES, MAX_TOP_LOGPROBS
+
+MAX_CHOICES = 16  # answers to one prompt
+MAX_PROMPTS = 64
+MAX_ANSWERS = 64  # to one request
+MAX_MESSAGES = 2048
+MAX_TOOLS = 128
+MAX_STOPS = 4
+MAX_BIASED = 300
+MAX_NAME = 256  # characters of a model's name
+COMPLETION_TOKENS = 16  # where max_tokens is left out, as with OpenAI
+CHAT_TOKENS = 1024  # likewise, or as many as fit: stages set memory aside for them when an answer begins
+
+Id = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_BYTES)]
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class Settings(Body):
+    """What both ways of asking have. `None` is what OpenAI does: temperature 1, everything else off."""
+
+    model: Annotated[str, Field(max_length=MAX_NAME)] = ""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASED)] | None
+    ) = None
+    seed: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
+    stop: (
+        Annotated[
+            tuple[Stop, ...], Field(max_length=MAX_STOPS), BeforeValidator(_as_tuple, Stop | list[Stop])
+        ]
+        | None
+    ) = None
+    user: str | None = None
+
+    @property
+    def answers(self) -> int:
+        """To each prompt."""
+        return self.n or 1
+
+    @property
+    def usage_at_the_end(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Settings):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Id], Field(min_length=1)]
+        | Annotated[
+            list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
+        ]
+    )
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @property
+    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+        match self.prompt:
+            case str() as text:
+                return (text,)
+            case [int(), *_] as ids:
+                return (tuple(ids),)  # type: ignore[arg-type]
+        return tuple(each if isinstance(each, str) else tuple(each) for each in self.prompt)  # type: ignore[arg-type]
+
+    @model_validator(mode="after")
+    def _unsupported(self) -> Self:
+        if self.echo:
+            raise ValueError("echo: the prompt is not repeated here")
+        if self.suffix:
+            raise ValueError("suffix: models here go on from a prompt, they fill nothing in")
+        if self.best_of not in (None, self.answers):
+            raise ValueError("best_of: every answer is given; ask for n")
+        if len(self.prompts) * self.answers > MAX_ANSWERS:
+            raise ValueError(f"n: at most {MAX_ANSWERS} answers to all prompts of a request together")
+        return self
+
+
+class TextPart(Body):
+    type: Literal["text", "input_text"]
+    text: str
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class Function(Body):
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Body):
+    name: str
+
+
+class ToolChoice(Body):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class ChatRequest(Settings):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    functions: list[Any] | None = None
+
+    @property
+    def tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        """Those that the model is told of."""
+        if self.tool_choice == "none":
+            return ()
+        if isinstance(self.tool_choice, ToolChoice):
+            wanted = self.tool_choice.function.name
+            return tuple(tool for tool in self.tools or () if tool.function.name == wanted)
+        return tuple(self.tools or ())
+
+    @model_validator(mode="after")
+    def _unsupported(self) -> Self:
+        if self.functions:
+            raise ValueError("functions: say tools")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("response_format: only text; nothing here holds a model to JSON")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs")
+        if isinstance(self.tool_choice, ToolChoice) and not self.offered_tools:
+            raise ValueError("tool_choice: names none of the tools")
+        return self

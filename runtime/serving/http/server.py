@@ -1,0 +1,88 @@
+"""The HTTP server of a peer, in the peer's own loop. The port is open from the start; FastAPI and what else answers is loaded when
+somebody first connects, so that a peer that nobody asks over HTTP pays nothing for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fusion.runtime.job.context import Context
+from fusion.runtime.serving.answers.gateway import Gateway
+from fusion.runtime.serving.http.config import HttpConfig
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 128
+
+
+@dataclass(frozen=True)
+class HttpServer:
+    config: HttpConfig
+    port: int  # that it has
+
+    @property
+    def url(self) -> str:
+        """Of the API, as clients take it."""
+        return self.config.url(self.port)
+
+
+@asynccontextmanager
+async def open_http(config: HttpConfig, context: Context, gateway: Gateway) -> AsyncIterator[HttpServer]:
+    """Answer until the block ends; then every answer ends too. OSError, in one line, where the port cannot be had."""
+    listening = _listen(config)
+    port = int(listening.getsockname()[1])
+    serving = asyncio.create_task(_serve(listening, port, config, context, gateway), name="http")
+    serving.add_done_callback(_tell)
+    try:
+        yield HttpServer(config, port)
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+        listening.close()
+
+
+def _listen(config: HttpConfig) -> socket.socket:
+    host = "127.0.0.1" if config.host == "localhost" else config.host
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server((str(address[0]), config.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        number = error.errno or 0  # below 0 for a name that is not found
+        reason = os.strerror(number) if number > 0 else error.strerror or str(error)
+        raise OSError(f"--http: {config.host}:{config.port}: {reason}") from None
+    listening.setblocking(False)
+    return listening
+
+
+async def _serve(
+    listening: socket.socket, port: int, config: HttpConfig, context: Context, gateway: Gateway
+) -> None:
+    await _readable(listening)
+    await asyncio.to_thread(_load)
+    from fusion.runtime.serving.http.running import run
+
+    await run(listening, port, config, context, gateway)
+
+
+async def _readable(listening: socket.socket) -> None:
+    """Until somebody connects."""
+    loop, connected = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(listening, connected.set)
+    try:
+        await connected.wait()
+    finally:
+        loop.remove_reader(listening)
+
+
+def _load() -> None:
+    import fusion.runtime.serving.http.running  # noqa: F401
+
+
+def _tell(serving: asyncio.Task[None]) -> None:
+    if not serving.cancelled() and (error := serving.exception()) is not None:
+        log.error("the HTTP API has ended: %r", error)

@@ -1,0 +1,214 @@
+"""Answers as OpenAI's API writes them: whole, or in chunks. Pure, but for ids that are drawn."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fusion.runtime.serving.http.answers import Part
+from fusion.runtime.serving.http.tool_calls import Call, ToolCallStream
+from fusion.runtime.serving.requests.request import Answer, Piece
+
+Json = dict[str, Any]
+
+
+class Shape(Protocol):
+    """One request's answers; what is sent of each is remembered."""
+
+    prefix: str  # of the id
+    whole_object: str
+    chunk_object: str
+
+    def begin(self, choice: int) -> list[Json]:
+        """What a stream begins with for one answer: entries of `choices`."""
+
+    def chunks(self, part: Part) -> list[Json]:
+        """Likewise, what comes with `part`."""
+
+    def whole(self, choice: int, pieces: Sequence[Piece], answer: Answer) -> Json:
+        """One entry of `choices` for a whole answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heading:
+    """What every object of one request says."""
+
+    id: str
+    created: int  # unix seconds
+    model: str  # as the client called it
+    fingerprint: str  # of the model behind the name
+
+    def object(self, kind: str, choices: Sequence[Json], **more: Any) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": list(choices),
+            **more,
+        }
+
+
+def usage(prompt_tokens: int, answers: Sequence[Answer]) -> Json:
+    """`prompt_tokens`: of all prompts, each once."""
+    completion = sum(len(answer.tokens) for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": prompt_tokens + completion,
+    }
+
+
+class _Sent:
+    """How much of each answer's text has been sent: the last piece of it may be held back until the end."""
+
+    def __init__(self) -> None:
+        self._length: dict[int, int] = {}
+
+    def of(self, choice: int) -> int:
+        return self._length.get(choice, 0)
+
+    def next(self, part: Part) -> str:
+        sent = self.of(part.choice)
+        text = part.said.text[sent:] if isinstance(part.said, Answer) else part.said.text
+        self._length[part.choice] = sent + len(text)
+        return text
+
+
+Spelling = Mapping[int, bytes]  # of every token that a log-probability is told of
+
+
+def token_text(token: int, spelled: bytes) -> str:
+    """As a client sees a token: its text, or what it is of one."""
+    if not spelled:
+        return f"token_id:{token}"
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:  # a part of a character, as OpenAI writes it
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+class CompletionShape:
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._sent = _Sent()
+        self._spelling = spelling
+
+    def begin(self, choice: int) -> list[Json]:
+        return []
+
+    def chunks(self, part: Part) -> list[Json]:
+        offset = self._sent.of(part.choice)
+        text = self._sent.next(part)
+        if isinstance(part.said, Answer):
+            return [_completion(part.choice, text, None, finish_reason(part.said))]
+        logprobs = self._logprobs([part.said], offset)
+        return [_completion(part.choice, text, logprobs, None)] if text or logprobs else []
+
+    def whole(self, choice: int, pieces: Sequence[Piece], answer: Answer) -> Json:
+        return _completion(choice, answer.text, self._logprobs(pieces, 0), finish_reason(answer))
+
+    def _logprobs(self, pieces: Sequence[Piece], offset: int) -> Json | None:
+        told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for piece in pieces:
+            if piece.logprob is not None:
+                top = {self._text(token): value for token, value in piece.top_logprobs}
+                told["tokens"].append(self._text(piece.id))
+                told["token_logprobs"].append(piece.logprob)
+                told["top_logprobs"].append({self._text(piece.id): piece.logprob, **top})
+                told["text_offset"].append(offset)
+            offset += len(piece.text)
+        return told if told["tokens"] else None
+
+    def _text(self, token: int) -> str:
+        return token_text(token, self._spelling[token])
+
+
+def _completion(choice: int, text: str, logprobs: Json | None, finish: str | None) -> Json:
+    return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+class ChatShape:
+    """`tools`: the names of those that the model was told of."""
+
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tools: Collection[str], spelling: Spelling) -> None:
+        self._sent = _Sent()
+        self._tools = tools
+        self._spelling = spelling
+        self._reading: dict[int, ToolCallStream] = {}
+
+    def begin(self, choice: int) -> list[Json]:
+        return [_delta(choice, {"role": "assistant", "content": ""})]
+
+    def chunks(self, part: Part) -> list[Json]:
+        text, calls = self._read(part)
+        logprobs = None if isinstance(part.said, Answer) else self._logprobs([part.said])
+        found = [_delta(part.choice, {"content": text}, logprobs)] if text or logprobs else []
+        if isinstance(part.said, Answer):
+            if calls:
+                found.append(_delta(part.choice, {"tool_calls": _calls(calls, indexed=True)}))
+            found.append(_delta(part.choice, {}, None, finish_reason(part.said, calls)))
+        return found
+
+    def whole(self, choice: int, pieces: Sequence[Piece], answer: Answer) -> Json:
+        text, calls = self._read(Part(choice, answer))
+        message: Json = {"role": "assistant", "content": text or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = _calls(calls)
+        finish = finish_reason(answer, calls)
+        logprobs = self._logprobs(pieces)
+        return {"index": choice, "message": message, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> Json | None:
+        told = [
+            {
+                **self._told(piece.id, piece.logprob),
+                "top_logprobs": [self._told(token, value) for token, value in piece.top_logprobs],
+            }
+            for piece in pieces
+            if piece.logprob is not None
+        ]
+        return {"content": told} if told else None
+
+    def _told(self, token: int, logprob: float) -> Json:
+        spelled = self._spelling[token]
+        return {"token": token_text(token, spelled), "logprob": logprob, "bytes": list(spelled) or None}
+
+    def _read(self, part: Part) -> tuple[str, tuple[Call, ...]]:
+        text = self._sent.next(part)
+        if not self._tools:
+            return text, ()
+        reading = self._reading.setdefault(part.choice, ToolCallStream(self._tools))
+        text = reading.push(text)
+        if not isinstance(part.said, Answer):
+            return text, ()
+        rest, calls = reading.finish()
+        return text + rest, calls
+
+
+def _delta(choice: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
+    return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _calls(calls: Sequence[Call], *, indexed: bool = False) -> list[Json]:
+    return [
+        {
+            **({"index": number} if indexed else {}),
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for number, call in enumerate(calls)
+    ]
+
+
+def finish_reason(answer: Answer, calls: Sequence[Call] = ()) -> str:
+    if answer.finish == "length":
+        return "length"
+    return "tool_calls" if calls else "stop"

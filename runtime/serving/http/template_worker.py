@@ -1,0 +1,208 @@
+"""A process that renders the chat templates of one model, and can do nothing else. Run by path, imported by nothing.
+
+    python -I template_worker.py PARENT MEMORY_BYTES CPU_SECONDS OUTPUT_BYTES
+
+A template comes with a model, from a stranger. jinja2's sandbox keeps it from Python's internals, but not from looping for
+ever or from making a text of any size; and should the sandbox have a hole, this process holds nothing: it can open no
+file and no socket, start no process, and sees the messages of this model alone. It ends with its parent, at the end
+of its input, and after any render that failed.
+
+Each way, 4 bytes of length and JSON: {"template", "variables"} comes, {"text"} or {"error"} goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from datetime import datetime
+from typing import Any
+
+import jinja2.debug  # noqa: F401 - jinja2 loads it when something fails, when no file can be opened any more
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+_PR_SET_PDEATHSIG = 1
+# What jinja2 and Python load late: afterwards no file can be opened.
+_LOADING = (
+    "{{ 'é\\n' ~ 1.5 }}{{ strftime_now('%d %b %Y') }}{{ list | tojson }}{{ list | pprint }}{{ 'a b' | wordwrap(1) }}",
+    "{% macro m(x) %}{{ x }}{% endmacro %}{% set n = namespace(a=1) %}{% for e in list %}{{ m(e.a) }}{% endfor %}",
+    "{{ '%s' | format(1) }}{{ '{}'.format(1) }}{{ list | map(attribute='a') | join | upper | urlize }}{{ 1 / 0 }}",
+    "{{ ''.__class__ }}",
+    "{{ nothing.at_all }}",
+    "{% if %}",
+)
+MAX_POWER = 64  # of an exponent
+LINE_CHARACTERS = 300
+
+
+def main(parent: int, memory_bytes: int, cpu_seconds: int, output_bytes: int) -> int:
+    _hold_still(parent, memory_bytes)
+    for template in _LOADING:
+        _answer({"template": template, "variables": {"list": [{"a": "b"}]}}, output_bytes)
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(kind, (0, 0))
+    while (head := _read(4)) is not None:
+        request = json.loads(_read(int.from_bytes(head, "big")) or b"{}")
+        most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        until = int(time.process_time()) + cpu_seconds + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (until if most < 0 else min(until, most), most))
+        answer = _answer(request, output_bytes)
+        data = json.dumps(answer).encode()
+        _write(len(data).to_bytes(4, "big") + data)
+        if "error" in answer:
+            break
+    return 0
+
+
+def _hold_still(parent: int, memory_bytes: int) -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent says when
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            raise SystemExit(0)
+    limits = [("RLIMIT_AS", memory_bytes), ("RLIMIT_CORE", 0), ("RLIMIT_NPROC", 0)]
+    for name, value in limits:
+        with contextlib.suppress(
+            ValueError, OSError, AttributeError
+        ):  # macOS knows some of them by name only
+            resource.setrlimit(getattr(resource, name), (value, value))
+
+
+def _answer(request: dict[str, Any], output_bytes: int) -> dict[str, str]:
+    try:
+        return {"text": _render(request["template"], request["variables"], output_bytes)}
+    except MemoryError:
+        return {"error": "it needs too much memory"}
+    except RecursionError:
+        return {"error": "it nests too deeply"}
+    except Exception as error:  # whatever a template brings about is its own fault
+        line = " ".join(str(error).split())[:LINE_CHARACTERS]
+        return {
+            "error": line if isinstance(error, TemplateError) and line else f"{type(error).__name__}: {line}"
+        }
+
+
+def _render(template: str, variables: dict[str, Any], output_bytes: int) -> str:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], cache_size=0
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace
+    )  # as transformers has them
+    del environment.globals["lipsum"]  # makes a text of any length
+    parts, size = list[str](), 0
+    for part in environment.from_string(template).generate(**variables):
+        size += len(part)
+        if size > output_bytes:
+            raise TemplateError(f"it writes more than {output_bytes} characters")
+        parts.append(part)
+    return "".join(parts)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Also where a process cannot be kept from taking memory: no product longer than what may be written."""
+        if operator == "**" and (abs(left) > MAX_POWER**2 or abs(right) > MAX_POWER):
+            raise SecurityError("it computes too large a number")
+        for text, times in ((left, right), (right, left)):
+            if (
+                isinstance(text, str | list | tuple)
+                and isinstance(times, int)
+                and len(text) * times > 1 << 20
+            ):
+                raise SecurityError("it repeats a text too often")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model has said; here it is text as any other."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Dict:
+    """`dict`, without its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+class _Namespace(Namespace):
+    """Without names that could reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        given = dict(*rest, **kwargs)
+        for name in given:
+            _check_name(name)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"it stores an attribute called {name[:40]!r}")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own escapes what HTML would need."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: object) -> None:
+    raise TemplateError(str(message))
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _read(count: int) -> bytes | None:
+    """None at the end of the input."""
+    data = bytearray()
+    while len(data) < count:
+        part = os.read(0, min(count - len(data), 1 << 20))
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+def _write(data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(1, view) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,106 @@
+"""Calls of tools in what a model says, in the two forms that models are taught. Pure.
+
+    Hermes, Qwen   text <tool_call>{"name": ..., "arguments": {...}}</tool_call> ...
+    Llama 3.1      {"name": ..., "parameters": {...}}, as the whole answer, several of them with `;` between
+
+What is neither is text. A call is known only once it is whole, so text is held back from where one may begin.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+_CALL = re.compile(f"{re.escape(OPEN)}(.*?)(?:{re.escape(CLOSE)}|$)", re.DOTALL)
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCallStream:
+    """One answer of a model that was told of `tools`: `push` what it says, then `finish`."""
+
+    def __init__(self, tools: Collection[str]) -> None:
+        self._tools = frozenset(tools)
+        self._held = ""
+        self._begun = False  # whether some text has been shown
+        self._calling = False
+
+    def push(self, text: str) -> str:
+        """What is text for certain."""
+        self._held += text
+        if self._calling or not self._held:
+            return ""
+        if not self._begun:
+            start = self._held.lstrip()
+            if not start or PYTHON_TAG.startswith(start[: len(PYTHON_TAG)]):
+                return ""
+            if start.startswith(("{", PYTHON_TAG)):
+                self._calling = True
+                return ""
+        at = self._held.find(OPEN)
+        if at >= 0:
+            self._calling = True
+        else:
+            at = len(self._held) - _overlap(self._held)
+        shown, self._held = self._held[:at], self._held[at:]
+        self._begun = self._begun or bool(shown)
+        return shown
+
+    def finish(self) -> tuple[str, tuple[Call, ...]]:
+        """The rest of the text, and the calls."""
+        held, self._held = self._held, ""
+        calls, rest = _tagged(held) if OPEN in held else (_bare(held, self._tools), "")
+        return (rest, calls) if calls else (held, ())
+
+
+def _overlap(text: str) -> int:
+    """How many characters at the end of `text` may begin a call."""
+    return next((n for n in range(min(len(OPEN) - 1, len(text)), 0, -1) if OPEN.startswith(text[-n:])), 0)
+
+
+def _tagged(text: str) -> tuple[tuple[Call, ...], str]:
+    """The calls, and the text around them; no call where one cannot be read."""
+    found = [_call(_decoded(each)) for each in _CALL.findall(text)]
+    calls = tuple(call for call in found if call is not None)
+    return (calls, _CALL.sub("", text).strip()) if len(calls) == len(found) else ((), "")
+
+
+def _bare(text: str, tools: frozenset[str]) -> tuple[Call, ...]:
+    rest, calls = text.strip().removeprefix(PYTHON_TAG).strip(), list[Call]()
+    while rest.startswith("{"):
+        try:
+            value, end = _DECODER.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return ()
+        call = _call(value)
+        if call is None or call.name not in tools:
+            return ()
+        calls.append(call)
+        rest = rest[end:].lstrip("; \n\t")
+    return () if rest else tuple(calls)
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(value: Any) -> Call | None:
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # JSON already
+        return Call(name, arguments) if isinstance(_decoded(arguments), dict) else None
+    return Call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None

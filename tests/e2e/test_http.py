@@ -1,0 +1,130 @@
+"""OpenAI's own client and curl ask real peers over HTTP, and get the tokens that `fusion-peer generate` gives."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from support.families import build, config, greedy
+from support.source_tokenizer import tokenizer_of_sources
+from tokenizers import AddedToken, Tokenizer, processors
+
+pytestmark = pytest.mark.e2e
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PROMPT, QUESTION = "def open(", "class Socket:"
+TOKENS = 24
+KEY = "a-key-of-sixteen-or-more"
+
+
+def tokenizer() -> Tokenizer:
+    """One that begins each text with <s>, as Llama's does, unless it is told not to."""
+    made = tokenizer_of_sources()
+    made.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<s>", "<|im_start|>", "<|im_end|>")]
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
+    )
+    return made
+
+
+def save_model(directory: Path, made: Tokenizer) -> Any:
+    llama = config("llama")
+    llama.vocab_size = made.get_vocab_size()
+    model = build(llama)
+    model.save_pretrained(directory)
+    made.save(str(directory / "tokenizer.json"))
+    about = {"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}, "eos_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+    return model
+
+
+def test_any_client_of_openai_asks_any_peer(peers: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"{KEY}\n")
+    first = peers.start("peer-0")
+    second = peers.start(
+        "peer-1", "--http", "127.0.0.1:0", "--http-key", str(tmp_path / "keys"), bootstrap=(first.address,)
+    )
+    made = tokenizer()
+    model = save_model(tmp_path / "model", made)
+    peers.run(
+        *("serve", str(tmp_path / "model"), "--name", "small", "--stages", "2", "--home", str(first.home))
+    )
+    [status] = peers.run("status", "--home", str(first.home))
+    assert status["http"] == first.ready["http"]
+
+    ask = ("generate", "--model", "small", "--max-tokens", str(TOKENS), "--home", str(first.home))
+    [plain] = peers.run(*ask, PROMPT)
+    chat_text = f"<s><|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    ids = made.encode(chat_text, add_special_tokens=False).ids
+    assert ids[0] == made.token_to_id("<s>") != ids[1] and made.token_to_id("<|im_end|>") in ids
+    [chatted] = peers.run(*ask, "--prompt-ids", ",".join(map(str, ids)))
+    assert plain["tokens"] == greedy(model, made.encode(PROMPT).ids, TOKENS)[0]
+    options: dict[str, Any] = {"model": "small", "max_tokens": TOKENS, "temperature": 0}
+    messages: Any = [{"role": "user", "content": QUESTION}]
+
+    for peer, key in ((first, "none"), (second, KEY)):
+        with openai.OpenAI(base_url=peer.ready["http"], api_key=key, max_retries=0) as client:
+            assert [each.id for each in client.models.list()] == ["small"]
+            whole = client.completions.create(**options, prompt=PROMPT)
+            assert whole.choices[0].text == plain["text"] and whole.usage is not None
+            assert whole.usage.prompt_tokens == len(made.encode(PROMPT).ids)
+            stream = client.completions.create(**options, prompt=PROMPT, stream=True)
+            assert "".join(chunk.choices[0].text for chunk in stream) == plain["text"]
+            answer = client.chat.completions.create(**options, messages=messages)
+            assert answer.choices[0].message.content == made.decode(chatted["tokens"])
+            assert answer.usage is not None and answer.usage.prompt_tokens == len(ids)
+            pieces = client.chat.completions.create(**options, messages=messages, stream=True)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
+            assert text == made.decode(chatted["tokens"])
+            with pytest.raises(openai.NotFoundError, match="small"):
+                client.completions.create(**{**options, "model": "large"}, prompt=PROMPT)
+            with pytest.raises(openai.BadRequestError, match="max_tokens"):
+                client.completions.create(**{**options, "max_tokens": 10**6}, prompt=PROMPT)
+            long = client.completions.create(**{**options, "max_tokens": 90}, prompt=PROMPT, stream=True)
+            next(iter(long))
+            long.close()
+            nobody_waits(peer.ready["http"].removesuffix("/v1"), key)
+    with (
+        openai.OpenAI(base_url=second.ready["http"], api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
+
+    curl = shutil.which("curl")
+    if curl is not None:
+        asked = json.dumps({**options, "messages": messages, "stream": True})
+        url = f"{first.ready['http']}/chat/completions"
+        done = subprocess.run(
+            [curl, "-sSN", "--fail", url, "-H", "Content-Type: application/json", "-d", asked],
+            capture_output=True, text=True, check=True, timeout=120,
+        )  # fmt: skip
+        lines = [line.removeprefix("data: ") for line in done.stdout.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        deltas = [json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines]
+        assert "".join(deltas) == made.decode(chatted["tokens"])
+    assert peers.stop(first, signal.SIGTERM) < 10.0
+
+
+def nobody_waits(url: str, key: str) -> None:
+    """Until no answer runs any more."""
+    deadline = time.monotonic() + 30
+    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"})
+    while True:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            if b"fusion_answers_running 0.0" in answer.read():
+                return
+        assert time.monotonic() < deadline, "the answer goes on without its client"
+        time.sleep(0.05)

@@ -1,0 +1,68 @@
+"""How a model is chatted with, wherever its files say it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.model_files import CHAT_FILES, chat_files
+
+TEMPLATE = "{{ messages[0].content }}\u00e9\n"
+NAMED = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": TEMPLATE}]
+
+
+def write(directory: Path, **files: Any) -> None:
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (directory / name.replace("__", ".")).write_text(text, "utf-8")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config__json": {"chat_template": TEMPLATE}},
+        {"tokenizer_config__json": {"chat_template": NAMED}},
+        {"chat_template__jinja": TEMPLATE},
+        {"chat_template__jinja": TEMPLATE, "tokenizer_config__json": {"chat_template": "older"}},
+    ],
+)
+def test_where_a_template_stands(files: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, **files)
+    found = chat_files(tmp_path)
+    assert found.keys() == CHAT_FILES.keys()
+    assert found["chat_template.jinja"].decode() == TEMPLATE
+
+
+def test_the_special_tokens_that_it_may_name(tmp_path: Path) -> None:
+    config = {
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "eos_token": "</s>",
+        "unk_token": None,
+        "x": "y",
+    }
+    tokens = {"unk_token": "<unk>", "eos_token": "older", "additional_special_tokens": ["<a>"]}
+    write(tmp_path, chat_template__jinja="x", tokenizer_config__json=config, special_tokens_map__json=tokens)
+    said = json.loads(chat_files(tmp_path)["special_tokens_map.json"])
+    assert said == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize("config", [{}, {"chat_template": None}, {"chat_template": [{"name": "rag"}]}])
+def test_a_model_without_one(config: Any, tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_config__json=config)
+    assert chat_files(tmp_path) == {}
+
+
+def test_one_that_is_too_long_or_no_text(tmp_path: Path) -> None:
+    write(tmp_path, chat_template__jinja="x" * (CHAT_FILES["chat_template.jinja"] + 1))
+    with pytest.raises(JobError, match="the limit is 262144"):
+        chat_files(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(JobError, match="cannot be read"):
+        chat_files(tmp_path)
+    write(tmp_path, chat_template__jinja="x", tokenizer_config__json="{")
+    with pytest.raises(JobError, match="cannot be read"):
+        chat_files(tmp_path)

@@ -1,0 +1,103 @@
+"""What a client may say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": None}}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+        ("", ("",)),
+    ],
+)
+def test_the_four_kinds_of_prompt(prompt: Any, expected: Any) -> None:
+    assert CompletionRequest(prompt=prompt).prompts == expected
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [True]}, {"prompt": [-1]}, {"prompt": [1.5]}),
+        *({"prompt": ["a", 1]}, {"prompt": {"a": 1}}, {"prompt": None}, {"prompt": ["a"] * 65}, {"prompt": [1 << 40]}),
+        *({"prompt": "a", name: value} for name, value in (
+            ("n", 0), ("n", 17), ("max_tokens", 0), ("temperature", -1), ("temperature", "hot"), ("top_p", 2),
+            ("stop", []  + ["a"] * 5), ("stop", [""]), ("stop", "x" * 300), ("stop", 1), ("logit_bias", {"1": 101}),
+            ("seed", 1 << 64), ("stream", "perhaps"), ("logprobs", 21), ("echo", True), ("suffix", "b"), ("best_of", 3),
+            ("frequency_penalty", 3), ("model", "x" * 300), ("temperature", float("nan")),
+        )),
+        {"prompt": ["a"] * 64, "n": 2},
+    ],
+)  # fmt: skip
+def test_completions_that_are_refused(said: dict[str, Any]) -> None:
+    _refused(CompletionRequest, said)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({}, {"messages": []}, {"messages": [{}]}, {"messages": [{"role": "god", "content": "x"}]}),
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        {"messages": HI["messages"] * 3000},
+        *({**HI, name: value} for name, value in (
+            ("tools", [{}]), ("tools", [TOOL] * 129), ("tool_choice", "perhaps"), ("functions", [{}]),
+            ("tool_choice", {"type": "function", "function": {"name": "g"}}), ("top_logprobs", 3),
+            ("response_format", {"type": "json_object"}), ("max_completion_tokens", 0), ("logprobs", 5),
+        )),
+    ],
+)  # fmt: skip
+def test_chats_that_are_refused(said: dict[str, Any]) -> None:
+    _refused(ChatRequest, said)
+
+
+def _refused(kind: type[BaseModel], said: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        kind.model_validate(said)
+
+
+def test_what_is_left_out_is_none_and_what_is_not_known_is_passed_over() -> None:
+    said = ChatRequest.model_validate(
+        {**HI, "user": "me", "store": True, "parallel_tool_calls": False, "n": None}
+    )
+    assert (
+        said.answers == 1 and said.tokens is None and said.temperature is None and not said.usage_at_the_end
+    )
+
+
+def test_parts_of_text_are_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert (
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]}).messages[0].text
+        == "ab"
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "offered"),
+    [
+        (None, ["f", "g"]),
+        ("auto", ["f", "g"]),
+        ("none", []),
+        ({"type": "function", "function": {"name": "g"}}, ["g"]),
+    ],
+)
+def test_the_tools_that_a_model_is_told_of(choice: Any, offered: list[str]) -> None:
+    other = {"type": "function", "function": {"name": "g"}}
+    said = ChatRequest.model_validate({**HI, "tools": [TOOL, other], "tool_choice": choice})
+    assert [tool.function.name for tool in said.offered_tools] == offered
+
+
+def test_one_stop_is_a_list_of_one() -> None:
+    assert CompletionRequest(prompt="a", stop="b").stop == ("b",)

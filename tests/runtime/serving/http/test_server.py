@@ -1,0 +1,562 @@
+"""OpenAI's API over a real port, with real models behind it: OpenAI's own client gets the tokens that `generate()` gives."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import socket
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from support.http_api import TEMPLATE, ask, client_of, served_over_http
+from support.served import reference, seeded_reference
+
+from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE
+from fusion.runtime.serving.answers import gateway
+from fusion.runtime.serving.http import running, shapes
+from fusion.runtime.serving.http.body import MAX_BODY_BYTES
+from fusion.runtime.serving.http.chat_page import FOLDER
+from fusion.runtime.serving.http.config import HttpConfig
+from fusion.runtime.serving.http.server import open_http
+from fusion.runtime.serving.requests.request import Sampling
+from fusion.swarm.directory.records import Digest
+
+pytestmark = [pytest.mark.process, pytest.mark.heavy]
+
+PROMPT = [5, 9, 77, 1]
+GREEDY: dict[str, Any] = {"model": "llama", "temperature": 0}
+KEY = "a-key-of-sixteen-or-more"
+
+
+def text_of(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def test_completions_are_those_of_generate(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (swarm, http), client_of(http) as client:
+            whole = await client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=12)
+            [choice] = whole.choices
+            assert choice.text == text_of(reference("llama", PROMPT, 12)) and choice.finish_reason == "length"
+            assert whole.object == "text_completion" and whole.id.startswith("cmpl-")
+            assert whole.usage is not None and whole.usage.model_dump(exclude_none=True) == {
+                "prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16,
+            }  # fmt: skip
+            short = await client.completions.create(**GREEDY, prompt="def ")
+            assert short.choices[0].text == text_of(reference("llama", list(b"def "), 16))
+            many = await client.completions.create(**GREEDY, prompt=["def ", "if"], max_tokens=6, n=2)
+            expected = [text_of(reference("llama", list(p), 6)) for p in (b"def ", b"def ", b"if", b"if")]
+            assert [each.text for each in many.choices] == expected
+            assert [each.index for each in many.choices] == [0, 1, 2, 3]
+            assert many.usage is not None and many.usage.prompt_tokens == 6
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_a_stream_is_the_same_text_in_pieces(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http), client_of(http) as client:
+            stream = await client.completions.create(
+                **GREEDY, prompt=PROMPT, max_tokens=12, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+            assert "".join(c.choices[0].text for c in chunks[:-1]) == text_of(reference("llama", PROMPT, 12))
+            assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + [
+                "length"
+            ]
+            assert chunks[-1].choices == [] and chunks[-1].usage is not None
+            assert chunks[-1].usage.total_tokens == 16 and len({chunk.id for chunk in chunks}) == 1
+            status, headers, body = await ask(
+                *(http, "POST", "/v1/completions"), {**GREEDY, "prompt": PROMPT, "stream": True}
+            )
+            assert status == 200 and headers["content-type"].startswith("text/event-stream")
+            events = body.decode().removesuffix("\n\n").split("\n\n")
+            assert events[-1] == "data: [DONE]"
+            assert all("usage" not in json.loads(each.removeprefix("data: ")) for each in events[:-1])
+
+    asyncio.run(main())
+
+
+def test_a_chat_goes_through_the_models_own_template(tmp_path: Path) -> None:
+    async def main() -> None:
+        messages: list[Any] = [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": "Hi"},
+        ]
+        prompt = list(b"<s>system: Be brief.\nuser: Hi\nassistant:")
+        expected = text_of(reference("llama", prompt, 10))
+        async with served_over_http(tmp_path, template=TEMPLATE) as (_, http), client_of(http) as client:
+            whole = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=10)
+            assert whole.choices[0].message.content == expected
+            assert whole.usage is not None and whole.usage.prompt_tokens == len(prompt)
+            stream = await client.chat.completions.create(
+                **GREEDY, messages=messages, max_completion_tokens=10, stream=True
+            )
+            deltas = [chunk.choices[0] async for chunk in stream]
+            assert deltas[0].delta.role == "assistant" and deltas[-1].finish_reason == "length"
+            assert "".join(each.delta.content or "" for each in deltas) == expected
+            everything = await client.chat.completions.create(**GREEDY, messages=messages)
+            assert everything.usage is not None and everything.usage.total_tokens == 96, "to the model's end"
+
+    asyncio.run(main())
+
+
+def test_seeds_and_several_answers(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http), client_of(http) as client:
+            asked: dict[str, Any] = {"model": "llama", "prompt": PROMPT, "max_tokens": 16, "top_p": 0.9}
+            three = await client.completions.create(**asked, n=3, seed=7)
+            texts = [choice.text for choice in three.choices]
+            for i, text in enumerate(texts):
+                sampling = Sampling(temperature=1.0, top_p=0.9, seed=7 + i)
+                assert text == text_of(seeded_reference("llama", PROMPT, 16, sampling))
+            assert len(set(texts)) == 3
+            alone = await client.completions.create(**asked, seed=8, extra_body={"top_k": -1})
+            assert alone.choices[0].text == texts[1]
+            unseeded = [(await client.completions.create(**asked)).choices[0].text for _ in range(2)]
+            assert unseeded[0] != unseeded[1]
+
+    asyncio.run(main())
+
+
+def test_models_health_and_metrics(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (swarm, http), client_of(http) as client:
+            [model] = (await client.models.list()).data
+            assert (model.id, model.owned_by) == ("llama", swarm.author.peer_id)
+            assert (await client.models.retrieve("llama")).id == "llama"
+            assert (
+                await client.models.retrieve(f"llama@{swarm.author.peer_id}")
+            ).owned_by == swarm.author.peer_id
+            with pytest.raises(openai.NotFoundError, match="nobody serves 'gpt/9'"):
+                await client.models.retrieve("gpt/9")
+            assert (await ask(http, "GET", "/health"))[2] == b'{"status":"ok"}'
+            await client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=5)
+            text = (await ask(http, "GET", "/metrics"))[2].decode()
+            for line in (
+                'fusion_http_requests_total{path="/v1/completions",status="200"} 1.0',
+                'fusion_http_requests_total{path="/v1/models/{model:path}",status="404"} 1.0',
+                "fusion_completion_tokens_total 5.0",
+                "fusion_prompt_tokens_total 4.0",
+                "fusion_answers_running 0.0",
+                "fusion_time_to_first_token_seconds_count 1.0",
+                "fusion_time_between_tokens_seconds_count 4.0",
+            ):
+                assert line in text.splitlines()
+
+    asyncio.run(main())
+
+
+def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
+    ok: dict[str, Any] = {**GREEDY, "prompt": "a", "max_tokens": 1}
+    hi = {**GREEDY, "messages": [{"role": "user", "content": "hi"}]}
+    cases: list[tuple[str, Any, int, str | None, str]] = [
+        ("/v1/completions", {**ok, "model": "none"}, 404, "model", "nobody serves"),
+        ("/v1/completions", {**ok, "max_tokens": 999}, 400, "max_tokens", "at most 95"),
+        ("/v1/completions", {**ok, "prompt": "x" * 9999}, 400, "prompt", "bytes of text"),
+        ("/v1/completions", {**ok, "prompt": ""}, 400, "prompt", "at least one token"),
+        ("/v1/completions", {**ok, "prompt": [200]}, 400, "prompt", "0 to 127"),
+        ("/v1/completions", {**ok, "temperature": 101}, 400, "temperature", "less than"),
+        ("/v1/completions", {**ok, "top_p": 0}, 400, "top_p", "above 0"),
+        ("/v1/completions", {**ok, "echo": True}, 400, "echo", "not repeated"),
+        ("/v1/completions", {**ok, "prompt": [[]]}, 400, "prompt", "at least 1 item"),
+        ("/v1/completions", b"{", 400, None, "JSON"),
+        ("/v1/completions", b"[]", 400, None, "JSON object"),
+        ("/v1/completions", b"[" * 99999, 400, None, "JSON"),
+        ("/v1/chat/completions", hi, 400, "messages", "no chat template"),
+        ("/v1/chat/completions", {**hi, "messages": []}, 400, "messages", "at least 1 item"),
+        ("/v1/embeddings", {"model": "llama", "input": "a"}, 400, "model", "no embeddings"),
+        ("/v1/nothing", {}, 404, None, "Not Found"),
+        ("/v1/models", {}, 405, None, "Not Allowed"),
+    ]
+
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (swarm, http):
+            for path, body, status, param, words in cases:
+                found, _, data = await ask(http, "POST", path, body)
+                error = json.loads(data)["error"]
+                assert (found, error["param"]) == (status, param), (path, body, error)
+                assert words in error["message"] and error["type"] == "invalid_request_error"
+            status, _, data = await ask(http, "POST", "/v1/completions", ok, Content_Type="text/plain")
+            assert status == 400 and "application/json" in json.loads(data)["error"]["message"]
+            await swarm.publish(*swarm.manifests, "llama", 1, state="stopped")
+            await swarm.owners[0].context.leases.aclose()
+
+    asyncio.run(main())
+
+
+def test_templates_that_are_traps_cost_one_error_each(tmp_path: Path) -> None:
+    async def main() -> None:
+        template = "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}" \
+                   "{% endfor %}{% endfor %}{% endif %}{{ raise_exception('roles must take turns') }}"  # fmt: skip
+        async with served_over_http(tmp_path, template=template) as (_, http), client_of(http) as client:
+
+            async def chat(text: str) -> None:
+                await client.chat.completions.create(
+                    model="llama", messages=[{"role": "user", "content": text}]
+                )
+
+            with pytest.raises(openai.BadRequestError, match="roles must take turns"):
+                await chat("hi")
+            looping = asyncio.create_task(chat("loop"))
+            for _ in range(3):
+                await client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=4)
+            assert not looping.done(), "others are answered meanwhile"
+            with pytest.raises(openai.BadRequestError, match="too long"):
+                await looping
+
+    asyncio.run(main())
+
+
+def test_a_client_that_goes_away_frees_its_sessions(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (swarm, http), client_of(http) as client:
+            places = swarm.peers[1].service.gateway._answers
+            stream = await client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=90, stream=True, n=2)
+            async for _ in stream:
+                break
+            assert len(places) == 2
+            await stream.close()
+            await swarm.freed()
+            go = threading.Event()
+            blocked = asyncio.create_task(swarm.peers[0].context.compute.run(go.wait, 20))
+            waiting = asyncio.create_task(client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=90))
+            async with asyncio.timeout(10):
+                while not places:
+                    await asyncio.sleep(0.001)
+                waiting.cancel()
+                while places:
+                    await asyncio.sleep(0.001)
+            go.set()
+            await blocked
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_is_full_says_when_to_ask_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.served.GatewayConfig", partial(gateway.GatewayConfig, max_sessions=3))
+
+    async def main() -> None:
+        go = threading.Event()
+        async with served_over_http(tmp_path) as (swarm, http), client_of(http) as client:
+            blocked = asyncio.create_task(swarm.peers[0].context.compute.run(go.wait, 20))
+            first = asyncio.create_task(client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=4, n=2))
+            async with asyncio.timeout(10):
+                while len(swarm.peers[1].service.gateway._answers) < 2:
+                    await asyncio.sleep(0.001)
+            with pytest.raises(openai.RateLimitError, match="ask again later") as found:
+                await client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=4)
+            assert int(found.value.response.headers["retry-after"]) > 0
+            other = asyncio.create_task(swarm.ask(1, prompt_ids=tuple(PROMPT), max_tokens=4))
+            with pytest.raises(openai.RateLimitError):  # gives way to a client that has less
+                await first
+            go.set()
+            assert list((await other).tokens) == reference("llama", PROMPT, 4)
+            await blocked
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_keys(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = HttpConfig(keys=(hashlib.sha256(KEY.encode()).digest(),))
+        async with served_over_http(tmp_path, config=config) as (_, http):
+            async with client_of(http, KEY) as client:
+                assert (await client.completions.create(**GREEDY, prompt=PROMPT)).choices
+            async with client_of(http, KEY[:-1]) as client:
+                with pytest.raises(openai.AuthenticationError, match="a key that this peer knows"):
+                    await client.models.list()
+            status, headers, _ = await ask(http, "GET", "/health")
+            assert status == 401 and headers["www-authenticate"] == "bearer"
+
+    asyncio.run(main())
+
+
+def test_pages_of_other_sites_get_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http):
+            for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+                for method in ("GET", "POST", "OPTIONS"):
+                    status, found, data = await ask(http, method, "/v1/models", **headers)
+                    assert status == 403 and json.loads(data)["error"]["type"] == "permission_error"
+                    assert not any(name.startswith("access-control") for name in found)
+            assert (await ask(http, "GET", "/v1/models", Origin=f"http://localhost:{http.port}"))[0] == 200
+
+    asyncio.run(main())
+
+
+def test_requests_are_bounded_in_bytes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http):
+            large = {"Content_Length": str(MAX_BODY_BYTES + 1)}
+            assert (await ask(http, "POST", "/v1/completions", b"{", **large))[0] == 413
+            endless = {"Content_Length": "", "Transfer_Encoding": "chunked", "Connection": ""}
+            parts = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
+            assert (await ask(http, "POST", "/v1/completions", parts * 10, **endless))[0] == 413
+            long = {**GREEDY, "prompt": "x" * (MAX_BODY_BYTES - 1000)}
+            status, _, data = await ask(http, "POST", "/v1/completions", long)
+            assert status == 400 and b"bytes of text" in data
+
+    asyncio.run(main())
+
+
+def test_requests_are_bounded_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(running, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("fusion.runtime.serving.http.body.READ_SECONDS", 0.1)
+
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http):
+            assert (await ask(http, "POST", "/v1/completions", b"{", Content_Length="2"))[0] == 408
+            for begun in (b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+                writer.write(begun)
+                async with asyncio.timeout(10):
+                    await asyncio.gather(reader.read(), return_exceptions=True)
+                writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "UNREAD_SECONDS", 0.1)
+    monkeypatch.setattr(running, "LOOK_SECONDS", 0.02)
+    told = shapes.Heading.object
+    monkeypatch.setattr(
+        shapes.Heading, "object", lambda *args, **more: told(*args, **more, pad="x" * 200_000)
+    )
+
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (swarm, http):
+            body = json.dumps({**GREEDY, "prompt": PROMPT, "max_tokens": 80, "stream": True}).encode()
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", http.port))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            sock.sendall(head.encode() + body)
+            places = swarm.peers[1].service.gateway._answers
+            async with asyncio.timeout(20):
+                while not places:
+                    await asyncio.sleep(0.001)
+                while places:
+                    await asyncio.sleep(0.001)
+            await swarm.freed()
+            sock.close()
+
+    asyncio.run(main())
+
+
+def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "MAX_CONNECTIONS", 2)
+
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http):
+            assert (await ask(http, "GET", "/health"))[0] == 200
+            held = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(2)]
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await ask(http, "GET", "/health")
+            held[0][1].close()
+            async with asyncio.timeout(10):
+                while True:
+                    try:
+                        assert (await ask(http, "GET", "/health"))[0] == 200
+                        break
+                    except (asyncio.IncompleteReadError, ConnectionError):
+                        await asyncio.sleep(0.01)
+            held[1][1].close()
+
+    asyncio.run(main())
+
+
+def test_the_end_of_the_peer_ends_every_answer(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (swarm, http), client_of(http) as client:
+            stack = open_http(HttpConfig(), swarm.peers[0].context, swarm.peers[0].service.gateway)
+            other = await stack.__aenter__()
+            async with client_of(other) as through:
+                stream = await through.completions.create(**GREEDY, prompt=PROMPT, max_tokens=90, stream=True)
+                idle = await asyncio.open_connection("127.0.0.1", other.port)
+                await stack.__aexit__(None, None, None)
+                with pytest.raises(openai.APIError, match="this peer is stopping"):
+                    async for _ in stream:
+                        pass
+                assert await idle[0].read() == b""
+                idle[1].close()
+            with pytest.raises(OSError):
+                await asyncio.open_connection("127.0.0.1", other.port)
+            await swarm.freed()
+            assert (await client.completions.create(**GREEDY, prompt=PROMPT)).choices
+
+    asyncio.run(main())
+
+
+def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (swarm, http):
+            peer = swarm.peers[0]
+            with pytest.raises(
+                OSError, match=f"^--http: 127.0.0.1:{http.port}: Address already in use$"
+            ) as found:
+                async with open_http(HttpConfig(port=http.port), peer.context, peer.service.gateway):
+                    pass
+            assert "\n" not in str(found.value)
+
+    asyncio.run(main())
+
+
+def test_log_probabilities_of_each_token(tmp_path: Path) -> None:
+    async def main() -> None:
+        tokens = reference("llama", PROMPT, 8)
+        async with served_over_http(tmp_path, template=TEMPLATE) as (_, http), client_of(http) as client:
+            asked: dict[str, Any] = {**GREEDY, "prompt": PROMPT, "max_tokens": 8, "logprobs": 2}
+            found = (await client.completions.create(**asked)).choices[0]
+            assert found.logprobs is not None
+            told = found.logprobs.model_dump()
+            assert told["tokens"] == [chr(token) for token in tokens]
+            assert [found.text[offset] for offset in told["text_offset"]] == told["tokens"]
+            for token, value, top in zip(
+                told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
+            ):
+                assert top[token] == value == max(top.values()) <= 0.0 and len(top) == 2
+            stream = await client.completions.create(**asked, stream=True)
+            pieces = [chunk.choices[0].logprobs async for chunk in stream]
+            assert [piece.token_logprobs[0] for piece in pieces if piece] == told["token_logprobs"]  # type: ignore[index]
+            chat: dict[str, Any] = {
+                **GREEDY,
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": 4,
+            }
+            whole = await client.chat.completions.create(**chat, logprobs=True, top_logprobs=3)
+            told_chat = whole.choices[0].logprobs
+            assert told_chat is not None and told_chat.content is not None and len(told_chat.content) == 4
+            text = whole.choices[0].message.content
+            assert b"".join(bytes(each.bytes or ()) for each in told_chat.content) == (text or "").encode()
+            assert all(each.logprob == each.top_logprobs[0].logprob for each in told_chat.content)
+            assert all(len(each.top_logprobs) == 3 for each in told_chat.content)
+            plain = await client.chat.completions.create(**chat, logprobs=True)
+            assert plain.choices[0].logprobs is not None and plain.choices[0].logprobs.content is not None
+            assert all(each.top_logprobs == [] for each in plain.choices[0].logprobs.content)
+
+    asyncio.run(main())
+
+
+def test_stop_texts_penalties_and_biases(tmp_path: Path) -> None:
+    async def main() -> None:
+        tokens = reference("llama", PROMPT, 20)
+        text = text_of(tokens)
+        async with served_over_http(tmp_path) as (swarm, http), client_of(http) as client:
+            asked: dict[str, Any] = {**GREEDY, "prompt": PROMPT, "max_tokens": 20}
+            stop = text[7:9]
+            for options in ({"stop": stop}, {"stop": ["never said", stop]}):
+                found = (await client.completions.create(**asked, **options)).choices[0]
+                assert found.text == text[: text.index(stop)] and found.finish_reason == "stop"
+            stream = await client.completions.create(**asked, stop=stop, stream=True)
+            chunks = [chunk.choices[0] async for chunk in stream]
+            assert "".join(each.text for each in chunks) == text[: text.index(stop)]
+            assert chunks[-1].finish_reason == "stop"
+            biased = (await client.completions.create(**asked, logit_bias={str(ord("A")): 100})).choices[0]
+            assert biased.text == "A" * 20
+            for options in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}):
+                found = (await client.completions.create(**asked, logit_bias={"65": 5}, **options)).choices[0]
+                again = await swarm.ask(
+                    prompt_ids=tuple(PROMPT),
+                    max_tokens=20,
+                    sampling=Sampling(logit_bias=((65, 5.0),), **options),
+                )
+                assert found.text == again.text
+            more = {"repetition_penalty": 1.3, "min_p": 0.1}
+            found = (await client.completions.create(**asked, extra_body=more)).choices[0]
+            again = await swarm.ask(prompt_ids=tuple(PROMPT), max_tokens=20, sampling=Sampling(**more))
+            assert found.text == again.text != text
+            for wrong in ({"logit_bias": {"x": 1}}, {"logit_bias": {"4000": 1}}):
+                with pytest.raises(openai.BadRequestError, match="logit_bias"):
+                    await client.completions.create(**asked, **wrong)
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_the_page_and_what_it_may_load(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = HttpConfig(keys=(hashlib.sha256(KEY.encode()).digest(),))
+        async with served_over_http(tmp_path, config=config) as (_, http):
+            status, headers, page = await ask(http, "GET", "/")
+            assert status == 200 and headers["content-type"].startswith("text/html")
+            for path in re.findall(r'(?:src|href)="([^"]+)"', page.decode()):
+                status, found, data = await ask(http, "GET", f"/{path}")
+                assert status == 200 and data and found["x-content-type-options"] == "nosniff"
+                assert found["content-security-policy"] == headers["content-security-policy"]
+            rules = dict(each.strip().split(" ", 1) for each in headers["content-security-policy"].split(";"))
+            assert rules.pop("default-src") == "'none'" and set(rules.values()) <= {"'self'", "'none'"}
+            for inline in (b"<script>", b"<style>", b" style=", b" onclick=", b"http://", b"https://"):
+                assert inline not in page
+            assert (await ask(http, "GET", "/", Host="evil.example"))[0] == 403
+            assert (await ask(http, "GET", "/../config.py"))[0] in (401, 404)
+            assert (await ask(http, "GET", "/v1/models"))[0] == 401
+
+    asyncio.run(main())
+
+
+def test_the_script_makes_no_markup_of_what_a_model_says() -> None:
+    script = (FOLDER / "page.js").read_text("utf-8")
+    for word in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+        "localStorage",
+    ):
+        assert word not in script
+
+
+def test_a_template_that_nobody_has_any_more_keeps_no_stage_from_running(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = ((CHAT_TEMPLATE_FILE, Digest("0" * 64)),)
+        async with served_over_http(tmp_path, files=files) as (_, http), client_of(http) as client:
+            assert (await client.completions.create(**GREEDY, prompt=PROMPT)).choices
+            with pytest.raises(openai.InternalServerError, match="cannot fetch blob") as found:
+                await client.chat.completions.create(**GREEDY, messages=[{"role": "user", "content": "hi"}])
+            assert found.value.status_code == 503
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\na: " + b"x" * 70_000,
+        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n\r\n",
+        b"GET /%00%ff/..%2f HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+    ],
+    ids=["tls", "http2", "head", "target", "lengths", "chunk", "upgrade", "path"],
+)
+def test_what_is_no_http_ends_a_connection_and_nothing_else(
+    junk: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http):
+            reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+            writer.write(junk)
+            async with asyncio.timeout(30):
+                await asyncio.gather(reader.read(), return_exceptions=True)
+            writer.close()
+            assert (await ask(http, "GET", "/health"))[0] == 200
+
+    asyncio.run(main())
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]

@@ -1,0 +1,125 @@
+"""Answers as OpenAI's API writes them, from pieces as a gateway gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from fusion.runtime.serving.http.answers import Part
+from fusion.runtime.serving.http.chat_format import ChatFormat
+from fusion.runtime.serving.http.schema import ChatRequest
+from fusion.runtime.serving.http.shapes import ChatShape, CompletionShape, Shape, token_text, usage
+from fusion.runtime.serving.requests.request import Answer, Finish, Piece
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+def said(texts: Sequence[str], tail: str = "", finish: Finish = "stop") -> list[Part]:
+    """An answer in pieces, whose last text was held back until the end."""
+    pieces = [Part(0, Piece(index=i, id=i, text=text)) for i, text in enumerate(texts)]
+    whole = "".join(texts) + tail
+    end = Answer(text=whole, tokens=(1, 2), finish=finish, prompt_tokens=3, route=(), seconds=0.0)
+    return [*pieces, Part(0, end)]
+
+
+def streamed(shape: Shape, parts: list[Part]) -> list[dict[str, Any]]:
+    return [choice for part in parts for choice in shape.chunks(part)]
+
+
+def whole(shape: Shape, parts: list[Part]) -> dict[str, Any]:
+    end = parts[-1].said
+    assert isinstance(end, Answer)
+    return shape.whole(0, [part.said for part in parts[:-1] if isinstance(part.said, Piece)], end)
+
+
+def test_a_text_that_was_held_back_comes_at_the_end_and_pieces_without_text_do_not() -> None:
+    parts = said(["a", "", "b"], "c", "length")
+    chunks = streamed(CompletionShape({}), parts)
+    assert [(each["text"], each["finish_reason"]) for each in chunks] == [
+        ("a", None),
+        ("b", None),
+        ("c", "length"),
+    ]
+    deltas = streamed(ChatShape((), {}), parts)
+    assert [each["delta"] for each in deltas] == [{"content": "a"}, {"content": "b"}, {"content": "c"}, {}]
+    assert whole(CompletionShape({}), parts)["text"] == "abc"
+    assert whole(ChatShape((), {}), parts)["message"] == {"role": "assistant", "content": "abc"}
+
+
+@pytest.mark.parametrize("text", [CALL, f"Well.\n{CALL}"])
+def test_tools_are_called(text: str) -> None:
+    content = text.removesuffix(CALL)
+    found = whole(ChatShape(["f"], {}), said([text]))
+    [call] = found["message"]["tool_calls"]
+    assert found["message"]["content"] == (content or None) and found["finish_reason"] == "tool_calls"
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'} and call["id"].startswith("call_")
+    chunks = streamed(ChatShape(["f"], {}), said(list(text)))
+    assert "".join(each["delta"].get("content", "") for each in chunks) == content
+    assert chunks[-2]["delta"]["tool_calls"][0]["index"] == 0
+    assert chunks[-1]["delta"] == {} and chunks[-1]["finish_reason"] == "tool_calls"
+    assert whole(ChatShape((), {}), said([text]))["message"]["content"] == text, "nobody offered a tool"
+    assert whole(ChatShape(["f"], {}), said([text[:-20]], finish="length"))["finish_reason"] == "length"
+
+
+def test_tokens_as_they_are_told() -> None:
+    assert token_text(7, " é".encode()) == " é"
+    assert token_text(7, "é".encode()[:1]) == "bytes:\\xc3"
+    assert token_text(7, b"") == "token_id:7"
+    piece = Piece(index=0, id=7, text="", logprob=-1.0, top_logprobs=((7, -1.0), (8, -2.0)))
+    spelling = {7: b"\xc3", 8: b"a"}
+    [chunk] = ChatShape((), spelling).chunks(Part(0, piece))
+    [told] = chunk["logprobs"]["content"]
+    assert (told["token"], told["bytes"], told["logprob"]) == ("bytes:\\xc3", [0xC3], -1.0)
+    assert [each["token"] for each in told["top_logprobs"]] == ["bytes:\\xc3", "a"]
+    [chunk] = CompletionShape(spelling).chunks(Part(0, piece))
+    assert chunk["logprobs"]["top_logprobs"] == [{"bytes:\\xc3": -1.0, "a": -2.0}]
+
+
+def test_usage_counts_a_prompt_once() -> None:
+    ends = [part.said for part in (said(["a"])[-1], said(["b"])[-1]) if isinstance(part.said, Answer)]
+    assert usage(3, ends) == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+
+
+def test_what_a_template_is_told() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}, "strict": True}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    body = {
+        "messages": [
+            {
+                "role": "developer",
+                "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+            },
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "2", "name": "f"},
+        ],
+        "tools": [tool],
+        "chat_template_kwargs": {"enable_thinking": False, "messages": "not these", "bos_token": "<b>"},
+    }
+    found = ChatFormat("", {"bos_token": "<s>", "eos_token": "</s>"}).variables(
+        ChatRequest.model_validate(body)
+    )
+    assert found == {
+        "bos_token": "<b>",
+        "eos_token": "</s>",
+        "enable_thinking": False,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+                ],
+            },
+            {"role": "tool", "content": "2", "name": "f", "tool_call_id": "1"},
+        ],
+        "tools": [tool],
+        "documents": None,
+        "add_generation_prompt": True,
+    }
+    assert json.dumps(found)
+    none = ChatFormat("", {}).variables(ChatRequest.model_validate({**body, "tool_choice": "none"}))
+    assert none["tools"] is None

@@ -1,0 +1,89 @@
+"""A served model behind a real HTTP port, and clients for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+from support.served import Swarm, swarm_of
+
+from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
+from fusion.runtime.serving.http.config import HttpConfig
+from fusion.runtime.serving.http.server import HttpServer, open_http
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@asynccontextmanager
+async def served_over_http(
+    home: Path,
+    *,
+    config: HttpConfig | None = None,
+    template: str | None = None,
+    seconds: float = 60,
+    **options: Any,
+) -> AsyncIterator[tuple[Swarm, HttpServer]]:
+    """A byte-level llama on peer 0, the API on peer 1."""
+    async with swarm_of(2, home, seconds=seconds) as swarm:
+        files = []
+        if template is not None:
+            put = swarm.peers[-1].context.blobs.put
+            files = [
+                (CHAT_TEMPLATE_FILE, await put(template.encode())),
+                (SPECIAL_TOKENS_FILE, await put(json.dumps({"bos_token": "<s>"}).encode())),
+            ]
+        await swarm.serve("llama", 1, **{"byte_level": True, "files": tuple(files), **options})
+        peer = swarm.peers[1]
+        async with open_http(config or HttpConfig(), peer.context, peer.service.gateway) as http:
+            yield swarm, http
+
+
+@asynccontextmanager
+async def client_of(http: HttpServer, key: str = "none") -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=http.url, api_key=key, max_retries=0, timeout=30.0) as client:
+        yield client
+
+
+async def ask(
+    http: HttpServer, method: str, path: str, body: Any = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of one request, written by hand."""
+    data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    said = {"Host": f"localhost:{http.port}", "Connection": "close", "Content-Length": str(len(data))}
+    if body is not None:
+        said["Content-Type"] = "application/json"
+    said |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        *(f"{name}: {value}" for name, value in said.items() if value),
+        "",
+        "",
+    ]
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    try:
+        writer.write("\r\n".join(lines).encode("latin-1") + data)
+        async with asyncio.timeout(30):
+            status, *found = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            names = dict(line.lower().split(": ", 1) for line in found if line)
+            length = names.get("content-length")
+            answer = await (reader.read() if length is None else reader.readexactly(int(length)))
+    finally:
+        writer.close()
+    if names.get("transfer-encoding") == "chunked":
+        answer = _unchunked(answer)
+    return int(status.split()[1]), names, answer
+
+
+def _unchunked(data: bytes) -> bytes:
+    parts = []
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        parts.append(data[:length])
+        data = data[length + 2 :]
+    return b"".join(parts)

@@ -1,0 +1,20 @@
+"""A small tokenizer of the kind that models come with."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+
+def tokenizer_of_sources() -> Tokenizer:
+    """A small byte-pair encoding of this Python's own modules; only characters that they have, so any tokens make
+    text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [str(folder / f"{name}.py") for name in ("argparse", "socket", "tarfile", "typing")]
+    tokenizer.train(files, trainers.BpeTrainer(vocab_size=400, show_progress=False))
+    return tokenizer
