@@ -150,10 +150,10 @@ class TorchTrainingStage:
         """JobError names what is missing or does not fit; nothing has changed then."""
         variables = {k.removeprefix("variable/"): v for k, v in state.items() if k.startswith("variable/")}
         slots = {k.removeprefix("optimizer/"): v for k, v in state.items() if k.startswith("optimizer/")}
-        checked = {v.name: checked(variables, v) for v in self.stage.graph.variables}
+        values = {v.name: checked(variables, v) for v in self.stage.graph.variables}
         self._optimizer.load_state(slots)
         with torch.no_grad():
-            for name, value in checked.items():
+            for name, value in values.items():
                 self._values[name].copy_(value)
         self._committed = {name: value.clone() for name, value in self._written.items()}
         self._clear()
