@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.training.stage_messages import Outbox
 from fusion.runtime.training.stage_work import StageWork
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.faults import Faults
 
+log = logging.getLogger(__name__)
+
 
 class StageLoop:
-    def __init__(self, outbox: Outbox, work: StageWork) -> None:
+    """Of a job of so many `steps`."""
+
+    def __init__(self, outbox: Outbox, work: StageWork, steps: int) -> None:
         self.finished: m.Finish | None = None  # how the job has ended
         self._outbox = outbox
         self._work = work
+        self._steps = steps
 
     @property
     def faults(self) -> Faults:
@@ -26,6 +33,11 @@ class StageLoop:
         while True:
             source, event = await self._outbox.mailbox.get()
             match event:
+                case m.Finish(state="done") if self._work.state.step < self._steps:
+                    # Whoever came to a vacant first stage may say so. If it is true, we hear it of the other owners.
+                    log.warning(
+                        "the lead says that the job is done: we are at step %d", self._work.state.step
+                    )
                 case m.Finish():
                     await self._work.stop()
                     self.finished = event

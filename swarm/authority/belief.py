@@ -5,8 +5,10 @@ together say how it ended. So a word counts by who signed it, and only among tho
 
 * `stopped` is the author's to say, at any time and for good;
 * any end is believed once most of those say so that have a voice: who owns a stage now, as the reader sees it, and who owned
-  one last and has signed the end since. Of an owner that vanished without a word the stage has no voice;
-* an owner goes by its lead's word that the job is done, or failed: it must not wait for others who wait for it;
+  one last and has signed the end since. Of an owner that vanished without a word the stage has no voice; but fewer than half of
+  the stages are no majority, whoever is silent: a vacant stage may have been anybody's;
+* an owner goes by its lead's word that the job is done, if its own stages are, or failed: it must not wait for others who wait
+  for it;
 * who leads since an end that the others saw has no voice in whether it was one;
 * a snapshot and a step are believed of whoever leads, or led under that term before the reader's eyes; where nobody leads, of
   the majority of the other owners;
@@ -23,7 +25,7 @@ from enum import IntEnum
 from typing import Any
 
 from fusion.swarm.authority.law import JobLaw
-from fusion.swarm.authority.statements import Statement, joined, opened, stated
+from fusion.swarm.authority.statements import CARRIED, Statement, joined, opened, stated
 from fusion.swarm.directory.job_order import ENDED, job_order
 from fusion.swarm.directory.records import JobRecord
 from fusion.swarm.identity import Verify
@@ -54,6 +56,7 @@ class Sight:
         frozenset()
     )  # (stage, term, peer): who owned one, as far as seen
     us: PeerId | None = None  # our own word is not a stranger's
+    reached: int = 0  # the step of the stages that we own: of several the lowest
 
     @property
     def last(self) -> dict[int, PeerId]:
@@ -155,6 +158,10 @@ def _majority(ends: Sequence[_Word], sight: Sight) -> list[_Word]:
     """The words on an end that most of those who have a voice agree on."""
     lead = sight.owners.get(0)
     last = sight.last
+    stages = len({*last, *sight.owners}) if sight.law is None else sight.law.stages
+    fewest = (
+        min(stages, CARRIED) / 2
+    )  # no more words than that travel together, however many stages there are
     for state in ("done", "stopped", "failed"):
         # A job that failed may be taken up again: what was said under an earlier lead does not count against a later one.
         floor = lead[1] if lead is not None and state == "failed" else 0
@@ -167,10 +174,11 @@ def _majority(ends: Sequence[_Word], sight: Sight) -> list[_Word]:
         if lead is not None and state == "done" and terms and 0 < min(terms) <= max(terms) < lead[1]:
             voices = rest
         votes = sum(peer in signers for peer in voices.values())
-        if 2 * votes > len(voices):
+        if votes >= fewest and 2 * votes > len(voices):
             return [word for word in agreed if word.said.signer in voices.values()]
         ours = sight.us is not None and any(peer == sight.us for peer, _ in sight.owners.values())
-        if state != "stopped" and ours:
+        early = state == "done" and sight.law is not None and sight.reached < sight.law.steps
+        if state != "stopped" and ours and not early:
             floor = 0 if lead is None else lead[1]
             led = [word for word in agreed if (0, word.said.term, word.said.signer) in sight.held]
             by_lead = [word for word in led if word.said.term >= floor]

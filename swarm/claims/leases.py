@@ -15,6 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
+from weakref import WeakValueDictionary
 
 from fusion.swarm.authority.access import Access
 from fusion.swarm.authority.grants import Role
@@ -93,7 +94,7 @@ class Leases:
             self.access,
         )
         self.standbys = Standbys(peer_id, self._ours, self._memory, self.access.chain)
-        self._locks: dict[Slot, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[Slot, asyncio.Lock] = WeakValueDictionary()  # of claims under way
         self._proving: dict[Slot, float] = {}  # when testimonies were asked for last
         self._disowned: dict[Slot, dict[PeerId, Testimony]] = {}  # what jurors said against our own claim
         self._loop: asyncio.Task[None] | None = None

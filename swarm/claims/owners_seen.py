@@ -44,4 +44,5 @@ class OwnersSeen:
         held = frozenset(
             (stage, term, peer) for stage in range(stages) for term, peer in self._seen.get((job, stage), ())
         )
-        return Sight(law=law, owners=owners, held=held, us=us)
+        ours = [claim.step for claim in found.values() if claim is not None and claim.peer == us]
+        return Sight(law=law, owners=owners, held=held, us=us, reached=min(ours, default=0))

@@ -81,6 +81,14 @@ class _Waiting(dict[Any, "asyncio.Future[Any]"]):
         return future is not None and not future.done()
 
 
+class _Answering(dict[Any, "asyncio.Task[Any]"]):
+    """Others' calls that we are answering. hivemind takes none of them out that its caller took back."""
+
+    def __setitem__(self, call: Any, task: asyncio.Task[Any]) -> None:
+        super().__setitem__(call, task)
+        task.add_done_callback(lambda _: self.pop(call, None))
+
+
 async def attach(daemon: Daemon) -> AttachedP2P:
     """As hivemind's `P2P.replicate`, with a control connection of our own."""
     p2p = AttachedP2P()
@@ -95,6 +103,7 @@ async def attach(daemon: Daemon) -> AttachedP2P:
             persistent_conn_max_msg_size=DEFAULT_MAX_MSG_SIZE,
         )
         p2p._client.control._pending_calls = _Waiting(p2p._client.control._pending_calls)
+        p2p._client.control._handler_tasks = _Answering()
         await p2p._ping_daemon()
     return p2p
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from attacks.honest_answers import Answers, served_model
 from attacks.honest_training import STAGES, Committed, training_job
 from attacks.stranger import Scene
 from support.directory_records import claim_record, digest
-from support.leaks import nothing_left
+from support.leaks import nothing_left, surround
 
 from fusion.cli.local.fleet import Fleet, LocalPeer, OnRecord, open_fleet
 from fusion.runtime.job.context import Context
@@ -129,7 +128,7 @@ async def open_ground(count: int = PEERS, *, closed: bool = False) -> AsyncItera
     async with AsyncExitStack() as stack:
         _before_others(stack)
         traces = stack.enter_context(nothing_left())
-        _environment(stack, traces.environment)
+        surround(stack, traces.environment)
         fleet = await stack.enter_async_context(open_fleet("attack-"))
         key_file = fleet.root / "swarm.key"
         key = new_key(key_file) if closed else None
@@ -204,20 +203,3 @@ def _before_others(stack: AsyncExitStack) -> None:
 
 def _lines(report: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in report.read_text().splitlines() if line.endswith("}")]
-
-
-def _environment(stack: AsyncExitStack, environment: dict[str, str]) -> None:
-    before = {name: os.environ.get(name) for name in environment}
-    folder = tempfile.tempdir
-
-    def restore() -> None:
-        tempfile.tempdir = folder
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-    stack.callback(restore)
-    os.environ.update(environment)
-    tempfile.tempdir = environment["TMPDIR"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +34,8 @@ NAME = "training"
 STAGES, MICROBATCHES, MICROBATCH_SIZE, SAMPLES = 2, 2, 4, 64
 STEPS = 10**6  # more than there is time for
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
+
+Made = tuple[nn.Module, Graph, dict[str, torch.Tensor]]  # the model, its graph, all samples
 
 
 @dataclass
@@ -78,11 +80,17 @@ class Committed:
 
 
 def training_job(
-    store: BlobStore, author: Identity, owners: Sequence[PeerId], *, name: str = NAME
+    store: BlobStore,
+    author: Identity,
+    owners: Sequence[PeerId],
+    *,
+    name: str = NAME,
+    steps: int = STEPS,
+    of: Made | None = None,
 ) -> Prepared:
-    """A stage for each of the owners. Blocking, for a second."""
-    module, graph, arrays = _model()
-    config = _config(store.put(save(arrays)))
+    """A stage for each of the owners. Blocking, for a second unless the model is there already."""
+    module, graph, arrays = of or made()
+    config = replace(_config(store.put(save(arrays))), steps=steps)
     job = GraphJob(name=name, graph=graph, variables=variables_from_module(module), author=author)
     cuts = even_cuts(len(graph.nodes), len(owners))
     return prepare_graph(job, as_asked(graph, config, cuts, owners), store)
@@ -109,7 +117,7 @@ def true_losses(store: BlobStore, config: TrainConfig, stages: int = STAGES) -> 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        module, graph, arrays = _model()
+        module, graph, arrays = made()
         batches = Batches(config, list(arrays), store.path(config.data.train), None)
         parts = split(graph, even_cuts(len(graph.nodes), stages))
         planes = [TorchTrainingStage(part, variables_from_module(module), OPTIMIZER, "cpu") for part in parts]
@@ -136,7 +144,8 @@ def _step(planes: Sequence[TorchTrainingStage], batches: Batches, step: int) -> 
     return sum(losses) / len(losses)
 
 
-def _model() -> tuple[nn.Module, Graph, dict[str, torch.Tensor]]:
+def made() -> Made:
+    """Blocking, for a second."""
     torch.manual_seed(1)
     module = Chain()
     arrays = {"x": torch.randn(SAMPLES, 6), "targets": torch.randn(SAMPLES, 3)}

@@ -9,7 +9,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,3 +68,21 @@ def nothing_left(seconds: float = LEFT_SECONDS) -> Iterator[Traces]:
                 process.kill()
         psutil.wait_procs(left_behind, timeout=seconds + 1.0)
         shutil.rmtree(traces.folder, ignore_errors=True)
+
+
+def surround(stack: AsyncExitStack, environment: dict[str, str]) -> None:
+    """This process, too, and what it starts, has the environment of some traces until the stack is left."""
+    before = {name: os.environ.get(name) for name in environment}
+    folder = tempfile.tempdir
+
+    def restore() -> None:
+        tempfile.tempdir = folder
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    stack.callback(restore)
+    os.environ.update(environment)
+    tempfile.tempdir = environment["TMPDIR"]

@@ -6,8 +6,8 @@
 So many frames and records, changed recordings and invented ones (`endurance.traffic`), go to one of two real peers within
 so many minutes of feeding, in turns with quiet seconds; the strangers' processes together are held to half a core. Exit 0
 where both peers live, nothing of the strangers is believed, honest losses and tokens are those of an undisturbed run, the fed
-peer's memory, files, threads and tasks do not rise over the second half (by more than 5 % of their mean), and honest users get at
-least 0.8 of what they get in the quiet turns. 1 otherwise; if a peer ended, the last things that each identity sent are printed.
+peer's memory, files, threads and tasks in the quiet turns do not rise over the second half (by more than 5 % of their mean), and
+honest users get at least 0.8 of what they get in the quiet turns. 1 otherwise; if a peer ended, the last things that each identity sent are printed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from sweeps.endurance.traffic import identity_of
 from sweeps.reports import tell
 
 from fusion.cli.local.fleet import LocalPeer
+from fusion.runtime.belief.reading import look
 from fusion.runtime.job.protocol import STATUS
-from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, call
@@ -49,7 +49,8 @@ SHARE = 0.5  # of a core, for all strangers and their p2pd
 HONEST_SHARE = 0.8
 FEED_SECONDS, QUIET_SECONDS, SETTLE_SECONDS = 60.0, 6.0, 1.0
 FLAT_KINDS = ("memory", "p2pd_memory", "files", "p2pd_files", "threads", "tasks", "blocks")
-LEAST_SAMPLES = 60  # below which a slope says nothing
+LEAST_SAMPLES = 24  # in quiet, below which a slope says nothing
+FEW = 8.0  # files, threads or tasks more or less are no slope
 ANSWER_SECONDS = 90.0  # of the feeder, beyond the time that it was given
 
 Row = dict[str, Any]
@@ -243,23 +244,31 @@ async def _believed(ground: Ground, hosted: Sequence[list[Any]], seed: int) -> l
     for prepared in (ground.training, ground.serving):
         job: JobId = prepared.job
         for stage in range(prepared.manifest.stages):
-            owner = winner(await ground.reader.claims(job, stage))
+            owner = await ground.user.leases.owner(job, stage)
             if owner is None or owner.peer not in {peer.peer_id for peer in ground.peers}:
                 found.append(
                     f"stage {stage} of {prepared.manifest.name} is said to be {owner and owner.peer}'s"
                 )
-        record = await ground.reader.job(job)
-        if record is None or record.state != "running" or record.lead in enemies or record.author in enemies:
-            found.append(f"the record of {prepared.manifest.name} that is believed: {record}")
+        belief = await look(ground.user, job)
+        record = None if belief is None else belief.record
+        if record is None or record.state != "running" or enemies & {record.lead, record.author}:
+            found.append(f"of {prepared.manifest.name} is believed: {record}")
     return found
 
 
 def _report(run: Run, options: argparse.Namespace) -> Row:
-    rises = {kind: round(rise([(s["at"], float(s[kind])) for s in run.samples]), 4) for kind in FLAT_KINDS}
+    # What strangers have open while they feed is theirs; what stays when they rest is ours.
+    resting = [sample for sample in run.samples if any(turn["at"] + SETTLE_SECONDS <= sample["at"]
+               <= turn["at"] + turn["seconds"] for turn in run.turns if not turn["fed"])]  # fmt: skip
+    rises = {kind: round(rise([(s["at"], float(s[kind])) for s in resting]), 4) for kind in FLAT_KINDS}
     ratios = {what: round(run.ratio(what), 3) for what in ("steps", "tokens")}
     faults = list(run.faults)
-    if len(run.samples) >= LEAST_SAMPLES:
-        faults += [f"{kind} rises by {value:.1%}" for kind, value in rises.items() if value > FLAT]
+    if len(resting) >= LEAST_SAMPLES:
+        faults += [
+            f"{kind} rises by {value:.1%}"
+            for kind, value in rises.items()
+            if value > FLAT and value * resting[-1][kind] > FEW
+        ]
     faults += [f"{what} at {value} of quiet" for what, value in ratios.items() if value < HONEST_SHARE]
     sent = run.fed.get("sent", 0)
     if sent < 0.95 * options.frames:

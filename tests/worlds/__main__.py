@@ -65,6 +65,7 @@ def main() -> int:
         "violations": {str(o.seed): o.violations[0].splitlines()[0] for o in summary.failed},
         "faulted_worlds": summary.faulted,
         "faults": dict(sorted(summary.faults.items())),
+        "captured": summary.captured,
         "updates": summary.updates,
         "virtual_seconds": round(summary.virtual_seconds),
         "cpu_milliseconds_per_world": round(1000 * summary.cpu_seconds / max(1, summary.worlds), 1),

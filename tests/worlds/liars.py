@@ -187,6 +187,7 @@ class Liar:
             (
                 m.Failed(attempt, "made up"),
                 m.Lack(attempt, "made up"),
+                m.Finish("done", "made up"),
                 m.Ready(
                     attempt,
                     step,

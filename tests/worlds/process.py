@@ -31,6 +31,7 @@ class Outcome:
     struck: tuple[str, ...]  # the kinds of faults that happened
     log: tuple[str, ...]
     frames: str  # SHA-256 of what was sent, see `World.frames`
+    captured: bool = False  # liars came to half of the stages
 
 
 @dataclass(eq=False)

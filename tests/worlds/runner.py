@@ -52,6 +52,7 @@ class Summary:
     failed: list[Outcome] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     faulted: int = 0  # worlds in which at least one fault struck
+    captured: int = 0  # in which liars came to half of the stages
     updates: int = 0
     virtual_seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -60,6 +61,7 @@ class Summary:
         self.worlds += 1
         self.faults.update(outcome.struck)
         self.faulted += bool(outcome.struck)
+        self.captured += outcome.captured
         self.updates += outcome.updates
         self.virtual_seconds += outcome.virtual_seconds
         self.cpu_seconds += outcome.cpu_seconds

@@ -155,6 +155,7 @@ class World:
             self.plan.seed, tuple(self.oracle.violations), self.loop.now, cpu_seconds() - began,
             self.oracle.updates, self.oracle.committed, tuple(self.struck),
             tuple(f"{at:9.4f} {who:>9} {what}" for at, who, what in self.log), self.frames.hexdigest(),
+            self.captured,
         )  # fmt: skip
 
     def _spawn(self, lane: Lane, work: Any) -> asyncio.Task[Any]:
@@ -325,11 +326,10 @@ class World:
         return [record for record in records if record.author not in self.liars]
 
     def _hears(self, leases: Leases) -> None:
-        """Whether liars have come to half of the job's stages, each while it was vacant, as some honest peer sees it: then
-        their word is that of the owners."""
+        """Whether liars have come to half of the job's stages, each while it was vacant, as some honest peer sees it, and
+        nobody has come to them since: then their word is that of the owners, also when they let their leases run out."""
         seen = [leases.tenure(self.job, stage) for stage in range(self.plan.stages)]
-        now = self.bulletin.now
-        taken = sum(t is not None and t.lives(now) and t.claim.peer in self.liars for t in seen)
+        taken = sum(t is not None and t.claim.peer in self.liars for t in seen)
         self.captured |= 2 * taken >= self.plan.stages
 
     def _hosts(self, process: Process, stage: int, term: int) -> None:

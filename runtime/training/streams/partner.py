@@ -165,8 +165,11 @@ class Partner:
     async def _owner(self, group: asyncio.TaskGroup) -> ClaimRecord:
         """Whom to dial: the owner that was shown to us, or the directory's. Raises SwarmError where there is none."""
         leases, job = self._context.leases, self._here.job
-        claim = self._shown
-        if claim is None and self._last is None:
+        claim, held = self._shown, leases.tenure(job, self.stage)
+        if claim is not None and held is not None and self.fence.follows(held.claim, claim):
+            # Whoever welcomes us and hangs up, again and again, is not the owner for that.
+            claim = self._shown = None
+        elif claim is None and self._last is None:
             claim = winner(leases.recent(job, self.stage))
         if claim is not None and not self.fence.is_over(claim):
             return claim

@@ -28,7 +28,7 @@ def sight(*live: Identity | None, seen: bool = True, law: JobLaw | None = LAW, u
     owners = {stage: (one.peer_id, 3) for stage, one in enumerate(live) if one is not None}
     held = frozenset((stage, 3, one.peer_id) for stage, one in enumerate(OWNERS)) if seen else frozenset()
     held |= {(stage, term, peer) for stage, (peer, term) in owners.items()}
-    return Sight(law=law, owners=owners, held=held, us=us.peer_id)
+    return Sight(law=law, owners=owners, held=held, us=us.peer_id, reached=90)
 
 
 def said(who: Identity, **changes: Any) -> JobRecord:
@@ -110,8 +110,29 @@ def test_most_owners_end_a_job_and_fewer_do_not(forged: list[JobRecord], state: 
 def test_an_owner_that_is_gone_has_a_voice_only_if_it_spoke() -> None:
     assert judged([TRUTH, ended(SECOND)], sight(None, None, THIRD)).doubted
     assert judged([TRUTH, ended(SECOND), ended(LEAD)], sight(None, None, THIRD)).settled
-    assert judged([TRUTH, ended(SECOND)], sight(None, None, None)).settled
-    assert judged([TRUTH, ended(THIRD)], sight(None, None, THIRD)).settled
+    assert judged([TRUTH, ended(SECOND), ended(LEAD)], sight(None, None, None)).settled
+    assert judged([TRUTH, ended(SECOND), ended(THIRD)], sight(None, None, THIRD)).settled
+
+
+@pytest.mark.parametrize("state", ["done", "stopped", "failed"])
+def test_who_came_to_one_vacant_stage_of_three_ends_nothing_for_good_though_all_others_are_gone(
+    state: str,
+) -> None:
+    alone = sight(None, None, None)
+    came = replace(alone, held=alone.held | {(2, 9, MALLORY.peer_id)})
+    lie = ended(MALLORY, state, term=9, snapshot=FALSE)
+    assert not judged([TRUTH, lie], came).settled
+    assert not judged([TRUTH, lie], replace(came, owners={2: (MALLORY.peer_id, 9)})).over
+    # Two of the three are a majority, whoever they are.
+    both = replace(came, held=came.held | {(0, 9, MALLORY.peer_id)})
+    assert judged([TRUTH, lie], both).settled
+
+
+def test_half_of_a_job_of_two_stages_is_enough_where_the_other_half_vanished() -> None:
+    law = replace(LAW, stages=2)
+    seen = Sight(law=law, held=frozenset({(0, 3, LEAD.peer_id), (1, 3, SECOND.peer_id)}), us=IDLE.peer_id)
+    assert judged([TRUTH, ended(SECOND)], seen).settled
+    assert not judged([TRUTH, ended(SECOND)], replace(seen, owners={0: (LEAD.peer_id, 3)})).over
 
 
 def test_training_is_done_at_the_step_of_its_manifest_alone() -> None:
@@ -151,6 +172,9 @@ def test_an_owner_goes_by_the_word_of_its_lead_that_the_job_has_ended_and_others
     assert not judged(records, sight(*live, us=IDLE)).over
     assert not judged([TRUTH, ended(MALLORY, state)], sight(*live, us=SECOND)).over
     assert not judged([TRUTH, ended(LEAD, "stopped")], sight(*live, us=SECOND)).over
+    # A lead that came to a vacant stage may say anything: an owner knows whether it has taken the last step itself.
+    early = replace(sight(*live, us=SECOND), reached=89)
+    assert judged(records, early).settled is (state == "failed")
     # Taken up again under a later lead, what was said before counts no more.
     later = replace(
         sight(*live), owners={0: (THIRD.peer_id, 4), 1: (SECOND.peer_id, 3), 2: (THIRD.peer_id, 3)}

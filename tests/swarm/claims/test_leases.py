@@ -662,3 +662,16 @@ def test_nobody_can_claim_in_another_s_name() -> None:
 def test_a_bad_heartbeat_is_refused() -> None:
     with pytest.raises(ValueError, match="heartbeat_seconds"):
         LeaseConfig(heartbeat_seconds=0)
+
+
+def test_nothing_is_kept_of_stages_that_were_given_up() -> None:
+    async def main() -> None:
+        room = Room(1)
+        [leases] = room.leases
+        for stage in range(20):
+            both = await asyncio.gather(leases.claim(JOB, stage, 0.5), leases.claim(JOB, stage, 0.5))
+            assert both[0] is not None and both[0] == both[1]  # one after the other
+            await leases.release(JOB, stage)
+        assert not leases._locks and not leases._proving and not leases._disowned
+
+    asyncio.run(main())

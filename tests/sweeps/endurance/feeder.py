@@ -40,6 +40,7 @@ AT_ONCE = 16  # streams of one identity
 ANSWER_SECONDS = 0.2  # for an answer, before a stream is given up
 OPEN_SECONDS = 5.0
 KEPT = 30  # of what was sent last, for each identity
+STALL_SECONDS = 15.0  # with nothing sent, after which it is said where everything waits
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Fed:
     requests_refused: int = 0
     open_seconds: float = 0.0  # that opening streams took, all together
     store_seconds: float = 0.0  # and requests to the directory
+    longest_wait_seconds: float = 0.0  # with nothing sent
     records_stored: int = 0
     answers: Counter[str] = field(default_factory=Counter)
     protocols: Counter[str] = field(default_factory=Counter)
@@ -151,6 +153,21 @@ class Feeder:
         return len(made)
 
 
+async def watch(fed: Fed) -> None:
+    """Says on stderr where everything waits whenever nothing was sent for STALL_SECONDS."""
+    sent, since, told = fed.sent, time.monotonic(), False
+    while True:
+        await asyncio.sleep(1.0)
+        if fed.sent != sent:
+            sent, since, told = fed.sent, time.monotonic(), False
+        waited = time.monotonic() - since
+        fed.longest_wait_seconds = max(fed.longest_wait_seconds, waited)
+        if waited > STALL_SECONDS and not told:
+            told = True
+            for task in asyncio.all_tasks():
+                task.print_stack(limit=4, file=sys.stderr)
+
+
 async def main(seed: int, victim: str, spared: bool) -> None:
     loop = asyncio.get_running_loop()
     scene = Scene.from_json(await asyncio.to_thread(sys.stdin.readline))
@@ -172,7 +189,9 @@ async def main(seed: int, victim: str, spared: bool) -> None:
             if order[0] == "feed":
                 until = time.monotonic() + float(order[1])
                 share = max(1, int(order[2]) // IDENTITIES)
+                watching = asyncio.create_task(watch(fed))
                 await asyncio.gather(*(feeder.feed(until, share) for feeder in feeders))
+                watching.cancel()
                 print(json.dumps({**fed.__dict__, "sent": fed.sent}), flush=True)
             else:
                 print(json.dumps([list(feeder.last) for feeder in feeders]), flush=True)

@@ -69,6 +69,31 @@ def test_another_owner_under_a_term_is_dialled_where_the_first_has_gone() -> Non
     run(main())
 
 
+def test_who_welcomes_us_and_hangs_up_is_dialled_no_more_once_we_know_of_another_owner() -> None:
+    """It would keep us from the owner for ever, who cannot dial us where it knows no better than we did."""
+
+    async def main() -> None:
+        async with swarm(3) as made:
+            one, was, new = made.nodes
+            was.ghost = new.ghost = True
+            assert await was.context.leases.claim(JOB, 1, 0.5) is not None
+            await one.host(0, [1])
+            assert one.neighbours is not None
+            partner = one.neighbours._partners[1]
+            await until(lambda: partner.outgoing is not None)
+            made.clock.advance(60.0)
+            await one.context.leases.beat()
+            assert await new.context.leases.claim(JOB, 1, 0.5, over=1) is not None
+            made.cut(one, was)
+            await until(lambda: partner.outgoing is not None)
+            assert partner._last is not None and partner._last.peer == was.peer  # nobody has told us yet
+            assert await one.context.leases.owner(JOB, 1) is not None
+            made.cut(one, was)
+            await until(lambda: partner._last is not None and partner._last.peer == new.peer)
+
+    run(main())
+
+
 def test_a_stage_that_is_over_welcomes_nobody() -> None:
     """Its partner would believe itself linked to it."""
 
