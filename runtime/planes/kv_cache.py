@@ -1,7 +1,7 @@
-"""Keys and values of past positions: preallocated memory for each session, and the attention that reads it.
+"""Keys and values of past positions: memory of each session, which grows with it, and the attention that reads it.
 
 Positions of a session are 0 .. length - 1, each written once; cutting the cache back only forgets, so a stage can
-run positions again. Memory is reserved when a session opens, never while it runs.
+run positions again. Memory is taken in blocks of positions, first set aside (`reserve`), then allocated when a run needs it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from typing import Protocol
 
 import torch
 from torch.nn import functional
+
+BLOCK_POSITIONS = (
+    64  # and an eighth of what a longer sequence has, so that growing costs little for each position
+)
 
 
 @dataclass(frozen=True)
@@ -28,22 +32,49 @@ class SlotShape:
 
 
 class SessionCache:
-    """The cache of one session: a pair of (1, heads, capacity, width) tensors for each slot."""
+    """The cache of one session, of at most `capacity` positions: a pair of (1, heads, room, width) tensors for each slot."""
 
     def __init__(self, slots: Mapping[int, SlotShape], capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.length = 0  # positions held
-        self.bytes = sum(shape.bytes(capacity) for shape in slots.values())
+        self._slots = slots
+        self._device = device
+        self._position_bytes = sum(shape.bytes(1) for shape in slots.values())
+        self._reserved = 0  # positions that memory is set aside for
+        self._room = 0  # positions that it is allocated for
         self._memory = {
-            slot: (
-                torch.zeros(1, s.heads, capacity, s.key_width, dtype=s.dtype, device=device),
-                torch.zeros(1, s.heads, capacity, s.value_width, dtype=s.dtype, device=device),
-            )
-            for slot, s in slots.items()
-        }
+            slot: (self._empty(shape.heads, 0, shape.key_width, shape.dtype),
+                   self._empty(shape.heads, 0, shape.value_width, shape.dtype))
+            for slot, shape in slots.items()
+        }  # fmt: skip
         self._start = 0
         self._end = 0
         self._masks: dict[int | None, torch.Tensor] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Set aside."""
+        return self._reserved * self._position_bytes
+
+    def reserve(self, positions: int) -> None:
+        """Set memory aside for so many positions, rounded up to blocks; what is allocated already stays."""
+        step = max(BLOCK_POSITIONS, 1 << max(0, positions.bit_length() - 4))
+        blocks = -(-positions // step) * step
+        self._reserved = max(self._room, min(self.capacity, blocks))
+
+    def _empty(self, heads: int, positions: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(1, heads, positions, width, dtype=dtype, device=self._device)
+
+    def _grow(self) -> None:
+        """Allocate what is set aside, a slot after the other, so that little is there twice."""
+        for slot, pair in self._memory.items():
+            wider = []
+            for old in pair:
+                new = self._empty(old.shape[1], self._reserved, old.shape[3], old.dtype)
+                new[:, :, : self.length] = old[:, :, : self.length]
+                wider.append(new)
+            self._memory[slot] = (wider[0], wider[1])
+        self._room = self._reserved
 
     def begin(self, start: int, count: int) -> None:
         """Positions [start, start + count) run next; what was held from `start` on is forgotten. ValueError where
@@ -53,6 +84,10 @@ class SessionCache:
         if start + count > self.capacity:
             raise ValueError(f"the session has room for {self.capacity} positions, not {start + count}")
         self._start, self._end = start, start + count
+        if self._end > self._reserved:
+            self.reserve(self._end)
+        if self._end > self._room:
+            self._grow()
         self.length = start  # until the run has written what follows
         self._masks.clear()
 

@@ -83,7 +83,11 @@ class DecodingStage(Protocol):
     stage: Stage
 
     def open(self, session: str, capacity: int) -> None:
-        """Reserve KV memory for `capacity` positions. MemoryError (one line) where the quota does not allow it."""
+        """Begin a session of at most `capacity` positions."""
+
+    def reserve(self, session: str, positions: int) -> bool:
+        """Set KV memory aside for the first so many positions, rounded up to blocks; what holds positions already stays.
+        Whether `used_bytes` is another now. What was not set aside is when it is run."""
 
     def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
         """Run a piece each of several sessions, together where the stage allows it. Each gets what it would get alone, bit
@@ -93,7 +97,8 @@ class DecodingStage(Protocol):
     def close(self, session: str) -> None:
         """Free the session; unknown sessions are ignored."""
 
-    def used_bytes(self) -> int: ...
+    def used_bytes(self) -> int:
+        """Of KV memory, set aside."""
 
 
 class Plane(Protocol):

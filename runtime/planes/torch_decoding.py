@@ -24,9 +24,7 @@ class TorchDecodingStage:
     """A stage being served. Weights are moved to the device once; KV memory is reserved for each session within
     `memory_bytes` (None: no limit). A stage without `fusion.cached_attention` keeps nothing between runs."""
 
-    def __init__(
-        self, stage: Stage, variables: Tensors, device: str = "cpu", memory_bytes: int | None = None
-    ) -> None:
+    def __init__(self, stage: Stage, variables: Tensors, device: str = "cpu") -> None:
         self.stage = stage
         self.device = torch.device(device)
         self._slots = _slot_shapes(stage.graph)
@@ -45,20 +43,20 @@ class TorchDecodingStage:
         if self._slots or layout is not None:
             self._program.require("sequence")
         self._keys = output_keys(stage)
-        self._memory_bytes = memory_bytes
         self._sessions: dict[str, SessionCache] = {}
 
     def open(self, session: str, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"capacity: at least 1 position, not {capacity}")
-        self.close(session)
-        wanted = sum(shape.bytes(capacity) for shape in self._slots.values())
-        if self._memory_bytes is not None and self.used_bytes() + wanted > self._memory_bytes:
-            raise MemoryError(
-                f"a session of {capacity} positions needs {wanted} bytes of KV cache; "
-                f"{self._memory_bytes - self.used_bytes()} of {self._memory_bytes} are free"
-            )
         self._sessions[session] = SessionCache(self._slots, capacity, self.device)
+
+    def reserve(self, session: str, positions: int) -> bool:
+        cache = self._sessions.get(session)
+        if cache is None:
+            return False
+        before = cache.bytes
+        cache.reserve(positions)
+        return cache.bytes != before
 
     def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
         """ValueError for an unknown session, one that comes twice, a gap before `start`, or positions beyond the capacity."""

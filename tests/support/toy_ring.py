@@ -97,6 +97,9 @@ class ToyPlane:
             raise MemoryError("no room for another session's cache")
         self.seen[session], self.capacity[session] = {}, capacity
 
+    def reserve(self, session: str, positions: int) -> bool:
+        return False
+
     def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
         if self.broken:
             raise RuntimeError("the device is on fire")

@@ -81,11 +81,11 @@ class Schedule(Generic[Session]):
         """Whether another chunk may be put in now."""
         return not self._bounded or self._positions < WAITING_POSITIONS
 
-    def add(self, work: Work[Session]) -> None:
-        """Of a session that is one of `sessions`; others' chunks are dropped."""
+    def add(self, work: Work[Session], *, again: bool = False) -> None:
+        """Of a session that is one of `sessions`; others' chunks are dropped. `again`: it had its turn and could not run."""
         if self.sessions.get(work.session.id) is not work.session:
             return
-        self._waiting.append(work)
+        self._waiting.insert(0 if again else len(self._waiting), work)
         self._positions += work.chunk.length
         if work.chunk.length <= SHORT_POSITIONS:
             self._decoding.add(work.session.id)

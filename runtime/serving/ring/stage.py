@@ -23,7 +23,7 @@ from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.gateways import Gateways
 from fusion.runtime.serving.ring.links import GATEWAY, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.schedule import Work
-from fusion.runtime.serving.ring.session import Chunk
+from fusion.runtime.serving.ring.session import Chunk, FailedReason
 from fusion.runtime.serving.ring.stage_session import Outcome, StageRunner, StageSession
 from fusion.runtime.serving.ring.stage_sessions import StageSessions
 from fusion.swarm.errors import FrameError, StaleTerm
@@ -217,12 +217,20 @@ class RingStage:
 
     async def _pass_all_on(self, turn: Turn, outcomes: Sequence[Outcome | Exception]) -> None:
         for work, outcome in zip(turn, outcomes, strict=True):
-            session = work.session
-            if isinstance(outcome, Exception):
-                log.warning("session %s: %s", session.id, error_line(outcome))
-                self._sessions.fail(session, f"{self._sessions.here}: {error_line(outcome)}", "broken")
-            elif not session.closed:
+            if work.session.closed:
+                continue
+            if not isinstance(outcome, Exception):
                 await self._pass_on(work, outcome)
+            elif isinstance(outcome, MemoryError) and await self._sessions.make_room(work.session):
+                self._schedule.add(work, again=True)
+                self._arrived.set()
+            else:
+                self._fail(work.session, outcome)
+
+    def _fail(self, session: StageSession, error: Exception) -> None:
+        log.warning("session %s: %s", session.id, error_line(error))
+        reason: FailedReason = "full" if isinstance(error, MemoryError) else "broken"
+        self._sessions.fail(session, f"{self._sessions.here}: {error_line(error)}", reason)
 
     async def _pass_on(self, work: Work[StageSession], outcome: Outcome) -> None:
         """What a chunk gave goes to the next stages; the last one's token around the ring."""

@@ -64,9 +64,11 @@ class StageRunner:
         self._positions = torch.arange(max_sequence).unsqueeze(0)
         self._account = account  # called when sessions have come or gone; MemoryError: one too many
 
-    def reserve(self, session: SessionId, capacity: int) -> None:
-        """MemoryError, in one line, where the session does not fit."""
+    def reserve(self, session: SessionId, capacity: int, positions: int) -> None:
+        """Begin a session of at most `capacity` positions, with memory for the first. MemoryError, in one line, where these
+        do not fit."""
         self._plane.open(session, capacity)
+        self._plane.reserve(session, positions)
         try:
             self._account()
         except MemoryError:
@@ -79,12 +81,31 @@ class StageRunner:
         self._account()
 
     def run(self, turn: Sequence[Work[StageSession]]) -> list[Outcome | Exception]:
-        """What each chunk gave, or what went wrong with it: the others then go on without it."""
+        """What each chunk gave, or what went wrong with it: the others then go on without it. MemoryError: there is no
+        memory for it now; it may be run again."""
+        lacking = {id(work): error for work in turn if (error := self._grow(work)) is not None}
+        outcomes = iter(self._run([work for work in turn if id(work) not in lacking]))
+        return [lacking[id(work)] if id(work) in lacking else next(outcomes) for work in turn]
+
+    def _grow(self, work: Work[StageSession]) -> MemoryError | None:
+        """Set memory aside for the chunk."""
+        session = work.session.id
+        if self._plane.reserve(session, work.chunk.end):
+            try:
+                self._account()
+            except MemoryError as error:
+                self._plane.reserve(session, 0)
+                return error
+        return None
+
+    def _run(self, turn: Sequence[Work[StageSession]]) -> list[Outcome | Exception]:
+        if not turn:
+            return []
         try:
             pieces, ids = zip(*(self._piece(work) for work in turn), strict=True)
             found = self._plane.run(pieces)
         except PLANE_ERRORS as error:
-            return [error] if len(turn) == 1 else [self.run((work,))[0] for work in turn]
+            return [_broken(error)] if len(turn) == 1 else [self._run((work,))[0] for work in turn]
         return [self._outcome(*each) for each in zip(turn, found, ids, strict=True)]
 
     def _piece(self, work: Work[StageSession]) -> tuple[Piece, memoryview]:
@@ -123,3 +144,8 @@ class StageRunner:
         raw = logits.to(device="cpu", dtype=torch.float32).numpy().tobytes() if opening.logits else b""
         probable = None if top is None else logprobs(logits, token, top)
         return Outcome(token=token, logits=raw, logprobs=probable)
+
+
+def _broken(error: Exception) -> Exception:
+    """The device's own lack of memory is not one that others' sessions could give way to."""
+    return RuntimeError(str(error)) if isinstance(error, MemoryError) else error

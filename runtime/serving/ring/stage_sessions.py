@@ -10,6 +10,7 @@ from typing import Any
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
+from fusion.runtime.planes.kv_cache import BLOCK_POSITIONS
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.openings import Openings
@@ -175,19 +176,28 @@ class StageSessions:
         session.gateway.post("opened", {"session": session.id, **known})
 
     async def _reserve(self, session: StageSession) -> None:
-        """Set memory aside for it, where others have to give way for it once they have. MemoryError: nobody has to."""
+        """Set memory aside for its prompt and the beginning of its answer, where others have to give way for it once they
+        have. MemoryError: nobody has to."""
+        opening = session.opening
+        positions = min(opening.capacity, opening.prompt_length + BLOCK_POSITIONS)
         while True:
             try:
                 async with self._reserving:
-                    await self._worker.run(self._runner.reserve, session.id, session.opening.capacity)
+                    await self._worker.run(self._runner.reserve, session.id, opening.capacity, positions)
                 return
             except MemoryError:
-                other = self._shares.yields(session.gateway.stream.remote)
-                if other is None or other is session:
+                if not await self.make_room(session):
                     raise
-                self._give_way(other)
-                if other.freed is not None:
-                    await asyncio.wait([other.freed])
+
+    async def make_room(self, session: StageSession) -> bool:
+        """Whether another session has given its memory up for this one."""
+        other = self._shares.yields(session.gateway.stream.remote)
+        if other is None or other is session:
+            return False
+        self._give_way(other)
+        if other.freed is not None:
+            await asyncio.wait([other.freed])
+        return True
 
     # --- ends
 

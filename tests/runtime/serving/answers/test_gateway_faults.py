@@ -12,8 +12,10 @@ from support.served import VOCABULARY, captured, model, reference, swarm_of
 from fusion.dag.ir import serialise
 from fusion.runtime.job.errors import JobError, JobFailed, Unsupported
 from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.planes import kv_cache
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.runtime.serving.ring import stage_sessions
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError, SwarmError
 from fusion.swarm.identity import Identity
@@ -178,6 +180,37 @@ def test_sessions_beyond_what_a_peer_lends_are_refused_and_its_others_go_on(tmp_
             assert (await swarm.ask(prompt_ids=(1,), max_tokens=95)).finish == "length"
 
     asyncio.run(main())
+
+
+def test_answers_that_outgrow_the_memory_together_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each has what its prompt needs, and all of them more than there is: some go on once others are done."""
+    weights = sum(p.numel() * 4 for p in model("gpt2").parameters())
+    monkeypatch.setattr(kv_cache, "BLOCK_POSITIONS", 8)
+    monkeypatch.setattr(stage_sessions, "BLOCK_POSITIONS", 8)
+    caplog.set_level("INFO")
+
+    async def main() -> None:
+        position_bytes = 3 * 2 * 32 * 4
+        async with swarm_of(2, tmp_path, memory_bytes=weights + 150 * position_bytes) as swarm:
+            await swarm.serve("gpt2", 1)
+
+            async def ask(prompt: tuple[int, ...]) -> None:
+                while True:
+                    try:
+                        answer = await swarm.ask(prompt_ids=prompt, max_tokens=90)
+                    except RemoteError as error:  # a new one is told at once, one that nobody runs gives way
+                        assert "no memory for another session" in str(error) or "is full" in str(error), error
+                        await asyncio.sleep(0.05)
+                    else:
+                        assert list(answer.tokens) == reference("gpt2", prompt, 90)
+                        return
+
+            await asyncio.gather(*(ask((i, i + 1)) for i in range(1, 5)))
+
+    asyncio.run(main())
+    assert any("(full); looking for another way" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("broken", ["graph", "weights"])
