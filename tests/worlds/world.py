@@ -109,7 +109,6 @@ class World:
         self._began: dict[tuple[Process, int], float] = {}  # when a process last began to host a stage
         self._done = False
         self.captured = False
-        self._taken: dict[int, set[PeerId]] = {}  # stage -> who sees that it is a liar's, or was last
 
     def note(self, who: str, what: str) -> None:
         self.log.append((self.loop.now, who, what))
@@ -327,16 +326,11 @@ class World:
         return [record for record in records if record.author not in self.liars]
 
     def _hears(self, leases: Leases) -> None:
-        """Whether liars have come to half of the job's stages, each while it was vacant, as honest peers see it, one this
-        stage and another that, and nobody has come to them since: then their word is that of the owners, also when they
-        let their leases run out."""
-        for stage in range(self.plan.stages):
-            tenure = leases.tenure(self.job, stage)
-            seen = self._taken.setdefault(stage, set())
-            seen.discard(leases.peer_id)
-            if tenure is not None and tenure.claim.peer in self.liars:
-                seen.add(leases.peer_id)
-        self.captured |= 2 * sum(map(bool, self._taken.values())) >= self.plan.stages
+        """Whether liars have come to half of the job's stages, each while it was vacant, as some honest peer sees it, and
+        nobody has come to them since: then their word is that of the owners, also when they let their leases run out."""
+        seen = [leases.tenure(self.job, stage) for stage in range(self.plan.stages)]
+        taken = sum(t is not None and t.claim.peer in self.liars for t in seen)
+        self.captured |= 2 * taken >= self.plan.stages
 
     def _hosts(self, process: Process, stage: int, term: int) -> None:
         self._began[process, stage] = self.loop.now
