@@ -341,8 +341,10 @@ class World:
         assert process.leases is not None
         tenure = process.leases.tenure(held.job, held.stage)
         away = {"freeze", "partition", "vanish"} & set(self.struck) or self.plan.directory_fails > 0
-        jurors = process.leases.jurors(held.job, held.stage, process.peer_id)
-        outvoted = 2 * len(self.liars.intersection(jurors)) > len(jurors) > 0
+        # Of a stage that followed one whose lease ran out the word of either owner stands.
+        outvoted = process.leases._memory.is_majority(
+            (held.job, held.stage), process.peer_id, set(self.liars)
+        )
         contested = (
             self.loop.now - self._began.get((process, held.stage), 0.0) < CONTEST_SECONDS + SETTLING_SECONDS
         )
