@@ -13,6 +13,7 @@ from fusion.dag.ir import serialise
 from fusion.runtime.job.errors import JobError, JobFailed, Unsupported
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.planes import kv_cache
+from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.runtime.serving.ring import stage_sessions
@@ -99,7 +100,7 @@ def test_a_client_that_goes_frees_the_session_on_every_stage(how: str, tmp_path:
     async def main() -> None:
         async with swarm_of(3, tmp_path) as swarm:
             await swarm.serve("llama", 3)
-            request = GenerateRequest(prompt_ids=(1, 2), max_tokens=90)
+            request = GenerateRequest(prompt_ids=(1, 2), max_tokens=40)
             async with swarm.client() as transport:
                 pieces = generate(transport, swarm.peers[0].id, request)
                 await anext(pieces)
@@ -120,7 +121,7 @@ def test_a_stage_that_vanishes_is_named_and_everything_else_is_freed(victim: int
         async with swarm_of(4, tmp_path) as swarm:
             await swarm.serve("llama", 3)
             async with swarm.client() as transport:
-                request = GenerateRequest(prompt_ids=(1, 2), max_tokens=90)
+                request = GenerateRequest(prompt_ids=(1, 2), max_tokens=40)
                 pieces = generate(transport, swarm.peers[3].id, request)
                 await anext(pieces)
                 swarm.network.kill(swarm.owners[victim].id)
@@ -193,18 +194,20 @@ def test_answers_that_outgrow_the_memory_together_take_turns(
 
     async def main() -> None:
         position_bytes = 3 * 2 * 32 * 4
-        async with swarm_of(2, tmp_path, memory_bytes=weights + 150 * position_bytes) as swarm:
+        async with swarm_of(
+            2, tmp_path, memory_bytes=weights + 70 * position_bytes, failover=FailoverConfig()
+        ) as swarm:
             await swarm.serve("gpt2", 1)
 
             async def ask(prompt: tuple[int, ...]) -> None:
                 while True:
                     try:
-                        answer = await swarm.ask(prompt_ids=prompt, max_tokens=90)
+                        answer = await swarm.ask(prompt_ids=prompt, max_tokens=40)
                     except RemoteError as error:  # a new one is told at once, one that nobody runs gives way
                         assert "no memory for another session" in str(error) or "is full" in str(error), error
                         await asyncio.sleep(0.05)
                     else:
-                        assert list(answer.tokens) == reference("gpt2", prompt, 90)
+                        assert list(answer.tokens) == reference("gpt2", prompt, 40)
                         return
 
             await asyncio.gather(*(ask((i, i + 1)) for i in range(1, 5)))
