@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does for what runs in the background
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 

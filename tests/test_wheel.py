@@ -46,7 +46,9 @@ def test_a_wheel_has_every_module_and_what_lies_beside_the_code(installed: Path)
     package = installed / "fusion"
     found = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()}
     examples = {relative(path) for path in (ROOT / "examples").glob("*.toml")}
-    assert found == {*map(relative, modules()), "bootstrap_peers.txt", "py.typed", *examples}
+    pages = {relative(path) for path in (ROOT / "runtime/serving/http/page").iterdir()}
+    assert len(pages) == 3
+    assert found == {*map(relative, modules()), "bootstrap_peers.txt", "py.typed", *examples, *pages}
 
 
 def test_the_command_line_finds_them_from_any_folder(installed: Path, tmp_path: Path) -> None:

@@ -239,8 +239,13 @@ def test_text_from_elsewhere_is_one_printable_line(text: str) -> None:
 
 
 @pytest.mark.process
-def test_the_installed_command_and_interruption() -> None:
-    """A real process: SIGINT in the middle of a command ends it with 130 and one line."""
+@pytest.mark.parametrize(
+    ("interrupts", "number"),
+    [("SIG_DFL", signal.SIGINT), ("SIG_DFL", signal.SIGTERM), ("SIG_IGN", signal.SIGTERM)],
+    ids=["Ctrl-C", "SIGTERM", "SIGTERM, in a shell's background"],
+)
+def test_the_installed_command_and_interruption(interrupts: str, number: signal.Signals) -> None:
+    """A real process: a signal in the middle of a command ends it with 130 and one line."""
     code = (
         "import asyncio, sys\n"
         "from fusion.cli import main, status\n"
@@ -255,15 +260,19 @@ def test_the_installed_command_and_interruption() -> None:
         "status.run = again\n"
         "sys.exit(main.main(['status']))\n"
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "waiting\n"
-        process.send_signal(number)
-        out, err = process.communicate(timeout=30)
-        assert (process.returncode, out, err) == (130, "closed\n", "fusion-peer: interrupted\n")
+    # What a process does with SIGINT it has from whoever started it.
+    start = f"import os, signal, sys; signal.signal(signal.SIGINT, signal.{interrupts}); os.execv(sys.executable, sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", start, sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "closed\n", "fusion-peer: interrupted\n")
 
 
 @pytest.mark.process

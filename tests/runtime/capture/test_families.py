@@ -13,7 +13,8 @@ from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 from fusion.runtime.capture.serving_graph import serving_graph
-from fusion.runtime.planes.torch_plane import TorchDecodingStage
+from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 NEW = 64
 LONGEST = 200
@@ -32,7 +33,7 @@ def run(stages: list[TorchDecodingStage], start: int, tokens: torch.Tensor) -> t
     positions = torch.arange(start, start + tokens.shape[1])[None]
     values = {"input_ids": tokens, "position_ids": positions}
     for stage in stages:
-        values.update(stage.run("s", start, values))
+        values.update(*stage.run([Piece("s", start, values)]))
     assert values["result/0"].shape[1] == 1
     return values["result/0"][0, -1]
 
