@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusion.cli import client, grants, job_client
+from fusion.cli.asking import answer_trace, settings
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
@@ -27,43 +28,23 @@ def generate(
         typer.Option("--prompt-ids", metavar="1,2,3", help="Token ids, where a model has no tokenizer."),
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate, at most.")] = 64,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 takes the most probable token each time.")
-    ] = 0.0,
-    top_k: Annotated[
-        int, typer.Option("--top-k", min=0, help="Draw from the k most probable tokens; 0: all.")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw from the fewest tokens whose probabilities reach this sum.")
-    ] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="Same seed, same answer (with a temperature).")
-    ] = None,
-    min_p: Annotated[
-        float,
-        typer.Option("--min-p", help="Leave out tokens less probable than this share of the best; 0: none."),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Above 1: avoid what prompt and answer have.")
-    ] = 1.0,
-    frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="Above 0: avoid what the answer has, by how often.")
-    ] = 0.0,
-    presence_penalty: Annotated[
-        float, typer.Option("--presence-penalty", help="Above 0: avoid what the answer has.")
-    ] = 0.0,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option("--logit-bias", metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="The answer ends before this text; may be repeated."),
-    ] = None,
+    temperature: settings.Temperature = 0.0,
+    top_k: settings.TopK = 0,
+    top_p: settings.TopP = 1.0,
+    seed: settings.Seed = None,
+    min_p: settings.MinP = 0.0,
+    repetition_penalty: settings.RepetitionPenalty = 1.0,
+    frequency_penalty: settings.FrequencyPenalty = 0.0,
+    presence_penalty: settings.PresencePenalty = 0.0,
+    logit_bias: settings.LogitBias = None,
+    stop: settings.Stop = None,
     logprobs: Annotated[
         int | None,
         typer.Option("--logprobs", metavar="N", help="Log-probabilities of each token and of the N best."),
     ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Then say how fast the tokens came, and through which peers.")
+    ] = False,
     peer: options.PeerAddress = None,
     swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
@@ -76,32 +57,32 @@ def generate(
     if (prompt is None) == (prompt_ids is None):
         raise ValueError("give either a PROMPT or --prompt-ids")
     ids = options.parse_ids(prompt_ids) if prompt_ids is not None else None
-    from fusion.runtime.serving.requests.request import GenerateRequest, Sampling
+    from fusion.runtime.serving.requests.request import GenerateRequest
 
     request = GenerateRequest(
         model=model,
         prompt=prompt,
         prompt_ids=ids,
         max_tokens=max_tokens,
-        sampling=Sampling(
+        sampling=settings.sampling(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            seed=seed or 0,
+            seed=seed,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
             frequency_penalty=frequency_penalty,
             presence_penalty=presence_penalty,
-            logit_bias=tuple(options.parse_bias(entry) for entry in logit_bias or ()),
+            logit_bias=logit_bias,
         ),
         seeded=seed is not None,
         top_logprobs=logprobs,
         stop=tuple(stop or ()),
     )
-    run(_generate(request, client.Way(home, bootstrap, peer, swarm_key), output), debug=debug)
+    run(_generate(request, client.Way(home, bootstrap, peer, swarm_key), output, trace), debug=debug)
 
 
-async def _generate(request: GenerateRequest, way: client.Way, output: Output) -> None:
+async def _generate(request: GenerateRequest, way: client.Way, output: Output, trace: bool) -> None:
     from fusion.runtime.serving.requests.client import another_peer
     from fusion.runtime.serving.requests.client import generate as ask_gateway
     from fusion.runtime.serving.requests.request import Piece
@@ -110,6 +91,7 @@ async def _generate(request: GenerateRequest, way: client.Way, output: Output) -
         gateway = await client.gateway(context, way.peer)
         answer: Answer | None = None
         pieces: list[Piece] = []
+        seen = answer_trace.AnswerTrace()
         # The prompt stands before its answer, as the model sees it; ids have no text of their own.
         text = request.prompt or ""
         others = another_peer(context.directory)  # where the gateway vanishes, one of them goes on
@@ -119,6 +101,7 @@ async def _generate(request: GenerateRequest, way: client.Way, output: Output) -
                 output.write(text)
                 text = ""
                 if isinstance(piece, Piece):
+                    seen.token()
                     pieces.append(piece)
                     output.write(piece.text if request.prompt is not None else f"{piece.id} ")
                     continue
@@ -132,22 +115,15 @@ async def _generate(request: GenerateRequest, way: client.Way, output: Output) -
             raise
     output.write("\n")
     assert answer is not None
-    record = answer_record(answer)
+    record = answer_trace.answer_record(answer)
     if request.top_logprobs is not None:
         record["logprobs"] = [logprob_record(piece) for piece in pieces]
         for piece in pieces:
             output.note(logprob_line(piece))
+    if trace:
+        record["trace"] = seen.record()
     output.emit(record)
-    output.note(summary(answer))
-
-
-def answer_record(answer: Answer) -> dict[str, Any]:
-    return {
-        "text": answer.text,
-        "tokens": list(answer.tokens),
-        "route": list(answer.route),
-        "seconds": round(answer.seconds, 4),
-    }
+    output.note(answer_trace.table(seen, answer) if trace else summary(answer))
 
 
 def logprob_record(piece: Piece) -> dict[str, Any]:

@@ -78,8 +78,9 @@ def unproven(known: Known) -> str | None:
     )
 
 
-async def find_model(context: Context, name: str) -> None:
-    """ValueError, naming what is served, where `name` is not; "" is fine where one model is served."""
+async def find_model(context: Context, name: str, option: str = "--model") -> None:
+    """ValueError, naming what is served, where `name` is not; "" is fine where one model is served. `option`: what gave the
+    name."""
     for last in (False, True):  # a client that has just joined may know too little yet
         served = [
             job for job in await context.directory.words() if job.kind == "serve" and job.state not in ENDED
@@ -91,8 +92,27 @@ async def find_model(context: Context, name: str) -> None:
         if not last:
             await asyncio.sleep(RETRY_SECONDS)
     listed = ", ".join(names[:10]) or "none"
-    raise ValueError(f"--model: {name!r} is not served (models: {listed})" if name else
-                     f"--model: say which model (models: {listed})")  # fmt: skip
+    raise ValueError(f"{option}: {name!r} is not served (models: {listed})" if name else
+                     f"{option}: say which model (models: {listed})")  # fmt: skip
+
+
+async def find_served(context: Context, name: str, option: str) -> tuple[JobId, Manifest]:
+    """The served model of this name (`name`, `name@author` or an id), "" where there is only one. ValueError as
+    `find_model`, or where it is not clear which model is meant."""
+    from fusion.runtime.belief.naming import candidates, find
+
+    await find_model(context, name, option)
+    words = await context.directory.words()
+    serving = {job.job for job in words if job.kind == "serve" and job.state not in ENDED}
+    told = [job for job in words if job.job in serving]
+    seen = await find(context, name, own_authors(context), told) if name else await candidates(context, told)
+    going = [each for each in seen if not each.belief.over]
+    if not going or (not name and len(going) > 1):
+        raise ValueError(f"{option}: say which model, by its name and author or by its id")
+    manifest = going[0].manifest
+    if manifest is None:
+        raise SwarmError(f"nobody gives us the manifest of {going[0].record.name}; try again in a moment")
+    return going[0].record.job, manifest
 
 
 async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:

@@ -12,6 +12,7 @@ import typer
 
 from fusion.cli import jobs, swarm_key
 from fusion.cli.chaos import chaos
+from fusion.cli.chat import chat
 from fusion.cli.demo import demo
 from fusion.cli.generate import generate
 from fusion.cli.plan import plan
@@ -37,6 +38,7 @@ app.command()(train)
 app.add_typer(jobs.app, name="jobs")
 app.command()(serve)
 app.command()(generate)
+app.command()(chat)
 app.command()(status)
 app.add_typer(swarm_key.app, name="swarm-key")
 app.command()(demo)

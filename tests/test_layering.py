@@ -55,7 +55,7 @@ ROOMS = {
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),
         *("training", "launch", "hosting/jobs", "hosting", "peer"),
     ),
-    "cli": ("terminal", "local", ""),
+    "cli": ("terminal", "local", "asking", ""),
 }
 # Which layers may import a library at all, and where it is narrower, which files.
 LIBRARY_LAYERS = {
@@ -200,7 +200,8 @@ def test_the_command_line_answers_without_heavy_libraries() -> None:
 def test_a_command_that_goes_through_a_running_peer_loads_no_heavy_library() -> None:
     loaded = loaded_by(
         "import fusion.cli.main, fusion.cli.client, fusion.runtime.peer.client, fusion.runtime.job.progress\n"
-        "import fusion.runtime.serving.requests.client, fusion.runtime.hosting.jobs.server"
+        "import fusion.runtime.serving.requests.client, fusion.runtime.hosting.jobs.server\n"
+        "import fusion.runtime.serving.http.chat_template, fusion.runtime.serving.requests.chat_format"
     )
     heavy = {"torch", "hivemind", "transformers", "numpy", "safetensors", "tokenizers", "rich", "grpc", *HTTP}
     assert not loaded & heavy

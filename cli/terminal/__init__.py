@@ -4,6 +4,6 @@ options        options and how their values are read
 output         text for people, JSON for programs, one status line
 errors         from an exception to a line and an exit code
 logs           log lines, harmless and not too many
-loop           one event loop, and an end in order
+loop           one event loop, in this thread or beside it, and an end in order
 fast_imports   imports for less
 """

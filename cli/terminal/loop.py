@@ -1,4 +1,6 @@
-"""One event loop a command: uvloop where there is one, and stop requests that let `async with` blocks end in order."""
+"""One event loop a command: uvloop where there is one, and stop requests that let `async with` blocks end in order.
+
+A command whose main thread reads from the terminal has it in a thread of its own (`LoopThread`)."""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent import futures
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Any, Generic, Self, TypeVar
 
 from fusion.cli.terminal.logs import configure_logging
 
@@ -41,6 +45,103 @@ def run_until_stopped(
     configure_logging(debug)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         runner.run(_until_stopped(main, parent, extra_seconds))
+
+
+class LoopThread:
+    """An event loop beside the main thread, as long as the block lasts: it goes on while that waits for the user."""
+
+    def __init__(self, *, debug: bool = False) -> None:
+        configure_logging(debug)
+        self._thread = threading.Thread(target=self._main, name="loop")
+        self._running: futures.Future[asyncio.AbstractEventLoop] = futures.Future()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._loop = self._running.result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._ending.set)
+        self._thread.join()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it there. Whatever interrupts the wait for it (Ctrl-C) cancels it, and is raised once it has ended."""
+        ended: futures.Future[T] = futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda task: _hand_on(task, ended))
+
+        self._loop.call_soon_threadsafe(start)
+        try:
+            futures.wait([ended])
+        except BaseException:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            futures.wait([ended])
+            raise
+        return ended.result()
+
+    @contextmanager
+    def opened(self, resource: AbstractAsyncContextManager[T]) -> Iterator[T]:
+        """`async with resource` there: one task opens and closes it."""
+        held = self.run(_Held.open(resource))
+        try:
+            yield held.resource
+        finally:
+            self.run(held.close())
+
+    def _main(self) -> None:
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(self._until_ending())
+
+    async def _until_ending(self) -> None:
+        self._ending = asyncio.Event()
+        self._running.set_result(asyncio.get_running_loop())
+        await self._ending.wait()
+
+
+class _Held(Generic[T]):
+    """A resource that a task of its own has opened and will close."""
+
+    def __init__(self, resource: T, closing: asyncio.Event, task: asyncio.Task[None]) -> None:
+        self.resource = resource
+        self._closing = closing
+        self._task = task
+
+    @classmethod
+    async def open(cls, opening: AbstractAsyncContextManager[T]) -> _Held[T]:
+        found: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        closing = asyncio.Event()
+
+        async def hold() -> None:
+            async with opening as resource:
+                found.set_result(resource)
+                await closing.wait()
+
+        task = asyncio.create_task(hold())
+        try:
+            await asyncio.wait((found, task), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait((task,))
+            raise
+        if task.done():
+            await task
+        return cls(found.result(), closing, task)
+
+    async def close(self) -> None:
+        self._closing.set()
+        await self._task
+
+
+def _hand_on(task: asyncio.Task[T], ended: futures.Future[T]) -> None:
+    if task.cancelled():
+        ended.set_exception(asyncio.CancelledError())  # `futures.wait` does not end with a `cancel`
+    elif (error := task.exception()) is not None:
+        ended.set_exception(error)
+    else:
+        ended.set_result(task.result())
 
 
 async def _until_stopped(

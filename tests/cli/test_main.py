@@ -18,7 +18,7 @@ from fusion.cli.terminal import errors
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.swarm.errors import IdentityError, PeerUnreachable
 
-COMMANDS = ("start", "plan", "train", "jobs", "serve", "generate", "status", "demo")
+COMMANDS = ("start", "plan", "train", "jobs", "serve", "generate", "chat", "status", "demo")
 
 
 def one_line(captured: str) -> str:
@@ -89,6 +89,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--logit-bias", "7=1", "--logit-bias", "7=2"], "logit_bias"),
         (["generate", "x", "--stop", ""], "stop"),
         (["generate", "x", "--logprobs", "21"], "top_logprobs"),
+        (["chat", "--max-tokens", "0"], "--max-tokens"),
+        (["chat", "--min-p", "2"], "min_p"),
+        (["chat", "--stop", ""], "stop"),
+        (["chat", "one", "two"], "two"),
         (["jobs", "export", "name"], "DIR"),
         (["jobs", "dance"], "dance"),
         (["demo", "--peers", "0"], "--peers"),
@@ -132,6 +136,9 @@ sequence = 8
         ("serve no --name x", "not a directory"),
         ("generate x --top-p 3", "top_p"),
         ("generate x --peer foo", "--peer"),
+        ("chat x --top-p 3", "top_p"),
+        ("chat x --peer foo", "--peer"),
+        ("chat --bootstrap nofile", "--bootstrap"),
         ("status --peer foo", "--peer"),
         ("status --home job.toml", "not a folder"),
         ("status --bootstrap nofile", "--bootstrap"),

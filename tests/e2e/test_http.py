@@ -13,42 +13,14 @@ from typing import Any
 
 import openai
 import pytest
-from support.families import build, config, greedy
-from support.source_tokenizer import tokenizer_of_sources
-from tokenizers import AddedToken, Tokenizer, processors
+from support.chat_model import save_model, tokenizer
+from support.families import greedy
 
 pytestmark = pytest.mark.e2e
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 PROMPT, QUESTION = "def open(", "class Socket:"
 TOKENS = 24
 KEY = "a-key-of-sixteen-or-more"
-
-
-def tokenizer() -> Tokenizer:
-    """One that begins each text with <s>, as Llama's does, unless it is told not to."""
-    made = tokenizer_of_sources()
-    made.add_special_tokens(
-        [AddedToken(text, special=True) for text in ("<s>", "<|im_start|>", "<|im_end|>")]
-    )
-    made.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
-    )
-    return made
-
-
-def save_model(directory: Path, made: Tokenizer) -> Any:
-    llama = config("llama")
-    llama.vocab_size = made.get_vocab_size()
-    model = build(llama)
-    model.save_pretrained(directory)
-    made.save(str(directory / "tokenizer.json"))
-    about = {"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}, "eos_token": "<|im_end|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(about))
-    return model
 
 
 def test_any_client_of_openai_asks_any_peer(peers: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ learn that it has. What then happens is in `fusion.runtime.serving.answers.gener
                          model that is not for everybody also {closed: its job, ask: peers that take part}, and
                          `generate` may show {grants}
     /fusion/generate/2   the same, and {min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias,
-                         top_logprobs, stop}, of which /1 says nothing; `token` has {logprob, top_logprobs}
+                         top_logprobs, stop} and the prompt "chat", of which /1 says nothing; `token` has {logprob, top_logprobs}
 """
 
 from __future__ import annotations
@@ -108,11 +108,14 @@ class Gateway:
         await self._check_access(model, client or self._context.peer_id, request.grants)
         check_size(request, model.serve.max_sequence)
         if request.prompt is not None:
-            prompt = await self._text(model, model.text.encode, request.prompt)
+            prompt = await self._text(model, model.text.encode, request.prompt, plain=not request.chat)
         else:
             prompt = list(request.prompt_ids or ())
-        check_prompt(prompt, request.max_tokens, model.serve.vocabulary, model.serve.max_sequence)
-        check_answered(request.answered, request.max_tokens, model.serve.vocabulary)
+        max_tokens = request.max_tokens
+        if request.chat:
+            max_tokens = min(max_tokens, max(1, model.serve.max_sequence - len(prompt)))
+        check_prompt(prompt, max_tokens, model.serve.vocabulary, model.serve.max_sequence)
+        check_answered(request.answered, max_tokens, model.serve.vocabulary)
         check_biases(request.sampling, model.serve.vocabulary)
         sampling = request.sampling
         if not request.seeded:
@@ -121,7 +124,7 @@ class Gateway:
             model=model,
             prompt=prompt,
             answered=request.answered,
-            max_tokens=request.max_tokens,
+            max_tokens=max_tokens,
             sampling=sampling,
             logits=request.logits,
             top_logprobs=request.top_logprobs,

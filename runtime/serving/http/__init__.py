@@ -8,7 +8,7 @@ schema            what a client may say
 asking            from that to what a gateway is asked
 template_worker   a process that renders chat templates and can do nothing else
 chat_template     those processes
-chat_format       how a model is chatted with
+chat_format       what a request says to the model's template
 tool_calls        calls of tools in what a model says; pure
 metrics           what `/metrics` shows
 answers           the answers to one request, side by side

@@ -20,20 +20,19 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http import answers, asking
-from fusion.runtime.serving.http.chat_format import ChatFormats
+from fusion.runtime.serving.http.chat_format import ChatFormats, variables
 from fusion.runtime.serving.http.chat_template import ChatTemplates, TemplateFailed, TemplatesBusy
 from fusion.runtime.serving.http.errors import ApiError, Busy, api_error
 from fusion.runtime.serving.http.events import DONE, EventStream, event, unless_gone
 from fusion.runtime.serving.http.metrics import Metrics
 from fusion.runtime.serving.http.schema import (
-    CHAT_TOKENS,
     COMPLETION_TOKENS,
     ChatRequest,
     CompletionRequest,
     Settings,
 )
 from fusion.runtime.serving.http.shapes import ChatShape, CompletionShape, Heading, Json, Shape, usage
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.request import CHAT_TOKENS, Answer, GenerateRequest, Piece
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class Api:
         """The messages as the model's own template writes them."""
         form = await self._formats.of(model)
         try:
-            return await self._templates.render(model.job, form.template, form.variables(body))
+            return await self._templates.render(model.job, form.template, variables(form, body))
         except TemplateFailed as error:
             said = f"messages: the model's chat template does not take them: {error}"
             raise ApiError(400, said, param="messages", code="chat_template_error") from None

@@ -1,44 +1,28 @@
-"""How a model is chatted with: its own template and special tokens, which travel with its job."""
+"""What a chat's request says to a model's template, and the formats of the models that were asked for."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from cachetools import LRUCache
 
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.model_files import (
-    CHAT_FILES,
-    CHAT_TEMPLATE_FILE,
-    SPECIAL_TOKENS_FILE,
-    special_tokens,
-)
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.schema import ChatRequest, Message
+from fusion.runtime.serving.requests.chat_format import ChatFormat, NoTemplate, read_format
 from fusion.swarm.directory.records import JobId
 
 MAX_FORMATS = 64
 
 
-@dataclass(frozen=True)
-class ChatFormat:
-    template: str
-    tokens: dict[str, str]
-
-    def variables(self, request: ChatRequest) -> dict[str, Any]:
-        """What the template is rendered with, as transformers' `apply_chat_template` does it."""
-        tools = [tool.model_dump(exclude_unset=True) for tool in request.offered_tools]
-        return {
-            **self.tokens,
-            **(request.chat_template_kwargs or {}),
-            "messages": [_message(message) for message in request.messages],
-            "tools": tools or None,
-            "documents": None,
-            "add_generation_prompt": True,
-        }
+def variables(form: ChatFormat, request: ChatRequest) -> dict[str, Any]:
+    """What the model's template is rendered with."""
+    tools = [tool.model_dump(exclude_unset=True) for tool in request.offered_tools]
+    messages = [_message(message) for message in request.messages]
+    return form.variables(messages, tools, request.chat_template_kwargs or {})
 
 
 class ChatFormats:
@@ -56,26 +40,17 @@ class ChatFormats:
         return found
 
     async def _read(self, model: ServedModel) -> ChatFormat:
-        files = dict(model.manifest.files)
-        if CHAT_TEMPLATE_FILE not in files:
+        try:
+            return await read_format(self._context.blobs.of(model.job), model.manifest)
+        except NoTemplate as error:
             raise ApiError(
                 400,
-                f"messages: {model.manifest.name} has no chat template; it goes on from a text: ask /v1/completions",
+                f"messages: {error}; it goes on from a text: ask /v1/completions",
                 param="messages",
                 code="no_chat_template",
-            )
-        blobs = self._context.blobs.of(model.job)
-        template = await blobs.read(files[CHAT_TEMPLATE_FILE], CHAT_FILES[CHAT_TEMPLATE_FILE])
-        tokens = b"{}"
-        if SPECIAL_TOKENS_FILE in files:
-            tokens = await blobs.read(files[SPECIAL_TOKENS_FILE], CHAT_FILES[SPECIAL_TOKENS_FILE])
-        try:
-            said = json.loads(tokens)
-            return ChatFormat(template.decode(), special_tokens(said if isinstance(said, dict) else {}))
-        except (ValueError, RecursionError):
-            raise ApiError(
-                400, "messages: the model's chat template cannot be read", param="messages"
             ) from None
+        except JobError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from None
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -21,7 +21,6 @@ MAX_STOPS = 4
 MAX_BIASED = 300
 MAX_NAME = 256  # characters of a model's name
 COMPLETION_TOKENS = 16  # where max_tokens is left out, as with OpenAI
-CHAT_TOKENS = 1024  # likewise, or as many as fit
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 Number = Annotated[float, Field(allow_inf_nan=False)]

@@ -18,6 +18,7 @@ from fusion.swarm.transport import PeerId
 
 MAX_SEED = (1 << 63) - 1
 DEFAULT_MAX_TOKENS = 64
+CHAT_TOKENS = 1024  # of an answer in a chat that says no number, or as many as fit
 MAX_TOKEN_BYTES = 16  # of text for one position, over a whole prompt: tokens have about 4
 MAX_ANSWERED = 30_000  # token ids that an answer which goes on elsewhere may bring: they travel in the header
 MAX_BIASES = 1024  # entries of `logit_bias`
@@ -132,12 +133,17 @@ class GenerateRequest:
     # penalties and temperature. None: none.
     top_logprobs: int | None = None
     stop: tuple[str, ...] = ()  # the text ends before the first of these
+    # `prompt` is a chat as the model's template wrote it: its special tokens are those that it has, and `max_tokens` are at most
+    # as many as the model has positions left.
+    chat: bool = False
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompt_ids is None):
             raise JobError("prompt: give either a text or token ids")
         if self.prompt is not None and not _is_text(self.prompt):
             raise JobError("prompt: a text that UTF-8 can hold")
+        if self.chat and self.prompt is None:
+            raise JobError("prompt: a chat is a text")
         if self.prompt_ids is not None and any(not -(2**63) <= i < 2**63 for i in self.prompt_ids):
             raise JobError("prompt_ids: numbers of at most 64 bits")
         if self.max_tokens < 1:
@@ -153,7 +159,7 @@ class GenerateRequest:
     @property
     def newer(self) -> bool:
         """Whether it asks for what the release before does not know, and would pass over."""
-        return bool(self.sampling.newer or self.stop) or self.top_logprobs is not None
+        return bool(self.sampling.newer or self.stop or self.chat) or self.top_logprobs is not None
 
     def to_frame(self) -> tuple[dict[str, Any], bytes]:
         """Header and payload of the `generate` frame. The prompt is the payload: UTF-8 text, or ids."""
@@ -175,7 +181,7 @@ class GenerateRequest:
         if self.stop:
             header["stop"] = list(self.stop)
         if self.prompt is not None:
-            return {**header, "prompt": "text"}, self.prompt.encode()
+            return {**header, "prompt": "chat" if self.chat else "text"}, self.prompt.encode()
         assert self.prompt_ids is not None
         return {**header, "prompt": "ids"}, pack_tokens(self.prompt_ids)
 
@@ -185,12 +191,12 @@ class GenerateRequest:
         model, kind = header.get("model", ""), header.get("prompt")
         if not isinstance(model, str):
             raise JobError("model: a name")
-        if kind not in ("text", "ids"):
-            raise JobError("prompt: text or ids")
+        if kind not in ("text", "chat", "ids"):
+            raise JobError("prompt: text, chat or ids")
         if len(payload) > MAX_PROMPT_BYTES:
             raise JobError(f"prompt: at most {MAX_PROMPT_BYTES} bytes, not {len(payload)}")
         try:
-            text = str(payload, "utf-8") if kind == "text" else None
+            text = None if kind == "ids" else str(payload, "utf-8")
         except UnicodeDecodeError:
             raise JobError("prompt: UTF-8 text") from None
         answered = header.get("answered", b"")
@@ -211,6 +217,7 @@ class GenerateRequest:
             grants=chain_of(header.get("grants")),
             top_logprobs=None if header.get("top_logprobs") is None else whole(header, "top_logprobs", 0),
             stop=tuple(stop),
+            chat=kind == "chat",
         )
 
 

@@ -19,7 +19,7 @@ from support.served import (
     seeded_reference,
     swarm_of,
 )
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.serving.requests.client import generate
@@ -198,7 +198,7 @@ def test_a_prompt_that_no_position_could_hold_never_reaches_the_tokenizer(
     read: list[int] = []
     threads: set[str] = set()
 
-    def encode(self: TokenizerText, prompt: str) -> list[int]:
+    def encode(self: TokenizerText, prompt: str, *, plain: bool = True) -> list[int]:
         read.append(len(prompt))
         threads.add(threading.current_thread().name)
         return original(self, prompt)
@@ -216,5 +216,34 @@ def test_a_prompt_that_no_position_could_hold_never_reaches_the_tokenizer(
             with pytest.raises(RemoteError, match="max_tokens: the model takes"):
                 await swarm.ask(prompt="x" * (MAX_SEQUENCE * 16), max_tokens=1)
             assert read == [MAX_SEQUENCE * 16] and "MainThread" not in threads
+
+    asyncio.run(main())
+
+
+def test_a_chat_has_the_special_tokens_of_its_template_alone_and_answers_as_far_as_there_is_room(
+    tmp_path: Path,
+) -> None:
+    made = Tokenizer.from_buffer(tokenizer_json())
+    made.add_special_tokens(["!"])
+    made.post_processor = processors.TemplateProcessing(
+        single="! $A", special_tokens=[("!", made.token_to_id("!"))]
+    )
+    alone = made.encode("!Hi", add_special_tokens=False).ids
+    assert len(alone) == 3 and made.encode("!Hi").ids == [alone[0], *alone]
+
+    async def main() -> None:
+        async with swarm_of(2, tmp_path) as swarm:
+            tokenizer = await swarm.peers[-1].context.blobs.put(made.to_str().encode())
+            await swarm.serve("llama", 1, tokenizer=tokenizer)
+            plain = await swarm.ask(prompt="!Hi", max_tokens=6)
+            assert list(plain.tokens) == reference("llama", [alone[0], *alone], 6)
+            with pytest.raises(RemoteError, match="max_tokens"):
+                await swarm.ask(prompt="!Hi", max_tokens=1024)
+            answer = await swarm.ask(prompt="!Hi", chat=True, max_tokens=1024)
+            assert answer.prompt_tokens == 3 and len(answer.tokens) == MAX_SEQUENCE - 3
+            assert list(answer.tokens) == reference("llama", alone, MAX_SEQUENCE - 3)
+            with pytest.raises(RemoteError, match="at most 0 tokens"):
+                await swarm.ask(prompt="!" * MAX_SEQUENCE, chat=True, max_tokens=1024)
+            await swarm.freed()
 
     asyncio.run(main())

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from fusion.runtime.serving.http.answers import Part
-from fusion.runtime.serving.http.chat_format import ChatFormat
+from fusion.runtime.serving.http.chat_format import variables
 from fusion.runtime.serving.http.schema import ChatRequest
 from fusion.runtime.serving.http.shapes import ChatShape, CompletionShape, Shape, token_text, usage
+from fusion.runtime.serving.requests.chat_format import ChatFormat
 from fusion.runtime.serving.requests.request import Answer, Finish, Piece
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -98,9 +99,8 @@ def test_what_a_template_is_told() -> None:
         "tools": [tool],
         "chat_template_kwargs": {"enable_thinking": False, "messages": "not these", "bos_token": "<b>"},
     }
-    found = ChatFormat("", {"bos_token": "<s>", "eos_token": "</s>"}).variables(
-        ChatRequest.model_validate(body)
-    )
+    form = ChatFormat("", {"bos_token": "<s>", "eos_token": "</s>"})
+    found = variables(form, ChatRequest.model_validate(body))
     assert found == {
         "bos_token": "<b>",
         "eos_token": "</s>",
@@ -121,5 +121,5 @@ def test_what_a_template_is_told() -> None:
         "add_generation_prompt": True,
     }
     assert json.dumps(found)
-    none = ChatFormat("", {}).variables(ChatRequest.model_validate({**body, "tool_choice": "none"}))
+    none = variables(form, ChatRequest.model_validate({**body, "tool_choice": "none"}))
     assert none["tools"] is None

@@ -24,7 +24,7 @@ def test_a_request_with_every_setting_comes_back_from_its_frame() -> None:
         presence_penalty=2.0,
         logit_bias=((3, 1.0), (4, -100.0)),
     )
-    sent = GenerateRequest(prompt="x", sampling=sampling, top_logprobs=0, stop=("a", "né"))
+    sent = GenerateRequest(prompt="x", sampling=sampling, top_logprobs=0, stop=("a", "né"), chat=True)
     header, payload = sent.to_frame()
     assert GenerateRequest.from_frame(header, memoryview(payload)) == sent and sent.newer
 
@@ -34,6 +34,7 @@ def test_a_request_with_every_setting_comes_back_from_its_frame() -> None:
     [
         {"stop": ("a",)},
         {"top_logprobs": 0},
+        {"chat": True},
         {"sampling": Sampling(min_p=0.1)},
         {"sampling": Sampling(logit_bias=((1, 0.0),))},
     ],
@@ -44,6 +45,13 @@ def test_what_the_release_before_does_not_know_is_told_apart(newer: dict[str, An
     assert set(plain.to_frame()[0]) == {
         *("model", "max_tokens", "temperature", "top_k", "top_p", "seed", "prompt")
     }
+
+
+def test_a_chat_is_a_text() -> None:
+    with pytest.raises(JobError, match="a chat is a text"):
+        GenerateRequest(prompt_ids=(1,), chat=True)
+    header, payload = GenerateRequest(prompt="né", chat=True).to_frame()
+    assert header["prompt"] == "chat" and payload == "né".encode()
 
 
 @given(chosen=values, top=st.lists(st.tuples(st.integers(0, 2**40), values), max_size=20).map(tuple))

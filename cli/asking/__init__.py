@@ -1,0 +1,9 @@
+"""What `generate` and `chat` share, and how a conversation goes. Knows no way into the swarm.
+
+settings       options that say how tokens are chosen
+answer_trace   how fast an answer came, and through whom
+conversation   what was said so far, and what a line means; pure
+line_input     lines from a terminal, a pipe or a file
+partner        the model that is talked with
+talk           line after line
+"""

@@ -1,0 +1,73 @@
+"""Options that say how the tokens of an answer are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fusion.cli.terminal import options
+
+if TYPE_CHECKING:
+    from fusion.runtime.serving.requests.request import Sampling
+
+Temperature = Annotated[
+    float, typer.Option("--temperature", min=0.0, help="0 takes the most probable token each time.")
+]
+TopK = Annotated[int, typer.Option("--top-k", min=0, help="Draw from the k most probable tokens; 0: all.")]
+TopP = Annotated[
+    float, typer.Option("--top-p", help="Draw from the fewest tokens whose probabilities reach this sum.")
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", min=0, help="Same seed, same answer (with a temperature).")
+]
+MinP = Annotated[
+    float,
+    typer.Option("--min-p", help="Leave out tokens less probable than this share of the best; 0: none."),
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option("--repetition-penalty", help="Above 1: avoid what prompt and answer have.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option("--frequency-penalty", help="Above 0: avoid what the answer has, by how often.")
+]
+PresencePenalty = Annotated[
+    float, typer.Option("--presence-penalty", help="Above 0: avoid what the answer has.")
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option("--logit-bias", metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="The answer ends before this text; may be repeated."),
+]
+
+
+def sampling(
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    min_p: float,
+    repetition_penalty: float,
+    frequency_penalty: float,
+    presence_penalty: float,
+    logit_bias: Sequence[str] | None,
+) -> Sampling:
+    """Of the values of these options. ValueError names the one that is out of range."""
+    from fusion.runtime.serving.requests.request import Sampling
+
+    return Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed or 0,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        logit_bias=tuple(options.parse_bias(entry) for entry in logit_bias or ()),
+    )

@@ -1,0 +1,100 @@
+"""`fusion-peer chat [NAME]`: talk with a model that the swarm serves, through any peer."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fusion.cli import client, grants, job_client
+from fusion.cli.asking import settings
+from fusion.cli.asking.line_input import LineInput
+from fusion.cli.asking.partner import Partner
+from fusion.cli.asking.talk import Talk
+from fusion.cli.terminal import options
+from fusion.cli.terminal.loop import LoopThread
+from fusion.cli.terminal.output import Output
+
+if TYPE_CHECKING:
+    from fusion.runtime.serving.requests.request import GenerateRequest
+
+
+def chat(
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="Which model; not needed where only one is served.")
+    ] = "",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=1, help="Tokens of an answer, at most (1024, or as many as fit)."),
+    ] = None,
+    temperature: settings.Temperature = 0.0,
+    top_k: settings.TopK = 0,
+    top_p: settings.TopP = 1.0,
+    seed: settings.Seed = None,
+    min_p: settings.MinP = 0.0,
+    repetition_penalty: settings.RepetitionPenalty = 1.0,
+    frequency_penalty: settings.FrequencyPenalty = 0.0,
+    presence_penalty: settings.PresencePenalty = 0.0,
+    logit_bias: settings.LogitBias = None,
+    stop: settings.Stop = None,
+    peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Talk with a model that the swarm serves. /help lists what a line can say beside a message; without a terminal each
+    line of stdin is a message."""
+    from fusion.runtime.serving.requests.request import CHAT_TOKENS, GenerateRequest
+
+    output = Output(as_json=json)
+    request = GenerateRequest(
+        prompt="",
+        chat=True,
+        max_tokens=max_tokens or CHAT_TOKENS,
+        sampling=settings.sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            logit_bias=logit_bias,
+        ),
+        seeded=seed is not None,
+        stop=tuple(stop or ()),
+    )
+    way = client.Way(home, bootstrap, peer, swarm_key)
+    way.checked()
+    signal.signal(signal.SIGTERM, _end)  # Ctrl-C alone stops an answer and goes on
+    lines = LineInput(interactive=not json)
+    with LoopThread(debug=debug) as loop, loop.opened(_open(way, name, request, output)) as partner:
+        Talk(loop, partner, lines, output).run()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise typer.Abort
+
+
+@asynccontextmanager
+async def _open(
+    way: client.Way, name: str, request: GenerateRequest, output: Output
+) -> AsyncIterator[Partner]:
+    from fusion.runtime.serving.http.chat_template import ChatTemplates
+
+    async with client.connect(way) as context, aclosing(ChatTemplates()) as templates:
+        gateway = await client.gateway(context, way.peer)
+        partner = Partner(
+            *(context, gateway, partial(job_client.find_served, context), grants.grants_from(context)),
+            *(templates, request, output),
+        )
+        await partner.choose(name, "NAME")
+        yield partner

@@ -1,0 +1,70 @@
+"""A loop beside the main thread: results, errors, interruptions and resources come out as if it ran here."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from fusion.cli.terminal.loop import LoopThread
+
+
+async def where() -> threading.Thread:
+    await asyncio.sleep(0)
+    return threading.current_thread()
+
+
+async def failing() -> None:
+    raise ValueError("why")
+
+
+def test_work_runs_there_and_its_outcome_comes_here() -> None:
+    with LoopThread() as loop:
+        thread = loop.run(where())
+        assert thread is not threading.current_thread() and thread is loop.run(where())
+        with pytest.raises(ValueError, match="why"):
+            loop.run(failing())
+    assert not thread.is_alive()
+
+
+def test_an_interruption_cancels_the_work_and_waits_for_its_end() -> None:
+    steps: list[str] = []
+
+    async def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)  # which the main thread takes
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            steps.append("freed")
+
+    with LoopThread() as loop:
+        for count in (1, 2):
+            with pytest.raises(KeyboardInterrupt):
+                loop.run(work())
+            assert steps == ["freed"] * count
+        assert loop.run(where()).is_alive(), "it goes on"
+
+
+def test_one_task_opens_and_closes_a_resource() -> None:
+    tasks = []
+
+    @asynccontextmanager
+    async def resource(fails: bool) -> AsyncIterator[int]:
+        tasks.append(asyncio.current_task())
+        if fails:
+            raise ValueError("why")
+        async with asyncio.timeout(60):  # as many libraries: only the task that entered it may leave it
+            yield 7
+        tasks.append(asyncio.current_task())
+
+    with LoopThread() as loop:
+        with loop.opened(resource(False)) as found:
+            assert found == 7 and len(tasks) == 1
+        assert len(tasks) == 2 and tasks[0] is tasks[1]
+        with pytest.raises(ValueError, match="why"), loop.opened(resource(True)):
+            raise AssertionError("it was not opened")
