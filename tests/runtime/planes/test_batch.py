@@ -129,8 +129,8 @@ def test_a_matrix_that_is_an_embedding_as_well_multiplies_row_by_row() -> None:
 
 def test_few_counts_of_rows_are_run() -> None:
     assert [padded(n) for n in (1, 2, 3, 8, 9, 17, 64, 65, 512, 513)] == [
-        2,
-        2,
+        4,
+        4,
         4,
         8,
         10,
@@ -140,7 +140,7 @@ def test_few_counts_of_rows_are_run() -> None:
         512,
         640,
     ]
-    assert all(n <= padded(n) <= max(2, n + n // 4 + 1) for n in range(1, 5000))
+    assert all(n <= padded(n) <= max(4, n + n // 4 + 1) for n in range(1, 5000))
     assert len({padded(n) for n in range(1, 513)}) < 40
 
 
@@ -158,6 +158,6 @@ def test_packed_products_are_those_of_torch() -> None:
 def test_rows_that_depend_on_their_company_are_noticed() -> None:
     like = torch.zeros(1)
     assert rows_agree(lambda rows: rows * 2, 8, like)
-    assert not rows_agree(lambda rows: rows + (rows.shape[1] == 3), 8, like)
+    assert not rows_agree(lambda rows: rows + (rows.shape[1] == 5), 8, like)
     assert not rows_agree(lambda rows: rows - rows.mean(1, keepdim=True), 8, like)
     assert not rows_agree(lambda rows: rows + torch.arange(rows.shape[1])[:, None], 8, like)
