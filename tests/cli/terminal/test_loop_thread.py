@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import AsyncIterator
@@ -36,7 +37,7 @@ def test_an_interruption_cancels_the_work_and_waits_for_its_end() -> None:
 
     async def work() -> None:
         try:
-            signal.raise_signal(signal.SIGINT)  # which the main thread takes
+            os.kill(os.getpid(), signal.SIGINT)  # which the main thread takes
             await asyncio.sleep(60)
         finally:
             await asyncio.sleep(0.01)
