@@ -4,6 +4,7 @@
 #   make test     the gate: all of check, real peers, one kill of each kind, a network in a box (docs/testing.md)
 #   make test-all  every test there is: half an hour
 #   make bench    the figures of the README, as a table and bench-results.json
+#   make bench-serve    what users of a served model get: many at once, over slow links, under load (root for the links)
 #   make bench-network  train over slow links (root, Linux): docs/network.md; stop it whenever you like, it goes on from there
 #   make chaos    train on peers of this machine that are killed meanwhile, and compare with a quiet run
 #   make worlds   simulate the protocol in 100 000 worlds with faults (WORLDS=, SEED=)
@@ -29,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SEED ?= 1
 WORLDS ?= 100000
 
-.PHONY: help demo check test test-all bench bench-network chaos pictures sweep worlds lint format clean install
+.PHONY: help demo check test test-all bench bench-serve bench-network chaos pictures sweep worlds lint format clean install
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -62,6 +63,10 @@ format: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	@exec $(BIN)/python tests/bench $(ARGS)
 
+# For example: make bench-serve ARGS="--only wan,first --rounds 1"
+bench-serve: $(VENV)/.installed-dev
+	@exec $(BIN)/python tests/bench/serve.py $(ARGS)
+
 # For example: make bench-network ARGS="--networks C --rounds 1 --curves --minutes 30"
 bench-network: $(VENV)/.installed-dev
 	@exec $(BIN)/python tests/bench/network.py $(ARGS)
@@ -90,13 +95,13 @@ worlds: $(VENV)/.installed-dev
 install: $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results.json sweep-*.json
+	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results.json bench-serve.json sweep-*.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after pip has finished, so an interrupted install is taken up again.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "Installing Fusion Peer into $(VENV) (once; PyTorch is most of it) ..."
-	@$(PIP) -e .
+	@$(PIP) -e '.[peer]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python

@@ -12,14 +12,14 @@ grants            what keys and invites of a home allow
 invites           `jobs invite`, `accept` and `revoke`
 plan              where a job would run
 serve             put a model on the swarm
+models            which models are served
 generate          ask a model
 chat              talk with a model
 swarm_key         the key of a closed swarm
 demo              all of it on this machine
-chaos             all of it, with kills
 client            how a command reaches the swarm, and who works in it
 job_client        what commands ask about jobs, and of their leads
 asking/           what `generate` and `chat` share
 terminal/         what commands share: options, output, errors, the loop
-local/            peers as processes of this machine
+local/            peers as processes of this machine; `chaos`: all of it, with kills
 """

@@ -88,7 +88,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 async def _open(
     way: client.Way, name: str, request: GenerateRequest, output: Output
 ) -> AsyncIterator[Partner]:
-    from fusion.runtime.serving.http.chat_template import ChatTemplates
+    from fusion.runtime.serving.requests.chat_template import ChatTemplates
 
     async with client.connect(way) as context, aclosing(ChatTemplates()) as templates:
         gateway = await client.gateway(context, way.peer)

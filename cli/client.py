@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusion.cli.terminal import options
+from fusion.cli.terminal.extras import has_peer_extra
 from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.cli.terminal.options import home_folder
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.errors import PeerUnreachable, SwarmError
-from fusion.swarm.transport import PeerId
+from fusion.swarm.transport import Guided, PeerId
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from fusion.swarm.transport import Transport
 
 RETRY_SECONDS = 0.5
+READ_STAGES = 256  # of one job, by whoever only looks
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,13 @@ class Way:
 @asynccontextmanager
 async def connect(way: Way) -> AsyncIterator[Context]:
     """Use the swarm through the peer that runs with this home, unless `way.peer` is another; else join it for as long as
-    the block lasts. Where that peer ends meanwhile, the command joins through those whom it knew."""
+    the block lasts, or ask one of its peers where hivemind is not installed. Where that peer ends meanwhile, the command
+    goes on through those whom it knew."""
     from fusion.runtime.peer.client import CACHED_PEERS_FILE, open_attached
     from fusion.runtime.peer.peer_file import running_peer
 
     (folder, addresses), peer = way.checked(), way.peer
-    here = running_peer(folder)
+    here = running_peer(folder) if hasattr(socket, "AF_UNIX") else None
     if here is not None and (peer is None or peer.rpartition("/p2p/")[2] == here.peer_id):
         async with AsyncExitStack() as stack:
 
@@ -90,22 +94,32 @@ async def join(way: Way) -> AsyncIterator[Context]:
 async def _join(
     home: Path, addresses: tuple[str, ...], peer: str | None, swarm_key: Path | None
 ) -> AsyncIterator[Context]:
-    with lean_imports():  # only now: bad input should cost nothing
-        import fusion.swarm.dht.directory
-        import fusion.swarm.streams.p2p  # noqa: F401 - both are what `open_client` needs
-        from fusion.runtime.peer.client import ClientConfig, open_client
+    from fusion.runtime.peer.client import ClientConfig, open_client
 
-    async with open_client(
-        ClientConfig(home=home, bootstrap=addresses, peer=peer, swarm_key=swarm_key)
-    ) as context:
+    config = ClientConfig(home=home, bootstrap=addresses, peer=peer, swarm_key=swarm_key)
+    if not has_peer_extra():
+        with lean_imports():
+            from fusion.runtime.peer.thin_client import open_thin
+
+        async with open_thin(config) as context:
+            yield context
+        return
+    with lean_imports():  # only now: bad input should cost nothing
+        import fusion.runtime.peer.network  # noqa: F401 - which `open_client` needs
+    async with open_client(config) as context:
         yield context
 
 
 def is_attached(context: Context) -> bool:
-    """Whether it speaks through a peer that runs here, which has known the swarm for a while."""
+    """Whether it speaks through a peer that runs here."""
     from fusion.swarm.control.client import ControlTransport
 
     return isinstance(context.transport, ControlTransport)
+
+
+def knows_the_swarm(context: Context) -> bool:
+    """Whether what it finds is what a peer tells it that has known the swarm for a while."""
+    return isinstance(context.transport, Guided)
 
 
 def http_url(context: Context, way: Way) -> str | None:
@@ -127,7 +141,7 @@ async def working_peers(
         found = tuple(peer for peer in await context.directory.peers() if peer.role == "peer")
         seen = {peer.peer for peer in found}
         late = time.monotonic() > until
-        known = seen == last or (is_attached(context) and len(seen) > 1)
+        known = seen == last or (knows_the_swarm(context) and len(seen) > 1)
         if found and (late or (known and set(wanted) <= seen | {peer.name for peer in found})):
             return found
         if late:
@@ -138,10 +152,8 @@ async def working_peers(
 
 async def gateway(context: Context, address: str | None) -> PeerId:
     """The peer to ask for text: the one at `address`, else the one that runs with this home, else any."""
-    from fusion.swarm.control.client import ControlTransport
-
-    if isinstance(context.transport, ControlTransport):
-        return context.transport.through
+    if isinstance(context.transport, Guided):
+        return await context.transport.gateway()
     if address is not None:
         return await context.transport.connect(address)
     return (await working_peers(context))[0].peer

@@ -15,6 +15,7 @@ import typer
 
 from fusion.cli.local.fleet import Fleet, FleetError, LocalPeer, Record, open_fleet
 from fusion.cli.terminal import options
+from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.loop import run, wait_until_orphaned
 from fusion.cli.terminal.output import Output, busy_text, bytes_text, rate_text
 
@@ -36,6 +37,7 @@ def demo(
     stop_with: options.StopWith = None,
 ) -> None:
     """Start peers on this machine, train a GPT on Python's standard library across them, and ask it for code."""
+    need_peer_extra("demo")
     # Progress goes to stderr when the last line of stdout is for a program.
     output = Output(stdout=sys.stderr if json else sys.stdout)
     figures = run(while_parent_lives(stop_with, _demo(peers, steps, output)), debug=debug)

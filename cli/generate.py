@@ -38,6 +38,7 @@ def generate(
     presence_penalty: settings.PresencePenalty = 0.0,
     logit_bias: settings.LogitBias = None,
     stop: settings.Stop = None,
+    json_schema: settings.JsonSchema = None,
     logprobs: Annotated[
         int | None,
         typer.Option("--logprobs", metavar="N", help="Log-probabilities of each token and of the N best."),
@@ -78,6 +79,7 @@ def generate(
         seeded=seed is not None,
         top_logprobs=logprobs,
         stop=tuple(stop or ()),
+        schema=settings.schema(json_schema),
     )
     run(_generate(request, client.Way(home, bootstrap, peer, swarm_key), output, trace), debug=debug)
 

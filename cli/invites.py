@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
 LONGEST_HOURS = 24.0 * 365 * 10
 
-Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, name@author, or how its id starts.")]
 Who = Annotated[str, typer.Argument(metavar="PEER", help="A peer id, as `fusion-peer start` prints it.")]
 
 
 def invite(
-    job: Job,
+    job: options.Job,
     who: Who,
     role: Annotated[
         list[str] | None,
@@ -102,7 +101,7 @@ def accept(
 
 
 def revoke(
-    job: Job,
+    job: options.Job,
     who: Who,
     peer: options.PeerAddress = None,
     swarm_key: options.SwarmKey = None,

@@ -11,6 +11,7 @@ import typer
 from fusion.cli import client, invites, job_client
 from fusion.cli.follow import follow
 from fusion.cli.terminal import options
+from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from fusion.swarm.directory.records import JobRecord
 
 app = typer.Typer(help="What runs on the swarm: list, watch, stop, export.", rich_markup_mode=None)
-
-Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, name@author, or how its id starts.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -70,7 +69,7 @@ async def _list(way: client.Way, output: Output) -> None:
 
 @app.command()
 def watch(
-    job: Job,
+    job: options.Job,
     peer: options.PeerAddress = None,
     swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
@@ -92,7 +91,7 @@ async def _watch(job: str, way: client.Way, output: Output) -> None:
 
 @app.command()
 def stop(
-    job: Job,
+    job: options.Job,
     peer: options.PeerAddress = None,
     swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
@@ -120,7 +119,7 @@ app.command()(invites.revoke)
 
 @app.command()
 def export(
-    job: Job,
+    job: options.Job,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory for the model.")],
     peer: options.PeerAddress = None,
     swarm_key: options.SwarmKey = None,
@@ -130,6 +129,7 @@ def export(
     debug: options.Debug = False,
 ) -> None:
     """Write a job's newest weights, under the model's own names, and what `serve` needs beside them."""
+    need_peer_extra("jobs export")
     output = Output(as_json=json)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ValueError(f"{directory} is not an empty directory")

@@ -1,51 +1,100 @@
-"""The command `fusion-peer`. Importing this loads neither torch nor hivemind: each command imports what it runs."""
+"""The command `fusion-peer`. Importing this loads neither torch nor hivemind: each command imports what it runs, and of the commands
+the one that was asked for is imported alone."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from fusion.cli import jobs, swarm_key
-from fusion.cli.chaos import chaos
-from fusion.cli.chat import chat
-from fusion.cli.demo import demo
-from fusion.cli.generate import generate
-from fusion.cli.plan import plan
-from fusion.cli.serve import serve
-from fusion.cli.start import start
-from fusion.cli.status import status
 from fusion.cli.terminal import errors, options
-from fusion.cli.train import train
 
 PROGRAM = "fusion-peer"
-
-app = typer.Typer(
-    name=PROGRAM,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 it did not work, 2 bad input, 130 interrupted.",
+COMMANDS = (
+    *("start", "plan", "train", "jobs", "serve", "models", "generate", "chat", "status", "swarm-key"),
+    *("demo", "chaos"),
 )
-app.command()(start)
-app.command()(plan)
-app.command()(train)
-app.add_typer(jobs.app, name="jobs")
-app.command()(serve)
-app.command()(generate)
-app.command()(chat)
-app.command()(status)
-app.add_typer(swarm_key.app, name="swarm-key")
-app.command()(demo)
-app.command()(chaos)
 
 
-@app.callback(invoke_without_command=True)
+def command_named(name: str) -> Callable[..., Any] | typer.Typer:
+    """One of COMMANDS; a Typer where it has commands of its own."""
+    match name:
+        case "start":
+            from fusion.cli.start import start
+
+            return start
+        case "plan":
+            from fusion.cli.plan import plan
+
+            return plan
+        case "train":
+            from fusion.cli.train import train
+
+            return train
+        case "jobs":
+            from fusion.cli.jobs import app
+
+            return app
+        case "serve":
+            from fusion.cli.serve import serve
+
+            return serve
+        case "models":
+            from fusion.cli.models import models
+
+            return models
+        case "generate":
+            from fusion.cli.generate import generate
+
+            return generate
+        case "chat":
+            from fusion.cli.chat import chat
+
+            return chat
+        case "status":
+            from fusion.cli.status import status
+
+            return status
+        case "swarm-key":
+            from fusion.cli.swarm_key import app
+
+            return app
+        case "demo":
+            from fusion.cli.demo import demo
+
+            return demo
+        case "chaos":
+            from fusion.cli.local.chaos import chaos
+
+            return chaos
+        case _:
+            raise AssertionError(name)
+
+
+def program(words: Sequence[str] = ()) -> typer.Typer:
+    """The command line, with the command that these words begin with; with all of them where they begin with none."""
+    app = typer.Typer(
+        name=PROGRAM,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog="Exit codes: 0 done, 1 it did not work, 2 bad input, 130 interrupted.",
+    )
+    app.callback(invoke_without_command=True)(fusion_peer)
+    for name in COMMANDS if not set(words[:1]) & set(COMMANDS) else words[:1]:
+        found = command_named(name)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name)(found)
+    return app
+
+
 def fusion_peer(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
@@ -68,7 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # SIGTERM ends a command as Ctrl-C does: whatever it opened is closed in order.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = typer.main.get_command(app).main(args=words, prog_name=PROGRAM, standalone_mode=False)
+        code = typer.main.get_command(program(words)).main(
+            args=words, prog_name=PROGRAM, standalone_mode=False
+        )
     except BrokenPipeError:  # whoever read our output has had enough
         sys.stderr.close()
         return errors.FAILED

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fusion.cli.terminal import options
+from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.logs import configure_logging
 from fusion.cli.terminal.output import Output, bytes_text, seconds_text
 
@@ -39,6 +40,7 @@ def plan(
     debug: options.Debug = False,
 ) -> None:
     """Show where a job would run on a swarm, how long a step would take and what holds it up. Nothing runs."""
+    need_peer_extra("plan")
     configure_logging(debug)
     output = Output(as_json=json)
     from fusion.runtime.job import spec

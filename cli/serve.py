@@ -12,6 +12,7 @@ import typer
 from fusion.cli import client, job_client
 from fusion.cli.launch_progress import offer, until_held
 from fusion.cli.terminal import options
+from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
 from fusion.runtime.job.admission import AdmissionSpec
@@ -52,6 +53,7 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve a model across the swarm. It returns once the peers hold the model."""
+    need_peer_extra("serve")
     output = Output(as_json=json)
     check_directory(directory)
     if not name.strip():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -15,6 +16,7 @@ import typer
 
 from fusion.cli import grants
 from fusion.cli.terminal import options
+from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.cli.terminal.loop import run_until_stopped
 from fusion.cli.terminal.output import Output, bytes_text, flops_text
@@ -104,8 +106,11 @@ def start(
     ] = False,
 ) -> None:
     """Lend this machine to the swarm until Ctrl-C, which hands its work over and leaves nothing behind."""
+    from fusion.runtime.peer.keys import IDENTITY_FILE
+    from fusion.swarm.identity import Identity
     from fusion.swarm.swarm_key import find_key
 
+    need_peer_extra("start")
     output = Output(as_json=json)
     chosen: dict[str, Any] = {"listen": tuple(map(options.checked_listen, listen))} if listen else {}
     if upload is not None:
@@ -119,6 +124,8 @@ def start(
     if disk is not None:
         chosen["blob_quota_bytes"] = options.parse_size(disk, "--disk")
     folder = options.home_folder(home)
+    if os.path.exists(folder / IDENTITY_FILE):
+        Identity.load(folder / IDENTITY_FILE)  # a bad one is said before what takes seconds to load
     closed = find_key(folder, swarm_key) is not None
     addresses = options.bootstrap_addresses(bootstrap, closed=closed)
     for text in invite or ():

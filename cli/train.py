@@ -13,6 +13,7 @@ from fusion.cli.follow import follow
 from fusion.cli.launch_progress import offer, until_held
 from fusion.cli.plan import show
 from fusion.cli.terminal import options
+from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
 
@@ -35,6 +36,7 @@ def train(
     debug: options.Debug = False,
 ) -> None:
     """Train a model across the swarm. The job outlives this command; Ctrl-C only stops watching."""
+    need_peer_extra("train")
     output = Output(as_json=json)
     from fusion.runtime.job import spec
 

@@ -19,17 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_ELEMENTS = 2**31 - 1
+from fusion.compression.position_sizes import (
+    is_bitmap,
+    low_bits,
+    planes_bytes,
+    position_bytes,
+    unary_bits,
+)
 
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int32]
-
-
-def position_bytes(elements: int, count: int) -> int:
-    """What `count` positions of `elements` take; 0 where there is nothing to say (none of them, or all)."""
-    if count in (0, elements):
-        return 0
-    return min(_bytes(elements), _planes_bytes(elements, count) + _bytes(_unary_bits(elements, count)))
 
 
 def pack(positions: NDArray[np.signedinteger[Any]], elements: int) -> Bytes:
@@ -37,13 +36,13 @@ def pack(positions: NDArray[np.signedinteger[Any]], elements: int) -> Bytes:
     count = len(positions)
     if count in (0, elements):
         return np.empty(0, np.uint8)
-    if _is_bitmap(elements, count):
+    if is_bitmap(elements, count):
         return _set_bits(positions, elements)
-    low_bits = _low_bits(elements, count)
-    unary = _set_bits((positions >> low_bits) + np.arange(count), _unary_bits(elements, count))
-    planes = np.empty((low_bits, count), np.uint8)
-    low = positions.astype(np.uint16)  # all that is looked at: low_bits <= 16
-    for bit in range(low_bits):
+    lows = low_bits(elements, count)
+    unary = _set_bits((positions >> lows) + np.arange(count), unary_bits(elements, count))
+    planes = np.empty((lows, count), np.uint8)
+    low = positions.astype(np.uint16)  # all that is looked at: lows <= 16
+    for bit in range(lows):
         planes[bit] = (low >> np.uint16(bit)) & np.uint16(1)
     return np.concatenate((np.packbits(planes.reshape(-1), bitorder="little"), unary))
 
@@ -56,15 +55,15 @@ def unpack(payload: Bytes, elements: int, count: int) -> Positions:
         )
     if count in (0, elements):
         return np.arange(count, dtype=np.int32)
-    if _is_bitmap(elements, count):
+    if is_bitmap(elements, count):
         return _found_bits(payload, elements, count).astype(np.int32)
-    low_bits, planes_bytes = _low_bits(elements, count), _planes_bytes(elements, count)
-    unary = _found_bits(payload[planes_bytes:], _unary_bits(elements, count), count)
-    planes = np.unpackbits(payload[:planes_bytes], count=low_bits * count, bitorder="little")
+    lows, begin = low_bits(elements, count), planes_bytes(elements, count)
+    unary = _found_bits(payload[begin:], unary_bits(elements, count), count)
+    planes = np.unpackbits(payload[:begin], count=lows * count, bitorder="little")
     low = np.zeros(count, np.uint16)
-    for bit in range(low_bits):
+    for bit in range(lows):
         low |= planes[bit * count : (bit + 1) * count].astype(np.uint16) << np.uint16(bit)
-    found = ((unary - np.arange(count)) << low_bits) | low
+    found = ((unary - np.arange(count)) << lows) | low
     if found[-1] >= elements:
         raise ValueError(f"position {found[-1]} of {elements} elements")
     if not np.all(found[1:] > found[:-1]):
@@ -83,23 +82,3 @@ def _found_bits(payload: Bytes, bits: int, count: int) -> NDArray[np.int64]:
     if len(found) != count:
         raise ValueError(f"{len(found)} positions where {count} are right")
     return found
-
-
-def _is_bitmap(elements: int, count: int) -> bool:
-    return position_bytes(elements, count) == _bytes(elements)
-
-
-def _low_bits(elements: int, count: int) -> int:
-    return min(16, (elements // count).bit_length() - 1)
-
-
-def _planes_bytes(elements: int, count: int) -> int:
-    return _bytes(_low_bits(elements, count) * count)
-
-
-def _unary_bits(elements: int, count: int) -> int:
-    return count + ((elements - 1) >> _low_bits(elements, count))
-
-
-def _bytes(bits: int) -> int:
-    return (bits + 7) // 8

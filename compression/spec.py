@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from fusion.compression.positions import MAX_ELEMENTS, position_bytes
+from fusion.compression.position_sizes import MAX_ELEMENTS, position_bytes
 
 Family = Literal["none", "fp16", "bf16", "int8", "int4", "topk"]
 Values = Literal["fp16", "int8"]

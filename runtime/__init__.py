@@ -1,5 +1,6 @@
 """Where swarm, graphs and codecs meet: jobs, from somebody's model to weights and answers.
 
+device/     what jobs get of a device
 job/        what all rooms share: manifest, context, progress, protocols
 belief/     what of all that is said of jobs to believe
 planes/     what runs stages on a device

@@ -34,6 +34,11 @@ PROBE = WireProtocol(
     payload_bytes=MAX_TRAIN_BYTES,
     idle_seconds=120.0,  # idle neighbours are pinged every few seconds
 )
+DIRECTORY = WireProtocol(
+    name="/fusion/directory/1",
+    about="what the directory holds, for clients that have no part in the DHT",
+    idle_seconds=60.0,
+)
 CONTROL = WireProtocol(
     name="/fusion/control/1",
     about="commands of this user to the peer that runs on this machine, over a Unix socket: its streams, its directory",
@@ -41,4 +46,4 @@ CONTROL = WireProtocol(
     payload_bytes=16 << 20,  # of what is passed on; the largest are prompts, then chunks of blobs
 )
 
-SWARM_PROTOCOLS = (BLOB, PROBE, CONTROL)
+SWARM_PROTOCOLS = (BLOB, PROBE, DIRECTORY, CONTROL)

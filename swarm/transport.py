@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NewType, Protocol
+from typing import Any, NewType, Protocol, runtime_checkable
 
 from fusion.swarm.errors import NotAdmitted, RemoteError
 
@@ -97,6 +97,14 @@ class Transport(Protocol):
         """Bytes exchanged with each peer since the start."""
 
     async def aclose(self) -> None: ...
+
+
+@runtime_checkable
+class Guided(Transport, Protocol):
+    """The transport of a command that is no peer itself: one of them tells it of the swarm."""
+
+    async def gateway(self) -> PeerId:
+        """The peer to ask for what any peer can tell or do. Raises PeerUnreachable."""
 
 
 async def call(

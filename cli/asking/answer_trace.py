@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fusion.cli.terminal.output import seconds_text
@@ -51,6 +50,8 @@ class AnswerTrace:
         return len(self.gaps) / whole if whole > 0 else None
 
     def record(self) -> dict[str, Any]:
+        from statistics import median  # only now: it loads fractions and decimals
+
         gaps = self.gaps
         return {
             "first_token_seconds": self.first_seconds,
@@ -77,7 +78,7 @@ def table(trace: AnswerTrace, answer: Answer) -> str:
             "between tokens",
             f"p50 {_seconds(found['gap_p50_seconds'])}, p95 {_seconds(found['gap_p95_seconds'])}",
         ),
-        ("tokens", f"{len(answer.tokens)} after a prompt of {answer.prompt_tokens}"),
+        ("tokens", f"{len(answer.tokens)} after a prompt of {answer.prompt_tokens}{_reused(answer)}"),
         *(("route" if stage == 0 else "", text) for stage, text in enumerate(route_lines(answer.route))),
     ]
     return "\n".join(f"{name:<{NAME_WIDTH}}{value}" for name, value in rows)
@@ -103,6 +104,10 @@ def answer_record(answer: Answer) -> dict[str, Any]:
         "route": list(answer.route),
         "seconds": round(answer.seconds, 4),
     }
+
+
+def _reused(answer: Answer) -> str:
+    return f", {answer.cached_tokens} of them read before" if answer.cached_tokens else ""
 
 
 def _seconds(value: float | None) -> str:

@@ -1,7 +1,7 @@
 """The model that is talked with: what was said becomes a prompt, the prompt an answer.
 
 A chat is written with the model's own template, in a process that can do nothing else
-(`fusion.runtime.serving.http.chat_template`), and goes to the gateway as one prompt.
+(`fusion.runtime.serving.requests.chat_template`), and goes to the gateway as one prompt.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fusion.cli.terminal.output import Output
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
     from fusion.runtime.job.manifest import Manifest
-    from fusion.runtime.serving.http.chat_template import ChatTemplates
     from fusion.runtime.serving.requests.chat_format import ChatFormat
+    from fusion.runtime.serving.requests.chat_template import ChatTemplates
     from fusion.runtime.serving.requests.client import GrantsFor
     from fusion.runtime.serving.requests.request import Answer, GenerateRequest
     from fusion.swarm.directory.records import JobId
@@ -78,7 +78,7 @@ class Partner:
 
     async def answer(self, messages: Sequence[Mapping[str, str]], turn: Turn) -> None:
         """Fill `turn`, and show its text as it comes. ValueError where the template does not take the messages; SwarmError."""
-        from fusion.runtime.serving.http.chat_template import TemplateFailed
+        from fusion.runtime.serving.requests.chat_template import TemplateFailed
         from fusion.runtime.serving.requests.client import another_peer, generate
         from fusion.runtime.serving.requests.request import Piece
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,6 +44,29 @@ Stop = Annotated[
     list[str] | None,
     typer.Option("--stop", metavar="TEXT", help="The answer ends before this text; may be repeated."),
 ]
+
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option("--json-schema", metavar="FILE", help="The answer is JSON that follows the schema in it."),
+]
+
+
+def schema(path: Path | None) -> str:
+    """What the file holds, as it travels; "" without one. ValueError says in one line what is wrong with it."""
+    from fusion.runtime.serving.requests.json_schema import MAX_SCHEMA_BYTES, checked_schema
+
+    if path is None:
+        return ""
+    try:
+        with path.open("rb") as file:
+            data = file.read(4 * MAX_SCHEMA_BYTES + 1)
+        return checked_schema(data.decode())
+    except OSError as error:
+        raise ValueError(f"--json-schema: {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--json-schema: {path} is not UTF-8 text") from None
+    except ValueError as error:
+        raise ValueError(f"--json-schema: {path}: {error}") from None
 
 
 def sampling(

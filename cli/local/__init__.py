@@ -2,6 +2,7 @@
 
 fleet            real peers, in one folder, gone afterwards
 janitor          the process that sees to it
+chaos            `chaos`: trained in peace and with kills, and compared
 chaos_plan       which faults, and when; pure
 chaos_job        the job of a chaos run
 chaos_swarm      its peers: killed, frozen, cut off, replaced

@@ -2,17 +2,15 @@
 
 hivemind's own `__init__` imports its averaging, experts and optimizers, and with them SciPy and pydantic, that of its DHT
 a process around the node, its `utils` PyTorch for futures and descriptors of tensors: of all that we use nothing, and a
-command that joins needs no PyTorch at all. And the garbage collector walks the growing heap of modules again and again, and finds nothing.
+command that joins needs no PyTorch at all.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+
+from fusion.swarm.lean_imports import leave_out, skip_contents, without_collections
 
 
 @contextmanager
@@ -20,33 +18,9 @@ def lean_imports() -> Iterator[None]:
     """Imports in the block take about two thirds of the CPU time they would, a fifth where nothing else loads PyTorch. For
     processes of ours only: afterwards `hivemind` and `hivemind.dht` are packages without contents of their own, whose
     modules are imported by their full names."""
-    _skip_contents("hivemind")
-    _skip_contents("hivemind.dht")
-    _leave_out("hivemind.utils.mpfuture", "MPFuture")
-    _leave_out("hivemind.utils.tensor_descr", "TensorDescriptor")
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    skip_contents("hivemind")
+    skip_contents("hivemind.dht")
+    leave_out("hivemind.utils.mpfuture", {"MPFuture": None})
+    leave_out("hivemind.utils.tensor_descr", {"TensorDescriptor": None})
+    with without_collections():
         yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _skip_contents(name: str) -> None:
-    if name in sys.modules:
-        return
-    for place in sys.path:
-        folder = os.path.join(place, *name.split("."))
-        if os.path.isfile(os.path.join(folder, "__init__.py")):
-            package = ModuleType(name)
-            package.__path__ = [folder]
-            sys.modules[name] = package
-            return
-
-
-def _leave_out(name: str, *contents: str) -> None:
-    """Instead of the module, one whose contents can be imported and not be used."""
-    if name not in sys.modules:
-        sys.modules[name] = module = ModuleType(name)
-        module.__dict__.update(dict.fromkeys(contents))

@@ -20,6 +20,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PARENT_POLL_SECONDS = 0.5
+_LOOK_SECONDS = 0.2  # for signals: one that comes just before Python begins to wait does not end the wait
 STOP_BUDGET_SECONDS = (
     4.8  # a peer with nothing to hand over that was asked to stop is gone in 5 s, whatever blocks it
 )
@@ -73,11 +74,19 @@ class LoopThread:
             tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(lambda task: _hand_on(task, ended))
 
-        self._loop.call_soon_threadsafe(start)
+        def stop() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # interrupted before it was begun
+                work.close()
+                ended.set_exception(asyncio.CancelledError())
+
         try:
-            futures.wait([ended])
+            self._loop.call_soon_threadsafe(start)
+            while not futures.wait([ended], _LOOK_SECONDS).done:
+                pass
         except BaseException:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            self._loop.call_soon_threadsafe(stop)
             futures.wait([ended])
             raise
         return ended.result()

@@ -47,6 +47,7 @@ Json = Annotated[
 Debug = Annotated[
     bool, typer.Option("--debug", help="Show log lines and, where something fails, the traceback.")
 ]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, name@author, or how its id starts.")]
 StopWith = Annotated[
     int | None,
     typer.Option("--stop-with", metavar="PID", hidden=True, help="Stop when the parent PID is gone."),

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion.dag.cutting.costs import differentiable, node_costs
-from fusion.dag.cutting.positional import POSITIONAL, repeatable, written_buffers
+from fusion.dag.cutting.positional import POSITIONAL, keeps_last, repeatable, written_buffers
 from fusion.dag.cutting.references import argument_symbols, needed, substitute
 from fusion.dag.cutting.stage import Edge, Stage, TieGroup, edge_name
 from fusion.dag.ir.dims import Poly, bind, size
@@ -75,14 +75,17 @@ def tie_groups(stages: Sequence[Stage]) -> tuple[TieGroup, ...]:
 
 def legal_cuts(graph: Graph) -> tuple[int, ...]:
     """One cut for each way of dividing the work in two, ascending: a cut within a run of repeated or unused nodes
-    gives the same stages as the cut before that run. No stage made by these cuts is empty."""
+    gives the same stages as the cut before that run. No stage made by these cuts is empty. None is behind the cut to the last
+    position, although little crosses there: a stage without it could neither run several sequences at once nor check
+    guesses."""
     fixed = _fixed_nodes(graph)
+    most = next((i for i, node in enumerate(graph.nodes) if keeps_last(graph, node)), len(graph.nodes))
     forbidden = np.zeros(len(graph.nodes) + 2, dtype=int)
     for first, last in _written_spans(graph):
         forbidden[first + 1] += 1
         forbidden[last + 1] -= 1
     barred = np.cumsum(forbidden)
-    return tuple(i + 1 for i in fixed[:-1] if not barred[i + 1])
+    return tuple(i + 1 for i in fixed[:-1] if not barred[i + 1] and i < most)
 
 
 def crossings(graph: Graph, sizes: Mapping[str, int]) -> tuple[Bytes, Bytes]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Set
 from math import prod
 
+from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import OPSET
 
 # The inputs that any peer can make for itself. Others carry the content of samples, and stay where they are needed.
 POSITIONAL = frozenset({"position_ids"})
+_END = 2**63 - 1
 BUFFER_BYTES = 4 << 20  # a larger table costs more to hold in every stage than its rows cost to send
 _CHEAP = frozenset({"pointwise", "reduction", "move", "view", "make"})
 _NEVER = frozenset({"fusion.dropout", "aten.dropout"})
@@ -59,3 +61,12 @@ def _bytes(type_: TensorType) -> int:
     if not all(isinstance(d, int) for d in type_.shape):
         return BUFFER_BYTES + 1
     return prod(d for d in type_.shape if isinstance(d, int)) * DTYPE_BYTES[type_.dtype]
+
+
+def keeps_last(graph: Graph, node: Node) -> bool:
+    """Whether it is what `fusion.dag.rewrites.last_position` puts in, whatever its name."""
+    if node.op != "aten.slice.Tensor" or node.args[2:] != (-1, _END, 1):
+        return False
+    source, axis = node.args[:2]
+    shape = graph.types[source].shape if isinstance(source, Ref) else ()
+    return type(axis) is int and 0 <= axis < len(shape) and shape[axis] == symbol("sequence")

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fusion.dag.cutting.positional import keeps_last
 from fusion.dag.cutting.references import substitute
-from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Graph, Node, Ref
 from fusion.dag.ir.opset import infer, spec
-from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions, sequence_axis
+from fusion.dag.rewrites.positions import require_separate_positions, sequence_axis
 
-_END = 2**63 - 1
 _ALONE = frozenset({"pointwise", "contraction"})  # what may follow the cut to the last position
 # Products whose rows are those of one tensor along the sequence; others mix rows in ways that nobody has looked at.
 _ROW_PRODUCTS = frozenset({"aten.linear", "aten.addmm"})
@@ -35,7 +34,7 @@ class EndToEnd:
 
 def end_to_end(graph: Graph) -> EndToEnd | None:
     """None where sequences have to be run one after another."""
-    last = frozenset(node.name for node in graph.nodes if _keeps_last(graph, node))
+    last = frozenset(node.name for node in graph.nodes if keeps_last(graph, node))
     try:
         whole, short = _every_position(graph, last)
         require_separate_positions(whole)
@@ -48,15 +47,6 @@ def end_to_end(graph: Graph) -> EndToEnd | None:
     if len(axes) < len(inputs) or len(found) < len(outputs) or not axes or not _rows_apart(whole):
         return None
     return EndToEnd(axes, found, last, tuple(ref in short for ref in graph.outputs))
-
-
-def _keeps_last(graph: Graph, node: Node) -> bool:
-    """Whether it is what `fusion.dag.rewrites.last_position` puts in, whatever its name."""
-    if node.op != "aten.slice.Tensor" or node.args[2:] != (-1, _END, 1):
-        return False
-    source, axis = node.args[:2]
-    shape = graph.types[source].shape if isinstance(source, Ref) else ()
-    return type(axis) is int and 0 <= axis < len(shape) and shape[axis] == symbol(SEQUENCE)
 
 
 def _every_position(graph: Graph, last: frozenset[str]) -> tuple[Graph, frozenset[Ref]]:

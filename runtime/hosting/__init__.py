@@ -8,8 +8,13 @@ vacant_stages        stages without an owner, from look to look
 claim_choice         which stages to claim now; pure
 standby_assignment   which stages to stand by for; pure
 standby_pool         what it stands by for, brought here ahead of time
+hold_frames          what peers say to each other about who holds a stage
+single_flight        work that several want at the same time
+owner_probe          looking whether an owner is there
+jurors               the words of those whose word counts on that
+transfer             one stage passed to another peer
 takeover             an owner that vanished, and who follows
-handover             stages on their way to another peer
+handover             which stages go to another peer, and when
 jobs/                what this peer says about jobs
 
 Words: vacant, without an owner; a takeover follows an owner that is gone, a handover one that leaves.

@@ -7,11 +7,6 @@ signed claim.
 
 A standby with stages of its own asks those without first (`yours`): whoever is asked so asks nobody else.
 
-/fusion/hold/2   suspect {job, stage, peer, term, yours, word} -> owner {claim} | alive {term} | frozen {} | no {message}
-                 holds   {job, stage}             -> holds {term}, 0 where the stage is not held
-                 gone    {job, stage, peer, term} -> gone {word}, empty where we see otherwise; from who would follow
-                 take    {job, stage, term, handover, word} -> taking {claim} | no {message}; from the stage's owner, who leaves
-
 An owner that cannot be dialled, or whose stream breaks, twice in a row, is gone. One that says nothing is frozen or asleep,
 and keeps its stage until its claim has run out in the directory: then it is gone as well.
 """
@@ -21,62 +16,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import msgpack
-
+from fusion.runtime.hosting.hold_frames import SuspectReply, claim_bytes, peer_of, place_of, refused, whole
+from fusion.runtime.hosting.jurors import PATIENCE_SECONDS, Jurors
+from fusion.runtime.hosting.owner_probe import GONE, OwnerProbe, Sign
+from fusion.runtime.hosting.single_flight import SingleFlight
+from fusion.runtime.hosting.transfer import ANSWER_SECONDS, Transfer
 from fusion.runtime.job.context import StageHolder
 from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.claims.election import is_idle, successors, winner
 from fusion.swarm.claims.leases import Leases
-from fusion.swarm.claims.tenure import NEVER, Holding
-from fusion.swarm.directory.records import MAX_PROOFS, ClaimRecord, JobId, Place
-from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed, SwarmError
+from fusion.swarm.claims.tenure import Holding
+from fusion.swarm.directory.records import ClaimRecord, JobId, Place
+from fusion.swarm.errors import SwarmError
 from fusion.swarm.printable import one_line
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call
 
 log = logging.getLogger(__name__)
 
-MAX_HANDOVER_BYTES = 16 * 1024
-ANSWER_SECONDS = 4.0  # for a standby to look, claim and answer
 CHECK_SECONDS = 1.0  # for an owner that is there to say so
 HEDGE_SECONDS = 1.5  # until the next standby is asked as well
-PATIENCE_SECONDS = 0.3  # for the directory, where what it said a heartbeat ago may do
-WORD_SECONDS = 0.1  # for our own look at an owner, before we report it without our word
-LOOKS = 2  # at an owner, before it is gone
-
-R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Sign:
-    """What we saw of an owner: it holds the stage (under `term`), it is gone, or it is silent."""
-
-    kind: Literal["holds", "gone", "silent"]
-    term: int = 0
-
-
-GONE = Sign("gone")
-SILENT = Sign("silent")
-
-
-@dataclass(frozen=True)
-class SuspectReply:
-    """What came of a report. `claim` and `sealed` where there is a new owner."""
-
-    kind: Literal["owner", "alive", "frozen", "no"]
-    term: int = 0
-    claim: ClaimRecord | None = None
-    sealed: bytes = b""
-    message: str = ""
-
-    @property
-    def settles(self) -> bool:
-        """Whether other standbys need not be asked."""
-        return self.kind != "no"
 
 
 def judge(
@@ -102,10 +64,12 @@ class Takeovers:
     def __init__(self, transport: Transport, leases: Leases, check_seconds: float = CHECK_SECONDS) -> None:
         self._transport = transport
         self._leases = leases
-        self._check_seconds = check_seconds
         self._holder: StageHolder | None = None
-        self._running: dict[tuple[Any, ...], asyncio.Future[Any]] = {}
-        leases.testimonies = self._testimonies
+        self._probe = OwnerProbe(transport, check_seconds)
+        self._jurors = Jurors(transport, leases, self._probe, check_seconds)
+        self._transfer = Transfer(transport, leases)
+        self._flights = SingleFlight()
+        leases.testimonies = self._jurors.testimonies
 
     async def start(self, holder: StageHolder) -> None:
         """As in `Takeover`."""
@@ -118,13 +82,13 @@ class Takeovers:
         """As in `Takeover`. Asked several times at once, it happens once."""
         place = (job, stage)
         key = ("suspect", place, peer, term)
-        return await self._once(key, lambda: self._find_successor(place, peer, term))
+        return await self._flights.once(key, lambda: self._find_successor(place, peer, term))
 
     async def _find_successor(self, place: Place, peer: PeerId, term: int) -> ClaimRecord | None:
         known = winner(self._leases.recent(*place))
         if known is not None and known.term > term:
             return known
-        fresh = asyncio.ensure_future(self._claims(place))
+        fresh = asyncio.ensure_future(self._leases.claims_or_recent(*place))
         try:
             asked: set[PeerId] = {peer}
             answer = await self._ask_successors(place, peer, term, self._leases.recent(*place), asked)
@@ -173,55 +137,22 @@ class Takeovers:
         header = {"job": place[0], "stage": place[1], "peer": peer, "term": term, "yours": yours}
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                header["word"] = await self._word_soon(place, Holding(peer, term), heir)
+                header["word"] = await self._jurors.word_soon(place, Holding(peer, term), heir)
                 reply = await call(self._transport, heir, HOLD.name, "suspect", header)
             return self._answer(reply)
         except (SwarmError, ValueError, TimeoutError) as error:
-            return SuspectReply("no", message=one_line(str(error)) or "no answer")
+            return refused(one_line(str(error)) or "no answer")
 
     def _answer(self, reply: Frame) -> SuspectReply:
         if reply.kind == "owner":
-            sealed = _bytes(reply.header.get("claim"))
+            sealed = claim_bytes(reply.header.get("claim"))
             claim = self._leases.credit(sealed)
             return SuspectReply("owner", claim.term, claim, sealed)
         if reply.kind == "alive":
-            return SuspectReply("alive", _whole(reply.header.get("term")))
+            return SuspectReply("alive", whole(reply.header.get("term")))
         if reply.kind == "frozen":
             return SuspectReply("frozen")
-        return SuspectReply("no", message=one_line(str(reply.header.get("message", ""))))
-
-    # --- looking for oneself
-
-    async def look(self, peer: PeerId, job: JobId, stage: int) -> Sign:
-        """Whether `peer` holds the stage, by asking it. A connection may break although both ends live, on a machine that
-        is too busy to keep it: only a peer that is not there over a new one either is gone."""
-        for _ in range(LOOKS):
-            try:
-                term = await self._ask_term(peer, job, stage)
-            except (PeerUnreachable, StreamBroken, StreamClosed) as error:
-                log.debug("%s is gone: %s", peer, error)
-                continue
-            except (SwarmError, ValueError, TimeoutError):
-                return SILENT
-            return Sign("holds", term) if term > 0 else GONE
-        return GONE
-
-    async def holds(self, peer: PeerId, job: JobId, stage: int) -> bool:
-        """As in `Takeover`."""
-        return (await self.look(peer, job, stage)).kind == "holds"
-
-    async def attends(self, peer: PeerId, job: JobId, stage: int) -> bool:
-        """As in `Takeover`."""
-        try:
-            await self._ask_term(peer, job, stage)
-        except (SwarmError, ValueError, TimeoutError):
-            return False
-        return True
-
-    async def _ask_term(self, peer: PeerId, job: JobId, stage: int) -> int:
-        async with asyncio.timeout(self._check_seconds):
-            reply = await call(self._transport, peer, HOLD.name, "holds", {"job": job, "stage": stage})
-        return _whole(reply.header.get("term"))
+        return refused(one_line(str(reply.header.get("message", ""))))
 
     # --- a standby
 
@@ -230,7 +161,9 @@ class Takeovers:
     ) -> SuspectReply:
         # Apart, or two that ask each other would both wait.
         key = ("take" if yours else "succeed", place, peer, term)
-        return await self._once(key, lambda: self._look_and_take(place, peer, term, words, yours=yours))
+        return await self._flights.once(
+            key, lambda: self._look_and_take(place, peer, term, words, yours=yours)
+        )
 
     async def _look_and_take(
         self, place: Place, peer: PeerId, term: int, words: Sequence[bytes], *, yours: bool
@@ -241,11 +174,11 @@ class Takeovers:
         if holder is None or not any(
             (claim.job, claim.stage) == place for claim in leases.standbys.standing()
         ):
-            return SuspectReply("no", message="not a standby of that stage")
+            return refused("not a standby of that stage")
         owner = winner(leases.recent(*place))
         suspected = {peer, *(() if owner is None else (owner.peer,))}
         holding = Holding(peer, term) if owner is None else Holding(owner.peer, owner.term)
-        asking = asyncio.ensure_future(self._testimonies(place, holding, words))
+        asking = asyncio.ensure_future(self._jurors.testimonies(place, holding, words))
         try:
             reported = Holding(peer, term)
             return await self._judge_and_take(place, reported, suspected, holding, asking, yours=yours)
@@ -266,7 +199,9 @@ class Takeovers:
         """`asking`: for the testimonies that we need, should the owner be gone, against the one of `asked`."""
         assert self._holder is not None
         holder, leases, (peer, term) = self._holder, self._leases, reported
-        signs, claims = await asyncio.gather(self._look_at(suspected, place), self._soon(place))
+        signs, claims = await asyncio.gather(
+            self._look_at(suspected, place), self._leases.claims_or_recent(*place, PATIENCE_SECONDS)
+        )
         owner = winner(claims)
         if owner is not None and owner.peer not in signs and owner.peer != leases.peer_id:
             signs |= await self._look_at({owner.peer}, place)
@@ -280,14 +215,14 @@ class Takeovers:
             words: tuple[bytes, ...] = ()
             if owner is not None:
                 holding = Holding(owner.peer, owner.term)
-                words = await (asking if holding == asked else self._testimonies(place, holding))
-                if not leases.is_proof(*place, holding, leases.peer_id, words):
+                words = await (asking if holding == asked else self._jurors.testimonies(place, holding))
+                if not leases.jury.is_proof(*place, holding, leases.peer_id, words):
                     log.info("stage %d of job %.8s: its neighbours do not say so", *place[::-1])
                     return SuspectReply("frozen")
             await holder.take_over(*place, leases.known_term(*place), None, words)
             if (own := self._own(place)) is not None:
                 return own
-            return SuspectReply("no", message="the stage could not be taken over here")
+            return refused("the stage could not be taken over here")
         if verdict == "alive":
             terms = [sign.term for sign in signs.values()]
             return SuspectReply("alive", max([*terms, owner.term if owner is not None else 0]))
@@ -322,91 +257,19 @@ class Takeovers:
 
     async def _look_at(self, peers: set[PeerId], place: Place) -> dict[PeerId, Sign]:
         others = sorted(peers - {self._leases.peer_id})
-        return dict(zip(others, await asyncio.gather(*(self.look(p, *place) for p in others)), strict=True))
+        return dict(
+            zip(others, await asyncio.gather(*(self._probe.look(p, *place) for p in others)), strict=True)
+        )
 
-    async def _claims(self, place: Place) -> tuple[ClaimRecord, ...]:
-        try:
-            return await self._leases.claims(*place)
-        except SwarmError as error:
-            log.debug("claims of stage %d of job %.8s not read: %s", place[1], place[0], error)
-            return self._leases.recent(*place)
+    # --- an owner that leaves, or gives a stage away
 
-    async def _soon(self, place: Place) -> tuple[ClaimRecord, ...]:
-        """The claims of a stage, those of the last look if the directory takes its time."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                return await self._claims(place)
-        return self._leases.recent(*place)
+    async def holds(self, peer: PeerId, job: JobId, stage: int) -> bool:
+        """As in `Takeover`."""
+        return (await self._probe.look(peer, job, stage)).kind == "holds"
 
-    # --- the words of the jurors
-
-    async def _testimonies(
-        self, place: Place, holding: Holding, given: Sequence[bytes] = ()
-    ) -> tuple[bytes, ...]:
-        """What the jurors say against the holder of a stage, in our favour, and `given`; no more than prove it, and what
-        came soon where they do not."""
-        us, leases = self._leases.peer_id, self._leases
-        words = [word for word in given if word][:1]
-        jurors = leases.jurors(*place, holding.peer)
-        asking = {asyncio.ensure_future(self._ask_juror(juror, place, holding)) for juror in jurors}
-        deadline = asyncio.get_running_loop().time() + 2 * self._check_seconds
-        try:
-            while asking and not leases.is_proof(*place, holding, us, words):
-                left = max(0.0, deadline - asyncio.get_running_loop().time())
-                done, asking = await asyncio.wait(asking, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                words += [word for task in done if (word := task.result())]
-                if not done:
-                    break
-            return tuple(words[:MAX_PROOFS])
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-
-    async def _ask_juror(self, juror: PeerId, place: Place, holding: Holding) -> bytes:
-        us = self._leases.peer_id
-        if juror == us:
-            return await self._word(place, holding, us)
-        header = {"job": place[0], "stage": place[1], "peer": holding.peer, "term": holding.term}
-        try:
-            async with asyncio.timeout(2 * self._check_seconds):
-                reply = await call(self._transport, juror, HOLD.name, "gone", header)
-            word = _bytes(reply.header.get("word"))
-        except (SwarmError, ValueError, TimeoutError) as error:
-            log.debug("%s has no word on stage %d of job %.8s: %s", juror, place[1], place[0], error)
-            return b""
-        return word if self._leases.is_word(*place, holding, us, juror, word) else b""
-
-    async def _word_soon(self, place: Place, holding: Holding, heir: PeerId) -> bytes:
-        """Our word for a report, if we have seen soon enough that the holder is gone."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(WORD_SECONDS):
-                return await self._word(place, holding, heir)
-        return b""
-
-    async def _word(self, place: Place, holding: Holding, heir: PeerId) -> bytes:
-        """Our testimony that the holder of the stage is gone and `heir` is to follow, if ours counts and we see that; else
-        nothing."""
-        leases = self._leases
-        if leases.peer_id not in leases.jurors(*place, holding.peer):
-            return b""
-        held = leases.tenure(*place)
-        if held is None or held.holding != holding:
-            await self._soon(place)  # it may be that we have not heard of it yet
-            held = leases.tenure(*place)
-        owner = winner(leases.recent(*place))
-        if held is None:
-            return b""
-        if held.holding == holding:
-            if held.until != NEVER:  # it has not said so itself
-                sign = await self._once(("look", place, holding), lambda: self.look(holding.peer, *place))
-                if sign.kind == "holds" or (sign.kind == "silent" and owner is not None):
-                    return b""
-        elif held.claim.peer != heir or held.claim.term < holding.term:
-            return b""
-        return leases.testify(*place, holding, heir)
-
-    # --- an owner that leaves, or gives a stage away, and its successor
+    async def attends(self, peer: PeerId, job: JobId, stage: int) -> bool:
+        """As in `Takeover`."""
+        return await self._probe.answers(peer, job, stage)
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
         """As in `Takeover`."""
@@ -416,101 +279,36 @@ class Takeovers:
     async def hand_over(
         self, job: JobId, stage: int, term: int, handover: Mapping[str, Any], order: Sequence[PeerId]
     ) -> ClaimRecord | None:
-        """Give the stage, which we own under `term`, to the first of these peers that takes it; its claim."""
-        leases = self._leases
-        header: dict[str, Any] = {"job": job, "stage": stage, "term": term, "handover": dict(handover)}
-        if len(msgpack.packb(header)) > MAX_HANDOVER_BYTES:
-            log.warning("stage %d of job %.8s: too much to hand over", stage, job)
-            return None
-        for peer in order:
-            try:
-                header["word"] = leases.testify(job, stage, Holding(leases.peer_id, term), peer)
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    reply = await call(self._transport, peer, HOLD.name, "take", header)
-                if reply.kind == "taking":
-                    return self._leases.credit(_bytes(reply.header.get("claim")))
-                reason = str(reply.header.get("message", "refused"))
-            except (SwarmError, ValueError, TimeoutError) as error:
-                reason = str(error) or "no answer"
-            log.info("stage %d of job %.8s not handed to %s: %s", stage, job, peer, one_line(reason))
-        return None
-
-    async def _take(
-        self, remote: PeerId, place: Place, term: int, handover: object, word: bytes
-    ) -> SuspectReply:
-        if self._holder is None or not isinstance(handover, dict):
-            return SuspectReply("no", message="nothing is taken over here")
-        if len(msgpack.packb(handover)) > MAX_HANDOVER_BYTES:
-            return SuspectReply("no", message=f"a handover is at most {MAX_HANDOVER_BYTES} bytes")
-        for claims in (self._leases.recent(*place), await self._claims(place)):
-            owner = winner(claims)
-            if owner is not None and (owner.peer, owner.term) == (remote, term):
-                break
-        else:
-            return SuspectReply("no", message=f"{remote} does not own the stage under term {term}")
-        if not self._leases.is_proof(*place, Holding(remote, term), self._leases.peer_id, (word,)):
-            return SuspectReply("no", message=f"{remote} has not released the stage")
-        await self._holder.take_over(*place, term, handover, (word,))
-        return self._own(place) or SuspectReply("no", message="the stage could not be taken over here")
+        """As in `Takeover`."""
+        return await self._transfer.give(job, stage, term, handover, order)
 
     # --- what others ask
 
     async def _handle(self, stream: Stream) -> None:
         frame = await stream.receive()
-        place = (JobId(str(frame.header.get("job", ""))[:64]), _whole(frame.header.get("stage")))
+        header, place = frame.header, place_of(frame.header)
         if frame.kind == "holds":
-            term = self._holder.holds(*place) if self._holder is not None else 0
-            await stream.send("holds", {"term": term})
+            held = self._holder.holds(*place) if self._holder is not None else 0
+            await stream.send("holds", {"term": held})
             return
-        term = _whole(frame.header.get("term"))
-        word = _bytes(frame.header.get("word", b""))
-        if frame.kind in ("suspect", "gone"):
-            peer = PeerId(str(frame.header.get("peer", ""))[:128])
+        term, word = whole(header.get("term")), claim_bytes(header.get("word", b""))
         if frame.kind == "gone":
-            await stream.send("gone", {"word": await self._word(place, Holding(peer, term), stream.remote)})
-            return
-        if frame.kind == "suspect":
-            yours = frame.header.get("yours") is True
-            answer = await self._succeed(place, peer, term, [word], yours=yours)
-            kind: str = answer.kind
+            gone = Holding(peer_of(header), term)
+            await stream.send("gone", {"word": await self._jurors.word(place, gone, stream.remote)})
+        elif frame.kind == "suspect":
+            yours = header.get("yours") is True
+            answer = await self._succeed(place, peer_of(header), term, [word], yours=yours)
+            await stream.send(answer.kind, answer.header())
         elif frame.kind == "take":
-            answer = await self._take(stream.remote, place, term, frame.header.get("handover"), word)
-            kind = "taking" if answer.kind == "owner" else answer.kind
+            answer = await self._take(stream.remote, place, term, header.get("handover"), word)
+            await stream.send("taking" if answer.kind == "owner" else answer.kind, answer.header())
         else:
             raise ValueError(f"{HOLD.name} knows suspect, holds, gone and take, not {frame.kind[:40]!r}")
-        if answer.kind == "owner":
-            await stream.send(kind, {"claim": answer.sealed})
-        elif answer.kind == "alive":
-            await stream.send(kind, {"term": answer.term})
-        else:
-            await stream.send(kind, {"message": answer.message} if answer.message else {})
 
-    async def _once(self, key: tuple[Any, ...], work: Callable[[], Awaitable[R]]) -> R:
-        """`work`, shared by all who want the same at the same time. Where whoever does it is cancelled, another does
-        it anew."""
-        while (running := self._running.get(key)) is not None:
-            await asyncio.wait([running])
-            if not running.cancelled():
-                shared: R = running.result()
-                return shared
-        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._running[key] = future
-        try:
-            result = await work()
-            future.set_result(result)
-            return result
-        finally:
-            del self._running[key]
-            future.cancel()
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**31:
-        raise ValueError(f"a stage or a term is a number below 2**31, not {value!r:.20}")
-    return value
-
-
-def _bytes(value: object) -> bytes:
-    if not isinstance(value, bytes):
-        raise ValueError("a claim is bytes")
-    return value
+    async def _take(
+        self, remote: PeerId, place: Place, term: int, handover: object, word: bytes
+    ) -> SuspectReply:
+        why_not = await self._transfer.take(self._holder, remote, place, term, handover, word)
+        if why_not is not None:
+            return refused(why_not)
+        return self._own(place) or refused("the stage could not be taken over here")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fusion.runtime.device.share import Whose
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.watch import Watch
 from fusion.swarm.claims.owners_seen import OwnersSeen
@@ -82,6 +83,7 @@ class Context:
     codec_worker: Worker | None = (
         None  # the thread that tensors are encoded and decoded in, beside the device's
     )
+    flops_per_second: float = 0.0  # of the device, as measured at start; 0: nobody did
     memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(4 << 30))  # that the volunteer lends
     home: Path = Path(".")
     succession: Takeover | None = None  # None in a client: it holds nothing
@@ -101,3 +103,9 @@ class Context:
         """The device's worker thread; only peers have one."""
         assert self.worker is not None, "a client runs no stages"
         return self.worker
+
+    def on_behalf_of(self, author: PeerId, job: JobId, *, serves: bool = False) -> Context:
+        """For what one job computes: the device is shared out."""
+        whose = Whose(author, job, serves)
+        codec_worker = None if self.codec_worker is None else self.codec_worker.of(whose)
+        return replace(self, worker=self.compute.of(whose), codec_worker=codec_worker)

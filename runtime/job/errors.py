@@ -29,6 +29,10 @@ class JobFailed(RuntimeError):
     """A running job that cannot go on; says why."""
 
 
+class StagesFull(JobFailed):
+    """Those who run some stage of the model have no room for another answer now; says who."""
+
+
 class StageFailed(RuntimeError):
     """A stage that does not work out at this peer, and may at another; says why."""
 

@@ -2,16 +2,23 @@
 
 A stage is *held* from before it is claimed until it has ended here. One that the peer stands by for is *kept* while there
 is room, and given up as soon as something that runs needs the room: what nobody uses first, then replicas. Where a stage is
-both, as one that stood by and was promoted is for a moment, the larger counts. What is set aside never exceeds what is lent.
+both, as one that stood by and was promoted is for a moment, the larger counts. Some of a stage's memory may be *loose*: of use
+while nobody else needs it, and given up before anything else. What is set aside never exceeds what is lent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
 
 from fusion.swarm.directory.records import Place
+
+
+@dataclass(frozen=True)
+class _Loose:
+    bytes: int  # of what is set aside for the stage
+    shed: Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,14 @@ class MemoryBudget:
         self._lock = RLock()
         self._held: dict[Place, int] = {}
         self._kept: dict[Place, _Kept] = {}
+        self._loose: dict[Place, _Loose] = {}
 
     @property
     def free_bytes(self) -> int:
-        """For another stage to run: standbys give way."""
+        """For another stage to run: standbys give way, and what is loose."""
         with self._lock:
-            return self.lent_bytes - sum(self._held.values())
+            loose = sum(self._loose[place].bytes for place in self._held if place in self._loose)
+            return self.lent_bytes - sum(self._held.values()) + loose
 
     @property
     def spare_bytes(self) -> int:
@@ -59,15 +68,21 @@ class MemoryBudget:
         with self._lock:
             self._make_room(place, bytes_, spare_used=False)
             self._held[place] = bytes_
+            self._loose.pop(place, None)
 
     def release(self, place: Place) -> None:
         """The stage does not run here, or no more. Harmless where it was not held."""
         with self._lock:
             self._held.pop(place, None)
+            self._loose.pop(place, None)
 
-    def resize(self, place: Place, bytes_: int) -> None:
+    def resize(
+        self, place: Place, bytes_: int, loose: int = 0, shed: Callable[[int], object] = lambda _: None
+    ) -> None:
         """A stage that takes sessions, held or kept, needs so much now. Only standbys that nobody uses are given up for
-        it: MemoryError where that is not enough. Of a stage that is neither, nothing is known or changed."""
+        it, and what is loose at others: MemoryError where that is not enough. Of a stage that is neither, nothing is known or
+        changed. `loose` of the bytes are: `shed` is called with how many of them another stage has taken, and frees as
+        many."""
         with self._lock:
             kept = self._kept.get(place)
             if place in self._held:
@@ -75,7 +90,10 @@ class MemoryBudget:
                 self._held[place] = bytes_
             elif kept is not None:
                 self._make_room(place, bytes_, spare_used=True)
-                self._kept[place] = _Kept(bytes_, kept.give_up, kept.in_use)
+                self._kept[place] = replace(kept, bytes=bytes_)
+            self._loose.pop(place, None)
+            if loose and (place in self._held or kept is not None):
+                self._loose[place] = _Loose(loose, shed)
 
     # --- what is only ready to run
 
@@ -91,8 +109,12 @@ class MemoryBudget:
         was. `give_up` is called when the room is needed, later where the stage is `in_use`."""
         with self._lock:
             others = sum(size for other, size in self.by_place.items() if other != place)
-            fits = others + max(bytes_, self._held.get(place, 0)) + beside <= self.lent_bytes
+            short = others + max(bytes_, self._held.get(place, 0)) + beside - self.lent_bytes
+            fits = short <= self._loose_beside(place)
             if fits:
+                self._shed_beside(place, short)
+                if place not in self._held:
+                    self._loose.pop(place, None)
                 self._kept[place] = _Kept(bytes_, give_up, in_use)
             return fits
 
@@ -104,13 +126,35 @@ class MemoryBudget:
         """The stage is not kept ready any more. Harmless where it was not kept."""
         with self._lock:
             self._kept.pop(place, None)
+            if place not in self._held:
+                self._loose.pop(place, None)
+
+    def _loose_beside(self, place: Place) -> int:
+        return sum(loose.bytes for other, loose in self._loose.items() if other != place)
+
+    def _shed_beside(self, place: Place, short: int) -> None:
+        """Take so many bytes of what is loose at others, as far as there are any."""
+        for other, loose in list(self._loose.items()):
+            taken = min(short, loose.bytes)
+            if other == place or taken <= 0:
+                continue
+            short -= taken
+            self._loose[other] = replace(loose, bytes=loose.bytes - taken)
+            if taken == loose.bytes:
+                del self._loose[other]
+            if other in self._held:
+                self._held[other] -= taken
+            if (kept := self._kept.get(other)) is not None:
+                self._kept[other] = replace(kept, bytes=max(0, kept.bytes - taken))
+            loose.shed(taken)
 
     def _make_room(self, place: Place, bytes_: int, *, spare_used: bool) -> None:
         sizes = dict(self.by_place)
         standby_changes = spare_used and place not in self._held
         stays = self._kept[place].bytes if place in self._kept and not standby_changes else 0
         sizes[place] = max(bytes_, stays)
-        short = sum(sizes.values()) - self.lent_bytes
+        missing = short = sum(sizes.values()) - self.lent_bytes
+        short -= min(max(0, short), self._loose_beside(place))
         others = [other for other in self._kept if other != place and other not in self._held]
         used = {other for other in others if self._kept[other].in_use()}
         candidates = [other for other in others if other not in used]
@@ -120,11 +164,13 @@ class MemoryBudget:
             if short <= 0:
                 break
             given_up.append(other)
-            short -= sizes[other]
+            short -= sizes[other] - (self._loose[other].bytes if other in self._loose else 0)
         if short > 0:
             raise MemoryError(
                 f"stage {place[1]} of job {place[0][:12]} needs {bytes_ >> 20} MiB, and this peer lends "
                 f"{self.lent_bytes >> 20} MiB, {sum(self.by_place.values()) >> 20} of them to stages"
             )
+        self._shed_beside(place, missing)
         for other in given_up:
+            self._loose.pop(other, None)
             self._kept.pop(other).give_up()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,8 @@ def check_huggingface(directory: Path, *, weights: bool = True) -> None:
     json_object(directory / CONFIG_FILE)
     if weights:
         indexed_files(directory)
+    from importlib.metadata import PackageNotFoundError, version  # only now: it loads the parser of mails
+
     try:
         version("transformers")
     except PackageNotFoundError:

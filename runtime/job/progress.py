@@ -1,4 +1,5 @@
-"""How a training job stands, as its lead knows it: what `jobs watch` and `train` show, one frame a change."""
+"""How a training job stands, as its lead knows it: what `jobs watch` and `train` show, one frame a
+change; and what a stage that is served has to do."""
 
 from __future__ import annotations
 
@@ -64,3 +65,14 @@ class Progress:
 
 def _listed(value: Any) -> Any:
     return [_listed(v) for v in value] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """What a stage that is served has to do just now, as the peer that runs it knows it."""
+
+    job: JobId
+    stage: int
+    sessions: int
+    kv_bytes: int  # set aside for them
+    tokens: int  # passed since the stage began to run there; the first stage alone counts them

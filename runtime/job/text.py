@@ -46,9 +46,19 @@ class Text(Protocol):
         """The bytes that the token stands for by itself, which may be a part of a character; b"" for one that stands for no
         text."""
 
+    @property
+    def literal(self) -> bool:
+        """Whether the text of an answer is what its tokens spell, one after another."""
+
+    @property
+    def special(self) -> frozenset[int]:
+        """Tokens that were added to those of the text, for what is not text."""
+
 
 class ByteText:
     """Token ids below 256 are the bytes of UTF-8 text; others have no text."""
+
+    literal, special = True, frozenset[int]()
 
     def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
         return list(prompt.encode())
@@ -62,6 +72,8 @@ class ByteText:
 
 class NoText:
     """A model without a tokenizer: ids in, ids out."""
+
+    literal, special = False, frozenset[int]()
 
     def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
         raise JobError("prompt: this model has no tokenizer; give token ids instead (--prompt-ids 1,2,3)")
@@ -86,6 +98,8 @@ class TokenizerText:
         self._added = {
             token: entry.content for token, entry in added.items()
         }  # which are what they look like
+        self.literal = bool(self._steps & _SPELLED) and self._steps <= _SPELLED | _NEIGHBOURLY
+        self.special = frozenset(self._added)
 
     def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
         return list(self._tokenizer.encode(prompt, add_special_tokens=plain).ids)
@@ -151,6 +165,9 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+# Decoders whose pieces are the bytes of the text, and others that leave such pieces as they are, but for the first.
+_SPELLED = frozenset({"ByteLevel", "ByteFallback", "Metaspace"})
+_NEIGHBOURLY = frozenset({"Replace", "Fuse", "Strip"})
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 

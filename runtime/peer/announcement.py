@@ -1,5 +1,5 @@
-"""What a peer says about itself: its record in the directory, more to whoever asks for its status, and where it is to
-commands on this machine."""
+"""What a peer says about itself: its record in the directory, and where it is to commands on this machine; it answers whoever
+asks for more."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 
 from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.peer.capability import Capability
 from fusion.runtime.peer.client import CACHED_PEERS_FILE
 from fusion.runtime.peer.network import Network
 from fusion.runtime.peer.peer_file import RunningPeer, written_down
+from fusion.runtime.peer.questions import serve_questions
 from fusion.swarm.control.server import ControlServer
 from fusion.swarm.directory.membership import Membership, MembershipConfig
 from fusion.swarm.directory.records import JobId, PeerRecord
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.transport import PeerId, Stream
+from fusion.swarm.transport import PeerId
 
 SOFTWARE = version("fusion-peer")  # read from its files once: a record names it every heartbeat
 CONTROL_SOCKET = "control.sock"
@@ -60,7 +60,7 @@ async def announced(
 
     ways = MembershipConfig(bootstrap=bootstrap, cache_path=context.home / CACHED_PEERS_FILE)
     membership = Membership(transport, directory, directory, record, ways, meet)
-    await transport.serve(STATUS.name, lambda stream: tell_status(stream, context, hosted()))
+    await serve_questions(context, directory, hosted)
     running = RunningPeer(
         peer_id=context.peer_id,
         addresses=tuple(transport.all_addresses),
@@ -93,26 +93,3 @@ def record_of(context: Context, capability: Capability, started_at: float) -> Pe
         coordinate=() if links is None else links.coordinate.parts,
         coordinate_error=0.0 if links is None else links.coordinate.error,
     )
-
-
-TOLD_PEERS = 256  # in one answer, which has to fit into a header
-TOLD_PLACES = 512
-
-
-async def tell_status(stream: Stream, context: Context, hosted: Sequence[tuple[JobId, int]]) -> None:
-    """What `fusion-peer status` shows of one peer beyond its record."""
-    frame = await stream.receive()
-    if frame.kind != "status":
-        raise ValueError(f"{STATUS.name} knows status, not {frame.kind[:40]!r}")
-    counts = context.transport.traffic().items()
-    most = sorted(counts, key=lambda each: each[1].sent_bytes + each[1].received_bytes, reverse=True)
-    traffic = {other: [count.sent_bytes, count.received_bytes] for other, count in most[:TOLD_PEERS]}
-    places = [[job, stage] for job, stage in hosted]
-    held = sorted(context.memory.by_place.items(), key=lambda each: -each[1])[:TOLD_PLACES]
-    header = {
-        "name": friendly_name(context.peer_id),
-        "hosted": places,
-        "holds": [[job, stage, memory_bytes] for (job, stage), memory_bytes in held],
-        "traffic": traffic,
-    }
-    await stream.send("status", header)

@@ -42,7 +42,8 @@ class Assembly:
 async def training_and_serving(plane: Plane, context: Context) -> AsyncIterator[Mapping[str, Service]]:
     """What the product's peers run, computed by `plane`."""
     graphs = StageGraphs(context)
-    training = TrainingService(context, TrainingLoader(context, plane, StageSource(context, graphs)))
+    prepare = context.compute.load_optimizers
+    training = TrainingService(context, TrainingLoader(context, plane, StageSource(context, graphs), prepare))
     serving = ServingService(context, ServingLoader(context, plane, graphs))
     try:
         await training.start()

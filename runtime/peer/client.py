@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.peer.keys import access_of, keys_of
@@ -28,6 +26,7 @@ from fusion.swarm.swarm_key import NO_MEMBER, find_key
 
 CACHED_PEERS_FILE = "peers.txt"  # in a home: whom the peer has met
 BLOB_QUOTA_BYTES = 50 << 30
+NO_WAY = "no peer to join through; name one with --peer or --bootstrap, or run: fusion-peer start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ async def open_attached(home: Path, elsewhere: Elsewhere | None = None) -> Async
     directory = ControlDirectory(transport)
     blobs: Blobs | None = None
     try:
-        async with _own_store(home / "clients") as store:
+        async with own_store(home / "clients") as store:
             access = access_of(transport.through, directory, home, keys_of(home))
             blobs = Blobs(store, transport, directory, BlobConfig(offer=False), access=access)
             yield Context(
@@ -86,11 +85,9 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
     here = running_peer(config.home)
     ways = (config.peer,) if config.peer else (*(here.addresses if here else ()), *config.bootstrap)
     if not ways:
-        raise PeerUnreachable(
-            "no peer to join through; name one with --peer or --bootstrap, or run: fusion-peer start"
-        )
+        raise PeerUnreachable(NO_WAY)
     async with (
-        _own_store(config.home / "clients") as store,
+        own_store(config.home / "clients") as store,
         open_network(
             identity,
             store,
@@ -144,12 +141,14 @@ def keep_torch_cache(folder: Path) -> None:
 
 
 @asynccontextmanager
-async def _own_store(folder: Path) -> AsyncIterator[BlobStore]:
+async def own_store(folder: Path) -> AsyncIterator[BlobStore]:
     """A blob store for this process alone, removed afterwards with the folders that were made for it, unless others use
     them by now; the stores of clients that were killed go as well."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.iterdir():
+        import psutil  # only now: most find nothing
+
         if not (left.name.isdecimal() and psutil.pid_exists(int(left.name))):
             shutil.rmtree(left, ignore_errors=True)
     own = folder / str(os.getpid())

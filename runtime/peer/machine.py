@@ -62,6 +62,7 @@ async def opened(config: PeerConfig) -> AsyncIterator[tuple[Network, Context, Ca
             leases=network.leases,
             worker=worker,
             codec_worker=codec_worker,
+            flops_per_second=capability.flops_per_second,
             memory=MemoryBudget(capability.memory_bytes),
             home=config.home,
             succession=Takeovers(network.transport, network.leases),

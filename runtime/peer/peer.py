@@ -92,7 +92,7 @@ async def _http(config: PeerConfig, context: Context, parts: Assembly) -> AsyncI
         return
     serving = parts.services["serve"]
     assert isinstance(serving, ServingService)
-    async with open_http(config.http, context, serving.gateway) as http:
+    async with open_http(config.http, context, serving.gateway, serving.loads) as http:
         yield http
 
 

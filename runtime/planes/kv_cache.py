@@ -49,6 +49,7 @@ class SessionCache:
         }  # fmt: skip
         self._start = 0
         self._end = 0
+        self._singly = False
         self._masks: dict[int | None, torch.Tensor] = {}
 
     @property
@@ -76,14 +77,14 @@ class SessionCache:
             self._memory[slot] = (wider[0], wider[1])
         self._room = self._reserved
 
-    def begin(self, start: int, count: int) -> None:
-        """Positions [start, start + count) run next; what was held from `start` on is forgotten. ValueError where
-        that leaves a gap or passes the capacity."""
+    def begin(self, start: int, count: int, *, singly: bool = False) -> None:
+        """Positions [start, start + count) run next; what was held from `start` on is forgotten. `singly`: with the bits that
+        each would have in a run of its own. ValueError where that leaves a gap or passes the capacity."""
         if not 0 <= start <= self.length:
             raise ValueError(f"the cache holds {self.length} positions: it cannot go on at position {start}")
         if start + count > self.capacity:
             raise ValueError(f"the session has room for {self.capacity} positions, not {start + count}")
-        self._start, self._end = start, start + count
+        self._start, self._end, self._singly = start, start + count, singly
         if self._end > self._reserved:
             self.reserve(self._end)
         if self._end > self._room:
@@ -93,6 +94,21 @@ class SessionCache:
 
     def commit(self) -> None:
         self.length = self._end
+
+    def cut(self, positions: int) -> int:
+        """Forget what is held beyond so many positions, and what is set aside and holds nothing; how many are held."""
+        self.length = min(self.length, positions)
+        self.reserve(0)
+        return self.length
+
+    def copy(self, other: SessionCache, positions: int) -> int:
+        """Hold the first so many positions of `other`, which has the same slots, as far as it holds them; how many."""
+        self.begin(0, min(positions, other.length))
+        for slot, pair in self._memory.items():
+            for mine, theirs in zip(pair, other._memory[slot], strict=True):
+                mine[:, :, : self._end] = theirs[:, :, : self._end]
+        self.commit()
+        return self.length
 
     def attend(
         self,
@@ -106,9 +122,25 @@ class SessionCache:
         """Store the new keys and values, and attend causally to all that are held, or to the last `window`."""
         keys, values = self._memory[slot]
         start, end = self._start, self._end
-        count = end - start
         keys[:, :, start:end] = key
         values[:, :, start:end] = value
+        if not self._singly:
+            return self._look(query, keys, values, start, end, scale, window)
+        rows = zip(range(start, end), torch.split(query, 1, 2), strict=True)
+        return torch.cat([self._look(row, keys, values, at, at + 1, scale, window) for at, row in rows], 2)
+
+    def _look(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        start: int,
+        end: int,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """What the queries of positions [start, end) see."""
+        count = end - start
         # Positions that no query of this run can see need not be read.
         first = 0 if window is None else max(0, start + 1 - window)
         plain = start == 0 and (window is None or end <= window)

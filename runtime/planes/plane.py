@@ -70,17 +70,21 @@ class TrainingStage(Protocol):
 @dataclass(frozen=True)
 class Piece:
     """Positions [start, start + n) of one session (batch 1). `start` must equal what the cache holds, or be less: the cache
-    is then cut back to `start` first. `inputs` as in `TrainingStage.forward`."""
+    is then cut back to `start` first. `inputs` as in `TrainingStage.forward`. `singly`: each position as if it were run alone,
+    bit for bit, and logits of all of them; only where pieces run `together`."""
 
     session: str
     start: int
     inputs: Tensors
+    singly: bool = False
 
 
 class DecodingStage(Protocol):
-    """One stage of a model being served, with a KV cache per session."""
+    """One stage of a model being served, with a KV cache per session. `together`: whether pieces run as one."""
 
     stage: Stage
+    caches: bool  # whether it keeps anything between runs: one without attention needs nothing
+    together: bool
 
     def open(self, session: str, capacity: int) -> None:
         """Begin a session of at most `capacity` positions."""
@@ -91,14 +95,35 @@ class DecodingStage(Protocol):
 
     def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
         """Run a piece each of several sessions, together where the stage allows it. Each gets what it would get alone, bit
-        for bit: values sent by edge name, and "result/0", the logits (1, n or 1, vocabulary). Where one of them fails none
+        for bit: values sent by edge name, and "result/0", the logits (1, n or 1, vocabulary) of its last positions. Where one of them fails none
         has run, and each may be run again."""
 
     def close(self, session: str) -> None:
         """Free the session; unknown sessions are ignored."""
 
+    def retain(self, session: str, name: int, positions: int) -> tuple[int, int]:
+        """Close the session, but keep what it holds of its first so many positions, under `name`: how many these are, and
+        their bytes. 0: nothing is kept."""
+
+    def resume(self, session: str, capacity: int, name: int, positions: int) -> int:
+        """Begin a session with the first so many positions of what is kept under `name`, which is its own then: how many
+        it has. Nothing is copied."""
+
+    def copy(self, source: int | str, session: str, positions: int) -> int:
+        """Let an open session that holds nothing have the first so many positions of `source`, another session or the name
+        of what is kept: how many it has. 0 where `source` is not there."""
+
+    def forget(self, name: int) -> None:
+        """Free what is kept under `name`; unknown names are ignored."""
+
+    def clear(self) -> None:
+        """Close all sessions, and keep nothing."""
+
     def used_bytes(self) -> int:
-        """Of KV memory, set aside."""
+        """Of KV memory, set aside for sessions and kept."""
+
+    def retained_bytes(self) -> int:
+        """Of these, kept."""
 
 
 class Plane(Protocol):

@@ -44,7 +44,7 @@ class Sequences:
         return torch.cat(found, 2)
 
     def last(self, values: torch.Tensor, axis: int) -> torch.Tensor:
-        """The last position of each piece."""
+        """The last position of each piece, or all of one whose positions run singly."""
         return values.index_select(axis, self._ends)
 
 

@@ -43,7 +43,9 @@ class TorchDecodingStage:
         if self._slots or layout is not None:
             self._program.require("sequence")
         self._keys = output_keys(stage)
+        self.caches = bool(self._slots)
         self._sessions: dict[str, SessionCache] = {}
+        self._retained: dict[int, SessionCache] = {}
 
     def open(self, session: str, capacity: int) -> None:
         if capacity < 1:
@@ -59,7 +61,8 @@ class TorchDecodingStage:
         return cache.bytes != before
 
     def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
-        """ValueError for an unknown session, one that comes twice, a gap before `start`, or positions beyond the capacity."""
+        """ValueError for an unknown session, one that comes twice, a gap before `start`, positions beyond the capacity, or
+        several positions `singly` where pieces do not run together."""
         caches = [self._cache(piece.session) for piece in pieces]
         if len(set(map(id, caches))) < len(caches):
             raise ValueError("a session runs one piece at a time")
@@ -75,6 +78,8 @@ class TorchDecodingStage:
         return cache
 
     def _alone(self, piece: Piece, cache: SessionCache) -> dict[str, torch.Tensor]:
+        if piece.singly:
+            raise ValueError("this stage runs positions singly one after another only")
         given = selected(self._program, piece.inputs, self.device)
         if self._slots:
             cache.begin(piece.start, self._program.size(given, "sequence"))
@@ -89,12 +94,17 @@ class TorchDecodingStage:
         given = [selected(self._program, piece.inputs, self.device) for piece in pieces]
         lengths = [self._program.size(each, "sequence") for each in given]
         for piece, cache, length in zip(pieces, caches, lengths, strict=True):
-            cache.begin(piece.start, length)
+            cache.begin(piece.start, length, singly=piece.singly)
         total = sum(lengths)
         rows = padded(total)
         axes = [layout.inputs[name] for name in self._program.inputs]
         joined = [_joined(parts, axis, rows - total) for axis, *parts in zip(axes, *given, strict=True)]
-        ends = [end - 1 for end in accumulate(lengths)]
+        shown = [length if piece.singly else 1 for piece, length in zip(pieces, lengths, strict=True)]
+        ends = [
+            end - n
+            for end, count in zip(accumulate(lengths), shown, strict=True)
+            for n in range(count, 0, -1)
+        ]
         ends += ends[-1:] * (padded(len(ends)) - len(ends))
         state = Sequences(caches, lengths, rows, torch.tensor(ends, device=self.device))
         outputs = self._program.run(joined, self._variables, state)
@@ -103,8 +113,7 @@ class TorchDecodingStage:
         found: list[dict[str, torch.Tensor]] = [{} for _ in pieces]
         for key, value, axis, end in zip(self._keys, outputs, layout.outputs, layout.ends, strict=True):
             at = 0
-            for result, length in zip(found, lengths, strict=True):
-                count = 1 if end else length
+            for result, count in zip(found, shown if end else lengths, strict=True):
                 result[key] = value.narrow(axis, at, count)
                 at += count
         return found
@@ -112,8 +121,41 @@ class TorchDecodingStage:
     def close(self, session: str) -> None:
         self._sessions.pop(session, None)
 
+    def retain(self, session: str, name: int, positions: int) -> tuple[int, int]:
+        cache = self._sessions.pop(session, None)
+        if cache is None or not self._slots or not (held := cache.cut(positions)):
+            return 0, 0
+        self._retained[name] = cache
+        return held, cache.bytes
+
+    def resume(self, session: str, capacity: int, name: int, positions: int) -> int:
+        self.open(session, capacity)
+        cache = self._retained.pop(name, None)
+        if cache is None:
+            return 0
+        cache.capacity = capacity
+        self._sessions[session] = cache
+        return cache.cut(min(positions, capacity))
+
+    def copy(self, source: int | str, session: str, positions: int) -> int:
+        other = self._sessions.get(source) if isinstance(source, str) else self._retained.get(source)
+        if other is None:
+            return 0
+        with torch.inference_mode():
+            return self._cache(session).copy(other, positions)
+
+    def forget(self, name: int) -> None:
+        self._retained.pop(name, None)
+
+    def clear(self) -> None:
+        self._sessions.clear()
+        self._retained.clear()
+
     def used_bytes(self) -> int:
-        return sum(cache.bytes for cache in self._sessions.values())
+        return sum(cache.bytes for cache in self._sessions.values()) + self.retained_bytes()
+
+    def retained_bytes(self) -> int:
+        return sum(cache.bytes for cache in self._retained.values())
 
 
 def _joined(parts: Sequence[torch.Tensor], axis: int, padding: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Answers. Any peer is a gateway; a session runs around the ring of stages. Knows nothing of training or of claiming.
 
 requests/      what a client asks, and what it gets
+grammar/       answers held to a JSON schema
 ring/          the stages' side of a session
 answers/       the gateway's side
 http/          OpenAI's API, for programs that are no peers

@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, first_cause
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.progress import Progress, StageLoad
 from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE, RING
 from fusion.runtime.job.stage_graphs import weights_bytes
 from fusion.runtime.serving.answers.gateway import Gateway, GatewayConfig
@@ -45,6 +46,7 @@ class _Hosted:
     running: asyncio.Task[None]
     owned: bool
     tokens_per_second: float = 0.0
+    kv_bytes: int = 0  # set aside for its sessions
 
 
 class ServingService:
@@ -54,7 +56,7 @@ class ServingService:
 
     def __init__(self, context: Context, loader: StageLoader, gateway: GatewayConfig | None = None) -> None:
         self._context = context
-        self.gateway = Gateway(context, gateway)
+        self.gateway = Gateway(context, loader.grammars.open, gateway)
         self._hosted: dict[Place, _Hosted] = {}
         self._warm: dict[Place, LoadedStage] = {}
         self._loader = loader
@@ -175,6 +177,19 @@ class ServingService:
             tokens_per_second=hosted.tokens_per_second,
         )
 
+    def loads(self) -> list[StageLoad]:
+        """Of the stages that run here."""
+        return [
+            StageLoad(
+                job=job,
+                stage=stage,
+                sessions=hosted.stage.sessions,
+                kv_bytes=hosted.kv_bytes,
+                tokens=hosted.stage.tokens,
+            )
+            for (job, stage), hosted in self._hosted.items()
+        ]
+
     async def _ring(self, stream: Stream) -> None:
         said, access = await hello(stream), self._context.access
         ends = LinkEnds.from_hello(said, self._context.peer_id)
@@ -205,15 +220,17 @@ class ServingService:
     ) -> _Hosted:
         context, links = self._context, self._context.links
         assert manifest.serve is not None, "callers have looked"
+        compute = context.on_behalf_of(manifest.author, place[0], serves=True).compute
         seat = RingPosition(
             job=place[0], name=manifest.name, serve=manifest.serve, peer=context.peer_id, term=term
         )
         ring = RingStage(
-            *(context.transport, context.compute, loaded.plane, loaded.plan, seat),
+            *(context.transport, compute, loaded.plane, loaded.plan, seat),
             lambda: self._account(place),
             doubt=(lambda peer: None) if links is None else links.doubt,
             clock=context.clock.monotonic,
             chain=context.access.chain,
+            constrain=partial(self._loader.grammars.open_masked, place[0], manifest),
         )
         running = asyncio.create_task(ring.run(), name=f"stage {place[1]} of {manifest.name}")
         hosted = self._hosted[place] = _Hosted(ring, manifest, loaded, running, owned)
@@ -304,8 +321,15 @@ class ServingService:
         hosted = self._hosted.get(place)
         if hosted is None:
             return
+        kv_bytes = hosted.loaded.plane.used_bytes()
+        bytes_, retained = _used_bytes(hosted.manifest, hosted.loaded), hosted.loaded.plane.retained_bytes()
+        least = max(hosted.manifest.needed_bytes(place[1]), bytes_ - retained)
         try:
-            self._context.memory.resize(place, _used_bytes(hosted.manifest, hosted.loaded))
+            self._context.memory.resize(
+                *(place, bytes_, bytes_ - least),
+                lambda taken: self._loop.call_soon_threadsafe(hosted.stage.shed, taken),
+            )
+            hosted.kv_bytes = kv_bytes
         except MemoryError:
             sessions = sum(h.stage.sessions for h in list(self._hosted.values()))
             raise MemoryError(

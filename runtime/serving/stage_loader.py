@@ -20,6 +20,7 @@ from fusion.runtime.job.model_files import CHAT_FILES
 from fusion.runtime.job.stage_graphs import StageGraphs, file_bytes, weights_bytes
 from fusion.runtime.job.text import MAX_TOKENIZER_BYTES
 from fusion.runtime.planes.plane import DecodingStage, Plane
+from fusion.runtime.serving.grammar.grammars import Grammars
 from fusion.runtime.serving.ring.frames import RingPlan, last_reader, plan_ring
 from fusion.swarm.blobs.blobs import JobBlobs
 from fusion.swarm.directory.records import Digest, JobId
@@ -47,6 +48,7 @@ class StageLoader:
 
     def __init__(self, context: Context, plane: Plane, graphs: StageGraphs) -> None:
         self._context = context
+        self.grammars = Grammars(context)  # for answers that follow a schema
         self._plane = plane
         self._graphs = graphs
         self._loading: dict[Place, asyncio.Task[LoadedStage]] = {}
@@ -80,7 +82,7 @@ class StageLoader:
     async def aclose(self) -> None:
         for loading in self._loading.values():
             loading.cancel()
-        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+        await asyncio.gather(*self._loading.values(), self.grammars.aclose(), return_exceptions=True)
 
     async def fetch(self, place: Place, manifest: Manifest) -> Path:
         """Everything that the stage needs, on this disk; where its weights are. Raises BlobError, Unsupported, Understated
@@ -112,7 +114,7 @@ class StageLoader:
         stages = await self.stages(job, manifest)
         plan = plan_ring(stages, stage, await self._last_reader(stages, manifest))
         try:
-            plane = await self._context.compute.run(
+            plane = await self._context.on_behalf_of(manifest.author, job).compute.run(
                 lambda: self._plane.decoding(stages[stage], load_file(path))
             )
         except (SafetensorError, ValueError, KeyError) as error:

@@ -60,7 +60,7 @@ class TrainingHost:
         self._work = StageWork(
             context, here, config, loaded, inbox, outbox, spawn=self._spawn, changed=changed
         )
-        self._loop = StageLoop(outbox, self._work, config.steps)
+        self._loop = StageLoop(context, here.job, outbox, self._work, config.steps)
         self.handover = self._work.handover
         self._group: asyncio.TaskGroup | None = None
         self._leading: Leading | None = None

@@ -5,6 +5,7 @@ that it stands by for, so that taking it over costs no more than connecting to i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -42,10 +43,18 @@ class _Ahead:
 
 
 class StageLoader:
-    def __init__(self, context: Context, plane: Plane, source: StageSource) -> None:
+    """`prepare`: as of `StageBuilder`."""
+
+    def __init__(
+        self,
+        context: Context,
+        plane: Plane,
+        source: StageSource,
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
         self._context = context
         self._source = source
-        self._builder = StageBuilder(context, plane)
+        self._builder = StageBuilder(context, plane, prepare)
         self._ahead: dict[Place, _Ahead] = {}
         self._running: set[Place] = set()
         self._faults: FIFOCache[JobId, Faults] = FIFOCache(

@@ -82,7 +82,8 @@ class TrainingService:
         try:
             loaded = await self._loader.load(job, manifest, stage, *_read(handover))
             assert manifest.train is not None, "it would not have loaded"
-            host = TrainingHost(self._context, job, manifest.train, term, loaded, lambda: self._signal(job))
+            context = self._context.on_behalf_of(manifest.author, job)
+            host = TrainingHost(context, job, manifest.train, term, loaded, lambda: self._signal(job))
             self._hosts[job, stage] = host
             self._context.leases.update(job, stage, step=loaded.step, ready=True)
             self._signal(job)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.training.stage_messages import Outbox
 from fusion.runtime.training.stage_work import StageWork
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.faults import Faults
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
@@ -16,8 +19,12 @@ log = logging.getLogger(__name__)
 class StageLoop:
     """Of a job of so many `steps`."""
 
-    def __init__(self, outbox: Outbox, work: StageWork, steps: int) -> None:
+    def __init__(self, context: Context, job: JobId, outbox: Outbox, work: StageWork, steps: int) -> None:
         self.finished: m.Finish | None = None  # how the job has ended
+        self._context = context
+        self._job = job
+        self._led: PeerId | None = None  # who led the last step that was committed
+        self._given_up: PeerId | None = None  # who said last that the job has failed, and was not believed
         self._outbox = outbox
         self._work = work
         self._steps = steps
@@ -33,11 +40,9 @@ class StageLoop:
         while True:
             source, event = await self._outbox.mailbox.get()
             match event:
-                case m.Finish(state="done") if self._work.state.step < self._steps:
-                    # Whoever came to a vacant first stage may say so. If it is true, we hear it of the other owners.
-                    log.warning(
-                        "the lead says that the job is done: we are at step %d", self._work.state.step
-                    )
+                case m.Finish() if not self._is_over(event):
+                    # Whoever came to a vacant first stage may say so. If it is true, we hear it of the author, or of others.
+                    log.warning("the lead says that the job is %s: that is its word alone", event.state)
                 case m.Finish():
                     await self._work.stop()
                     self.finished = event
@@ -51,3 +56,25 @@ class StageLoop:
                     self._outbox.lead.receive(source, event)
                 case _:
                     await self._work.follow(event)
+                    if isinstance(event, m.Commit):
+                        self._led = self._leader
+
+    def _is_over(self, end: m.Finish) -> bool:
+        """Whether to go by the lead's word. That the job was stopped its author says, in the job's record; that it has failed
+        we believe of a lead that the author chose or that has led a step, or of two of them."""
+        if self._outbox.lead is not None:
+            return True
+        if end.state != "failed":
+            return end.state == "done" and self._work.state.step >= self._steps
+        leader, before = self._leader, self._given_up
+        self._given_up = leader
+        if leader is None:
+            return False
+        law = self._context.access.law(self._job)
+        chosen = law is not None and leader in law.proposed
+        return chosen or leader == self._led or before not in (None, leader)
+
+    @property
+    def _leader(self) -> PeerId | None:
+        held = self._context.leases.tenure(self._job, 0)
+        return None if held is None else held.claim.peer

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusion.runtime.device.share import Whose
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, TrainConfig
@@ -31,6 +32,7 @@ class StageParts:
     files: StageFiles
     batches: Batches
     near: Mapping[int, PeerId]  # who held each stage when we last looked, but for us
+    whose: Whose  # what is computed for it
 
 
 class StageSource:
@@ -77,7 +79,14 @@ class StageSource:
             if config.data.held_out is not None:
                 held_out = await blobs.fetch(config.data.held_out, hints, max_bytes=most)
         batches = await asyncio.to_thread(self._make_batches, config, inputs, train, held_out)
-        return StageParts(config=config, plan=plan, files=files, batches=batches, near=near)
+        return StageParts(
+            config=config,
+            plan=plan,
+            files=files,
+            batches=batches,
+            near=near,
+            whose=Whose(manifest.author, job),
+        )
 
     def owners(self, job: JobId, manifest: Manifest) -> dict[int, PeerId]:
         """Who held each stage when we last looked, but for us."""

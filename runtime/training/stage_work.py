@@ -57,7 +57,15 @@ class StageWork:
         self._changed = changed
         compute, clock = context.compute, context.clock.monotonic
         self._rad = Rad(
-            loaded.plan, config, loaded.plane, compute, loaded.batches, inbox, self._partners.post, clock
+            loaded.plan,
+            config,
+            loaded.plane,
+            compute,
+            loaded.batches,
+            inbox,
+            self._partners.post,
+            clock,
+            context.flops_per_second,
         )
         self.snapshots = StageSnapshots(
             loaded, inbox.codecs, compute, self._partners.holders, self._tell, spawn, clock

@@ -2,6 +2,7 @@
 `wallet`, which reads the invites of a home, is pure.
 
 law             what a job's manifest says of that, as the swarm sees it
+signed          the form of what a peer signs for others to carry
 grants          leave to take part, given in chains of at most two links that only narrow
 revocation      grants taken back
 invites         a chain of grants as a line of text

@@ -7,8 +7,8 @@ together say how it ended. So a word counts by who signed it, and only among tho
 * any end is believed once most of those say so that have a voice: who owns a stage now, as the reader sees it, and who owned
   one last and has signed the end since. Of an owner that vanished without a word the stage has no voice; but fewer than half of
   the stages are no majority, whoever is silent: a vacant stage may have been anybody's;
-* an owner goes by its lead's word that the job is done, if its own stages are, or failed: it must not wait for others who wait
-  for it;
+* an owner goes by its lead's word that the job is done, if its own stages are, or failed, if the author proposed that peer: it
+  must not wait for others who wait for it;
 * who leads since an end that the others saw has no voice in whether it was one;
 * a snapshot and a step are believed of whoever leads, or led under that term before the reader's eyes; where nobody leads, of
   the majority of the other owners;
@@ -181,6 +181,8 @@ def _majority(ends: Sequence[_Word], sight: Sight) -> list[_Word]:
         if state != "stopped" and ours and not early:
             floor = 0 if lead is None else lead[1]
             led = [word for word in agreed if (0, word.said.term, word.said.signer) in sight.held]
+            if state == "failed" and sight.law is not None:
+                led = [word for word in led if word.said.signer in sight.law.proposed]
             by_lead = [word for word in led if word.said.term >= floor]
             if by_lead:
                 return by_lead

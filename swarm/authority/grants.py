@@ -15,18 +15,16 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-import msgpack
-
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.authority.revocation import Revocation
+from fusion.swarm.authority.signed import MAX_TIME, VERSION, SignedForm
 from fusion.swarm.directory.records import MAX_GRANT_BYTES, MAX_GRANTS, MAX_STAGES, JobId, is_digest
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Signer, Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
 
-VERSION = 1
-MAX_TIME = 2**40  # unix seconds
+FORM = SignedForm(name="grant", signer="issuer", max_bytes=MAX_GRANT_BYTES, max_items=11)
 
 # To own a stage, to stand by for one (or run it beside its owner), to read weights, data and snapshots, to prompt.
 Role = Literal["own", "stand-by", "read", "ask"]
@@ -77,23 +75,13 @@ def seal_grant(grant: Grant, issuer: Signer) -> bytes:
     """The bytes of a grant that `issuer` gives. RecordError where it is not the one that the grant names."""
     if grant.issuer != issuer.peer_id:
         raise RecordError(f"a grant of {grant.issuer} cannot be signed by {issuer.peer_id}")
-    fields = _fields(grant)
-    data: bytes = msgpack.packb([*fields, issuer.sign(_signed(fields))])
-    return data
+    return FORM.seal(_fields(grant), issuer.sign)
 
 
 @lru_cache(maxsize=4096)  # claims come back every heartbeat with the same chain
 def open_grant(data: bytes, verify: Verify = verify_signature) -> Grant:
     """Raises RecordError for bytes that are no grant, or one that its issuer did not sign."""
-    if not isinstance(data, bytes) or len(data) > MAX_GRANT_BYTES:
-        raise RecordError(f"a grant has at most {MAX_GRANT_BYTES} bytes")
-    try:
-        value = msgpack.unpackb(
-            data, max_str_len=64, max_bin_len=64, max_array_len=11, max_map_len=0, max_ext_len=0
-        )
-    except (ValueError, msgpack.UnpackException, RecursionError):
-        raise RecordError("a grant is not msgpack") from None
-    match value:
+    match FORM.unpack(data):
         case [int(version), bytes(job), str(issuer), str(subject), int(roles), int(first), int(last), int(since),
               int(until), bool(delegates), bytes(signature)] if version == VERSION and 0 < roles < 1 << len(ROLES):  # fmt: skip
             grant = Grant(
@@ -102,9 +90,8 @@ def open_grant(data: bytes, verify: Verify = verify_signature) -> Grant:
                 stages=(first, last), valid_from=since, valid_until=until, delegates=delegates,
             )  # fmt: skip
         case _:
-            raise RecordError("the grant has not the form of one")
-    if not verify(grant.issuer, signature, _signed(_fields(grant))):
-        raise RecordError("the grant's signature is not its issuer's")
+            raise FORM.malformed()
+    FORM.check(grant.issuer, signature, _fields(grant), verify)
     return grant
 
 
@@ -155,8 +142,3 @@ def _fields(grant: Grant) -> list[Any]:
         *(VERSION, bytes.fromhex(grant.job), grant.issuer, grant.subject, roles),
         *(*grant.stages, *times, grant.delegates),
     ]
-
-
-def _signed(fields: list[Any]) -> bytes:
-    signed: bytes = msgpack.packb(["fusion-grant", *fields])
-    return signed

@@ -13,20 +13,17 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import msgpack
-
+from fusion.swarm.authority.signed import MAX_TIME, VERSION, SignedForm
 from fusion.swarm.directory.records import MAX_PROOF_BYTES, JobId, is_digest
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Signer, Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
 
-VERSION = 1
 MARK_BYTES = 12
 MAX_REVOKED = 20  # peers on one list
-MAX_TIME = 2**40  # unix seconds
+FORM = SignedForm(name="revocation", signer="issuer", max_bytes=MAX_PROOF_BYTES, max_items=MAX_REVOKED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,42 +49,26 @@ def seal_revocation(job: JobId, marks: Iterable[bytes], at: float, issuer: Signe
         raise RecordError(
             f"at most {MAX_REVOKED} peers can be revoked in one job: let its grants expire sooner"
         )
-    fields = [VERSION, bytes.fromhex(job), issuer.peer_id, int(at), listed]
-    data: bytes = msgpack.packb([*fields, issuer.sign(_signed(fields))])
-    return data
+    return FORM.seal([VERSION, bytes.fromhex(job), issuer.peer_id, int(at), listed], issuer.sign)
 
 
 @lru_cache(maxsize=1024)  # records come back every heartbeat with the same ones
 def open_revocation(data: bytes, verify: Verify = verify_signature) -> Revocation:
     """Raises RecordError for bytes that are none, or that their issuer did not sign."""
-    if not isinstance(data, bytes) or len(data) > MAX_PROOF_BYTES:
-        raise RecordError(f"a revocation has at most {MAX_PROOF_BYTES} bytes")
-    try:
-        value = msgpack.unpackb(
-            data, max_str_len=64, max_bin_len=64, max_array_len=MAX_REVOKED, max_map_len=0, max_ext_len=0
-        )
-    except (ValueError, msgpack.UnpackException, RecursionError):
-        raise RecordError("a revocation is not msgpack") from None
-    match value:
+    match value := FORM.unpack(data):
         case [int(version), bytes(job), str(issuer), int(at), list(marks), bytes(signature)] if (
             version == VERSION
         ):
             pass
         case _:
-            raise RecordError("the revocation has not the form of one")
+            raise FORM.malformed()
     sound = all(isinstance(item, bytes) and len(item) == MARK_BYTES for item in marks)
     if not sound or not is_digest(job.hex()) or not 0 <= at <= MAX_TIME:
-        raise RecordError("the revocation has not the form of one")
-    if not verify(issuer, signature, _signed(value[:-1])):
-        raise RecordError("the revocation's signature is not its issuer's")
+        raise FORM.malformed()
+    FORM.check(PeerId(issuer), signature, value[:-1], verify)
     return Revocation(job=JobId(job.hex()), issuer=PeerId(issuer), at=at, marks=frozenset(marks), data=data)
 
 
 def newer(one: Revocation, other: Revocation | None) -> bool:
     """Whether `one` counts rather than `other` of the same issuer; both may have been signed in one second."""
     return other is None or (one.at, len(one.marks), one.data) > (other.at, len(other.marks), other.data)
-
-
-def _signed(fields: list[Any]) -> bytes:
-    signed: bytes = msgpack.packb(["fusion-revocation", *fields])
-    return signed

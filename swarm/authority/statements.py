@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-import msgpack
-
+from fusion.swarm.authority.signed import MAX_TIME, VERSION, SignedForm
 from fusion.swarm.directory.records import (
     MAX_PROOF_BYTES,
     MAX_TERM,
@@ -28,8 +27,7 @@ from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
 
-VERSION = 1
-MAX_TIME = 2**40  # unix seconds
+FORM = SignedForm(name="statement", signer="signer", max_bytes=MAX_PROOF_BYTES, max_items=10)
 CARRIED = 12  # in one record, which has to stay below 4 KiB
 State = Literal["launching", "running", "done", "stopped", "failed"]
 STATES: tuple[State, ...] = get_args(State)
@@ -75,23 +73,13 @@ def stop_statement(job: JobId, author: PeerId, at: float) -> Statement:
 
 def seal_statement(statement: Statement, sign: Callable[[bytes], bytes]) -> bytes:
     """The bytes of a statement; `sign` is that of its signer."""
-    fields = _fields(statement)
-    data: bytes = msgpack.packb([*fields, sign(_signed(fields))])
-    return data
+    return FORM.seal(_fields(statement), sign)
 
 
 @lru_cache(maxsize=4096)  # records come back every heartbeat with the same ones
 def open_statement(data: bytes, verify: Verify = verify_signature) -> Statement:
     """Raises RecordError for bytes that are no statement, or one that its signer did not sign."""
-    if not isinstance(data, bytes) or len(data) > MAX_PROOF_BYTES:
-        raise RecordError(f"a statement has at most {MAX_PROOF_BYTES} bytes")
-    try:
-        value = msgpack.unpackb(
-            data, max_str_len=64, max_bin_len=64, max_array_len=10, max_map_len=0, max_ext_len=0
-        )
-    except (ValueError, msgpack.UnpackException, RecursionError):
-        raise RecordError("a statement is not msgpack") from None
-    match value:
+    match FORM.unpack(data):
         case [int(version), bytes(job), int(state), int(term), int(step), bytes() | None as snapshot, int(snapshot_step),
               str(signer), int(at), bytes(signature)] if version == VERSION and 0 <= state < len(STATES):  # fmt: skip
             statement = Statement(
@@ -100,9 +88,8 @@ def open_statement(data: bytes, verify: Verify = verify_signature) -> Statement:
                 signer=PeerId(signer), at=at,
             )  # fmt: skip
         case _:
-            raise RecordError("the statement has not the form of one")
-    if not verify(statement.signer, signature, _signed(_fields(statement))):
-        raise RecordError("the statement's signature is not its signer's")
+            raise FORM.malformed()
+    FORM.check(statement.signer, signature, _fields(statement), verify)
     return statement
 
 
@@ -143,8 +130,3 @@ def _fields(statement: Statement) -> list[Any]:
         None if statement.snapshot is None else bytes.fromhex(statement.snapshot),
         *(statement.snapshot_step, statement.signer, statement.at),
     ]
-
-
-def _signed(fields: list[Any]) -> bytes:
-    signed: bytes = msgpack.packb(["fusion-statement", *fields])
-    return signed

@@ -3,6 +3,7 @@
 election          of the claims that count: who owns a stage, who follows, who should claim: pure rules
 tenure            whose claim counts, in one reader's view: the pure rule that strangers cannot get around
 testimony         signed words on who does not hold a stage any more, which claims carry as their proof
+jury              our words on who holds a stage, and those of others on us
 leases            holding stages: claims published, won, renewed, lost, released
 standbys          standing by for stages that others own, or serving beside them
 claim_publisher   our own claims, and how the swarm is told

@@ -71,9 +71,9 @@ class ClaimCache:
             self._hints[slot] = term
 
     def term(self, slot: Slot) -> int:
-        """The term of whoever held the stage last; 0 for none."""
+        """The highest term that the stage was held under; 0 for none."""
         known = self._tenures.get(slot)
-        return 0 if known is None else known.claim.term
+        return 0 if known is None else max(known.claim.term, known.used)
 
     def highest(self, slot: Slot) -> int:
         """The highest term of the stage that we believe, or that somebody spoke of."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Self
 from weakref import WeakValueDictionary
@@ -23,9 +23,9 @@ from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.claim_cache import ClaimCache, Slot
 from fusion.swarm.claims.claim_publisher import ClaimPublisher
 from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.jury import Jury
 from fusion.swarm.claims.standbys import Standbys
 from fusion.swarm.claims.tenure import ROUNDS, Holding, Tenure
-from fusion.swarm.claims.testimony import Testimony, open_testimony, seal_testimony
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS, Directory
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.directory.sealing import MAX_CLAIM_SECONDS
@@ -61,9 +61,9 @@ Testimonies = Callable[[Slot, Holding], Awaitable[tuple[bytes, ...]]]
 
 
 class Leases:
-    """The stages that this peer owns, and in `standbys` those that it stands by for. `async with Leases(...)` renews
-    its claims every heartbeat and releases them at the end; `beat` is one heartbeat, for tests that drive the clock
-    themselves.
+    """The stages that this peer owns, and in `standbys` those that it stands by for; `jury` is what is said of who holds
+    them. `async with Leases(...)` renews its claims every heartbeat and releases them at the end; `beat` is one heartbeat,
+    for tests that drive the clock themselves.
 
     `on_lost` is called (in the loop, must not block) with our old claim when a higher claim has taken a stage from us;
     the stage is then no longer in `mine()`. `testimonies` asks the jurors of a stage of ours for their words against
@@ -94,9 +94,9 @@ class Leases:
             self.access,
         )
         self.standbys = Standbys(peer_id, self._ours, self._memory, self.access.chain)
+        self.jury = Jury(peer_id, directory, self._ours, self._memory)
         self._locks: WeakValueDictionary[Slot, asyncio.Lock] = WeakValueDictionary()  # of claims under way
         self._proving: dict[Slot, float] = {}  # when testimonies were asked for last
-        self._disowned: dict[Slot, dict[PeerId, Testimony]] = {}  # what jurors said against our own claim
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -140,7 +140,11 @@ class Leases:
     def refusal(self, job: JobId, stage: int, role: Role) -> str | None:
         """Why we may not own the stage, or stand by for it; None where we may, or the job's law is not known yet."""
         grants = self.access.chain(job)
-        return self._memory.refusal(_bare_claim(job, stage, self.peer_id, role=role, grants=grants))
+        claim = ClaimRecord(
+            job=job, stage=stage, peer=self.peer_id, role="owner" if role == "own" else "standby", term=0, score=0.0,
+            step=0, load=0.0, grants=grants,
+        )  # fmt: skip
+        return self._memory.refusal(claim)
 
     def observe(self, job: JobId, stage: int, term: int) -> None:
         """Remember a term that somebody speaks of (in a StaleTerm refusal, a job record): our next claim of a vacant stage
@@ -165,6 +169,17 @@ class Leases:
         """What `claims` said last, with our own claim and what was shown to us (`credit`) since; nothing is asked."""
         slot = (job, stage)
         return self._memory.recent(slot, self._ours.of(slot))
+
+    async def claims_or_recent(
+        self, job: JobId, stage: int, seconds: float | None = None
+    ) -> tuple[ClaimRecord, ...]:
+        """`claims`; what it said last where the directory cannot be read, or takes longer than that."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.claims(job, stage)
+        except (SwarmError, TimeoutError) as error:
+            logger.debug("claims of stage %d of job %.8s not read: %s", stage, job, error or "no answer")
+            return self.recent(job, stage)
 
     async def owner(self, job: JobId, stage: int) -> ClaimRecord | None:
         """The live claim that owns the stage now, or None."""
@@ -225,7 +240,7 @@ class Leases:
                     await self._ours.withdraw(tried)
             if won is not None:
                 self._ours.owned[slot] = won
-                self._disowned.pop(slot, None)
+                self.jury.forget(slot)
                 self.tenure(job, stage)
             return won
 
@@ -279,61 +294,6 @@ class Leases:
             self._give_way(held, claim)
             self._ours.withdraw_soon(held)
         return claim
-
-    # --- words on who holds a stage
-
-    def jurors(self, job: JobId, stage: int, suspect: PeerId) -> tuple[PeerId, ...]:
-        """Whose word counts on whether `suspect` still holds the stage, we among them where ours does."""
-        return self._memory.jurors((job, stage), suspect)
-
-    def testify(self, job: JobId, stage: int, holding: Holding, heir: PeerId) -> bytes:
-        """Our signed word that `holding` is over, and `heir` to follow."""
-        testimony = Testimony(voter=self.peer_id, holding=holding, at=int(self._directory.now()))
-        return seal_testimony(testimony, job, stage, heir, self._directory.sign)
-
-    def is_word(
-        self, job: JobId, stage: int, holding: Holding, heir: PeerId, voter: PeerId, word: bytes
-    ) -> bool:
-        """Whether that is `voter`'s testimony against the holder, in favour of `heir`."""
-        try:
-            testimony = open_testimony(word, job, stage, heir, self._directory.verify)
-        except RecordError:
-            return False
-        return testimony.voter == voter and testimony.holding == holding
-
-    def is_proof(
-        self, job: JobId, stage: int, holding: Holding, heir: PeerId, words: Iterable[bytes]
-    ) -> bool:
-        """Whether these testimonies, together, let `heir` follow."""
-        return self._memory.proves(_bare_claim(job, stage, heir, tuple(words)), holding)
-
-    def disowning(self, job: JobId, stage: int, holding: Holding) -> dict[str, object]:
-        """Our word that whoever says that it holds the stage so does not, for the one that we refuse."""
-        held = self.tenure(job, stage)
-        heir = self.peer_id if held is None or held.holding == holding else held.claim.peer
-        return {"heir": heir, "word": self.testify(job, stage, holding, heir)}
-
-    def disowned(self, job: JobId, stage: int, juror: PeerId, refusal: Mapping[str, object]) -> bool:
-        """`juror` refuses us with its word: whether by now so many have said that our claim of the stage is over that it
-        is."""
-        slot, held = (job, stage), self._ours.owned.get((job, stage))
-        if held is None:
-            return True
-        holding = Holding(self.peer_id, held.term)
-        heir, word = refusal.get("heir"), refusal.get("word")
-        if not isinstance(heir, str) or not isinstance(word, bytes):
-            return False
-        try:
-            testimony = open_testimony(word, job, stage, PeerId(heir), self._directory.verify)
-        except RecordError:
-            return False
-        if testimony.voter != juror or testimony.holding != holding:
-            return False
-        said = self._disowned.setdefault(slot, {})
-        said[juror] = testimony
-        now = self._directory.now()
-        voters = {peer for peer, each in said.items() if each.holding == holding and each.is_good(now)}
-        return self._memory.is_majority(slot, self.peer_id, voters)
 
     def update(
         self,
@@ -429,7 +389,7 @@ class Leases:
         if (
             owned is not None
             and owned.term == held.term
-            and self.is_proof(*slot, holding, self.peer_id, words)
+            and self.jury.is_proof(*slot, holding, self.peer_id, words)
         ):
             self._ours.owned[slot] = replace(owned, proof=words)
             self._ours.say_soon(owned)
@@ -438,7 +398,7 @@ class Leases:
         """What was about our claim of the stage, which is no more."""
         self._memory.give_up(slot)
         self._proving.pop(slot, None)
-        self._disowned.pop(slot, None)
+        self.jury.forget(slot)
 
     def _give_way(self, held: ClaimRecord, best: ClaimRecord) -> None:
         self._leave(held, f"went from us (term {held.term}) to {best.peer} (term {best.term})")
@@ -465,17 +425,3 @@ class Leases:
                     await self._ours.wake.wait()
             except TimeoutError:
                 continue
-
-
-def _bare_claim(
-    job: JobId,
-    stage: int,
-    peer: PeerId,
-    proof: tuple[bytes, ...] = (),
-    role: Role = "own",
-    grants: tuple[bytes, ...] = (),
-) -> ClaimRecord:
-    return ClaimRecord(
-        job=job, stage=stage, peer=peer, role="owner" if role == "own" else "standby", term=0, score=0.0, step=0,
-        load=0.0, grants=grants, proof=proof,
-    )  # fmt: skip

@@ -12,7 +12,9 @@ if its term is higher, where
 (c) it contests a tenure that is not settled, with the same right as that has and a higher rank, at most ROUNDS above the
     term that both follow. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
     its claim proves that a majority saw that as well: the two halves of a swarm that was divided agree in this way.
-    Until then the holder before gets the stage back with the claim that it had.
+    Until then the holder before gets the stage back with the claim that it had. Whoever was outbid gets it back, if it
+    still claims it, when whoever outbid it gives it up or lets its lease run out: readers see a contest at unlike times,
+    so not all of them went by it.
 
 Everything else is void: it owns nothing, ends no lease and raises no term. The holder itself may go on above its own
 claim, below the ceiling, and its own word that it does not own the stage any more ends the tenure. A term lower than
@@ -38,6 +40,7 @@ from fusion.swarm.directory.records import MAX_TERM, ClaimRecord
 from fusion.swarm.transport import PeerId
 
 ROUNDS = 8  # of raising a claim above rivals with the same right
+OUTBID = 4  # holders that are remembered of those that a contest for one stage has outbid, the first ones
 # A reader hears of rivals within a heartbeat, and they of each other within the time that a claim is confirmed in.
 CONTEST_SECONDS = 3.0
 SPARE_TERMS = 64
@@ -60,6 +63,8 @@ class Tenure:
     over: Holding | None = None  # whom it followed by a proof
     lapsed: Holding | None = None  # whom it followed because that one's lease had run out
     settled: bool = True  # False: `lapsed`, and no majority has borne it out yet
+    outbid: tuple[Tenure, ...] = ()  # whom it won the contest against, the first one first
+    used: int = 0  # the highest term of those that it lost such a contest to, and has the stage back from
 
     @property
     def holding(self) -> Holding:
@@ -98,6 +103,7 @@ def settle(known: Tenure | None, claims: Iterable[ClaimRecord], view: View) -> T
         if not known.settled and known.lapsed is not None:
             known = replace(known, settled=view.alone or view.proves(known.claim, known.lapsed))
             known = _restored(known, claims, view)
+        known = _back_to_outbid(known, claims, view)
     owners = [claim for claim in claims if claim.role == "owner" and claim.expires_at > view.now]
     owners.sort(key=rank, reverse=True)
     for _ in owners:  # what follows the holder that we know of may have been followed itself
@@ -114,6 +120,23 @@ def _restored(known: Tenure, claims: Iterable[ClaimRecord], view: View) -> Tenur
         lives = claim.role == "owner" and claim.expires_at > view.now
         if not known.settled and lives and Holding(claim.peer, claim.term) == known.lapsed:
             return Tenure(claim=claim, since=NEVER, until=claim.expires_at, floor=claim.term - 1)
+    return known
+
+
+def _back_to_outbid(known: Tenure, claims: Iterable[ClaimRecord], view: View) -> Tenure:
+    """The tenure of the last one that was outbid and claims the stage still, once whoever won holds it no more and has not
+    been followed by right."""
+    if known.lives(view.now) or not known.outbid:
+        return known
+    live = {Holding(c.peer, c.term): c for c in claims if c.role == "owner" and c.expires_at > view.now}
+    if any(claim.term > known.claim.term and view.proves(claim, known.holding) for claim in live.values()):
+        return known
+    for number, before in reversed(list(enumerate(known.outbid))):
+        claim = live.get(before.holding)
+        if claim is not None:
+            used = max(known.used, known.claim.term)
+            outbid = known.outbid[:number]
+            return replace(before, claim=claim, until=claim.expires_at, outbid=outbid, used=used)
     return known
 
 
@@ -153,7 +176,8 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
         return None
     if known.over is not None and not view.proves(claim, known.over):
         return None
-    return replace(known, claim=claim, until=claim.expires_at, settled=known.lapsed is None)
+    outbid = (*known.outbid, replace(known, outbid=()))[:OUTBID]
+    return replace(known, claim=claim, until=claim.expires_at, settled=known.lapsed is None, outbid=outbid)
 
 
 def ceiling(launched_at: float, now: float) -> int:

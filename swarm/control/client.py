@@ -55,7 +55,7 @@ class Gone(PeerUnreachable):
 
 
 class ControlTransport:
-    """Implements `fusion.swarm.transport.Transport` for a command: it opens streams and serves none. Made by
+    """Implements `fusion.swarm.transport.Guided` for a command: it opens streams and serves none. Made by
     `await ControlTransport.attach(path)`. A command has no id; to others `through`, the running peer, opens the stream."""
 
     def __init__(self, path: Path, elsewhere: Elsewhere | None = None) -> None:
@@ -85,6 +85,9 @@ class ControlTransport:
     def addresses(self) -> tuple[str, ...]:
         """Those of the running peer."""
         return self._addresses
+
+    async def gateway(self) -> PeerId:
+        return self.through
 
     async def connect(self, address: str) -> PeerId:
         try:

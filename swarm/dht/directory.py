@@ -57,6 +57,7 @@ R = TypeVar("R", PeerRecord, JobRecord, ClaimRecord, ProviderRecord, LinkRecord)
 
 GLANCE_ROUNDS = 2  # of asking one node a key, before the key is searched for
 GLANCED_KEYS = frozenset((*PEER_KEYS, *JOB_KEYS))  # whose records are remembered until they expire
+TOLD_SECONDS = 0.5  # how old may be what clients are told of peers and jobs
 _CHECKED_AT_ONCE = 128  # signatures, before others run: ten milliseconds
 _CLOSE_SECONDS = 2.0
 
@@ -109,7 +110,7 @@ class HivemindDirectory:
         self._seen: dict[str, dict[str, Sealed]] = {}  # of GLANCED_KEYS, by subkey
         self._seen_at: dict[str, float] = {}
         self._glancing = asyncio.Lock()
-        self._reads: dict[str, asyncio.Future[list[Record]]] = {}  # waiting for the next lookup
+        self._reads: dict[str, asyncio.Future[list[Sealed]]] = {}  # waiting for the next lookup
         self._reader: asyncio.Task[None] | None = None
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -268,6 +269,11 @@ class HivemindDirectory:
         """Without an age a search for all keys; with one, see `Directory.peers`."""
         if max_age_seconds <= 0:
             return await self._records(keys, kind)
+        found = await self._glanced(keys, max_age_seconds)
+        return tuple(sealed.record for each in found for sealed in each if isinstance(sealed.record, kind))
+
+    async def _glanced(self, keys: Sequence[str], max_age_seconds: float) -> list[list[Sealed]]:
+        """What is live under each of these keys, all of GLANCED_KEYS, as of no longer ago."""
         async with self._glancing:  # whoever comes meanwhile finds it done
             if self._aged(keys, max_age_seconds):
                 # Whoever is asked for these is asked for others that will be wanted soon.
@@ -275,10 +281,22 @@ class HivemindDirectory:
                 for _ in range(GLANCE_ROUNDS):
                     wanted -= await self._glance(wanted)
                 if wanted:
-                    await self._records(sorted(wanted), kind)
+                    await self._search(sorted(wanted))
         now = self.now()
-        seen = (sealed for key in keys for _, sealed in sorted(self._seen.get(key, {}).items()))
-        return tuple(s.record for s in seen if s.expires_at > now and isinstance(s.record, kind))
+        seen = (sorted(self._seen.get(key, {}).items()) for key in keys)
+        return [[sealed for _, sealed in each if sealed.expires_at > now] for each in seen]
+
+    async def sealed_under(self, keys: Sequence[str]) -> list[list[bytes]]:
+        """The live records under each of the keys, as their authors signed them, for clients that check them again. Of peers
+        and jobs as of TOLD_SECONDS ago at most: however many ask, they are looked up no more often."""
+        glanced = [key for key in keys if key in GLANCED_KEYS]
+        others = [key for key in keys if key not in GLANCED_KEYS]
+        found: dict[str, list[Sealed]] = {}
+        if glanced:
+            found |= zip(glanced, await self._glanced(glanced, TOLD_SECONDS), strict=True)
+        if others:
+            found |= zip(others, await self._search(others), strict=True)
+        return [[sealed.data for sealed in found[key]] for key in keys]
 
     def _aged(self, keys: Iterable[str], seconds: float) -> list[str]:
         now = time.monotonic()
@@ -306,15 +324,18 @@ class HivemindDirectory:
         return read
 
     async def _records(self, keys: Sequence[str], kind: type[R]) -> tuple[R, ...]:
-        """What the swarm holds under the keys. Reads asked for at the same moment share one lookup."""
+        found = await self._search(keys)
+        return tuple(sealed.record for each in found for sealed in each if isinstance(sealed.record, kind))
+
+    async def _search(self, keys: Sequence[str]) -> list[list[Sealed]]:
+        """What the swarm holds under each of the keys. Reads asked for at the same moment share one lookup."""
         loop = asyncio.get_running_loop()
         futures = [self._reads.setdefault(key, loop.create_future()) for key in keys]
         if self._reader is None:
             self._reader = asyncio.create_task(self._read())
             self._readers.add(self._reader)
             self._reader.add_done_callback(self._readers.discard)
-        found = await asyncio.gather(*(asyncio.shield(future) for future in futures))
-        return tuple(record for records in found for record in records if isinstance(record, kind))
+        return await asyncio.gather(*(asyncio.shield(future) for future in futures))
 
     async def _read(self) -> None:
         await asyncio.sleep(0)  # let everybody who is ready now ask
@@ -330,7 +351,7 @@ class HivemindDirectory:
             for future in reads.values():
                 future.cancel()
 
-    async def _checked(self, key: str, values: Mapping[str, Iterable[bytes]]) -> list[Record]:
+    async def _checked(self, key: str, values: Mapping[str, Iterable[bytes]]) -> list[Sealed]:
         """The records among the values, and among what we hold and remember, that pass every check. Others run meanwhile:
         a stranger's answer can have thousands of signatures."""
         now = self.now()
@@ -351,7 +372,7 @@ class HivemindDirectory:
                     newest[subkey] = sealed
             self._seen[key] = dict(list(newest.items())[:MAX_SUBKEYS])  # those known longest stay
             self._seen_at[key] = time.monotonic()
-        return [newest[subkey].record for subkey in sorted(newest)]
+        return [newest[subkey] for subkey in sorted(newest)]
 
     def _stored(self, key: int) -> list[tuple[str, bytes]]:
         """What we hold under the key ourselves."""

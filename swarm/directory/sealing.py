@@ -47,10 +47,11 @@ CLOCK_TOLERANCE_SECONDS = 5.0  # how far apart two honest peers' clocks may be
 
 @dataclass(frozen=True)
 class Sealed:
-    """An opened record and the unix time at which it ends."""
+    """An opened record, the unix time at which it ends, and the bytes that it was opened from."""
 
     record: Record
     expires_at: float
+    data: bytes = b""
 
 
 def seal(record: Record, identity: Signer, expires_at: float) -> bytes:
@@ -108,7 +109,7 @@ def unseal_anywhere(data: bytes, now: float, *, grace_seconds: float = 0.0) -> S
         raise RecordError("the record's signature is not its author's")
     if isinstance(record, ClaimRecord):
         record = replace(record, expires_at=expires_at)
-    return Sealed(record, expires_at)
+    return Sealed(record, expires_at, data)
 
 
 def longest_ttl(record: Record) -> float:

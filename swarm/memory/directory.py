@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
 from fusion.swarm.directory.job_order import newest_jobs
@@ -89,6 +89,10 @@ class MemoryDirectory:
         return tuple(
             record for record in self._read(providers_key(digest)) if isinstance(record, ProviderRecord)
         )
+
+    async def sealed_under(self, keys: Sequence[str]) -> list[list[bytes]]:
+        """As `fusion.swarm.thin.directory_server.SealedDirectory`; whoever reads them checks them."""
+        return [[data for _, data in self._replica.get(key, {}).values()] for key in keys]
 
     async def aclose(self) -> None:
         self._network.replicas.pop(self._identity.peer_id, None)

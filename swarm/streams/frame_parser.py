@@ -146,9 +146,7 @@ class FrameParser:
             self._header = decode_counted(self._scratch[self._start : self._start + header_bytes])
             self._start += header_bytes
         if self._end - self._start < payload_bytes:
-            import numpy  # slow to import, and a command that gets only small frames does without
-
-            self._read_apart(numpy.empty(payload_bytes, numpy.uint8).data)
+            self._read_apart(_empty(payload_bytes))
             return False
         payload = memoryview(bytearray(self._scratch[self._start : self._start + payload_bytes]))
         self._start += payload_bytes
@@ -190,3 +188,12 @@ class FrameParser:
             self._wants_preamble = False
             return True
         return False
+
+
+def _empty(size: int) -> memoryview:
+    """Memory that nothing was written to."""
+    try:
+        import numpy  # slow to import, and a command that gets only small frames does without
+    except ImportError:  # a thin client, whose limit is 16 MiB
+        return memoryview(bytearray(size))
+    return numpy.empty(size, numpy.uint8).data

@@ -161,6 +161,22 @@ class FrameStream(asyncio.BufferedProtocol):
         async with self.turn:
             await self.send_in_turn(message)
 
+    def send_now(self, kind: str, header: Mapping[str, Any] | None, payload: Sequence[Buffer]) -> bool:
+        """Send a small frame without waiting, where nothing has to be waited for; False where something has, and where the
+        stream has ended: nothing is sent then, and `send` tells why. Raises FrameError, ValueError."""
+        socket = self._socket
+        if socket is None or socket.is_closing() or self.lost.done() or self._closed or self._parser.ended:
+            return False
+        if not self._shown or self._writable is not None or self.turn.locked():
+            return False
+        head, views, size = self.encode(kind, header, payload)
+        if len(head) + size > _JOINED_BYTES:
+            return False
+        socket.write(b"".join((head, *views)))
+        self.used_at = asyncio.get_running_loop().time()
+        self._traffic.sent(self.remote, len(head) + size)
+        return True
+
     def encode(self, kind: str, header: Mapping[str, Any] | None, payload: Sequence[Buffer]) -> Message:
         """Raises FrameError for what is too large."""
         return frames.encode(kind, header, payload, self._limits)

@@ -15,6 +15,7 @@ from typing import Any
 from fusion.swarm.errors import FrameError, StreamBroken, StreamClosed, SwarmError
 from fusion.swarm.printable import error_line
 from fusion.swarm.protocol import WireProtocol
+from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, Transport
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class QueuedStream:
         self._on_frame = on_frame
         self._on_end = on_end
         self._depth = depth
+        self._direct = stream if isinstance(stream, FrameStream) else None
         self._unsent: deque[tuple[str, Mapping[str, Any], Sequence[Buffer]]] = (
             deque()
         )  # the first is being sent
@@ -94,8 +96,22 @@ class QueuedStream:
         if len(self._unsent) > MAX_UNSENT:
             self.end(f"{self.stream.remote} does not read what it is sent")
             return
+        if self._sends_now(kind, header, payload):
+            return
         self._unsent.append((kind, header, payload))
         self._wake.set()
+
+    def _sends_now(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> bool:
+        """Where nothing waits to be sent, a small frame goes out at once: to wake the task that writes takes longer."""
+        if self._unsent or self._direct is None:
+            return False
+        try:
+            if not self._direct.send_now(kind, header, payload):
+                return False
+        except (SwarmError, ValueError):
+            return False  # the task that writes comes upon it as well, and ends the stream
+        self.sent_bytes += sum(memoryview(buffer).nbytes for buffer in payload)
+        return True
 
     async def send(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> None:
         """Put a frame out; waits while `depth` others have not gone. After the end it is dropped."""

@@ -93,7 +93,7 @@ async def _held(names: Sequence[str], logs: bool) -> list[Verdict]:
     async with open_ground(closed=any(ATTACKS[name].closed for name in names)) as ground:
         try:
             for name in names:
-                verdict = await hold(ground, name, ATTACKS[name])
+                verdict, _ = await hold(ground, name, ATTACKS[name])
                 print(json.dumps(verdict.to_json()), file=sys.stderr, flush=True)
                 verdicts.append(verdict)
         finally:

@@ -26,6 +26,8 @@ SETTLE_SECONDS = 3.0  # after an attack, before its end counts as quiet
 PAUSE_SECONDS = 0.4  # between operations of the directory's honest users
 LATE_SECONDS = 60.0  # an attacker that is held back may end so long after its time
 
+Span = tuple[float, float]  # of time.time()
+
 
 @dataclass(frozen=True)
 class Attack:
@@ -42,15 +44,25 @@ class Attack:
     closed: bool = False  # against a closed swarm, whose key the stranger does not have
 
 
-async def hold(ground: Ground, name: str, attack: Attack, *, quiet_seconds: float = QUIET_SECONDS) -> Verdict:
-    """Run `attack` (of that name in `attacks.catalog`) against the ground."""
+async def hold(
+    ground: Ground,
+    name: str,
+    attack: Attack,
+    *,
+    quiet_seconds: float = QUIET_SECONDS,
+    quiet_before: Span | None = None,
+) -> tuple[Verdict, Span]:
+    """Run `attack` (of that name in `attacks.catalog`) against the ground; the quiet seconds after it come back with the
+    verdict. They may be the `quiet_before` of the next attack, which then begins at once."""
     verdict = Verdict(attack=name)
     await ground.look()
     async with _honest(ground, verdict):
-        quiet_from = time.time()
-        await asyncio.sleep(quiet_seconds)
-        began, quiet = time.time(), ground.reports()
-        verdict.before = _rates(ground, quiet_from, began)
+        if quiet_before is None:
+            began = time.time()
+            await asyncio.sleep(quiet_seconds)
+            quiet_before = began, time.time()
+        quiet_from, quiet = quiet_before[0], ground.reports()
+        verdict.before = _rates(ground, *quiet_before)
         async with _attacker(ground, name) as process:
             began = time.time()
             await _struck(process, attack.seconds, verdict)
@@ -60,7 +72,8 @@ async def hold(ground: Ground, name: str, attack: Attack, *, quiet_seconds: floa
         await asyncio.sleep(SETTLE_SECONDS)
         settled = time.time()
         await asyncio.sleep(quiet_seconds)
-        verdict.after = _rates(ground, settled, time.time())
+        quiet_after = settled, time.time()
+        verdict.after = _rates(ground, *quiet_after)
     watched_until = time.time() if attack.alone else math.inf
     if attack.check is not None and "fault: attack" not in verdict.notes:
         await attack.check(ground, verdict)
@@ -68,10 +81,10 @@ async def hold(ground: Ground, name: str, attack: Attack, *, quiet_seconds: floa
     verdict.quiet_block_seconds = max(
         line["block"] for lines in quiet for line in lines if line["at"] > quiet_from
     )
-    verdict.quiet_cores, verdict.cores = _cores(ground, quiet_from, began), _cores(ground, began, ended)
+    verdict.quiet_cores, verdict.cores = _cores(ground, *quiet_before), _cores(ground, began, ended)
     _watched(ground, verdict, quiet, began, watched_until)
     await _judge_honest(ground, verdict, quiet_from)
-    return verdict
+    return verdict, quiet_after
 
 
 def _rates(ground: Ground, since: float, until: float) -> Rates:

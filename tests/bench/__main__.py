@@ -1,6 +1,6 @@
 """`make bench`: the figures of the README. One table, and bench-results.json with every sample behind it.
 
-    python tests/bench [--rounds 5] [--only training,decode,streams,start] [--device cpu|cuda] [--json]
+    python tests/bench [--rounds 5] [--only training,decode,streams,prefix,start,thin] [--device cpu|cuda] [--json]
 
 What is compared is measured in turn (baseline, swarm, baseline, swarm, ...), because machines drift; the table shows
 medians and the median of the ratios of neighbouring samples. Peers are real processes on loopback, one thread each.
@@ -17,10 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from decode import measure_decode
-from start import measure_start
-from streams import measure_streams
-from training import measure_training
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.decode import measure_decode
+from bench.prefix import measure_prefix
+from bench.start import measure_start
+from bench.streams import measure_streams, stream_rows
+from bench.text_table import text_of
+from bench.thin import measure_thin
+from bench.training import measure_training
 
 RESULTS = Path("bench-results.json")
 
@@ -33,8 +38,12 @@ async def main(only: set[str], rounds: int, device: str) -> dict[str, Any]:
         results["decode"] = await measure_decode(rounds, device)
     if "streams" in only:
         results["streams"] = await measure_streams(rounds, device)
+    if "prefix" in only:
+        results["prefix"] = await measure_prefix(rounds, device)
     if "start" in only:
         results["start"] = await measure_start(10)
+    if "thin" in only:
+        results["thin"] = await measure_thin(10)
     return results
 
 
@@ -63,59 +72,44 @@ def table(results: dict[str, Any]) -> str:
     if decode := results.get("decode"):
         rows.append(("decode, time a hop adds: ms", "", f"{1e3 * decode['hop_seconds']:.2f}", "", ""))
     rows += stream_rows(results["streams"]) if "streams" in results else []
+    if prefix := results.get("prefix"):
+        rows.append(
+            (
+                f"second turn after {prefix['history']} tokens against the first: s to the first token",
+                f"{statistics.median(prefix['first_turn_seconds']):.3f}",
+                f"{statistics.median(prefix['second_turn_seconds']):.3f}",
+                f"{prefix['ratio']:.3f}",
+                "<= 0.150",
+            )
+        )
     if start := results.get("start"):
         seconds = start["announced_seconds"]
         shown = f"{statistics.median(seconds):.2f} / {max(seconds):.2f}"
         rows.append((f"start to announced, p50 / max of {len(seconds)}: s", "", shown, "", ""))
+    if thin := results.get("thin"):
+        seconds = thin["first_token_seconds"]
+        shown = f"{statistics.median(seconds):.2f} / {max(seconds):.2f}"
+        rows.append(
+            (f"thin client, start to first token, p50 / max of {len(seconds)}: s", "", shown, "", "<= 0.70")
+        )
+        rows.append(
+            ("thin client, its environment: MiB", "", f"{thin['environment_bytes'] / 2**20:.0f}", "", "")
+        )
     for name, part in (("training", results.get("training")), ("decode", results.get("decode"))):
         if part:
             peers = ", ".join(f"{peak / 2**20:.0f}" for peak in part["peer_peak_bytes"])
             rows.append(
                 (f"peak memory, {name}: MiB", f"{part['baseline_peak_bytes'] / 2**20:.0f}", peers, "", "")
             )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
-    )
-
-
-def stream_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    rows = []
-    one = {each["stages"]: each for each in found["streams"] if each["streams"] == 1}
-    for each in found["streams"]:
-        streams, stages = each["streams"], each["stages"]
-        rate, alone = each["tokens_per_second"], one[stages]["tokens_per_second"]
-        rows.append(
-            (
-                f"{streams} stream(s) over {stages} stage(s) against one: tokens/s",
-                f"{alone:.1f}",
-                f"{rate:.1f}",
-                f"{rate / alone:.2f}",
-                ">= 3.50" if (streams, stages) == (8, 2) else "",
-            )
-        )
-        p95, quiet = each["between_p95"], one[stages]["between_p95"]
-        rows.append(
-            ("  p95 between tokens: ms", f"{1e3 * quiet:.1f}", f"{1e3 * p95:.1f}", f"{p95 / quiet:.2f}", "")
-        )
-    rate = statistics.median(found["generate_batch_8_tokens_per_second"])
-    own = statistics.median(found["generate_tokens_per_second"])
-    rows.append(
-        (
-            "generate(), a batch of 8 against one: tokens/s",
-            f"{own:.1f}",
-            f"{rate:.1f}",
-            f"{rate / own:.2f}",
-            "",
-        )
-    )
-    return rows
+    return text_of(rows)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="training,decode,streams,start", help="a comma between parts")
+    parser.add_argument(
+        "--only", default="training,decode,streams,prefix,start,thin", help="a comma between parts"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", action="store_true", help="print the JSON alone")
     options = parser.parse_args()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from baseline import baseline, peak_bytes, say
+from bench.baseline import baseline, peak_bytes, say
 
-from fusion.cli.local.fleet import open_fleet
+from fusion.cli.local.fleet import Fleet, LocalPeer, open_fleet
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.requests.client import complete
 from fusion.runtime.serving.requests.request import GenerateRequest
@@ -18,7 +20,7 @@ TOKENS = 128
 TARGETS = {1: 0.90, 2: 0.80, 3: 0.75}
 
 
-def make_model(path: str) -> None:
+def make_model(path: str, positions: int = 1024) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,7 +32,7 @@ def make_model(path: str) -> None:
         num_attention_heads=8,
         num_key_value_heads=8,
         vocab_size=8000,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
         initializer_range=0.08,  # answers vary
         bos_token_id=None,
         eos_token_id=None,
@@ -38,23 +40,30 @@ def make_model(path: str) -> None:
     LlamaForCausalLM(config).save_pretrained(path)
 
 
+async def served_llama(
+    fleet: Fleet, count: int, stages: Sequence[int], device: str
+) -> tuple[str, Path, list[LocalPeer]]:
+    """So many peers that serve the model over each number of stages, as "llama-<stages>": the folder of the model, the home
+    that serves it and the peers, the first of which the others joined through."""
+    path, home = str(fleet.root / "llama"), fleet.root / "client"
+    make_model(path)
+    peers = [await fleet.start_peer("peer-1", "--device", device)]
+    for number in range(2, count + 1):
+        joins = (peers[0].address,)
+        peers.append(await fleet.start_peer(f"peer-{number}", "--device", device, bootstrap=joins))
+    where = ("--home", str(home), "--peer", peers[0].address)
+    for each in stages:
+        await fleet.run("serve", "serve", path, "--name", f"llama-{each}", "--stages", str(each), *where)
+    return path, home, peers
+
+
 async def measure_decode(rounds: int, device: str) -> dict[str, Any]:
     own: list[float] = []
     swarm: dict[int, list[float]] = {stages: [] for stages in TARGETS}
     async with open_fleet("fusion-bench-") as fleet:
-        path = str(fleet.root / "llama")
-        make_model(path)
+        path, home, peers = await served_llama(fleet, 3, tuple(TARGETS), device)
         request = {"path": path, "prompt": PROMPT, "tokens": TOKENS, "repeats": 2, "device": device}
-        first = await fleet.start_peer("peer-1", "--device", device)
-        peers = [first]
-        for name in ("peer-2", "peer-3"):
-            peers.append(await fleet.start_peer(name, "--device", device, bootstrap=(first.address,)))
-        home = fleet.root / "client"
-        for stages in TARGETS:
-            where = ("--home", str(home), "--peer", first.address)
-            await fleet.run(
-                "serve", "serve", path, "--name", f"llama-{stages}", "--stages", str(stages), *where
-            )
+        first = peers[0]
         async with open_client(ClientConfig(home=home, peer=first.address)) as client:
             for number in range(rounds):
                 answer = await baseline("decode", request)

@@ -52,7 +52,9 @@ def decode(request: dict[str, Any]) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(request["path"], dtype=torch.float32).eval().to(device)
     batch = request.get("batch", 1)
     prompt = torch.tensor([request["prompt"]] * batch, device=device)
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    # Without a mask of its own generate() would pass over every token of the prompt that is the padding's.
+    mask = torch.ones_like(prompt)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": mask}
     model.generate(prompt, max_new_tokens=4, **options)
     rates = []
     for _ in range(request.get("repeats", 1)):

@@ -8,7 +8,7 @@ import os
 import time
 from typing import Any
 
-from baseline import say
+from bench.baseline import say
 
 from fusion.cli.local.fleet import COMMAND, LISTEN, open_fleet
 

@@ -8,8 +8,8 @@ import statistics
 import time
 from typing import Any
 
-from baseline import baseline, peak_bytes, say
-from decode import PROMPT, TOKENS, make_model
+from bench.baseline import baseline, peak_bytes, say
+from bench.decode import PROMPT, TOKENS, served_llama
 
 from fusion.cli.local.fleet import open_fleet
 from fusion.runtime.peer.client import ClientConfig, open_client
@@ -26,17 +26,9 @@ async def measure_streams(rounds: int, device: str) -> dict[str, Any]:
     batched: list[float] = []
     found: dict[tuple[int, int], list[dict[str, float]]] = {(n, s): [] for s in STAGES for n in STREAMS}
     async with open_fleet("fusion-streams-") as fleet:
-        path = str(fleet.root / "llama")
-        make_model(path)
+        path, home, peers = await served_llama(fleet, 2, STAGES, device)
         alone = {"path": path, "prompt": PROMPT, "tokens": TOKENS, "repeats": 2, "device": device}
-        first = await fleet.start_peer("peer-1", "--device", device)
-        peers = [first, await fleet.start_peer("peer-2", "--device", device, bootstrap=(first.address,))]
-        home = fleet.root / "client"
-        for stages in STAGES:
-            where = ("--home", str(home), "--peer", first.address)
-            await fleet.run(
-                "serve", "serve", path, "--name", f"llama-{stages}", "--stages", str(stages), *where
-            )
+        first = peers[0]
         async with open_client(ClientConfig(home=home, peer=first.address)) as client:
             expected: dict[int, list[int]] = {}
             for number in range(rounds):
@@ -101,3 +93,36 @@ async def _together(
         "between_p50": statistics.median(between),
         "between_p95": between[int(0.95 * len(between))],
     }
+
+
+def stream_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    rows = []
+    one = {each["stages"]: each for each in found["streams"] if each["streams"] == 1}
+    for each in found["streams"]:
+        streams, stages = each["streams"], each["stages"]
+        rate, alone = each["tokens_per_second"], one[stages]["tokens_per_second"]
+        rows.append(
+            (
+                f"{streams} stream(s) over {stages} stage(s) against one: tokens/s",
+                f"{alone:.1f}",
+                f"{rate:.1f}",
+                f"{rate / alone:.2f}",
+                ">= 3.50" if (streams, stages) == (8, 2) else "",
+            )
+        )
+        p95, quiet = each["between_p95"], one[stages]["between_p95"]
+        rows.append(
+            ("  p95 between tokens: ms", f"{1e3 * quiet:.1f}", f"{1e3 * p95:.1f}", f"{p95 / quiet:.2f}", "")
+        )
+    rate = statistics.median(found["generate_batch_8_tokens_per_second"])
+    own = statistics.median(found["generate_tokens_per_second"])
+    rows.append(
+        (
+            "generate(), a batch of 8 against one: tokens/s",
+            f"{own:.1f}",
+            f"{rate:.1f}",
+            f"{rate / own:.2f}",
+            "",
+        )
+    )
+    return rows

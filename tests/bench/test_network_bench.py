@@ -76,6 +76,7 @@ def small(folder: Path) -> Bench:
     )
 
 
+@pytest.mark.slow
 def test_there_are_enough_cases_and_the_baseline_is_first() -> None:
     benches = [measurable(name) for name in ("A", "B", "C")]
     cases = [case for bench in benches for case in bench.cases()]
@@ -85,6 +86,7 @@ def test_there_are_enough_cases_and_the_baseline_is_first() -> None:
         assert first == bench.baseline and (first.scheduler, first.codec) == BASELINE
 
 
+@pytest.mark.slow
 def test_the_model_is_as_wide_as_the_slowest_link_allows(tmp_path: Path) -> None:
     (tmp_path / "slow.toml").write_text(SWARM)
     (tmp_path / "quick.toml").write_text(SWARM.replace("4\n", "1000\n").replace("8\n", "1000\n"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from baseline import baseline, peak_bytes, say
+from bench.baseline import baseline, peak_bytes, say
 
 from fusion.cli.local.fleet import Fleet, open_fleet
 

@@ -142,6 +142,7 @@ sequence = 8
         ("status --peer foo", "--peer"),
         ("status --home job.toml", "not a folder"),
         ("status --bootstrap nofile", "--bootstrap"),
+        ("start --home kept", "kept/identity is empty"),
         ("jobs watch x --peer foo", "--peer"),
         ("jobs stop x --bootstrap nofile", "--bootstrap"),
         ("jobs export x .", "not an empty directory"),
@@ -153,10 +154,11 @@ def test_bad_input_is_found_before_anything_slow_is_loaded(words: str, said: str
     (tmp_path / "good.toml").write_text(JOB.replace("blocs", "blocks"))
     (tmp_path / "hf.toml").write_text(JOB.replace('"gpt"\nblocs = 3', '"huggingface"\npath = "empty"'))
     (tmp_path / "swarm.toml").write_text("[[peers]]\n")
-    for name, config in (("empty", None), ("config", "{}"), ("broken", "{")):
+    for name, config in (("kept", None), ("empty", None), ("config", "{}"), ("broken", "{")):
         (tmp_path / name).mkdir()
         if config is not None:
             (tmp_path / name / "config.json").write_text(config)
+    (tmp_path / "kept" / "identity").touch(0o600)
     code = (
         "import socket, sys\n"
         "from fusion.cli import main\n"

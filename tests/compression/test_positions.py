@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.compression.positions import pack, position_bytes, unpack
+from fusion.compression.position_sizes import position_bytes
+from fusion.compression.positions import pack, unpack
 
 
 @st.composite

@@ -69,6 +69,19 @@ def test_any_client_of_openai_asks_any_peer(peers: Any, tmp_path: Path) -> None:
             next(iter(long))
             long.close()
             nobody_waits(peer.ready["http"].removesuffix("/v1"), key)
+    history: Any = [
+        {"role": "system", "content": "def read(self, path):\n    return self.path\n" * 5},
+        *messages,
+    ]
+    with openai.OpenAI(base_url=first.ready["http"], api_key="none", max_retries=0) as client:
+        turn = client.chat.completions.create(**options, messages=history)
+        history += [{"role": "assistant", "content": turn.choices[0].message.content}, *messages]
+        goes_on = client.chat.completions.create(**options, messages=history)
+    with openai.OpenAI(base_url=second.ready["http"], api_key=KEY, max_retries=0) as client:
+        anew = client.chat.completions.create(**options, messages=history)
+    assert goes_on.choices[0].message.content == anew.choices[0].message.content
+    assert cached_tokens(goes_on) >= 64 and cached_tokens(anew) == 0
+
     with (
         openai.OpenAI(base_url=second.ready["http"], api_key="wrong", max_retries=0) as client,
         pytest.raises(openai.AuthenticationError),
@@ -88,6 +101,13 @@ def test_any_client_of_openai_asks_any_peer(peers: Any, tmp_path: Path) -> None:
         deltas = [json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines]
         assert "".join(deltas) == made.decode(chatted["tokens"])
     assert peers.stop(first, signal.SIGTERM) < 10.0
+
+
+def cached_tokens(answer: Any) -> int:
+    """Of the prompt, as the answer says."""
+    found = answer.usage.prompt_tokens_details.cached_tokens
+    assert isinstance(found, int)
+    return found
 
 
 def nobody_waits(url: str, key: str) -> None:

@@ -78,14 +78,18 @@ def arithmetic(stage: Stage, inputs: Mapping[str, torch.Tensor]) -> dict[str, to
     found = {edge.name: y for edge in stage.sends}
     if stage.results:
         score = y.sum(-1, keepdim=True) + 7 * y[..., :1]
-        found["result/0"] = ((score + 1) * torch.arange(1, VOCABULARY + 1) ** 2 % 101)[:, -1:] / 20
+        found["result/0"] = ((score + 1) * torch.arange(1, VOCABULARY + 1) ** 2 % 101) / 20
     return found
 
 
 class ToyPlane:
+    together = True
+
     def __init__(self, stage: Stage, on_run: Callable[[str, int, int], None] = lambda *_: None) -> None:
         self.stage = stage
+        self.caches = True
         self.seen: dict[str, dict[str, torch.Tensor]] = {}
+        self.retained: dict[int, dict[str, torch.Tensor]] = {}
         self.capacity: dict[str, int] = {}
         self.full = False
         self.most = math.inf  # positions, of all sessions together
@@ -93,7 +97,8 @@ class ToyPlane:
         self._on_run = on_run
 
     def open(self, session: str, capacity: int) -> None:
-        if self.full or capacity + sum(self.capacity[each] for each in self.seen) > self.most:
+        kept = sum(map(_positions, self.retained.values()))
+        if self.full or capacity + sum(self.capacity[each] for each in self.seen) + kept > self.most:
             raise MemoryError("no room for another session's cache")
         self.seen[session], self.capacity[session] = {}, capacity
 
@@ -103,24 +108,70 @@ class ToyPlane:
     def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
         if self.broken:
             raise RuntimeError("the device is on fire")
-        return [self._run(piece.session, piece.start, piece.inputs) for piece in pieces]
+        return [self._run(piece) for piece in pieces]
 
-    def _run(self, session: str, start: int, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _run(self, piece: Piece) -> dict[str, torch.Tensor]:
+        session, start, inputs = piece.session, piece.start, piece.inputs
         length = next(iter(inputs.values())).shape[1]
         self._on_run(session, start, length)
         cache = self.seen[session]
         for name, value in inputs.items():
             old = cache.get(name, value[:, :0])
-            assert old.shape[1] >= start and start + length <= self.capacity[session]
+            assert start + length <= self.capacity[session]
+            if old.shape[1] < start:
+                raise ValueError(
+                    f"the cache holds {old.shape[1]} positions: it cannot go on at position {start}"
+                )
             cache[name] = torch.cat([old[:, :start], value.clone()], 1)
         whole = arithmetic(self.stage, cache)
-        return {name: v if name.startswith("result") else v[:, start:] for name, v in whole.items()}
+        shown = -length if piece.singly else -1
+        return {n: v[:, shown:] if n.startswith("result") else v[:, start:] for n, v in whole.items()}
 
     def close(self, session: str) -> None:
         self.seen.pop(session, None)
 
+    def retain(self, session: str, name: int, positions: int) -> tuple[int, int]:
+        cache = _cut(self.seen.pop(session, {}), positions)
+        if not _positions(cache):
+            return 0, 0
+        self.retained[name] = cache
+        return _positions(cache), _positions(cache)
+
+    def resume(self, session: str, capacity: int, name: int, positions: int) -> int:
+        found = self.retained.pop(name, {})
+        try:
+            self.open(session, capacity)
+        except MemoryError:
+            self.retained[name] = found
+            raise
+        self.seen[session] = _cut(found, positions)
+        return _positions(self.seen[session])
+
+    def copy(self, source: int | str, session: str, positions: int) -> int:
+        found = self.seen.get(source) if isinstance(source, str) else self.retained.get(source)
+        self.seen[session] = _cut(found or {}, positions)
+        return _positions(self.seen[session])
+
+    def forget(self, name: int) -> None:
+        self.retained.pop(name, None)
+
+    def clear(self) -> None:
+        self.seen.clear()
+        self.retained.clear()
+
     def used_bytes(self) -> int:
         return len(self.seen)
+
+    def retained_bytes(self) -> int:
+        return sum(map(_positions, self.retained.values()))
+
+
+def _cut(cache: Mapping[str, torch.Tensor], positions: int) -> dict[str, torch.Tensor]:
+    return {name: value[:, :positions].clone() for name, value in cache.items()}
+
+
+def _positions(cache: Mapping[str, torch.Tensor]) -> int:
+    return min((value.shape[1] for value in cache.values()), default=0)
 
 
 def reference(
@@ -171,16 +222,22 @@ class Ring:
         }
         return Opening(route=self.route, prompt_length=len(prompt), max_tokens=max_tokens, **fields)
 
-    async def open(self, streams: Sequence[Stream], opening: Opening) -> None:
+    async def open(
+        self, streams: Sequence[Stream], opening: Opening, prompt: Sequence[int] | None = None
+    ) -> None:
         for stream in streams:
-            await stream.send("open", opening.to_header())
+            payload = [] if prompt is None or stream is not streams[-1] else [pack_tokens(prompt)]
+            await stream.send("open", opening.to_header(), payload)
         for stream in streams:
             frame = await stream.receive()
             if frame.kind != "opened":
                 raise Refused(frame)
 
-    async def prompt(self, streams: Sequence[Stream], opening: Opening, prompt: Sequence[int]) -> None:
-        await streams[0].send("prompt", {"session": opening.session}, [pack_tokens(prompt)])
+    async def prompt(
+        self, streams: Sequence[Stream], opening: Opening, prompt: Sequence[int], guesses: bool = False
+    ) -> None:
+        said = {"guesses": True} if guesses else {}
+        await streams[0].send("prompt", {"session": opening.session, **said}, [pack_tokens(prompt)])
 
     async def tokens(self, stream: Stream) -> list[int]:
         found = []
@@ -192,11 +249,13 @@ class Ring:
             if frame.header["finish"]:
                 return found
 
-    async def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> list[int]:
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, guesses: bool = False, **options: Any
+    ) -> list[int]:
         streams = await self.connect()
         opening = self.opening(prompt, max_tokens, **options)
-        await self.open(streams, opening)
-        await self.prompt(streams, opening, prompt)
+        await self.open(streams, opening, prompt if opening.sampling.penalises else None)
+        await self.prompt(streams, opening, prompt, guesses)
         tokens = await self.tokens(streams[-1])
         for stream in streams:
             await stream.send("close", {"session": opening.session})

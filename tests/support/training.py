@@ -438,10 +438,19 @@ async def reached(peer: Peer, job: Job, step: int, snapshot_step: int = 0) -> Pr
     return progress
 
 
+async def ended(made: Swarm, lead: Peer) -> None:
+    """The lead's stage has ended; the others go by their author's word, which their hosting would hear."""
+    await lead.tasks[0]
+    others = [task for peer in made.peers for task in peer.tasks.values() if not task.done()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 async def stopped(made: Swarm, lead: Peer, job: Job) -> dict[int, float]:
     """Stop the job; the loss of every step under this lead."""
     assert lead.service.stop(job.prepared.job)
-    await asyncio.gather(*(t for peer in made.peers for t in peer.tasks.values()))
+    await ended(made, lead)
     progress = lead.service.progress(job.prepared.job)
     assert progress is not None and progress.state == "stopped"
     return dict(lead.service.losses(job.prepared.job))

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from support.endings import interruptible
 from sweeps.rounds import Row, summary, until_killed
 
-from fusion.cli.chaos import last_lines
+from fusion.cli.local.chaos import last_lines
 from fusion.cli.local.chaos_job import STORE_BYTES, ChaosJob, invented, launched
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.fleet import FleetError, LocalPeer, open_fleet

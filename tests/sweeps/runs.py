@@ -19,7 +19,7 @@ from reports import tell
 from theatre import ARMED, Theatre, end_launcher, launch
 from training import BEGIN_SECONDS, RECOVER_SECONDS, Sweep, compare, quiet_truth, say
 
-from fusion.cli.chaos import last_lines
+from fusion.cli.local.chaos import last_lines
 from fusion.cli.local.chaos_job import another, prepare
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.fleet import FleetError, open_fleet

@@ -27,8 +27,8 @@ from reports import tell
 from support.endings import interruptible
 from theatre import ARMED, CALM_STEPS, Theatre, arm, calm, end_launcher, launch, ready_standbys
 
-from fusion.cli.chaos import last_lines
 from fusion.cli.local import chaos_job
+from fusion.cli.local.chaos import last_lines
 from fusion.cli.local.chaos_job import ChaosJob, another, prepare
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.chaos_timeline import percentile

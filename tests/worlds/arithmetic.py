@@ -22,6 +22,7 @@ import torch
 
 from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.graph import Graph, Input, Ref, TensorType, Variable
+from fusion.runtime.device.share import Whose
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.planes.plane import RngKey, Tensors
 from fusion.runtime.training.data.batches import Batches
@@ -247,6 +248,9 @@ class WorldWorker:
             tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
         ] = deque()
         self._busy = False
+
+    def of(self, whose: Whose) -> WorldWorker:
+        return self
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         future = asyncio.get_running_loop().create_future()

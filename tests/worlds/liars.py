@@ -187,7 +187,7 @@ class Liar:
             (
                 m.Failed(attempt, "made up"),
                 m.Lack(attempt, "made up"),
-                m.Finish("done", "made up"),
+                m.Finish(self._rng.choice(("done", "stopped", "failed")), "made up"),
                 m.Ready(
                     attempt,
                     step,

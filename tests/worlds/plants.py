@@ -14,7 +14,7 @@ from fusion.runtime.training.snapshots import stage_files
 from fusion.runtime.training.step import lead, messages
 from fusion.runtime.training.streams import fence, partners
 from fusion.swarm.authority import belief
-from fusion.swarm.claims import claim_cache, leases, testimony
+from fusion.swarm.claims import claim_cache, jury, testimony
 from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.transport import PeerId
 
@@ -85,7 +85,7 @@ def count_forged_words() -> None:
     def believe(data: bytes, job: Any, stage: int, heir: PeerId, verify: Any) -> Any:
         return real(data, job, stage, heir, lambda *_: True)
 
-    for module in (testimony, claim_cache, leases):
+    for module in (testimony, claim_cache, jury):
         assert module.open_testimony is real
         module.open_testimony = believe  # type: ignore[attr-defined]
 

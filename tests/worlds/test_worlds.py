@@ -25,13 +25,13 @@ def worlds(*arguments: str) -> dict[str, Any]:
     return found
 
 
-# In all tiers together the worlds 1 to 2500; in the check and in the gate the first of them.
+# In all tiers together the worlds 1 to 2180; in the check and in the gate the first of them.
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
         pytest.param(1, 80, marks=pytest.mark.program),
-        (81, 200),
-        *(pytest.param(seed, 500, marks=pytest.mark.slow) for seed in (281, 781, 1281, 1781)),
+        (81, 100),
+        *(pytest.param(seed, 500, marks=pytest.mark.slow) for seed in (181, 681, 1181, 1681)),
     ],
 )
 def test_everything_holds_in_many_worlds(seed: int, count: int) -> None:
@@ -65,12 +65,15 @@ def test_liars_are_not_believed(count: int) -> None:
     assert found["violations"] == {}
 
 
+# From a seed shortly before the first world that shows it: of those before, none did.
 @pytest.mark.parametrize(
-    ("plant", "told"), [("proof", "deposed"), ("words", "deposed"), ("belief", "durable")]
+    ("plant", "told", "seed"),
+    [("proof", "deposed", 150), ("words", "deposed", 260), ("belief", "durable", 1)],
 )
-def test_a_check_that_is_left_out_is_found_by_liars(plant: str, told: str) -> None:
+def test_a_check_that_is_left_out_is_found_by_liars(plant: str, told: str, seed: int) -> None:
     found = worlds(
-        *("--worlds", "400", "--liars", "3", "--plant", plant, "--until", told, "--stop-after", "200"),
+        *("--worlds", "400", "--seed", str(seed), "--liars", "3"),
+        *("--plant", plant, "--until", told, "--stop-after", "200"),
         *("--processes", "1"),
     )
     assert any(text.startswith(told) for text in found["violations"].values()), found["violations"]
@@ -93,14 +96,14 @@ def test_a_world_repeats() -> None:
 
 
 def test_the_digest_of_a_world_is_the_same_in_whatever_process_it_runs(tmp_path: Path) -> None:
-    made = []
+    made, count = [], 30  # more than a process takes at once
     for processes in ("1", "2"):
         path = tmp_path / processes
-        total = worlds("--worlds", "50", "--seed", "7", "--processes", processes, "--digest", str(path))
+        total = worlds("--worlds", str(count), "--seed", "7", "--processes", processes, "--digest", str(path))
         lines = path.read_text().splitlines()
-        assert total["worlds"] == 50 and [line.split()[0] for line in lines] == [
-            str(7 + i) for i in range(50)
+        assert total["worlds"] == count and [line.split()[0] for line in lines] == [
+            str(7 + i) for i in range(count)
         ]
-        assert len({digest for line in lines for digest in line.split()[1:]}) == 100
+        assert len({digest for line in lines for digest in line.split()[1:]}) == 2 * count
         made.append((total, lines))
     assert made[0] == made[1]

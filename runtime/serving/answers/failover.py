@@ -39,6 +39,9 @@ LOOK_TOKENS = 16
 @dataclass(frozen=True, kw_only=True)
 class FailoverConfig:
     recover_seconds: float = 30.0  # without progress, before an answer is given up
+    full_seconds: float = (
+        120.0  # the same, where a stage is there and has no memory: others' answers come to their end
+    )
     reach_seconds: float = 5.0  # for a peer to accept a stream
     quiet_seconds: float = 2.0  # without a word, at least, before the stages are asked whether they are there
     quiet_factor: float = 20.0  # or this many times the usual time between two tokens
@@ -47,10 +50,16 @@ class FailoverConfig:
     tries: int = 3  # of a stage that fails by itself
 
     def __post_init__(self) -> None:
-        seconds = (self.recover_seconds, self.reach_seconds, self.quiet_seconds, self.ping_seconds)
+        seconds = (
+            self.recover_seconds,
+            self.full_seconds,
+            self.reach_seconds,
+            self.quiet_seconds,
+            self.ping_seconds,
+        )
         if min(*seconds, self.quiet_factor) <= 0 or min(self.rounds, self.tries) < 1:
             raise ValueError(
-                "recover_, reach_, quiet_ and ping_seconds, quiet_factor, rounds and tries: above 0"
+                "recover_, full_, reach_, quiet_ and ping_seconds, quiet_factor, rounds and tries: above 0"
             )
 
 
@@ -115,7 +124,8 @@ def respond(
         return None
     if fault.kind == "full" and not trouble.answered and trouble.faults == 1 and not elsewhere:
         return None  # a new request: better told at once than kept waiting
-    if fault.kind not in _LASTING and stalled_seconds >= config.recover_seconds:
+    patience = config.full_seconds if fault.kind == "full" else config.recover_seconds
+    if fault.kind not in _LASTING and stalled_seconds >= patience:
         return None
     pause = 0.0 if trouble.faults == 1 else FIRST_PAUSE_SECONDS * 2.0 ** min(trouble.faults - 2, 16)
     return Retry(
@@ -136,10 +146,13 @@ class Pulse:
         self._last = now
         self._rounds = 0
 
-    def token(self, now: float) -> None:
-        self._gaps.append(now - self._last)
-        self._last = now
+    def token(self, now: float, guessed: bool = False) -> None:
+        """`guessed`: it took no trip of its own, so that the time before it says nothing."""
+        gap, self._last = now - self._last, now
         self._rounds = 0
+        if guessed:
+            return
+        self._gaps.append(gap)
         self._due -= 1
         if not self._due:
             self._usual = median(self._gaps)

@@ -6,11 +6,12 @@ learn that it has. What then happens is in `fusion.runtime.serving.answers.gener
 
     /fusion/generate/1   generate {model, prompt: "text" | "ids", max_tokens, temperature, top_k, top_p, seed,
                          logits, answered} + the prompt; the answer is `token` {index, id, text} (+ logits) for each
-                         token, then `done` {text, finish, prompt_tokens, route, seconds}, or one `error` {message}; of a
-                         model that is not for everybody also {closed: its job, ask: peers that take part}, and
+                         token, then `done` {text, finish, prompt_tokens, cached_tokens, route, seconds}, or one `error` {message};
+                         of a model that is not for everybody also {closed: its job, ask: peers that take part}, and
                          `generate` may show {grants}
     /fusion/generate/2   the same, and {min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias,
-                         top_logprobs, stop} and the prompt "chat", of which /1 says nothing; `token` has {logprob, top_logprobs}
+                         top_logprobs, stop} and the prompt "chat", of which /1 says nothing; `token` has {logprob, top_logprobs}.
+                         "text+schema" and so on: a schema of {schema} bytes comes before the prompt
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import ParamSpec, TypeVar
+
+from cachetools import LRUCache
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
@@ -31,7 +35,7 @@ from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
 from fusion.runtime.serving.answers.generation import Generation
 from fusion.runtime.serving.answers.owner_reports import OwnerReports
-from fusion.runtime.serving.answers.session_pair import Task
+from fusion.runtime.serving.answers.session_pair import OpenGrammar, Task
 from fusion.runtime.serving.answers.text_threads import TextThreads
 from fusion.runtime.serving.requests.request import (
     MAX_SEED,
@@ -53,6 +57,7 @@ ANSWER_BYTES = 256 << 10  # that an answer takes here beside its prompt
 LARGE_PROMPTS = 16  # over UNASKED_BYTES, on their way here at once
 ARRIVING_SECONDS = 1.0  # after which one of them gives way to another
 UNREAD_SECONDS = 30.0  # for a client to read a token
+KNOWN_USERS = 4096  # that are told apart; those that asked last
 IDLE_SECONDS = 30.0  # without a token, before an answer gives way to any other
 BUSY = "this peer answers as many requests as it can, and others have fewer: ask again later, or ask another peer"
 
@@ -75,8 +80,9 @@ class GatewayConfig:
 class Gateway:
     """Runs generations; `attend` does so for a client on the other side of a stream."""
 
-    def __init__(self, context: Context, config: GatewayConfig | None = None) -> None:
+    def __init__(self, context: Context, grammar: OpenGrammar, config: GatewayConfig | None = None) -> None:
         self._context = context
+        self._open_grammar = grammar
         self._config = config or GatewayConfig()
         self._sessions = GatewaySessions(
             context.transport,
@@ -90,6 +96,10 @@ class Gateway:
         self._answers: Shares[Place] = Shares(clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS)
         self._arriving: Shares[Stream] = Shares(clock, LARGE_PROMPTS, ARRIVING_SECONDS)
         self._reports = OwnerReports(context.succession, self._catalog.newer)
+        self._users: LRUCache[PeerId, int] = LRUCache(
+            KNOWN_USERS
+        )  # stages are told that one is the same, and not who
+        self._numbers = count(1)
 
     async def aclose(self) -> None:
         await self._reports.aclose()
@@ -97,9 +107,10 @@ class Gateway:
         self._threads.close()
 
     async def generate(
-        self, request: GenerateRequest, client: PeerId | None = None
+        self, request: GenerateRequest, client: PeerId | None = None, holder: PeerId | None = None
     ) -> AsyncGenerator[Piece | Answer, None]:
-        """Pieces, then one Answer. `client`: who asks, if not we ourselves. Raises JobError (the request), NotAdmitted, NoRoute, JobFailed (a stage), SwarmError.
+        """Pieces, then one Answer. `client`: who asks, if not we ourselves; `holder`: whose share of the stages it takes, and
+        with whose others it may begin alike, if not the client's. Raises JobError (the request), NotAdmitted, NoRoute, JobFailed (a stage), SwarmError.
 
         Close the iterator (`contextlib.aclosing`) to stop: that frees the session on every stage.
         """
@@ -120,29 +131,46 @@ class Gateway:
         sampling = request.sampling
         if not request.seeded:
             sampling = replace(sampling, seed=self._context.random.randrange(MAX_SEED))
-        task = Task(
-            model=model,
-            prompt=prompt,
-            answered=request.answered,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            logits=request.logits,
-            top_logprobs=request.top_logprobs,
-        )
-        generation = Generation(
-            self._context, task, self._sessions, self._catalog, self._reports.suspect, self._config.failover
-        )
         text = await self._text(model, AnswerText, model.text, prompt, request.stop)
-        tokens, last = list(request.answered), None
-        # An end token is not text.
-        await self._text(model, text.read, tokens[:-1] if generation.finish == "stop" else tokens)
-        async with aclosing(generation.tokens()) as chosen:
-            while not text.stopped and (token := await anext(chosen, None)) is not None:
-                ends = generation.finish == "stop"
-                last = token.piece(len(tokens), "" if ends else await self._text(model, text.push, token.id))
-                tokens.append(token.id)
-                if not text.stopped:
-                    yield last
+        ends, grammar = model.serve.end_tokens, None
+        if request.schema:
+            answered = [token for token in request.answered if token not in ends]
+            asker = client or self._context.peer_id
+            grammar = await self._open_grammar(model.job, model.manifest, request.schema, answered, asker)
+        with nullcontext() if grammar is None else closing(grammar):
+            task = Task(
+                model=model,
+                prompt=prompt,
+                answered=request.answered,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                logits=request.logits,
+                top_logprobs=request.top_logprobs,
+                user=self._user(holder or client or self._context.peer_id),
+                holder=holder or client or self._context.peer_id,
+                guesses=request.guesses,
+                schema=request.schema.encode(),
+                grammar=grammar,
+            )
+            generation = Generation(
+                self._context,
+                task,
+                self._sessions,
+                self._catalog,
+                self._reports.suspect,
+                self._config.failover,
+            )
+            tokens, last = list(request.answered), None
+            # An end token is not text.
+            await self._text(model, text.read, tokens[:-1] if tokens and tokens[-1] in ends else tokens)
+            async with aclosing(generation.tokens()) as chosen:
+                while not text.stopped and (token := await anext(chosen, None)) is not None:
+                    ended = generation.finish == "stop" and token.id in ends
+                    shown = "" if ended else await self._text(model, text.push, token.id)
+                    last = token.piece(len(tokens), shown)
+                    tokens.append(token.id)
+                    if not text.stopped:
+                        yield last
         if not text.stopped:
             await self._text(model, text.finish)
         elif last is not None:  # every stage is free by now
@@ -152,6 +180,7 @@ class Gateway:
             tokens=tuple(tokens),
             finish="stop" if text.stopped else generation.finish,
             prompt_tokens=len(prompt),
+            cached_tokens=generation.cached_tokens,
             route=tuple(hop.peer for hop in generation.route),
             seconds=self._context.clock.monotonic() - began,
         )
@@ -164,6 +193,12 @@ class Gateway:
         if refused is not None:
             raise NotAdmitted(f"model: {model.manifest.name} is not for everybody: {refused}", model.job)
         await self._catalog.check_admitted(model.job, model.manifest)
+
+    def _user(self, holder: PeerId) -> int:
+        number = self._users.get(holder)
+        if number is None:
+            number = self._users[holder] = next(self._numbers)
+        return number
 
     async def _text(
         self, model: ServedModel, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -290,6 +325,7 @@ def _done(answer: Answer) -> dict[str, object]:
         "text": answer.text,
         "finish": answer.finish,
         "prompt_tokens": answer.prompt_tokens,
+        **({"cached_tokens": answer.cached_tokens} if answer.cached_tokens else {}),
         "route": list(answer.route),
         "seconds": answer.seconds,
     }

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.failover import Fault, Faulted
 from fusion.runtime.serving.requests.request import Logprobs, pack_tokens, whole
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks, ShownGrants, no_grants
+from fusion.runtime.serving.ring.prefix import PrefixHash, positions_of
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
@@ -38,9 +41,12 @@ class GatewaySession:
     heard: dict[int, float] = field(
         default_factory=dict
     )  # stage -> when it last said anything about this session
+    guessing: set[int] = field(default_factory=set)  # stages that know of guesses
     ran: dict[int, int] = field(
         default_factory=dict
     )  # stage -> chunks of this session that it has run, as it said
+    held: dict[int, int] = field(default_factory=dict)  # stage -> positions that it had when it opened it
+    reused: int = 0  # positions that no stage has to run, as all have them
 
     @property
     def id(self) -> SessionId:
@@ -53,9 +59,14 @@ class GatewaySession:
     def where(self, stage: int) -> str:
         return f"stage {stage} of {self.model.manifest.name} on {friendly_name(self.route[stage].peer)}"
 
-    def prompt(self, tokens: Sequence[int]) -> None:
-        """Every stage is ready: let the ring begin."""
-        self.links[0].post("prompt", {"session": self.id}, [pack_tokens(tokens)])
+    def prompt(self, tokens: Sequence[int], *, guesses: bool) -> None:
+        """Every stage is ready: let the ring begin, after what all of them hold. The last position always runs: the first token
+        comes of it. `guesses`: the first stage may guess, where all of them know of it."""
+        self.reused = min(*self.held.values(), len(tokens) - 1)
+        said: dict[str, Any] = {"from": self.reused} if self.reused else {}
+        if guesses and len(self.guessing) == len(self.route):
+            said["guesses"] = True
+        self.links[0].post("prompt", {"session": self.id, **said}, [pack_tokens(tokens)])
 
     def slow(self) -> None:
         """Tell every stage that the tokens come slower than they did."""
@@ -92,6 +103,7 @@ class GatewaySessions:
         self._reach_seconds = reach_seconds
         self._clock = clock
         self._sessions: dict[SessionId, GatewaySession] = {}
+        self._prefix_key = secrets.token_bytes(32)
 
     async def aclose(self) -> None:
         await self._links.aclose()
@@ -101,12 +113,21 @@ class GatewaySessions:
         routes = (session.route for session in self._sessions.values() if session.model.job == job)
         return Counter((stage, hop.peer) for route in routes for stage, hop in enumerate(route))
 
+    def prefixes(self, model: ServedModel, holder: PeerId) -> PrefixHash | None:
+        """By what stages find what they have of the holder's sequences. None: without a KV cache they have nothing."""
+        return PrefixHash(self._prefix_key, f"{model.job} {holder}") if model.serve.cache == "kv" else None
+
     async def open(
-        self, opening: Opening, model: ServedModel, events: asyncio.Queue[Event], prompt: Sequence[int]
+        self,
+        opening: Opening,
+        model: ServedModel,
+        events: asyncio.Queue[Event],
+        prompt: Sequence[int],
+        schema: bytes = b"",
     ) -> GatewaySession:
         """Reach every stage and ask it to open the session; each answers with an event. Faulted where one cannot
         be reached. Whoever gets the session has to `close` it. `prompt`: its first `prompt_length` tokens go with it to
-        the last stage, where penalties need them."""
+        the last stage, where penalties or the `schema`, which goes before them, need them."""
         session = GatewaySession(opening, model, events, waiting=set(range(len(opening.route))))
         self._sessions[session.id] = session
         try:
@@ -117,15 +138,18 @@ class GatewaySessions:
         header, now = opening.to_header(), self._clock()
         for stage, link in session.links.items():
             session.heard[stage] = now
-            needed = opening.sampling.penalises and stage == len(opening.route) - 1
-            link.post("open", header, [pack_tokens(prompt[: opening.prompt_length])] if needed else ())
+            needed = opening.reads_prompt and stage == len(opening.route) - 1
+            link.post(
+                "open", header, [schema, pack_tokens(prompt[: opening.prompt_length])] if needed else ()
+            )
         return session
 
-    def close(self, session: GatewaySession) -> None:
-        """Free it on every stage that is reached. Idempotent."""
+    def close(self, session: GatewaySession, chain: bytes = b"") -> None:
+        """Free it on every stage that is reached, which may keep what it has of the blocks of `chain`. Idempotent."""
         if self._sessions.pop(session.id, None) is not None:
+            kept = {"prefix": chain} if chain else {}
             for link in session.links.values():
-                link.post("close", {"session": session.id})
+                link.post("close", {"session": session.id, **kept})
 
     async def _reach(self, session: GatewaySession, stage: int) -> None:
         ends = LinkEnds(session.model.job, GATEWAY, stage, session.route[stage].peer)
@@ -164,7 +188,11 @@ class GatewaySessions:
                 logprobs_of(found, frame)
                 found.events.put_nowait(Event(found, ends.stage, frame))
             case "opened":
+                held = whole(frame.header, "held", 0)  # the release before says nothing of it
+                found.held[ends.stage] = max(0, min(held, positions_of(found.opening.prefix)))
                 what = _older(found, ends.stage, frame) or frame
+                if "guesses" in _known(frame):
+                    found.guessing.add(ends.stage)
                 found.events.put_nowait(Event(found, ends.stage, what))
             case _:
                 raise FrameError(f"stages send opened, token, failed and pong, not {frame.kind!r:.40}")
@@ -200,11 +228,17 @@ def logprobs_of(session: GatewaySession, frame: Frame) -> Logprobs | None:
     return found
 
 
+def _known(opened: Frame) -> list[Any]:
+    """What the stage says that it knows."""
+    known = opened.header.get("knows")
+    return known if isinstance(known, list) else []
+
+
 def _older(session: GatewaySession, stage: int, opened: Frame) -> Fault | None:
     """What is wrong with a last stage that has opened the session without knowing all of its settings: it would give
     other tokens than were asked for. The peers of the release before are such."""
-    known = opened.header.get("knows")
-    missing = [name for name in session.opening.newer if not isinstance(known, list) or name not in known]
+    known = _known(opened)
+    missing = [name for name in session.opening.newer if name not in known]
     if stage != len(session.route) - 1 or not missing:
         return None
     return Fault("broken", f"{session.where(stage)} is too old to know {', '.join(missing)}", (stage,))

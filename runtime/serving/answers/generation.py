@@ -76,6 +76,7 @@ class Generation:
         config: FailoverConfig,
     ) -> None:
         self.finish = _ended(task)
+        self.cached_tokens = 0  # of the prompt, that no stage had to run
         self._clock = context.clock.monotonic
         self._catalog = catalog
         self._pair = SessionPair(task, sessions, context.random)
@@ -98,7 +99,7 @@ class Generation:
                     if self._pair.current is None:
                         await self._begin()
                     event = await self._event()
-                    chosen = None if event is None else self._take(event)
+                    chosen = None if event is None else await self._take(event)
                 except Faulted as error:
                     await self._recovery.after(error.fault, self._liveness.stalled_seconds)
                     continue
@@ -148,7 +149,7 @@ class Generation:
             self._liveness.silence(self._pair.current)
             return None
 
-    def _take(self, event: Event) -> Chosen | None:
+    async def _take(self, event: Event) -> Chosen | None:
         """Act on what happened. Faulted where the session that runs has ended."""
         session, what, pair = event.session, event.what, self._pair
         if session is not pair.current and session is not pair.next:
@@ -162,14 +163,22 @@ class Generation:
                 session.waiting.discard(event.stage)
                 if not session.waiting:
                     # Since it was announced more may have come from the session that runs beside it.
-                    session.prompt(pair.known[: session.opening.prompt_length])
+                    session.prompt(pair.known[: session.opening.prompt_length], guesses=pair.task.guesses)
+                    if not self._begun:
+                        self.cached_tokens = min(session.reused, len(pair.task.prompt))
             case "leaving" if session is pair.current:
                 self._moves.leave(session, event.stage)
             case "token":
-                return self._token(session, what)
+                return await self._token(session, what)
         return None
 
-    def _token(self, session: GatewaySession, frame: Frame) -> Chosen | None:
+    @property
+    def _begun(self) -> bool:
+        """Whether there is a token that the user did not have."""
+        task = self._pair.task
+        return len(self._pair.known) > len(task.prompt) + len(task.answered)
+
+    async def _token(self, session: GatewaySession, frame: Frame) -> Chosen | None:
         known = self._pair.known
         if session is self._pair.next:
             self._promote()
@@ -178,15 +187,31 @@ class Generation:
             return None  # the session before gave it
         if position > len(known):
             raise Faulted(Fault("broken", f"{session.where(len(session.route) - 1)} left a token out"))
+        finish = await self._finish(session, frame, token)
         known.append(token)
-        now = self._clock()
-        self._liveness.token(now)
+        now, guessed = self._clock(), frame.header.get("guessed") is True
+        self._liveness.token(now, guessed)
         self._recovery.token()
-        if self._pace.token(now):
+        if self._pace.token(now, guessed):
             log.debug("%s: tokens come slower", session.model.manifest.name)
             session.slow()
-        self.finish = _finish(frame)
+        self.finish = finish
         return Chosen(token, bytes(frame.payload), logprobs_of(session, frame))
+
+    async def _finish(self, session: GatewaySession, frame: Frame, token: int) -> Finish:
+        """Whether the answer ends with the token, and why. Faulted where it has no place in an answer that follows a schema:
+        the last stage was to see to that."""
+        said, grammar = _finish(frame), self._pair.task.grammar
+        if grammar is None:
+            return said
+        ends = token in session.model.serve.end_tokens
+        fits = grammar.accepts if ends else await grammar.push_soon((token,))
+        complete = grammar.complete or (ends and grammar.accepts)
+        if not fits or (said == "stop" and not complete):
+            last = len(session.route) - 1
+            fault = Fault("broken", f"{session.where(last)} does not follow response_format", (last,))
+            raise Faulted(fault)
+        return "stop" if complete else said
 
     def _lose(self, session: GatewaySession, fault: Fault) -> None:
         if session is self._pair.next:
@@ -200,6 +225,8 @@ class Generation:
 def _ended(task: Task) -> Finish:
     """Whether what the user has already is the whole answer."""
     if task.answered and task.answered[-1] in task.model.serve.end_tokens:
+        return "stop"
+    if task.grammar is not None and task.grammar.complete:
         return "stop"
     return "length" if len(task.answered) >= task.max_tokens else ""
 

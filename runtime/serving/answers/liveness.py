@@ -36,9 +36,9 @@ class Liveness:
     def heard(self) -> None:
         self._asked = 0.0
 
-    def token(self, now: float) -> None:
+    def token(self, now: float, guessed: bool) -> None:
         self._since = now
-        self._pulse.token(now)
+        self._pulse.token(now, guessed)
 
     def silence(self, session: GatewaySession) -> None:
         """Nothing came for too long: ask every stage, or see who has not answered. Faulted with what that shows."""

@@ -30,10 +30,11 @@ class Pace:
         self._usual = 0.0
         self._calm()
 
-    def token(self, now: float) -> bool:
-        """A token came. Whether they come slower: said when it begins, and ever more seldom for as long as it lasts."""
+    def token(self, now: float, guessed: bool = False) -> bool:
+        """A token came. Whether they come slower: said when it begins, and ever more seldom for as long as it lasts. `guessed`:
+        it took no trip of its own, so that the time before it says nothing."""
         last, self._last = self._last, now
-        if last is None:
+        if last is None or guessed:
             return False
         self._gaps.append(now - last)
         self._seen += 1

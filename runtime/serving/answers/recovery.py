@@ -8,9 +8,16 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from fusion.runtime.job.errors import JobFailed, NoRoute
+from fusion.runtime.job.errors import JobFailed, NoRoute, StagesFull
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
-from fusion.runtime.serving.answers.failover import FailoverConfig, Fault, Trouble, explain, respond
+from fusion.runtime.serving.answers.failover import (
+    FailoverConfig,
+    Fault,
+    FaultKind,
+    Trouble,
+    explain,
+    respond,
+)
 from fusion.runtime.serving.answers.session_pair import SessionPair
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.errors import SwarmError
@@ -22,6 +29,9 @@ WAKING_SECONDS = 0.05  # how often we look whether a silent stage has woken up w
 
 # Reports that the owner of a stage seems to have vanished: who owns it now, None where nobody else does.
 Suspect = Callable[[ServedModel, int, Hop], Awaitable[Hop | None]]
+
+
+_GIVEN_UP: dict[FaultKind, type[JobFailed] | type[NoRoute]] = {"absent": NoRoute, "full": StagesFull}
 
 
 class Recovery:
@@ -53,13 +63,15 @@ class Recovery:
         pair, model = self._pair, self._pair.task.model
         name, before = model.manifest.name, pair.route
         self._trouble = self._trouble.with_fault(fault)
+        if fault.kind == "broken":
+            pair.reuses = False  # it may be that a stage does not hold what it says
         # All of them: the other stages of a route may be reached from nowhere else.
         left = [self._catalog.avoid(model.job, stage, before[stage].peer) for stage in fault.stages if before]
         elsewhere = bool(left) and all(left)
         retry = respond(self._trouble, fault, stalled_seconds, self._config, elsewhere=elsewhere)
         if retry is None:
             line = explain(fault, name, model.manifest.memory_bytes, stalled_seconds)
-            raise NoRoute(line) if fault.kind == "absent" else JobFailed(line)
+            raise _GIVEN_UP.get(fault.kind, JobFailed)(line)
         log.info("%s: %s (%s); looking for another way", name, fault.message, fault.kind)
         if retry.suspects and elsewhere:
             report = asyncio.create_task(self._report(retry.suspects, keep=False))

@@ -4,15 +4,22 @@ token."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.gateway_session import Event, GatewaySession, GatewaySessions
 from fusion.runtime.serving.answers.route_choice import RemainingWork
+from fusion.runtime.serving.grammar.matcher import GrammarSession
 from fusion.runtime.serving.requests.request import Sampling
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.transport import PeerId
+
+# How an answer that has these tokens already stands with a schema: of a job, for a client.
+OpenGrammar = Callable[[JobId, Manifest, str, Sequence[int], PeerId], Awaitable[GrammarSession]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +33,11 @@ class Task:
     sampling: Sampling
     logits: bool
     top_logprobs: int | None = None
+    holder: PeerId  # whose it is: stages may have the beginning of it from another one of the same holder
+    user: int = 0  # who asks, as stages are told
+    guesses: bool = True
+    schema: bytes = b""  # UTF-8: of the JSON that the answer is to be; b"": any text
+    grammar: GrammarSession | None = None  # how the answer stands with it
 
 
 class SessionPair:
@@ -38,6 +50,8 @@ class SessionPair:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.current: GatewaySession | None = None
         self.next: GatewaySession | None = None
+        self.reuses = True  # what stages say they hold
+        self._prefixes = sessions.prefixes(task.model, task.holder)
         self._sessions = sessions
         self._random = random
 
@@ -50,12 +64,16 @@ class SessionPair:
     async def begin(self, route: tuple[Hop, ...]) -> None:
         """Make the current session. Faulted where a stage cannot be reached."""
         self.route = route
-        self.current = await self._open(route)
+        self.current = await self._open(route, self._chain(self.known) if self.reuses else b"")
 
     async def open_next(self, route: tuple[Hop, ...]) -> None:
+        """It goes to a stage that has nothing of it, so no stage is asked what it holds."""
         self.next = await self._open(route)
 
-    async def _open(self, route: tuple[Hop, ...]) -> GatewaySession:
+    def _chain(self, tokens: Sequence[int]) -> bytes:
+        return b"" if self._prefixes is None else self._prefixes.chain(tokens)
+
+    async def _open(self, route: tuple[Hop, ...], prefix: bytes = b"") -> GatewaySession:
         task, remaining = self.task, self.remaining
         opening = Opening(
             session=SessionId(self._random.randbytes(8).hex()),
@@ -66,8 +84,11 @@ class SessionPair:
             logits=task.logits,
             top_logprobs=task.top_logprobs,
             answered=remaining.known - len(task.prompt),
+            user=task.user,
+            prefix=prefix,
+            schema_bytes=len(task.schema),
         )
-        return await self._sessions.open(opening, task.model, self.events, self.known)
+        return await self._sessions.open(opening, task.model, self.events, self.known, task.schema)
 
     def promote(self) -> None:
         """The next session is the one that runs now."""
@@ -78,7 +99,8 @@ class SessionPair:
 
     def drop_current(self) -> None:
         if self.current is not None:
-            self._sessions.close(self.current)
+            # Every stage has run what comes before the newest token.
+            self._sessions.close(self.current, self._chain(self.known[:-1]))
             self.current = None
 
     def drop_next(self) -> None:

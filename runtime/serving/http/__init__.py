@@ -6,8 +6,6 @@ guard             who is let in
 body              request bodies, bounded
 schema            what a client may say
 asking            from that to what a gateway is asked
-template_worker   a process that renders chat templates and can do nothing else
-chat_template     those processes
 chat_format       what a request says to the model's template
 tool_calls        calls of tools in what a model says; pure
 metrics           what `/metrics` shows

@@ -33,7 +33,7 @@ async def parts(
     places = _places(gateway, asked, holder)
     queue: asyncio.Queue[Part | Exception] = asyncio.Queue(WAITING_PARTS)
     tasks = [
-        asyncio.create_task(_answer(gateway, choice, request, place, queue, metrics))
+        asyncio.create_task(_answer(gateway, choice, request, holder, place, queue, metrics))
         for choice, (request, place) in enumerate(zip(asked, places, strict=True))
     ]
     for place, task in zip(places, tasks, strict=True):
@@ -71,19 +71,20 @@ async def _answer(
     gateway: Gateway,
     choice: int,
     request: GenerateRequest,
+    holder: PeerId,
     place: Place,
     queue: asyncio.Queue[Part | Exception],
     metrics: Metrics,
 ) -> None:
     try:
         with metrics.answer() as measured:
-            async with aclosing(gateway.generate(request)) as pieces:
+            async with aclosing(gateway.generate(request, holder=holder)) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, Piece):
                         measured.token()
                         gateway.use(place)
                     else:
-                        measured.prompt(piece.prompt_tokens)
+                        measured.prompt(piece.prompt_tokens, piece.cached_tokens)
                     await queue.put(Part(choice, piece))
     except asyncio.CancelledError:
         if not place.done():

@@ -21,7 +21,6 @@ from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http import answers, asking
 from fusion.runtime.serving.http.chat_format import ChatFormats, variables
-from fusion.runtime.serving.http.chat_template import ChatTemplates, TemplateFailed, TemplatesBusy
 from fusion.runtime.serving.http.errors import ApiError, Busy, api_error
 from fusion.runtime.serving.http.events import DONE, EventStream, event, unless_gone
 from fusion.runtime.serving.http.metrics import Metrics
@@ -32,6 +31,7 @@ from fusion.runtime.serving.http.schema import (
     Settings,
 )
 from fusion.runtime.serving.http.shapes import ChatShape, CompletionShape, Heading, Json, Shape, usage
+from fusion.runtime.serving.requests.chat_template import ChatTemplates, TemplateFailed, TemplatesBusy
 from fusion.runtime.serving.requests.request import CHAT_TOKENS, Answer, GenerateRequest, Piece
 
 log = logging.getLogger(__name__)

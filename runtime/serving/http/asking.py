@@ -23,6 +23,7 @@ def requests(
     """For each prompt as many answers as were asked for. Answer i to a prompt is drawn with `seed` + i, so that each of them
     can be had again by itself. JobError and ApiError name a setting that is out of range."""
     first = random.randrange(MAX_SEED) if body.seed is None else body.seed
+    schema = body.json_schema
     samplings = [_sampling(body, (first + i) & MAX_SEED) for i in range(body.answers)]
     return [
         GenerateRequest(
@@ -32,6 +33,7 @@ def requests(
             sampling=sampling,
             top_logprobs=top_logprobs,
             stop=body.stop or (),
+            schema=schema,
         )
         for prompt, most in zip(prompts, max_tokens, strict=True)
         for sampling in samplings

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
+from fusion.runtime.job.errors import JobError, JobFailed, NoRoute, StagesFull
 from fusion.runtime.serving.answers.gateway import BUSY
+from fusion.runtime.serving.grammar.matcher import GrammarsBusy
 from fusion.swarm.errors import NotAdmitted, RecordError, SwarmError
 from fusion.swarm.printable import one_line
 
@@ -20,7 +21,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 # What our errors call a field, and what a client calls it.
-_PARAMS = {"prompt_ids": "prompt", "answered": None}
+_PARAMS = {"prompt_ids": "prompt", "answered": None, "json_schema": "response_format"}
 _FIELDS = frozenset(
     {
         *(
@@ -36,7 +37,7 @@ _FIELDS = frozenset(
             "stop",
         ),
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
-        "answered",
+        *("answered", "json_schema", "response_format"),
     }
 )
 
@@ -74,7 +75,7 @@ class ApiError(Exception):
 
 
 class Busy(ApiError):
-    """This peer answers as many requests as it can."""
+    """This peer, or those who run the stages, answer as many requests as they can."""
 
     def __init__(self, message: str = BUSY) -> None:
         super().__init__(429, message, code="busy")
@@ -89,8 +90,12 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(403, str(error), param="model", code="not_admitted")
         case JobError():
             return invalid(str(error))
+        case GrammarsBusy():
+            return Busy(str(error))
         case RecordError():
             return ApiError(400, str(error))
+        case StagesFull():
+            return Busy(str(error))
         case NoRoute() | JobFailed() | SwarmError() | TimeoutError():
             return ApiError(503, str(error) or "the swarm did not answer in time", code="model_unavailable")
     return ApiError(500, "a mistake of ours; the peer's log has it", code="internal_error")

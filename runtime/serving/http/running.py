@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fusion.runtime.job.context import Context
+from fusion.runtime.job.progress import StageLoad
 from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http.api import Api
 from fusion.runtime.serving.http.app import make_app
 from fusion.runtime.serving.http.config import HttpConfig
+from fusion.runtime.serving.http.errors import Busy
 from fusion.runtime.serving.http.guard import Guard
-from fusion.runtime.serving.http.metrics import Metrics
+from fusion.runtime.serving.http.metrics import Metrics, StageLoads
 
 MAX_CONNECTIONS = 256
+MAX_REFUSED = 64  # over these, that are told to come back; further ones are hung up on
+REFUSED_SECONDS = 1.0  # for them to read it
 MAX_HEAD_BYTES = 32 << 10
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # for a connection to send the head of a request
@@ -28,10 +33,16 @@ STOP_SECONDS = 1
 
 
 async def run(
-    listening: socket.socket, port: int, config: HttpConfig, context: Context, gateway: Gateway
+    listening: socket.socket,
+    port: int,
+    config: HttpConfig,
+    context: Context,
+    gateway: Gateway,
+    loads: Callable[[], Iterable[StageLoad]],
 ) -> None:
     """Until cancelled; within STOP_SECONDS and a little everything has ended then."""
     metrics = Metrics(context.clock.monotonic)
+    metrics.add(StageLoads(loads))
     api = Api(context, gateway, metrics)
     server = _Server(
         uvicorn.Config(
@@ -90,8 +101,17 @@ async def _watch(server: _Server) -> None:
 class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        over = len(self.connections) - MAX_CONNECTIONS
+        self._refused = over > 0
+        if over > MAX_REFUSED:
             transport.abort()
+        elif self._refused:
+            transport.write(_refusal(Busy()))
+            self.loop.call_later(REFUSED_SECONDS, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            super().data_received(data)
 
     def waits_for(self) -> tuple[object, float]:
         """What it waits for, and for how many seconds it may."""
@@ -100,6 +120,18 @@ class _Connection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             return ("head", id(self.cycle)), SILENT_SECONDS
         return "answer", float("inf")
+
+
+def _refusal(error: Busy) -> bytes:
+    body = json.dumps(error.body).encode()
+    headers = {
+        **error.headers, "Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close",
+    }  # fmt: skip
+    lines = (
+        f"HTTP/1.1 {error.status} Too Many Requests",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    )
+    return "\r\n".join((*lines, "", "")).encode("latin-1") + body
 
 
 class _Server(uvicorn.Server):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from fusion.runtime.serving.requests.json_schema import JSON_OBJECT, schema_text
 from fusion.runtime.serving.requests.request import MAX_SEED, MAX_STOP_BYTES, MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 16  # answers to one prompt
@@ -39,6 +40,26 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class NamedSchema(Body):
+    """`name`, `description` and `strict` change nothing: an answer always follows the schema."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
+    name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("response_format: json_schema needs {name, schema}")
+        return self
+
+
 class Settings(Body):
     """What both ways of asking have. `None` is what OpenAI does: temperature 1, everything else off."""
 
@@ -64,6 +85,17 @@ class Settings(Body):
         | None
     ) = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def json_schema(self) -> str:
+        """Of the JSON that the answer is to be; "" where it may be any text. JobError names what is wrong with it."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return ""
+        if form.type == "json_object" or form.json_schema is None:
+            return JSON_OBJECT
+        return schema_text(form.json_schema.schema_)
 
     @property
     def answers(self) -> int:
@@ -164,10 +196,6 @@ class ToolChoice(Body):
     function: ChosenFunction
 
 
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-
-
 class ChatRequest(Settings):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -176,7 +204,6 @@ class ChatRequest(Settings):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     functions: list[Any] | None = None
 
@@ -198,8 +225,6 @@ class ChatRequest(Settings):
     def _unsupported(self) -> Self:
         if self.functions:
             raise ValueError("functions: say tools")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise ValueError("response_format: only text; nothing here holds a model to JSON")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         if isinstance(self.tool_choice, ToolChoice) and not self.offered_tools:

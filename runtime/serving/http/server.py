@@ -7,11 +7,12 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from fusion.runtime.job.context import Context
+from fusion.runtime.job.progress import StageLoad
 from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http.config import HttpConfig
 
@@ -32,11 +33,17 @@ class HttpServer:
 
 
 @asynccontextmanager
-async def open_http(config: HttpConfig, context: Context, gateway: Gateway) -> AsyncIterator[HttpServer]:
-    """Answer until the block ends; then every answer ends too. OSError, in one line, where the port cannot be had."""
+async def open_http(
+    config: HttpConfig,
+    context: Context,
+    gateway: Gateway,
+    loads: Callable[[], Iterable[StageLoad]] = tuple,
+) -> AsyncIterator[HttpServer]:
+    """Answer until the block ends; then every answer ends too. OSError, in one line, where the port cannot be had. `loads`:
+    of the stages that run here, for `/metrics`."""
     listening = _listen(config)
     port = int(listening.getsockname()[1])
-    serving = asyncio.create_task(_serve(listening, port, config, context, gateway), name="http")
+    serving = asyncio.create_task(_serve(listening, port, config, context, gateway, loads), name="http")
     serving.add_done_callback(_tell)
     try:
         yield HttpServer(config, port)
@@ -60,13 +67,18 @@ def _listen(config: HttpConfig) -> socket.socket:
 
 
 async def _serve(
-    listening: socket.socket, port: int, config: HttpConfig, context: Context, gateway: Gateway
+    listening: socket.socket,
+    port: int,
+    config: HttpConfig,
+    context: Context,
+    gateway: Gateway,
+    loads: Callable[[], Iterable[StageLoad]],
 ) -> None:
     await _readable(listening)
     await asyncio.to_thread(_load)
     from fusion.runtime.serving.http.running import run
 
-    await run(listening, port, config, context, gateway)
+    await run(listening, port, config, context, gateway, loads)
 
 
 async def _readable(listening: socket.socket) -> None:

@@ -53,12 +53,16 @@ class Heading:
 
 
 def usage(prompt_tokens: int, answers: Sequence[Answer]) -> Json:
-    """`prompt_tokens`: of all prompts, each once."""
+    """`prompt_tokens`: of all prompts, each once. Of these, those are cached that the stages had for every answer to a prompt, on
+    average."""
     completion = sum(len(answer.tokens) for answer in answers)
+    prompts = sum(answer.prompt_tokens for answer in answers)
+    cached = prompt_tokens * sum(answer.cached_tokens for answer in answers) // max(prompts, 1)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

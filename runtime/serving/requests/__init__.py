@@ -1,7 +1,10 @@
 """What is asked and what is answered, for whoever asks. Loads no torch.
 
-request       what a client asks, and what it gets
-stop          texts that end an answer; pure
-chat_format   how a model is chatted with
-client        asking any peer, and another where it vanishes
+json_schema       the schema that an answer has to follow; pure
+request           what a client asks, and what it gets
+stop              texts that end an answer; pure
+chat_format       how a model is chatted with
+template_worker   a process that renders chat templates and can do nothing else
+chat_template     those processes
+client            asking any peer, and another where it vanishes
 """

@@ -153,4 +153,5 @@ def _answer(frame: Frame, tokens: list[int]) -> Answer:
         prompt_tokens=whole(header, "prompt_tokens", 0),
         route=tuple(PeerId(str(peer)) for peer in route) if isinstance(route, list) else (),
         seconds=number(header, "seconds", 0.0),
+        cached_tokens=whole(header, "cached_tokens", 0),
     )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
+from fusion.runtime.serving.requests.json_schema import checked_schema
 from fusion.swarm.authority.access import chain_of
 from fusion.swarm.transport import PeerId
 
@@ -25,6 +26,7 @@ MAX_BIASES = 1024  # entries of `logit_bias`
 MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0  # in place of less, and of minus infinity, for which JSON has no word
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
+WITH_SCHEMA = "+schema"  # after the kind of a prompt whose answer has one
 
 # Not yet; an end token or a text of `stop`; as many tokens as were asked for.
 Finish = Literal["", "stop", "length"]
@@ -136,6 +138,8 @@ class GenerateRequest:
     # `prompt` is a chat as the model's template wrote it: its special tokens are those that it has, and `max_tokens` are at most
     # as many as the model has positions left.
     chat: bool = False
+    guesses: bool = True  # False: the first stage guesses no tokens; the answer is the same
+    schema: str = ""  # of the JSON that the answer is to be, as `checked_schema` gives it; "": any text
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompt_ids is None):
@@ -159,10 +163,14 @@ class GenerateRequest:
     @property
     def newer(self) -> bool:
         """Whether it asks for what the release before does not know, and would pass over."""
-        return bool(self.sampling.newer or self.stop or self.chat) or self.top_logprobs is not None
+        return (
+            bool(self.sampling.newer or self.stop or self.chat or self.schema)
+            or self.top_logprobs is not None
+        )
 
     def to_frame(self) -> tuple[dict[str, Any], bytes]:
-        """Header and payload of the `generate` frame. The prompt is the payload: UTF-8 text, or ids."""
+        """Header and payload of the `generate` frame. The prompt is the payload: UTF-8 text, or ids. A schema comes before it,
+        and is said of it: a gateway that knows of none must not take it for a part of the prompt."""
         header: dict[str, Any] = {
             "model": self.model,
             "max_tokens": self.max_tokens,
@@ -180,10 +188,17 @@ class GenerateRequest:
             header["top_logprobs"] = self.top_logprobs
         if self.stop:
             header["stop"] = list(self.stop)
+        if not self.guesses:
+            header["guesses"] = False
         if self.prompt is not None:
-            return {**header, "prompt": "chat" if self.chat else "text"}, self.prompt.encode()
-        assert self.prompt_ids is not None
-        return {**header, "prompt": "ids"}, pack_tokens(self.prompt_ids)
+            kind, payload = "chat" if self.chat else "text", self.prompt.encode()
+        else:
+            assert self.prompt_ids is not None
+            kind, payload = "ids", pack_tokens(self.prompt_ids)
+        if self.schema:
+            schema = self.schema.encode()
+            return {**header, "prompt": f"{kind}{WITH_SCHEMA}", "schema": len(schema)}, schema + payload
+        return {**header, "prompt": kind}, payload
 
     @classmethod
     def from_frame(cls, header: Mapping[str, Any], payload: memoryview) -> GenerateRequest:
@@ -191,6 +206,10 @@ class GenerateRequest:
         model, kind = header.get("model", ""), header.get("prompt")
         if not isinstance(model, str):
             raise JobError("model: a name")
+        schema = ""
+        if isinstance(kind, str) and kind.endswith(WITH_SCHEMA):
+            kind = kind.removesuffix(WITH_SCHEMA)
+            schema, payload = split_schema(payload, whole(header, "schema", 0))
         if kind not in ("text", "chat", "ids"):
             raise JobError("prompt: text, chat or ids")
         if len(payload) > MAX_PROMPT_BYTES:
@@ -218,6 +237,8 @@ class GenerateRequest:
             top_logprobs=None if header.get("top_logprobs") is None else whole(header, "top_logprobs", 0),
             stop=tuple(stop),
             chat=kind == "chat",
+            guesses=header.get("guesses") is not False,
+            schema=schema,
         )
 
 
@@ -276,6 +297,7 @@ class Answer:
     prompt_tokens: int
     route: tuple[PeerId, ...]  # who ran each stage
     seconds: float  # at the gateway, from the request to the last token
+    cached_tokens: int = 0  # of the prompt, whose keys and values the stages had
 
 
 def check_size(request: GenerateRequest, max_sequence: int) -> None:
@@ -341,6 +363,16 @@ def unpack_tokens(payload: memoryview) -> list[int]:
     if sys.byteorder == "big":
         words.byteswap()
     return words.tolist()
+
+
+def split_schema(payload: memoryview, size: int) -> tuple[str, memoryview]:
+    """The schema that a payload begins with, of so many bytes, and the rest. JobError where it is none."""
+    if not 0 < size <= len(payload):
+        raise JobError("schema: as many bytes as it has")
+    try:
+        return checked_schema(str(payload[:size], "utf-8")), payload[size:]
+    except UnicodeDecodeError:
+        raise JobError("schema: UTF-8 text") from None
 
 
 def _is_text(text: str) -> bool:

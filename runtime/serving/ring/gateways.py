@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
-from fusion.runtime.serving.requests.request import unpack_tokens
+from fusion.runtime.serving.requests.request import unpack_tokens, whole
 from fusion.runtime.serving.ring.frames import RingPlan
+from fusion.runtime.serving.ring.guesses import RepeatDrafter
 from fusion.runtime.serving.ring.links import RingPosition
+from fusion.runtime.serving.ring.prefix import checked_chain
 from fusion.runtime.serving.ring.session import Feed
 from fusion.runtime.serving.ring.stage_session import StageSession
 from fusion.runtime.serving.ring.stage_sessions import StageSessions
@@ -96,13 +98,22 @@ class Gateways:
             )
         if min(tokens) < 0 or max(tokens) >= serve.vocabulary:
             raise JobError(f"prompt: tokens are 0 to {serve.vocabulary - 1}")
-        session.feed = Feed(tokens, recompute=serve.cache == "recompute")
+        start = whole(frame.header, "from", 0)
+        if not 0 <= start <= min(session.held, len(tokens) - 1):
+            raise JobError(f"from: 0 to the {session.held} positions that are held, less than the prompt has")
+        session.feed = Feed(
+            tokens,
+            recompute=serve.cache == "recompute",
+            drafter=RepeatDrafter(tokens) if frame.header.get("guesses") is True else None,
+            start=start,
+            capacity=session.opening.capacity,
+        )
         self._fed(session)
 
     def _close(self, stream: QueuedStream, frame: Frame) -> None:
         session = self._sessions.named(frame.header)
         if session is not None and session.gateway is stream:
-            self._sessions.drop(session, completed=True)
+            self._sessions.drop(session, completed=True, chain=checked_chain(frame.header))
 
     def _ping(self, stream: QueuedStream, frame: Frame) -> None:
         """Whoever asks wants to know whether we are there, and whether the session goes on here."""

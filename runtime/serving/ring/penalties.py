@@ -45,18 +45,18 @@ class TokenCounts:
         return ids, times
 
 
-def counts_of(opening: Opening, payload: memoryview, vocabulary: int) -> TokenCounts | None:
-    """The tokens that come with the opening of a session whose settings need them, as the last stage takes them; None for
+def prompt_of(opening: Opening, payload: memoryview, vocabulary: int) -> list[int]:
+    """The tokens that come with the opening of a session whose settings need them, as the last stage takes them; none for
     others. JobError where they, or a bias, are not this model's."""
     check_biases(opening.sampling, vocabulary)
-    if not opening.sampling.penalises:
-        return None
+    if not opening.reads_prompt:
+        return []
     if len(payload) != 8 * opening.prompt_length:
-        raise JobError(f"open: penalties need the {opening.prompt_length} tokens of the prompt")
+        raise JobError(f"open: penalties and schemas need the {opening.prompt_length} tokens of the prompt")
     tokens = unpack_tokens(payload)
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise JobError(f"open: tokens are 0 to {vocabulary - 1}")
-    return TokenCounts(tokens, opening.answered)
+    return tokens
 
 
 def adjusted(

@@ -17,14 +17,22 @@ from fusion.runtime.serving.requests.request import LEAST_LOGPROB, Logprobs, Sam
 from fusion.runtime.serving.ring.penalties import TokenCounts, adjusted
 
 
-def sample(logits: torch.Tensor, sampling: Sampling, position: int, counts: TokenCounts | None = None) -> int:
+def sample(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    position: int,
+    counts: TokenCounts | None = None,
+    allowed: torch.Tensor | None = None,
+) -> int:
     """The token for `position` (its place in the sequence, the prompt included).
 
     logits: (vocabulary,), any floating dtype, on any device. `counts`: of the tokens before `position`, where `sampling`
-    penalises. JobFailed where the most probable one is not a number.
+    penalises. `allowed`: (vocabulary,) bool, on the CPU; None: all. JobFailed where the most probable one is not a number.
     """
     if sampling.logit_bias or sampling.penalises:
         logits = adjusted(logits, sampling, position, counts)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed.to(logits.device), -math.inf)
     if sampling.temperature == 0.0:
         best, index = logits.max(0)
         _check(float(best))
@@ -79,3 +87,5 @@ def uniform(seed: int, position: int) -> float:
 def _check(value: float) -> None:
     if value != value:
         raise JobFailed("the model's logits are not numbers (NaN)")
+    if value == -math.inf:
+        raise JobFailed("the model's logits allow no token")

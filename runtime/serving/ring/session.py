@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NewType
 
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.serving.requests.json_schema import MAX_SCHEMA_BYTES
 from fusion.runtime.serving.requests.request import Finish, Sampling, check_top_logprobs, whole
+from fusion.runtime.serving.ring.guesses import LEAST_ALONE, MAX_GUESSES, Allowance, Drafter
+from fusion.runtime.serving.ring.prefix import checked_chain, positions_of
+from fusion.swarm.errors import FrameError
 from fusion.swarm.transport import PeerId
 
 SessionId = NewType("SessionId", str)
@@ -42,12 +46,21 @@ class Opening:
     top_logprobs: int | None = None  # of how many tokens beside the one chosen; None: not of that either
     # How many tokens at the end of the prompt belong to the answer: those that sessions before this one gave.
     answered: int = 0
+    user: int = 0  # whose of the gateway's clients it is, by a number of the gateway's own; turns are shared between users
+    prefix: bytes = b""  # the chain of its first blocks, of which a stage may have keys and values already
+    schema_bytes: int = 0  # of the schema that the answer follows, which goes to the last stage; 0: none
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the last stage has to know the tokens so far."""
+        return self.sampling.penalises or self.schema_bytes > 0
 
     @property
     def newer(self) -> tuple[str, ...]:
         """The settings that a last stage of the release before does not know and would pass over, by name. One that knows
         them says so as it opens the session."""
-        return (*self.sampling.newer, *(() if self.top_logprobs is None else ("top_logprobs",)))
+        schema = ("schema",) if self.schema_bytes else ()
+        return (*self.sampling.newer, *(() if self.top_logprobs is None else ("top_logprobs",)), *schema)
 
     @property
     def capacity(self) -> int:
@@ -71,8 +84,14 @@ class Opening:
         }
         if self.top_logprobs is not None:
             header["top_logprobs"] = self.top_logprobs
-        if self.sampling.penalises:
+        if self.reads_prompt:
             header["answered"] = self.answered
+        if self.user:
+            header["user"] = self.user
+        if self.prefix:
+            header["prefix"] = self.prefix
+        if self.schema_bytes:
+            header["schema"] = self.schema_bytes
         return header
 
     @classmethod
@@ -94,12 +113,19 @@ class Opening:
             logits=header.get("logits") is True,
             top_logprobs=None if header.get("top_logprobs") is None else whole(header, "top_logprobs", 0),
             answered=whole(header, "answered", 0),
+            user=whole(header, "user", 0),
+            prefix=checked_chain(header),
+            schema_bytes=whole(header, "schema", 0),
         )
         if min(opening.prompt_length, opening.max_tokens) < 1 or opening.capacity > max_sequence:
             raise JobError(f"max_tokens: prompt and answer take 2 to {max_sequence} positions")
         check_top_logprobs(opening.top_logprobs)
+        if not 0 <= opening.schema_bytes <= MAX_SCHEMA_BYTES:
+            raise JobError(f"schema: at most {MAX_SCHEMA_BYTES} bytes")
         if not 0 <= opening.answered < opening.prompt_length:
             raise JobError("answered: fewer tokens than the prompt has")
+        if positions_of(opening.prefix) > opening.prompt_length:
+            raise JobError("prefix: no more blocks than the prompt has")
         return opening
 
 
@@ -112,45 +138,140 @@ def _hop(entry: object) -> Hop:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions [start, start + length) of one session, run in one go; `sample`: choose the next token after it."""
+    """Positions [start, start + length) of one session, run in one go; `sample`: choose the next token after it.
+
+    With `guesses`, the ids of its last positions, a token is chosen after each of its positions up to the first wrong guess.
+    `number`: of the session's chunks, from 1, where positions may come again; else 0."""
 
     start: int
     length: int
     sample: bool
+    guesses: tuple[int, ...] = ()
+    number: int = 0
 
     @property
     def end(self) -> int:
         return self.start + self.length
 
+    @property
+    def order(self) -> int:
+        """Rises from each chunk of a session to the next."""
+        return self.number or self.end
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any], capacity: int, vocabulary: int) -> Chunk:
+        """Of another stage, in a session of so many positions. FrameError, JobError where it is none."""
+        start, length = whole(header, "start", -1), whole(header, "length", 0)
+        if start < 0 or length < 1 or start + length > capacity:
+            raise FrameError(f"positions {start} to {start + length} are not in the session")
+        guesses = guessed_tokens(header, "guesses", vocabulary)
+        if guesses and not 0 <= length - len(guesses) <= 1:
+            raise FrameError("guesses: behind one token or none")
+        return cls(start, length, header.get("sample") is True, guesses, whole(header, "number", 0))
+
+    def to_header(self) -> dict[str, Any]:
+        header: dict[str, Any] = {"start": self.start, "length": self.length, "sample": self.sample}
+        if self.number:
+            header |= {"number": self.number, "guesses": list(self.guesses)}
+        return header
+
+
+def guessed_tokens(header: Mapping[str, Any], name: str, vocabulary: int) -> tuple[int, ...]:
+    """A field of token ids, at most as many as are guessed in one chunk. FrameError where it is something else."""
+    found = header.get(name, [])
+    if not isinstance(found, list) or len(found) > MAX_GUESSES:
+        raise FrameError(f"{name}: at most {MAX_GUESSES} tokens")
+    if not all(type(token) is int and 0 <= token < vocabulary for token in found):
+        raise FrameError(f"{name}: tokens of the vocabulary")
+    return tuple(found)
+
 
 class Feed:
-    """What the first stage feeds the ring: the prompt in chunks, then each token as it comes back.
+    """What the first stage feeds the ring: the prompt in chunks, then each token as it comes back, and guesses behind it.
 
-    `recompute`: the model has no KV cache, so every chunk is the whole sequence so far.
+    `recompute`: the model has no KV cache, so every chunk is the whole sequence so far. `start`: the positions before it every
+    stage holds already; less than the prompt has. `drafter`: what guesses, of the whole text; None: nobody does. `capacity`:
+    positions that the session has room for.
     """
 
-    def __init__(self, prompt: Sequence[int], *, recompute: bool) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        *,
+        recompute: bool,
+        start: int = 0,
+        drafter: Drafter | None = None,
+        capacity: int = 0,
+    ) -> None:
         self._tokens = list(prompt)
-        self._fed = 0
+        self._fed = start  # positions, those of guesses included
         self._recompute = recompute
+        self._prompt_length = len(prompt)
+        self._drafter = drafter
+        self._capacity = capacity
+        self._ahead: list[int] = []  # guesses for the positions behind those that are known
+        self._allowance = Allowance()
+        self._number = 0
 
     def push(self, position: int, token: int) -> None:
         """The token chosen for `position`, which must be the next one. JobError otherwise."""
-        if position != len(self._tokens) or self._fed != position:
+        if position != len(self._tokens) or self._fed < position:
             raise JobError(f"token for position {position}, but {len(self._tokens)} positions are known")
         self._tokens.append(token)
+        if self._drafter is None:
+            return
+        self._drafter.push(token)
+        if not self._ahead:
+            self._allowance.token()
+        elif self._ahead[0] == token:
+            self._allowance.right()
+            del self._ahead[0]
+        else:
+            self._allowance.wrong()
+            self._ahead.clear()
+            self._fed = position
 
     @property
     def fed(self) -> int:
         """Positions that the ring has been given."""
         return self._fed
 
-    def next(self, most: int) -> tuple[Chunk, Sequence[int]] | None:
-        """The chunk to run now, of at most so many positions, and its token ids; None where the ring has all there is."""
+    def next(self, most: int, guesses: int = 0) -> tuple[Chunk, Sequence[int]] | None:
+        """The chunk to run now, of at most so many positions of the prompt, and its token ids; None where the ring has all there
+        is. `guesses`: that may be under way at most."""
         known = len(self._tokens)
+        if self._fed < known - 1 or self._fed < self._prompt_length or self._recompute:
+            return self._next_known(known, most)
+        ids = self._tokens[self._fed :]
+        guessed = self._guess(guesses)
+        if not ids and len(guessed) < LEAST_ALONE:
+            return None  # there will be more when tokens come back
+        self._ahead += guessed
+        ids += guessed
+        chunk = Chunk(self._fed, len(ids), sample=True, guesses=tuple(guessed), number=self._next_number())
+        self._fed = chunk.end
+        return chunk, ids
+
+    def _next_known(self, known: int, most: int) -> tuple[Chunk, Sequence[int]] | None:
         if self._fed == known:
             return None
         start = 0 if self._recompute else self._fed
         end = known if self._recompute else min(known, start + most)
         self._fed = end
-        return Chunk(start, end - start, sample=end == known), self._tokens[start:end]
+        return Chunk(start, end - start, sample=end == known, number=self._next_number()), self._tokens[
+            start:end
+        ]
+
+    def _guess(self, most: int) -> list[int]:
+        """Behind those that are under way, `most` with them. The last token of the answer is never fed."""
+        if self._drafter is None:
+            return []
+        room = self._capacity - 1 - len(self._tokens)
+        most = min(MAX_GUESSES, min(most, self._allowance.most, room) - len(self._ahead))
+        return self._drafter.propose(self._ahead, most) if most > 0 else []
+
+    def _next_number(self) -> int:
+        if self._drafter is None:
+            return 0
+        self._number += 1
+        return self._number

@@ -19,12 +19,13 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.requests.request import pack_tokens, whole
+from fusion.runtime.serving.ring.constraint import Constrain, unconstrained
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.gateways import Gateways
 from fusion.runtime.serving.ring.links import GATEWAY, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.schedule import Work
-from fusion.runtime.serving.ring.session import Chunk, FailedReason
-from fusion.runtime.serving.ring.stage_session import Outcome, StageRunner, StageSession
+from fusion.runtime.serving.ring.session import Chunk, FailedReason, guessed_tokens
+from fusion.runtime.serving.ring.stage_session import Outcome, StageRunner, StageSession, Token
 from fusion.runtime.serving.ring.stage_sessions import StageSessions
 from fusion.swarm.errors import FrameError, StaleTerm
 from fusion.swarm.printable import error_line
@@ -51,15 +52,18 @@ class RingStage:
         doubt: Callable[[PeerId], None] = lambda peer: None,
         clock: Callable[[], float] = time.monotonic,
         chain: ShownGrants = no_grants,
+        constrain: Constrain = unconstrained,
     ) -> None:
-        """`chain`: the grants that we show other stages. `account` runs in the worker thread when sessions have come or gone: MemoryError (one line) where the peer
+        """`constrain` opens answers that follow a schema; `chain`: the grants that we show other stages. `account` runs in the worker thread when sessions have come or gone: MemoryError (one line) where the peer
         would hold more than it lends. `doubt` is told of a peer whose link may have become slow."""
         self._worker = worker
         self._runner = StageRunner(plane, plan, position.serve.max_sequence, account)
         self._plan = plan
         self._position = position
         self._incoming = {parcel.producer: parcel for parcel in plan.incoming}
-        self._sessions = StageSessions(transport, worker, self._runner, plan, position, clock, chain)
+        self._sessions = StageSessions(
+            transport, worker, self._runner, plan, position, clock, chain, constrain
+        )
         self._schedule = self._sessions.schedule
         self._gateways = Gateways(plan, position, self._sessions, self._advance, doubt)
         self._arrived, self._room = asyncio.Event(), asyncio.Event()  # work came; some was taken
@@ -101,6 +105,10 @@ class RingStage:
     def hold(self, term: int) -> None:
         """We own now what we ran as a replica: sessions may know us by this term too."""
         self._sessions.terms.add(term)
+
+    def shed(self, bytes_: int) -> None:
+        """Free so much of what is retained of sessions that have ended: another stage of this peer needs it."""
+        self._sessions.memory.shed(bytes_)
 
     def leave(self) -> None:
         """When `run` is cancelled another peer will hold the stage already: serve the sessions until they moved."""
@@ -149,18 +157,13 @@ class RingStage:
         parcel = self._incoming.get(sender)
         if parcel is None or session.opening.route[sender].peer != remote:
             raise StaleTerm(f"stage {sender} does not feed stage {self._plan.index} in this session")
-        start, length = whole(frame.header, "start", -1), whole(frame.header, "length", 0)
-        if start < 0 or length < 1 or start + length > session.opening.capacity:
-            raise FrameError(f"positions {start} to {start + length} are not in the session")
-        if len(frame.payload) != parcel.size_bytes(length):
-            raise FrameError(f"{len(frame.payload)} bytes; {parcel.size_bytes(length)} were to come")
-        chunk = Chunk(start, length, frame.header.get("sample") is True)
+        chunk = Chunk.from_header(frame.header, session.opening.capacity, self._position.serve.vocabulary)
+        if len(frame.payload) != parcel.size_bytes(chunk.length):
+            raise FrameError(f"{len(frame.payload)} bytes; {parcel.size_bytes(chunk.length)} were to come")
         if len(self._incoming) > 1:
-            shares = session.parts.setdefault(chunk.end, {})
-            shares[sender] = frame
-            if len(shares) < len(self._incoming):
+            shares = session.share(chunk, sender, frame, len(self._incoming))
+            if shares is None:
                 return
-            del session.parts[chunk.end]
             parts = tuple((p, shares[p.producer].payload) for p in self._plan.incoming)
         else:
             parts = ((parcel, frame.payload),)
@@ -176,23 +179,31 @@ class RingStage:
             return  # closed while the frame was under way
         if session.opening.route[-1].peer != remote or session.feed is None:
             raise StaleTerm("only the last stage chooses tokens, and the first one takes them")
+        more = guessed_tokens(header, "more", self._position.serve.vocabulary)
         token = whole(header, "id", -1)
         if not 0 <= token < self._position.serve.vocabulary:
             raise FrameError(f"token {token} is not in the vocabulary")
-        session.feed.push(whole(header, "position", -1), token)
+        self._feed(session, whole(header, "position", -1), [token, *more])
+
+    def _feed(self, session: StageSession, position: int, tokens: Sequence[int]) -> None:
+        """At the first stage: these were chosen, from `position` on."""
+        assert session.feed is not None
+        for place, token in enumerate(tokens, position):
+            session.feed.push(place, token)
+        self._tokens += len(tokens)
         self._advance(session)
 
     def _advance(self, session: StageSession) -> None:
-        """Put in the session's next chunk, if the first stage knows one."""
-        feed = session.feed
+        """Put in the session's next chunk, if the first stage knows one, and what it guesses behind it."""
+        feed, schedule = session.feed, self._schedule
         assert feed is not None
-        most = self._schedule.prefill_positions(session, self._position.serve.prefill_chunk, feed.fed)
-        step = feed.next(most)
-        if step is not None and not session.closed:
+        most = schedule.prefill_positions(session, self._position.serve.prefill_chunk, feed.fed)
+        while not session.closed and (step := feed.next(most, schedule.guesses(session))) is not None:
             chunk, ids = step
-            self._tokens += chunk.sample
-            self._schedule.add(Work(session, chunk, memoryview(pack_tokens(ids))))
+            schedule.add(Work(session, chunk, memoryview(pack_tokens(ids))))
             self._arrived.set()
+            if not chunk.sample:
+                return  # the prompt's next chunk comes behind what others have waiting
 
     # --- turns
 
@@ -202,6 +213,9 @@ class RingStage:
         while True:
             turn = await self._next()
             outcomes = await self._worker.run(self._runner.run, turn)
+            for work, outcome in zip(turn, outcomes, strict=True):
+                if isinstance(outcome, MemoryError):
+                    self._schedule.hold(work.session)
             if passing is not None:
                 await asyncio.wait([passing])
             passing = tasks.create_task(self._pass_all_on(turn, outcomes))
@@ -235,32 +249,36 @@ class RingStage:
     async def _pass_on(self, work: Work[StageSession], outcome: Outcome) -> None:
         """What a chunk gave goes to the next stages; the last one's token around the ring."""
         session, chunk = work.session, work.chunk
-        self._sessions.heard(session, ran=True)
-        if outcome.token is not None:
-            self._answer(session, chunk.end, outcome.token, outcome)
+        self._sessions.heard(session, ran=chunk.end)
+        if outcome.tokens:
+            self._answer(session, outcome.tokens)
         if session.hops:
-            header = {
-                "session": session.id,
-                "start": chunk.start,
-                "length": chunk.length,
-                "sample": chunk.sample,
-            }
+            header = {"session": session.id, **chunk.to_header()}
             for (_, link), payload in zip(session.hops, outcome.sends, strict=True):
                 await link.send("chunk", header, payload)
         if session.feed is not None and not chunk.sample:
             self._advance(session)  # the prompt's next chunk, behind what others have waiting
 
-    def _answer(self, session: StageSession, position: int, token: int, outcome: Outcome) -> None:
-        """The last stage chose `token`: to the first stage first, it is what the ring waits for."""
-        opening = session.opening
-        finish = opening.finish(token, position, self._position.serve.end_tokens)
-        header = {"session": session.id, "id": token, "position": position}
-        if not finish:
-            if session.back is not None:
-                session.back.post("token", header)
-            elif session.feed is not None:
-                session.feed.push(position, token)
-                self._advance(session)
-        probable = {} if outcome.logprobs is None else outcome.logprobs.to_header()
-        payload = (outcome.logits,) if outcome.logits else ()
-        session.gateway.post("token", {**header, "finish": finish, **probable}, payload)
+    def _answer(self, session: StageSession, tokens: Sequence[Token]) -> None:
+        """The last stage chose these: to the first stage first, it is what the ring waits for."""
+        opening, serve = session.opening, self._position.serve
+        finishes = [
+            "stop" if token.complete else opening.finish(token.id, token.position, serve.end_tokens)
+            for token in tokens
+        ]
+        ends = next((place for place, finish in enumerate(finishes) if finish), None)
+        if ends is not None:
+            tokens = tokens[: ends + 1]
+        elif session.back is not None:
+            header = {"session": session.id, "id": tokens[0].id, "position": tokens[0].position}
+            more = {"more": [token.id for token in tokens[1:]]} if len(tokens) > 1 else {}
+            session.back.post("token", {**header, **more})
+        elif session.feed is not None:
+            self._feed(session, tokens[0].position, [token.id for token in tokens])
+        for token, finish in zip(tokens, finishes, strict=False):
+            header = {"session": session.id, "id": token.id, "position": token.position, "finish": finish}
+            if token.guessed:
+                header["guessed"] = True
+            if token.logprobs is not None:
+                header |= token.logprobs.to_header()
+            session.gateway.post("token", header, (token.logits,) if token.logits else ())

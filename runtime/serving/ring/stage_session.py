@@ -5,20 +5,23 @@ that a session has links to the stages it feeds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from fusion.runtime.planes.plane import DecodingStage, Piece
 from fusion.runtime.serving.requests.request import Logprobs
+from fusion.runtime.serving.ring.constraint import TokenConstraint
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan
+from fusion.runtime.serving.ring.guesses import Verdicts
 from fusion.runtime.serving.ring.penalties import TokenCounts
 from fusion.runtime.serving.ring.sampling import logprobs, sample
 from fusion.runtime.serving.ring.schedule import Work
-from fusion.runtime.serving.ring.session import Feed, Opening, SessionId
+from fusion.runtime.serving.ring.session import Chunk, Feed, Opening, SessionId
+from fusion.swarm.errors import FrameError
 from fusion.swarm.streams.queued_stream import QueuedStream
-from fusion.swarm.transport import Frame
+from fusion.swarm.transport import Frame, PeerId
 
 # What running a stage may raise: torch's errors for wrong data, no memory, and our own JobFailed.
 PLANE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
@@ -35,22 +38,80 @@ class StageSession:
     back: QueuedStream | None = None  # from the last stage to the first
     feed: Feed | None = None  # at the first stage
     counts: TokenCounts | None = None  # at the last stage, where there are penalties
-    parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # end of chunk -> sender -> its share
+    verdicts: Verdicts = field(init=False)  # of the last stage, in the worker thread
+    constraint: TokenConstraint | None = None  # there, where there is a schema
+    parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # order of chunk -> sender -> its share
     ran: int = 0  # chunks
     heard_at: float = 0.0  # when its gateway last said anything about it, or a chunk of it ran
     freed: asyncio.Task[None] | None = None  # frees its memory, once it is closed
+    held: int = 0  # positions that it has had keys and values of since it was opened
+    reached: int = 0  # positions that it has keys and values of now
+
+    def __post_init__(self) -> None:
+        self.verdicts = Verdicts(self.opening.prompt_length)
 
     @property
     def id(self) -> SessionId:
         return self.opening.session
 
+    @property
+    def user(self) -> tuple[PeerId, int]:
+        """Whose it is: a gateway's, and one of its clients'."""
+        return self.gateway.stream.remote, self.opening.user
+
+    @property
+    def holder(self) -> PeerId:
+        """Whose it is."""
+        return self.gateway.stream.remote
+
+    def share(self, chunk: Chunk, sender: int, frame: Frame, senders: int) -> Mapping[int, Frame] | None:
+        """Keep what `sender` sent for a chunk; what all of `senders` sent once they have. Chunks before one that is whole do
+        not come any more: somebody has found them stale. FrameError where too many wait."""
+        if len(self.parts) >= self.opening.capacity:
+            raise FrameError("chunks of which other stages never send their part")
+        shares = self.parts.setdefault(chunk.order, {})
+        shares[sender] = frame
+        if len(shares) < senders:
+            return None
+        self.parts = {order: kept for order, kept in self.parts.items() if order > chunk.order}
+        return shares
+
+
+@dataclass(frozen=True)
+class Token:
+    """That was chosen. `guessed`: the one before it was, so that it took no trip of its own."""
+
+    position: int
+    id: int
+    logits: bytes = b""
+    logprobs: Logprobs | None = None
+    guessed: bool = False
+    complete: bool = False  # the schema lets nothing follow
+
 
 @dataclass(frozen=True)
 class Outcome:
     sends: tuple[list[memoryview], ...] = ()  # payload for each outgoing parcel
-    token: int | None = None
-    logits: bytes = b""
-    logprobs: Logprobs | None = None
+    tokens: tuple[Token, ...] = ()  # by position
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a session finds its first positions: at another one, or under the name of what was retained, which may become its
+    own."""
+
+    name: SessionId | int
+    positions: int
+    moved: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A session that ends, of whose first positions keys and values are retained."""
+
+    session: SessionId
+    name: int
+    positions: int
 
 
 class StageRunner:
@@ -64,16 +125,52 @@ class StageRunner:
         self._positions = torch.arange(max_sequence).unsqueeze(0)
         self._account = account  # called when sessions have come or gone; MemoryError: one too many
 
-    def reserve(self, session: SessionId, capacity: int, positions: int) -> None:
-        """Begin a session of at most `capacity` positions, with memory for the first. MemoryError, in one line, where these
-        do not fit."""
-        self._plane.open(session, capacity)
-        self._plane.reserve(session, positions)
+    @property
+    def guesses(self) -> bool:
+        """Whether chunks may have guesses."""
+        return self._plane.together
+
+    def begin(self, session: SessionId, capacity: int, positions: int, source: Source | None = None) -> int:
+        """Begin a session of at most `capacity` positions, with memory for the first and with what it finds at `source`: how
+        many positions it holds. MemoryError, in one line, where these do not fit: all is as before then."""
+        plane, held = self._plane, 0
+        moved = source.name if source is not None and source.moved else None
+        if source is not None and isinstance(moved, int):
+            held = plane.resume(session, capacity, moved, source.positions)
+        else:
+            plane.open(session, capacity)
+        plane.reserve(session, positions)
         try:
             self._account()
         except MemoryError:
-            self._plane.close(session)
+            if isinstance(moved, int):
+                plane.retain(session, moved, held)
+            plane.close(session)
             raise
+        if source is not None and moved is None:
+            held = plane.copy(source.name, session, source.positions)
+        return held
+
+    @property
+    def caches(self) -> bool:
+        """Whether sessions have keys and values here; without attention there is nothing that they would have to hold."""
+        return self._plane.caches
+
+    def retain(self, kept: Sequence[Kept]) -> list[tuple[int, int]]:
+        """How many positions there were of each, and their bytes."""
+        found = [self._plane.retain(each.session, each.name, each.positions) for each in kept]
+        self._account()
+        return found
+
+    def forget(self, names: Sequence[int]) -> None:
+        """Free what was retained."""
+        for name in names:
+            self._plane.forget(name)
+        self._account()
+
+    def clear(self) -> None:
+        """Free everything."""
+        self._plane.clear()
 
     def free(self, sessions: Sequence[SessionId]) -> None:
         for session in sessions:
@@ -83,9 +180,15 @@ class StageRunner:
     def run(self, turn: Sequence[Work[StageSession]]) -> list[Outcome | Exception]:
         """What each chunk gave, or what went wrong with it: the others then go on without it. MemoryError: there is no
         memory for it now; it may be run again."""
-        lacking = {id(work): error for work in turn if (error := self._grow(work)) is not None}
-        outcomes = iter(self._run([work for work in turn if id(work) not in lacking]))
-        return [lacking[id(work)] if id(work) in lacking else next(outcomes) for work in turn]
+        found: dict[int, Outcome | Exception] = {}
+        for place, work in enumerate(turn):
+            if self._plan.last and _stale(work):
+                found[place] = Outcome()
+            elif (error := self._grow(work)) is not None:
+                found[place] = error
+        ready = [place for place in range(len(turn)) if place not in found]
+        found.update(zip(ready, self._run([turn[place] for place in ready]), strict=True))
+        return [found[place] for place in range(len(turn))]
 
     def _grow(self, work: Work[StageSession]) -> MemoryError | None:
         """Set memory aside for the chunk."""
@@ -118,7 +221,7 @@ class StageRunner:
             inputs["input_ids"] = torch.frombuffer(bytearray(ids), dtype=torch.int64).unsqueeze(0)
         if self._plan.reads_positions:
             inputs["position_ids"] = self._positions[:, chunk.start : chunk.end]
-        return Piece(work.session.id, chunk.start, inputs), ids
+        return Piece(work.session.id, chunk.start, inputs, singly=bool(chunk.guesses)), ids
 
     def _outcome(
         self, work: Work[StageSession], outputs: Mapping[str, torch.Tensor], ids: memoryview
@@ -131,19 +234,41 @@ class StageRunner:
     def _made(
         self, work: Work[StageSession], outputs: Mapping[str, torch.Tensor], ids: memoryview
     ) -> Outcome:
-        chunk, opening = work.chunk, work.session.opening
         if not self._plan.last:
             return Outcome(sends=tuple(p.pack(outputs, ids) for p in self._plan.outgoing))
-        if not chunk.sample:
+        if not work.chunk.sample:
             return Outcome()
-        logits = outputs["result/0"][0, -1]
-        counts, top = work.session.counts, opening.top_logprobs
-        token = sample(logits, opening.sampling, chunk.end, counts)
+        return Outcome(tokens=tuple(_choose(work.session, work.chunk, outputs["result/0"][0])))
+
+
+def _stale(work: Work[StageSession]) -> bool:
+    """At the last stage: whether the chunk follows a guess that was wrong."""
+    chunk, verdicts = work.chunk, work.session.verdicts
+    if not chunk.sample:
+        return False
+    guessed = zip(range(chunk.end - len(chunk.guesses), verdicts.next), chunk.guesses, strict=False)
+    return chunk.start >= verdicts.next or not all(verdicts.holds(*guess) for guess in guessed)
+
+
+def _choose(session: StageSession, chunk: Chunk, logits: torch.Tensor) -> Iterator[Token]:
+    """The tokens after the chunk's positions, up to the first that was guessed wrongly. logits: (positions or 1, vocabulary), of
+    the last positions."""
+    opening, counts, verdicts = session.opening, session.counts, session.verdicts
+    constraint = session.constraint
+    first = max(chunk.start, verdicts.next - 1) if chunk.guesses else chunk.end - 1
+    for place in range(first - chunk.end, 0):
+        position, row = chunk.end + place + 1, logits[place]
+        allowed = None if constraint is None else constraint.allowed()
+        token = sample(row, opening.sampling, position, counts, allowed)
+        complete = constraint is not None and constraint.push(token)
+        verdicts.push(token)
         if counts is not None:
             counts.push(token)
-        raw = logits.to(device="cpu", dtype=torch.float32).numpy().tobytes() if opening.logits else b""
-        probable = None if top is None else logprobs(logits, token, top)
-        return Outcome(token=token, logits=raw, logprobs=probable)
+        raw = row.to(device="cpu", dtype=torch.float32).numpy().tobytes() if opening.logits else b""
+        probable = None if opening.top_logprobs is None else logprobs(row, token, opening.top_logprobs)
+        yield Token(position, token, raw, probable, guessed=-place <= len(chunk.guesses), complete=complete)
+        if complete or (place < -1 and chunk.guesses[place + 1] != token):
+            return
 
 
 def _broken(error: Exception) -> Exception:

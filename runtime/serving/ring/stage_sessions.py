@@ -10,13 +10,19 @@ from typing import Any
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.planes.kv_cache import BLOCK_POSITIONS
+from fusion.runtime.serving.ring.constraint import (
+    Constrain,
+    NotConstrained,
+    SaidAtOpening,
+    constraint_of,
+    unconstrained,
+)
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.openings import Openings
-from fusion.runtime.serving.ring.penalties import counts_of
 from fusion.runtime.serving.ring.schedule import Schedule
 from fusion.runtime.serving.ring.session import FailedReason, Opening, SessionId
+from fusion.runtime.serving.ring.stage_memory import StageMemory
 from fusion.runtime.serving.ring.stage_session import PLANE_ERRORS, StageRunner, StageSession
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.printable import error_line
@@ -39,8 +45,8 @@ class StageSessions:
 
     Sessions are counted by the gateway that opened them. Where memory or places run out, one that does nothing, or one
     of whoever holds most, gives way (`fusion.swarm.shares`), or whoever asks is told that the stage is full; so is who
-    opens many and runs none (`openings`). The device's thread is asked for memory once at a time, and to free that of
-    all sessions that end together: what computes there waits for one such call, not for a gateway's hundreds."""
+    opens many and runs none (`openings`). What was retained of sessions that have ended gives way before any session
+    (`stage_memory`)."""
 
     def __init__(
         self,
@@ -51,18 +57,19 @@ class StageSessions:
         position: RingPosition,
         clock: Callable[[], float],
         chain: ShownGrants = no_grants,
+        constrain: Constrain = unconstrained,
     ) -> None:
+        self._constrain = constrain
         self.terms = {position.term}
         self.leaving = False  # our time is up: the sessions may end, and no new ones begin
-        self.schedule: Schedule[StageSession] = Schedule(stages=plan.stages, bounded=not plan.first)
+        self.schedule: Schedule[StageSession] = Schedule(
+            stages=plan.stages, bounded=not plan.first, user_of=lambda session: session.user
+        )
+        self._guesses = runner.guesses
         self._clock = clock
         self._shares: Shares[StageSession] = Shares(clock)  # in positions of the sequence
         self._openings = Openings(clock)
-        self._reserving = asyncio.Lock()
-        self._unneeded: list[SessionId] = []  # whose memory the task below is about to free
-        self._freeing: asyncio.Task[None] | None = None
-        self._worker = worker
-        self._runner = runner
+        self.memory = StageMemory(worker, runner, self.schedule.sessions.values, clock)
         self._plan = plan
         self._position = position
         self._links = RingLinks(transport, on_frame=_unasked, on_end=self._lost, chain=chain)
@@ -86,17 +93,19 @@ class StageSessions:
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Take sessions; what they need runs in `tasks`."""
         self._tasks = tasks
+        self.memory.start(tasks)
         self._watching = tasks.create_task(self._close_the_silent())
 
     def stop(self) -> None:
         """Take none, and fail those that are left."""
         self._tasks = None
+        self.memory.stop()
         self._watching.cancel()
         for session in self:
             self.fail(session, f"{self.here} is leaving", "moved")
 
     async def aclose(self) -> None:
-        await self._links.aclose()
+        await asyncio.gather(self._links.aclose(), self.memory.aclose())
 
     async def emptied(self) -> None:
         """Until no session is left."""
@@ -114,8 +123,8 @@ class StageSessions:
     # --- opening
 
     def open(self, gateway: QueuedStream, header: Mapping[str, Any], payload: memoryview) -> None:
-        """Begin to open a session; the gateway is told when it is. `payload`: the prompt's ids at the last stage, where
-        penalties need them. Raises JobError, StaleTerm."""
+        """Begin to open a session; the gateway is told when it is. `payload`: at the last stage the schema, if there is
+        one, and the prompt's ids where it or penalties need them. Raises JobError, StaleTerm."""
         opening = Opening.from_header(
             header, stages=self._plan.stages, max_sequence=self._position.serve.max_sequence
         )
@@ -129,8 +138,10 @@ class StageSessions:
             self.tell(gateway, opening.session, f"{self.here} is busy: ask again later", "full")
             gateway.rest(BUSY_SECONDS)
             return
-        counts = counts_of(opening, payload, self._position.serve.vocabulary) if self._plan.last else None
-        session = StageSession(opening, gateway, heard_at=self._clock(), counts=counts)
+        said = SaidAtOpening()
+        if self._plan.last:
+            said = SaidAtOpening.of(opening, payload, self._position.serve.vocabulary)
+        session = StageSession(opening, gateway, heard_at=self._clock(), counts=said.counts)
         if not self.schedule.admit(session):
             other = self._shares.yields(asker, opening.capacity)
             if other is None:
@@ -140,11 +151,17 @@ class StageSessions:
             self._give_way(other)
             self.schedule.admit(session)
         self._shares.take(session, asker, opening.capacity)
-        session.task = self._tasks.create_task(self._prepare(session))
+        session.task = self._tasks.create_task(self._prepare(session, said))
 
-    async def _prepare(self, session: StageSession) -> None:
+    async def _prepare(self, session: StageSession, said: SaidAtOpening) -> None:
         """Reach the stages we feed, reserve memory, then tell the gateway."""
         opening = session.opening
+        serve, asker = self._position.serve, session.gateway.stream.remote
+        try:
+            session.constraint = await constraint_of(self._constrain, said, serve, asker)
+        except NotConstrained as error:
+            self.fail(session, f"{self.here}: {error}", error.reason)
+            return
         wanted = [parcel.consumer for parcel in self._plan.outgoing]
         wanted += [0] if self._plan.last and not self._plan.first else []
         links: dict[int, QueuedStream] = {}
@@ -172,25 +189,24 @@ class StageSessions:
         session.hops = [(parcel, links[parcel.consumer]) for parcel in self._plan.outgoing]
         session.back = links.get(0)
         session.ready = True
-        known = {"knows": list(opening.newer)} if opening.newer else {}
-        session.gateway.post("opened", {"session": session.id, **known})
+        known = [*opening.newer, *(["guesses"] if self._guesses else [])]
+        held = {"held": session.held} if opening.prefix else {}
+        session.gateway.post("opened", {"session": session.id, "knows": known, **held})
 
     async def _reserve(self, session: StageSession) -> None:
-        """Set memory aside for its prompt and the beginning of its answer, where others have to give way for it once they
-        have. MemoryError: nobody has to."""
-        opening = session.opening
-        positions = min(opening.capacity, opening.prompt_length + BLOCK_POSITIONS)
+        """Set memory aside, where others have to give way for it once they have. MemoryError: nobody has to."""
         while True:
             try:
-                async with self._reserving:
-                    await self._worker.run(self._runner.reserve, session.id, opening.capacity, positions)
+                await self.memory.begin(session)
                 return
             except MemoryError:
                 if not await self.make_room(session):
                     raise
 
     async def make_room(self, session: StageSession) -> bool:
-        """Whether another session has given its memory up for this one."""
+        """Whether another session, or what was retained of one, has given its memory up for this one."""
+        if await self.memory.give_way():
+            return True
         other = self._shares.yields(session.gateway.stream.remote)
         if other is None or other is session:
             return False
@@ -201,13 +217,14 @@ class StageSessions:
 
     # --- ends
 
-    def heard(self, session: StageSession, *, ran: bool = False) -> None:
-        """The gateway asked about the session, or a chunk of it `ran`."""
+    def heard(self, session: StageSession, *, ran: int = 0) -> None:
+        """The gateway asked about the session, or a chunk of it `ran`, up to that position."""
         session.heard_at = self._clock()
         if ran:
             if not session.ran:
                 self._openings.earn(session.gateway.stream.remote)
             session.ran += 1
+            session.reached = ran
             self._shares.use(session)
 
     def _give_way(self, session: StageSession) -> None:
@@ -217,6 +234,7 @@ class StageSessions:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._clock()
+            self.memory.expire()
             for session in self:
                 awaited = self._plan.first and session.feed is None
                 if now - session.heard_at > (PROMPT_SECONDS if awaited else QUIET_SECONDS):
@@ -259,28 +277,21 @@ class StageSessions:
         blamed = self._plan.index if stage is None else stage
         gateway.post("failed", {"session": session, "message": message, "reason": reason, "stage": blamed})
 
-    def drop(self, session: StageSession, *, completed: bool = False) -> None:
-        """Forget the session and free its memory; what waits for it does not run. `completed`: its gateway says that it
-        is done with it."""
+    def drop(self, session: StageSession, *, completed: bool = False, chain: bytes = b"") -> None:
+        """Forget the session and free its memory, but for the blocks of `chain`; what waits for it does not run. `completed`: its
+        gateway says that it is done with it."""
         if session.closed:
             return
         session.closed = True
+        if session.constraint is not None:
+            session.constraint.close()
         self.schedule.remove(session)
         self._shares.release(session, completed=completed and session.ran > 0)
         if not self.schedule.sessions:
             self._emptied.set()
         if session.task is not None and session.task is not asyncio.current_task():
             session.task.cancel()
-        if self._tasks is not None:
-            # The worker runs calls in order: this comes after whatever still computes for the session.
-            if not self._unneeded:
-                self._freeing = self._tasks.create_task(self._free_unneeded())
-            self._unneeded.append(session.id)
-            session.freed = self._freeing
-
-    async def _free_unneeded(self) -> None:
-        sessions, self._unneeded = self._unneeded, []
-        await self._worker.run(self._runner.free, sessions)
+        self.memory.end(session, chain)
 
 
 def _unasked(ends: LinkEnds, frame: Frame) -> None:

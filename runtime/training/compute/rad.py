@@ -21,6 +21,7 @@ import torch
 
 from fusion.dag.cutting.stage import Edge
 from fusion.dag.placement.schedule import Action, gpipe, one_f_one_b
+from fusion.runtime.device.overrun import Overrun, call_seconds
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import RngKey, TrainingStage
@@ -49,7 +50,8 @@ Tensors = dict[str, torch.Tensor]
 
 class Rad:
     """Runs the microbatches of one stage. `send(stage, kind, header, payload)` queues a tensor (`Partners.post`) and
-    returns at once; `clock` gives seconds that only rise, on any thread."""
+    returns at once; `clock` gives seconds that only rise, on any thread; `flops_per_second`: that the device was measured to
+    have, or 0: calls are held to what their graph promises."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class Rad:
         inbox: Inbox,
         send: Send,
         clock: Callable[[], float] = time.monotonic,
+        flops_per_second: float = 0.0,
     ) -> None:
         self.inbox = inbox
         self._codecs = inbox.codecs  # what comes in says which elements go back
@@ -71,6 +74,8 @@ class Rad:
         self._batches = batches
         self._send = send
         self._clock = clock
+        self._flops_per_second = flops_per_second
+        self._overrun: Overrun | None = None  # made with the first call, in the worker thread
         self._busy = 0.0  # seconds computed; written by the worker thread only
         self._losses: dict[int, float] = {}
         self._look: set[str] | None = (
@@ -277,11 +282,25 @@ class Rad:
         def timed() -> Any:
             began = self._clock()
             try:
-                return function(*args)
+                result = function(*args)
             finally:
-                self._busy += self._clock() - began
+                seconds = self._clock() - began
+                self._busy += seconds
+            self._hold_to_estimate(seconds)
+            return result
 
         return await self._worker.run(timed)
+
+    def _hold_to_estimate(self, seconds: float) -> None:
+        """In the worker thread. Raises RuntimeError once calls overrun what the graph promises."""
+        if self._flops_per_second <= 0.0:
+            return
+        if self._overrun is None:
+            promised = call_seconds(self._plan.stage, self._plan.sizes, self._flops_per_second)
+            self._overrun = Overrun(promised)
+        if self._overrun.took(seconds):
+            promised = self._overrun.estimate_seconds
+            raise RuntimeError(f"calls take {seconds:.1f} s: the graph promises {promised:.3f} s")
 
 
 def _schedule(plan: StagePlan, config: TrainConfig) -> tuple[Action, ...]:

@@ -23,6 +23,7 @@ from fusion.runtime.training.step.messages import Hello
 from fusion.runtime.training.streams.fence import Fence, Overtaken
 from fusion.runtime.training.streams.suspicion import Suspicion
 from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.tenure import Tenure
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import FrameError, SwarmError, TransportError
@@ -166,7 +167,7 @@ class Partner:
         """Whom to dial: the owner that was shown to us, or the directory's. Raises SwarmError where there is none."""
         leases, job = self._context.leases, self._here.job
         claim, held = self._shown, leases.tenure(job, self.stage)
-        if claim is not None and held is not None and self.fence.follows(held.claim, claim):
+        if claim is not None and held is not None and self._replaced(claim, held):
             # Whoever welcomes us and hangs up, again and again, is not the owner for that.
             claim = self._shown = None
         elif claim is None and self._last is None:
@@ -188,6 +189,11 @@ class Partner:
         # One whose term is over for our fence had the stage taken from it while it was cut off from us, and has it back. It is
         # dialled all the same, and dials us: either will be told that it was overtaken, and claim its stage above that.
         return claim
+
+    def _replaced(self, claim: ClaimRecord, held: Tenure) -> bool:
+        """Whether another owner follows the one of `claim`, or has the stage back from it."""
+        back = held.holding != (claim.peer, claim.term) and held.used >= claim.term
+        return self.fence.follows(held.claim, claim) or (back and held.lives(self._context.directory.now()))
 
     async def _greet(self, claim: ClaimRecord) -> Stream:
         leases, here = self._context.leases, self._here
@@ -215,7 +221,7 @@ class Partner:
         Raises Overtaken, or SwarmError where it is to be asked again."""
         leases, here, now = self._context.leases, self._here, asyncio.get_running_loop().time()
         self._refused_since = min(now, self._refused_since)
-        disowned = leases.disowned(here.job, here.stage, claim.peer, refusal)
+        disowned = leases.jury.disowned(here.job, here.stage, claim.peer, refusal)
         if disowned or now - self._refused_since >= REFUSED_SECONDS:
             leases.observe(here.job, here.stage, term)
             raise Overtaken(here.stage, here.term, term)

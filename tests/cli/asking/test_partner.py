@@ -17,7 +17,7 @@ from fusion.cli.asking.partner import Partner, Turn
 from fusion.cli.terminal.output import Output
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE
-from fusion.runtime.serving.http.chat_template import ChatTemplates
+from fusion.runtime.serving.requests.chat_template import ChatTemplates
 from fusion.runtime.serving.requests.request import GenerateRequest
 from fusion.swarm.directory.records import JobId
 

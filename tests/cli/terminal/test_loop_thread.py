@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -32,13 +32,23 @@ def test_work_runs_there_and_its_outcome_comes_here() -> None:
     assert not thread.is_alive()
 
 
-def test_an_interruption_cancels_the_work_and_waits_for_its_end() -> None:
+def to_the_process() -> None:
+    os.kill(os.getpid(), signal.SIGINT)  # which the main thread takes, and ends its wait for
+
+
+def missed_by_the_wait() -> None:
+    """As if it had come just before the main thread began to wait."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("interrupt", [to_the_process, missed_by_the_wait])
+def test_an_interruption_cancels_the_work_and_waits_for_its_end(interrupt: Callable[[], None]) -> None:
     steps: list[str] = []
 
     async def work() -> None:
         try:
-            os.kill(os.getpid(), signal.SIGINT)  # which the main thread takes
-            await asyncio.sleep(60)
+            interrupt()
+            await asyncio.sleep(3600)
         finally:
             await asyncio.sleep(0.01)
             steps.append("freed")

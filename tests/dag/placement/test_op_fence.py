@@ -17,6 +17,8 @@ from fusion.dag.placement.place import place
 from fusion.dag.placement.search_space import space
 
 FEW = 10
+# The gate has the first of them, `make test-all` the others as well.
+PARTS = [slice(0, 4), pytest.param(slice(4, FEW), marks=pytest.mark.slow)]
 
 
 def sites(*sizes: int, far: float = 20 * MBPS) -> Network:
@@ -75,8 +77,9 @@ def test_the_cut_between_sites_falls_where_little_crosses():
 
 
 @pytest.mark.heavy
-def test_never_worse_than_the_baselines_and_legal():
-    for instance in instances(FEW, seed=7, most_devices=7):
+@pytest.mark.parametrize("part", PARTS)
+def test_never_worse_than_the_baselines_and_legal(part):
+    for instance in list(instances(FEW, seed=7, most_devices=7))[part]:
         graph, network = instance.graph, instance.network
         options = space(graph, network, SIZES, instance.microbatches)
         simple = [seconds(options, find(options)) for find in (equal_ops, equal_flops)]
@@ -109,8 +112,9 @@ def test_near_the_optimum_of_chains():
 
 
 @pytest.mark.heavy
-def test_one_more_device_never_makes_a_step_slower():
-    for instance in instances(FEW, seed=11, most_devices=6):
+@pytest.mark.parametrize("part", PARTS)
+def test_one_more_device_never_makes_a_step_slower(part):
+    for instance in list(instances(FEW, seed=11, most_devices=6))[part]:
         network, times = instance.network, []
         for count in range(2, len(network.devices) + 1):
             some = Network(devices=network.devices[:count], links=network.links)

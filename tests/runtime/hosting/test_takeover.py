@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from support.hosting import Peer, Swarm, swarm, until
 
-from fusion.runtime.hosting.takeover import GONE, SILENT, Sign, Takeovers, judge
+from fusion.runtime.hosting.owner_probe import GONE, SILENT, OwnerProbe, Sign
+from fusion.runtime.hosting.takeover import Takeovers, judge
 from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.election import rank, winner
@@ -114,7 +115,9 @@ def test_an_owner_that_does_not_speak_the_protocol_is_not_gone(tmp_path: Path) -
             job, owner, (heir,) = await one_job(made, 1)
             witness = await made.join()
             del owner.context.transport.handlers._handlers[HOLD.name]  # type: ignore[attr-defined]
-            assert await heir.context.succession.look(owner.id, job, 0) == SILENT  # type: ignore[union-attr]
+            assert (
+                await OwnerProbe(heir.context.transport, made.check_seconds).look(owner.id, job, 0) == SILENT
+            )
             assert await witness.context.succession.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
             assert (job, 0) in owner.service.running and heir.service.begun == []
 
@@ -428,7 +431,7 @@ def test_an_owner_that_finds_a_higher_claim_shown_to_it_gives_way_at_once(tmp_pa
             await owner.context.leases.beat()
             with pytest.raises(RecordError):  # nobody bears it out
                 owner.context.leases.credit(directory.sealed(claim))
-            word = NEIGHBOURS[job].testify(job, 0, Holding(owner.id, 1), rival.peer_id)
+            word = NEIGHBOURS[job].jury.testify(job, 0, Holding(owner.id, 1), rival.peer_id)
             claim = replace(claim, proof=(word,))
             assert owner.context.leases.credit(directory.sealed(claim)) == claim
             await until(lambda: owner.hosting.hosted == ())

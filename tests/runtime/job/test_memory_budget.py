@@ -79,6 +79,36 @@ def test_sessions_grow_and_shrink_what_is_set_aside() -> None:
     assert budget.by_place == {ONE: 20, TWO: 30}
 
 
+def test_what_is_loose_goes_first_and_only_as_much_as_is_needed() -> None:
+    budget, gone = MemoryBudget(LENT), list[int | Place]()
+    budget.hold(ONE, 10)
+    budget.resize(ONE, 60, 40, gone.append)
+    assert budget.by_place == {ONE: 60} and budget.free_bytes == 80
+    assert budget.keep(TWO, 50, lambda: gone.append(TWO)) and gone == [10]
+    assert budget.by_place == {ONE: 50, TWO: 50} and budget.free_bytes == 80
+    with pytest.raises(MemoryError):
+        budget.hold(THREE, 81)
+    assert gone == [10]
+    budget.hold(THREE, 40)
+    assert gone == [10, 30, TWO] and budget.by_place == {ONE: 20, THREE: 40}
+    with pytest.raises(MemoryError):
+        budget.resize(ONE, 61, 30)  # its own it gives up itself
+    budget.resize(ONE, 60, 20, gone.append)
+    budget.release(ONE)
+    assert budget.free_bytes == 60 and gone == [10, 30, TWO]
+
+
+def test_a_replica_that_is_given_up_takes_what_is_loose_with_it() -> None:
+    budget, gone = MemoryBudget(LENT), list[int | Place]()
+    assert budget.keep(ONE, 10, lambda: gone.append(ONE))
+    budget.resize(ONE, 50, 40, gone.append)
+    assert budget.keep(TWO, 50, lambda: gone.append(TWO))
+    budget.hold(THREE, 95)
+    assert sum(budget.by_place.values()) <= LENT and gone == [40, ONE, TWO]
+    budget.resize(ONE, 50, 40, gone.append)
+    assert budget.by_place == {THREE: 95}
+
+
 def test_threads_do_not_share_what_is_there_once() -> None:
     budget, taken = MemoryBudget(LENT), list[Place]()
 
@@ -106,15 +136,27 @@ class Account(RuleBasedStateMachine):
         self.held: dict[Place, int] = {}
         self.kept: dict[Place, int] = {}
         self.used: set[Place] = set()
+        self.loose: dict[Place, int] = {}
+
+    def sheds(self, place: Place, taken: int) -> None:
+        assert 0 < taken <= self.loose[place]
+        self.loose[place] -= taken
+        for table in (self.held, self.kept):
+            if place in table:
+                table[place] = max(0, table[place] - taken)
 
     def gives_up(self, place: Place) -> None:
         assert place not in self.held, "a promoted standby is what runs"
         del self.kept[place]
+        self.loose.pop(place, None)
 
     @rule(place=st.sampled_from(places), size=st.integers(0, 120))
     def hold(self, place: Place, size: int) -> None:
         least = max(size, self.kept.get(place, 0))
-        fits = least + sum(max(b, self.kept.get(p, 0)) for p, b in self.held.items() if p != place) <= LENT
+        others = [
+            max(b, self.kept.get(p, 0)) - self.loose.get(p, 0) for p, b in self.held.items() if p != place
+        ]
+        fits = least + sum(others) <= LENT
         try:
             self.budget.hold(place, size)
         except MemoryError:
@@ -122,6 +164,7 @@ class Account(RuleBasedStateMachine):
         else:
             assert fits
             self.held[place] = size
+            self.loose.pop(place, None)
 
     @rule(place=st.sampled_from(places), size=st.integers(0, 120), beside=st.integers(0, 50))
     def keep(self, place: Place, size: int, beside: int) -> None:
@@ -129,19 +172,22 @@ class Account(RuleBasedStateMachine):
             place, size, lambda: self.gives_up(place), in_use=lambda: place in self.used, beside=beside
         ):
             self.kept[place] = size
+            if place not in self.held:
+                self.loose.pop(place, None)
 
     @precondition(lambda self: self.held or self.kept)
-    @rule(place=st.sampled_from(places), size=st.integers(0, 120))
-    def resize(self, place: Place, size: int) -> None:
+    @rule(place=st.sampled_from(places), size=st.integers(0, 120), least=st.integers(0, 120))
+    def resize(self, place: Place, size: int, least: int) -> None:
         before = set(self.kept) & self.used
+        loose = max(0, size - least)
         try:
-            self.budget.resize(place, size)
+            self.budget.resize(place, size, loose, lambda taken: self.sheds(place, taken))
         except MemoryError:
             pass
         else:
             table = self.held if place in self.held else self.kept
             if place in table:
-                table[place] = size
+                table[place], self.loose[place] = size, loose
         assert before <= set(self.kept)
 
     @rule(place=st.sampled_from(places), times=st.integers(1, 2))
@@ -149,11 +195,14 @@ class Account(RuleBasedStateMachine):
         for _ in range(times):
             self.budget.release(place)
         self.held.pop(place, None)
+        self.loose.pop(place, None)
 
     @rule(place=st.sampled_from(places))
     def forget(self, place: Place) -> None:
         self.budget.forget(place)
         self.kept.pop(place, None)
+        if place not in self.held:
+            self.loose.pop(place, None)
 
     @rule(place=st.sampled_from(places))
     def use(self, place: Place) -> None:
@@ -164,7 +213,8 @@ class Account(RuleBasedStateMachine):
         both = {p: max(self.held.get(p, 0), self.kept.get(p, 0)) for p in {*self.held, *self.kept}}
         assert self.budget.by_place == both
         assert sum(both.values()) <= LENT
-        assert self.budget.free_bytes == LENT - sum(self.held.values()) >= 0
+        loose = sum(self.loose.get(place, 0) for place in self.held)
+        assert self.budget.free_bytes == LENT - sum(self.held.values()) + loose >= 0
 
 
 TestAccount = Account.TestCase

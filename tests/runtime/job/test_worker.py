@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 
 from fusion.runtime.capture.models import GPT
+from fusion.runtime.device.share import Whose
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.job.worker import Worker
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.transport import PeerId
 
 
 def test_calls_run_in_order_in_one_thread_of_their_own() -> None:
@@ -35,6 +40,59 @@ def test_calls_run_in_order_in_one_thread_of_their_own() -> None:
     asyncio.run(main())
 
 
+def test_another_authors_call_does_not_wait_for_all_that_one_has_asked_for() -> None:
+    async def main() -> None:
+        seen: list[str] = []
+        begun, go = threading.Event(), threading.Event()
+
+        def first() -> None:
+            begun.set()
+            go.wait(10)
+
+        async with Worker() as worker:
+            greedy = worker.of(Whose(PeerId("greedy"), JobId("a")))
+            honest = worker.of(Whose(PeerId("honest"), JobId("b")))
+            calls = [asyncio.ensure_future(greedy.run(first))]
+            await asyncio.to_thread(begun.wait, 10)
+            calls += [asyncio.ensure_future(greedy.run(seen.append, f"greedy {n}")) for n in range(20)]
+            calls += [asyncio.ensure_future(honest.run(seen.append, f"honest {n}")) for n in range(2)]
+            await asyncio.sleep(0)
+            calls[5].cancel()
+            await asyncio.wait([calls[5]])
+            go.set()
+            await asyncio.gather(*calls, return_exceptions=True)
+            assert calls[5].cancelled()
+        assert seen[:2] == ["honest 0", "honest 1"]
+        assert seen[2:] == [f"greedy {n}" for n in range(20) if n != 4]
+
+    asyncio.run(main())
+
+
+def test_an_error_is_its_callers_and_leaves_nothing_behind() -> None:
+    class Held:
+        pass
+
+    async def main() -> None:
+        async with Worker() as worker:
+            held = Held()
+            gone = weakref.ref(held)
+
+            def fail(held: Held) -> None:
+                raise ValueError("as it should")
+
+            with pytest.raises(ValueError, match="as it should"):
+                await worker.run(fail, held)
+            del held, fail
+            await worker.run(lambda: None)
+            assert gone() is None
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+
+
 def test_closing_drops_what_has_not_begun() -> None:
     async def main() -> None:
         worker = Worker()
@@ -53,6 +111,52 @@ def test_closing_drops_what_has_not_begun() -> None:
         go.set()
         await closing
         assert await running
+
+    asyncio.run(main())
+
+
+def test_what_a_call_held_is_free_at_once_also_where_it_failed() -> None:
+    class Held:
+        pass
+
+    def fail(held: Held) -> None:
+        raise ValueError("no")
+
+    async def main() -> None:
+        async with Worker() as worker:
+            for function, expected in ((id, None), (fail, ValueError)):
+                held = Held()
+                seen = weakref.ref(held)
+                try:
+                    await worker.run(function, held)
+                except ValueError as error:
+                    assert expected is type(error)
+                del held
+                await worker.run(int)  # by then the thread has let the call before go
+                assert seen() is None
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+
+
+def test_a_call_that_nobody_waits_for_any_more_is_dropped_and_a_closed_worker_takes_none() -> None:
+    async def main() -> None:
+        worker = Worker()
+        begun, go, ran = threading.Event(), threading.Event(), list[int]()
+        first = asyncio.ensure_future(worker.run(lambda: begun.set() or go.wait(10)))
+        second = asyncio.ensure_future(worker.run(ran.append, 2))
+        await asyncio.to_thread(begun.wait, 10)
+        for task in (first, second):
+            task.cancel()
+        await asyncio.wait((first, second))
+        go.set()
+        assert await worker.run(len, ran) == 0
+        await worker.aclose()
+        with pytest.raises(RuntimeError, match="closed"):
+            await worker.run(int)
 
     asyncio.run(main())
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import pytest
 import torch
 from support.families import build, config
 
-from fusion.dag.cutting.cuts import split
+from fusion.dag.cutting.cuts import legal_cuts, split
+from fusion.dag.cutting.positional import keeps_last
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
@@ -34,7 +36,9 @@ def stages_of(family: str, count: int) -> list[TorchDecodingStage]:
     return [TorchDecodingStage(stage, variables) for stage in split(graph, cuts)]
 
 
-def run(stages: list[TorchDecodingStage], chunks: dict[str, tuple[int, list[int]]]) -> dict[str, Values]:
+def run(
+    stages: list[TorchDecodingStage], chunks: dict[str, tuple[int, list[int]]], singly: Collection[str] = ()
+) -> dict[str, Values]:
     """A chunk of each session through all stages: start and token ids -> everything that was made."""
     values: dict[str, Values] = {
         name: {
@@ -44,7 +48,7 @@ def run(stages: list[TorchDecodingStage], chunks: dict[str, tuple[int, list[int]
         for name, (start, ids) in chunks.items()
     }
     for stage in stages:
-        pieces = [Piece(name, chunks[name][0], values[name]) for name in chunks]
+        pieces = [Piece(name, chunks[name][0], values[name], singly=name in singly) for name in chunks]
         for name, made in zip(chunks, stage.run(pieces), strict=True):
             values[name].update(made)
     return values
@@ -88,6 +92,51 @@ def test_a_row_is_the_same_in_any_company(family: str) -> None:
     assert all(stage.together for stage in stages)
 
 
+@pytest.mark.parametrize(
+    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.heavy) for f in CACHED]
+)
+def test_positions_that_run_singly_are_those_of_runs_of_one(family: str) -> None:
+    """What guesses rest on: any number of positions, cut back anywhere, beside others."""
+    stages = stages_of(family, 2)
+    chance = random.Random(11)
+    ids = [chance.randrange(256) for _ in range(70)]
+    for stage in stages:
+        for name in ("alone", "guessed", "other"):
+            stage.open(name, POSITIONS)
+    run(stages, {"alone": (0, ids[:20]), "guessed": (0, ids[:20])})
+    alone = [run(stages, {"alone": (at, ids[at : at + 1])})["alone"] for at in range(20, 70)]
+    at, beside = 20, 0
+    while at < 70:
+        count = min(chance.randrange(1, 17), 70 - at)
+        wrong = chance.randrange(count)  # guesses that are dropped afterwards
+        given = ids[at : at + count] + [chance.randrange(256) for _ in range(wrong)]
+        chunks = {"guessed": (at, given)}
+        if beside < 60:
+            chunks["other"] = (beside, [chance.randrange(256) for _ in range(3)])
+            beside += 3
+        made = run(stages, chunks, singly={"guessed"})["guessed"]
+        assert made["result/0"].shape[1] == len(given)
+        for n in range(count):
+            for key, value in alone[at + n - 20].items():
+                axis = 1
+                shapes = zip(made[key].shape, value.shape, strict=True)
+                axis = next((d for d, (m, v) in enumerate(shapes) if m != v), None)
+                one = made[key] if axis is None else made[key].narrow(axis, n, 1)
+                assert torch.equal(one, value), (family, at, n, key)
+        at += count
+
+
+def test_stages_run_sessions_together_wherever_they_are_cut() -> None:
+    """Next to nothing crosses a cut behind the last position, so a placement would choose it."""
+    module = build(config("llama"))
+    graph = serving_graph(capture_language_model(module, training=False, maximum_sequence=POSITIONS))
+    last = next(i for i, node in enumerate(graph.nodes) if keeps_last(graph, node))
+    cuts = legal_cuts(graph)
+    assert max(cuts) == last < len(graph.nodes) - 1
+    variables = variables_from_module(module)
+    assert all(TorchDecodingStage(stage, variables).together for stage in split(graph, (cuts[0], cuts[-1])))
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", ["bloom", "gemma2"])
 def test_models_without_a_cache_run_one_after_another(family: str) -> None:
@@ -96,6 +145,8 @@ def test_models_without_a_cache_run_one_after_another(family: str) -> None:
     for name in "ab":
         stages[0].open(name, POSITIONS)
     alone = run(stages, {"a": (0, [1, 2, 3])})["a"]["result/0"]
+    with pytest.raises(ValueError, match="singly"):
+        run(stages, {"a": (3, [4, 5])}, singly={"a"})
     both = run(stages, {"a": (0, [1, 2, 3]), "b": (0, [4, 5, 6, 7])})
     assert torch.equal(both["a"]["result/0"], alone) and both["b"]["result/0"].shape == (1, 1, 256)
 

@@ -126,3 +126,41 @@ def test_memory_is_counted_as_it_is_set_aside_and_given_back() -> None:
     assert stage.used_bytes() == 0 and not stage.reserve("a", 5)
     with pytest.raises(ValueError, match="not open"):
         stage.run([Piece("a", 0, {})])
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_what_was_retained_goes_on_as_if_it_had_been_read_anew(moved: bool) -> None:
+    stages = gpt_stages()
+    for stage in stages:
+        assert stage.caches
+        stage.open("a", 16)
+    logits(stages, "a", 0, [1, 2, 3, 4, 5])
+    for stage in stages:
+        held, size = stage.retain("a", 7, 4)
+        assert held == 4 and size == stage.used_bytes() == stage.retained_bytes() > 0
+        if moved:
+            assert stage.resume("b", 20, 7, 3) == 3 and not stage.retained_bytes()
+        else:
+            stage.open("b", 20)
+            assert stage.copy(7, "b", 3) == 3 and stage.retained_bytes() == size
+        stage.open("c", 20)
+    found = logits(stages, "b", 3, [9, 8])
+    torch.testing.assert_close(found, logits(stages, "c", 0, [1, 2, 3, 9, 8]))
+    with pytest.raises(ValueError, match="cannot go on at position 9"):
+        logits(stages, "b", 9, [1])
+    if not moved:  # nor has the other one changed
+        for stage in stages:
+            assert stage.resume("d", 16, 7, 99) == 4
+        torch.testing.assert_close(logits(stages, "d", 4, [8]), logits(stages, "c", 0, [1, 2, 3, 4, 8]))
+
+
+def test_what_is_not_there_is_not_held() -> None:
+    stage = gpt_stages()[0]
+    stage.open("a", 16)
+    assert stage.retain("a", 1, 99) == (0, 0) and stage.retain("a", 2, 99) == (0, 0)
+    assert stage.resume("b", 16, 1, 5) == 0 and stage.copy(1, "b", 5) == 0 and stage.copy("x", "b", 5) == 0
+    stage.forget(1)
+    stage.clear()
+    assert stage.used_bytes() == 0
+    with pytest.raises(ValueError, match="not open"):
+        stage.run([Piece("b", 0, {})])

@@ -10,27 +10,47 @@ import pytest
 
 from fusion.runtime.training.stage_loop import StageLoop
 from fusion.runtime.training.step import messages as m
+from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.transport import PeerId
 
 STEPS = 8
+JOB = JobId("e" * 64)
+CHOSEN, STRANGER, OTHER = (PeerId(name) for name in ("chosen", "stranger", "other"))
 
 
-def finished(step: int, *said: m.Message) -> m.Finish | None:
-    """How the job has ended for a stage at `step` that hears all that."""
+class Came(str):
+    """In place of a message: that peer owns the first stage from now on."""
+
+
+def finished(step: int, *said: m.Message | Came, leads: bool = False) -> m.Finish | None:
+    """How the job has ended for a stage at `step` that hears all that. `leads`: it is the first one itself."""
 
     async def main() -> m.Finish | None:
         mailbox: asyncio.Queue[tuple[int, m.Message]] = asyncio.Queue()
+        leader = [STRANGER]
 
-        async def stop() -> None:
+        async def nothing(*_: object) -> None:
             pass
 
-        work = SimpleNamespace(state=SimpleNamespace(step=step), stop=stop)
-        loop = StageLoop(cast(Any, SimpleNamespace(mailbox=mailbox)), cast(Any, work), STEPS)
-        for message in said:
-            mailbox.put_nowait((0, message))
+        work = SimpleNamespace(state=SimpleNamespace(step=step), stop=nothing, follow=nothing)
+        law = JobLaw(job=JOB, author=PeerId("author"), stages=2, steps=STEPS, proposed=(CHOSEN, OTHER))
+        context = SimpleNamespace(
+            access=SimpleNamespace(law=lambda job: law),
+            leases=SimpleNamespace(
+                tenure=lambda job, stage: SimpleNamespace(claim=SimpleNamespace(peer=leader[0]))
+            ),
+        )
+        outbox = SimpleNamespace(mailbox=mailbox, lead=SimpleNamespace() if leads else None)
+        loop = StageLoop(cast(Any, context), JOB, cast(Any, outbox), cast(Any, work), STEPS)
         running = asyncio.create_task(loop.run())
-        while not mailbox.empty():
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        for message in said:
+            if isinstance(message, Came):
+                leader[0] = PeerId(message)
+                continue
+            mailbox.put_nowait((0, message))
+            for _ in range(4):
+                await asyncio.sleep(0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         return loop.finished
@@ -38,17 +58,29 @@ def finished(step: int, *said: m.Message) -> m.Finish | None:
     return asyncio.run(main())
 
 
+DONE, STOPPED, FAILED = (m.Finish(state) for state in ("done", "stopped", "failed"))
+COMMIT = m.Commit((1, 1), 2, learning_rate=0.1, clip_factor=1.0, after=m.After(), made_of="")
+
+
 def test_a_job_is_done_for_a_stage_that_has_taken_its_last_step() -> None:
-    done = m.Finish("done")
-    assert finished(STEPS, done) == done
+    assert finished(STEPS, DONE) == DONE
+    assert finished(STEPS - 1, DONE) is None
 
 
-def test_whoever_came_to_the_first_stage_cannot_say_before_that_it_is_done() -> None:
-    assert finished(STEPS - 1, m.Finish("done")) is None
-    stopped = m.Finish("stopped")
-    assert finished(STEPS - 1, m.Finish("done"), stopped) == stopped
+@pytest.mark.parametrize("step", [3, STEPS])
+def test_whoever_came_to_the_first_stage_cannot_say_that_it_was_stopped_or_has_failed(step: int) -> None:
+    assert finished(step, STOPPED) is None
+    assert finished(step, FAILED, FAILED, FAILED) is None
+    assert finished(step, Came(CHOSEN), STOPPED) is None, "the author signs that"
 
 
-@pytest.mark.parametrize("state", ["stopped", "failed"])
-def test_other_ends_come_at_any_step(state: Any) -> None:
-    assert finished(3, m.Finish(state)) == m.Finish(state)
+def test_that_it_has_failed_says_who_was_chosen_or_led_a_step_or_two_of_them() -> None:
+    assert finished(3, Came(CHOSEN), FAILED) == FAILED
+    assert finished(3, COMMIT, FAILED) == FAILED
+    assert finished(3, Came(CHOSEN), COMMIT, Came(STRANGER), FAILED) is None
+    assert finished(3, FAILED, Came("another"), FAILED) == FAILED
+
+
+@pytest.mark.parametrize("end", [DONE, STOPPED, FAILED])
+def test_whoever_leads_goes_by_its_own_word(end: m.Finish) -> None:
+    assert finished(3, end, leads=True) == end

@@ -17,6 +17,7 @@ from support.training import (
     Peer,
     assert_same,
     config,
+    ended,
     exported_weights,
     job,
     language_job,
@@ -197,7 +198,7 @@ def test_an_owner_of_a_term_that_is_over_is_refused(tmp_path: Path) -> None:
             # The stage goes to another peer, as its owner says itself: what the old owner says now is refused.
             claim = (await intruder.context.leases.claims(job_id, 1))[0]
             heir, holding = intruder.context.peer_id, Holding(claim.peer, claim.term)
-            word = old.context.leases.testify(job_id, 1, holding, heir)
+            word = old.context.leases.jury.testify(job_id, 1, holding, heir)
             await intruder.context.directory.publish(replace(claim, peer=heir, term=2, proof=(word,)))
             assert await say(old, incarnation=incarnation) == "stale: 2"
             await until(lambda: old.context.leases.holds(job_id, 1) is None)
@@ -222,7 +223,7 @@ def test_a_job_that_is_stopped_ends_with_a_snapshot_of_the_step_it_reached(tmp_p
                     assert lead.service.stop(work.prepared.job)
             assert seen[-1].state == "stopped" and 5 <= seen[-1].step < 20
             assert seen[-1].snapshot_step == seen[-1].step
-            await asyncio.gather(*(t for peer in made.peers for t in peer.tasks.values()))
+            await ended(made, lead)
             weights = await exported_weights(lead, work, tmp_path / "out")
             module.load_state_dict(weights, strict=True)
 

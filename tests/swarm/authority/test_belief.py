@@ -175,6 +175,9 @@ def test_an_owner_goes_by_the_word_of_its_lead_that_the_job_has_ended_and_others
     # A lead that came to a vacant stage may say anything: an owner knows whether it has taken the last step itself.
     early = replace(sight(*live, us=SECOND), reached=89)
     assert judged(records, early).settled is (state == "failed")
+    # That a job has failed it believes of a lead that the author chose.
+    uninvited = replace(sight(*live, us=SECOND), law=replace(LAW, proposed=(SECOND.peer_id, THIRD.peer_id)))
+    assert judged(records, uninvited).settled is (state == "done")
     # Taken up again under a later lead, what was said before counts no more.
     later = replace(
         sight(*live), owners={0: (THIRD.peer_id, 4), 1: (SECOND.peer_id, 3), 2: (THIRD.peer_id, 3)}

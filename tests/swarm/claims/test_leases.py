@@ -491,7 +491,7 @@ async def see(room: Room) -> None:
 
 
 def against(juror: Leases, claim: ClaimRecord, heir: Leases) -> bytes:
-    return juror.testify(claim.job, claim.stage, Holding(claim.peer, claim.term), heir.peer_id)
+    return juror.jury.testify(claim.job, claim.stage, Holding(claim.peer, claim.term), heir.peer_id)
 
 
 def test_after_a_partition_one_owner_is_left_and_the_other_is_told() -> None:
@@ -502,7 +502,7 @@ def test_after_a_partition_one_owner_is_left_and_the_other_is_told() -> None:
         first, _ = await two_stages(room)
 
         async def asked(slot: tuple[JobId, int], holding: Holding) -> tuple[bytes, ...]:
-            return (juror.testify(*slot, holding, two.peer_id),)
+            return (juror.jury.testify(*slot, holding, two.peer_id),)
 
         two.testimonies = asked
         room.network.partition(ids[:1], ids[1:])
@@ -545,7 +545,7 @@ def test_without_a_majority_s_word_no_claim_costs_a_live_owner_anything() -> Non
         assert room.lost == [[], [], [], []]
         # With the word of the only juror it is another matter; for that peer, not for another one.
         word = against(juror, first, other)
-        assert other.is_proof(JOB, 0, Holding(first.peer, 1), other.peer_id, [word])
+        assert other.jury.is_proof(JOB, 0, Holding(first.peer, 1), other.peer_id, [word])
         taken = await other.claim(JOB, 0, 0.1, over=1, proof=(word,))
         assert taken is not None and taken.term == 2
         assert juror.credit(other.sealed(JOB, 0) or b"") == taken
@@ -582,10 +582,12 @@ def test_one_neighbour_of_two_cannot_disown_an_owner() -> None:
             await one.claims(JOB, stage)
         holding = Holding(first.peer, first.term)
         for _ in range(3):
-            assert not one.disowned(JOB, 0, liar.peer_id, liar.disowning(JOB, 0, holding))
-        assert not one.disowned(JOB, 0, third.peer_id, liar.disowning(JOB, 0, holding)), "another's word"
-        assert not one.disowned(JOB, 0, third.peer_id, {"heir": 1, "word": b"x"})
-        assert one.disowned(JOB, 0, third.peer_id, third.disowning(JOB, 0, holding))
+            assert not one.jury.disowned(JOB, 0, liar.peer_id, liar.jury.disowning(JOB, 0, holding))
+        assert not one.jury.disowned(JOB, 0, third.peer_id, liar.jury.disowning(JOB, 0, holding)), (
+            "another's word"
+        )
+        assert not one.jury.disowned(JOB, 0, third.peer_id, {"heir": 1, "word": b"x"})
+        assert one.jury.disowned(JOB, 0, third.peer_id, third.jury.disowning(JOB, 0, holding))
 
     asyncio.run(scenario())
 
@@ -672,6 +674,6 @@ def test_nothing_is_kept_of_stages_that_were_given_up() -> None:
             both = await asyncio.gather(leases.claim(JOB, stage, 0.5), leases.claim(JOB, stage, 0.5))
             assert both[0] is not None and both[0] == both[1]  # one after the other
             await leases.release(JOB, stage)
-        assert not leases._locks and not leases._proving and not leases._disowned
+        assert not leases._locks and not leases._proving and not leases.jury._against_us
 
     asyncio.run(main())

@@ -124,6 +124,50 @@ def test_who_was_only_cut_off_gets_its_stage_back_unless_a_majority_saw_it_gone(
     assert owner(settle(first, [claim("ann", 4, until=20.0), *back[1:]], view(12.0))) == ("bob", 6)
 
 
+def test_who_was_outbid_gets_the_stage_back_once_whoever_won_is_done() -> None:
+    """The one who was outbid may have seen it too late to go by it, and hold the stage: nobody may take it for vacant."""
+    bob = settle(held(until=0.0), [claim("bob", 6, until=20.0)], view(1.0, alone=True))
+    eve = settle(bob, [claim("bob", 6, until=20.0), claim("eve", 8)], view(2.0, alone=True))
+    assert owner(eve) == ("eve", 8)
+    renewed = claim("bob", 6, until=26.0)
+    for done, now in ((claim("eve", 8, role="standby"), 3.0), (claim("eve", 8), LEASE + 0.1)):
+        back = settle(eve, [renewed, done], view(now, alone=True))
+        assert back is not None and owner(back) == ("bob", 6) and back.lives(now) and back.used == 8
+        # Nobody contests it for that, once its own time for it is over.
+        assert owner(settle(back, [renewed, claim("dan", 9, until=30.0)], view(7.0, alone=True))) == (
+            "bob",
+            6,
+        )
+        # Whoever follows by a proof goes above the term that was used.
+        assert owner(
+            settle(back, [claim("dan", 9)], view(3.5, {(PeerId("dan"), Holding(PeerId("bob"), 6))}))
+        ) == (
+            "dan",
+            9,
+        )
+    # Not one that claims it no more, under another term, or whose lease ran out as well.
+    for other in (claim("bob", 6, role="released", until=26.0), claim("bob", 7, until=26.0), claim("bob", 6)):
+        gone = settle(eve, [other, claim("eve", 8, role="released")], view(7.0, highest=6))
+        assert gone is not None and owner(gone) == ("eve", 8) and not gone.lives(7.0)
+    # Nor where whoever won handed the stage on, or a majority saw it gone.
+    proven = {(PeerId("dan"), Holding(PeerId("eve"), 8))}
+    handed = [renewed, claim("eve", 8, role="released"), claim("dan", 9)]
+    assert owner(settle(eve, handed, view(3.0, proven))) == ("dan", 9)
+
+
+def test_of_those_that_were_outbid_the_last_who_still_claims_it_goes_on() -> None:
+    known = settle(held(until=0.0), [claim("bob", 6, until=20.0)], view(1.0, alone=True))
+    for peer, term in (("cat", 7), ("dan", 8), ("eve", 9)):
+        known = settle(known, [claim(peer, term)], view(1.5, alone=True))
+    claims = [claim("bob", 6, until=20.0), claim("cat", 7, until=20.0), claim("eve", 9, role="released")]
+    back = settle(known, claims, view(2.0, alone=True))
+    assert owner(back) == ("cat", 7)
+    assert owner(settle(back, [claims[0], claim("cat", 7, role="released")], view(2.5, alone=True))) == (
+        "bob",
+        6,
+    )
+
+
 def test_who_followed_by_a_proof_is_contested_by_proofs_only() -> None:
     proven = {(PeerId("bob"), ANN), (PeerId("dan"), ANN)}
     first = settle(held(), [claim("bob", 6)], view(1.0, proven))
@@ -207,7 +251,7 @@ def test_no_sequence_of_claims_uses_the_terms_up(steps: list[tuple[list[ClaimRec
         known = settle(known, claims, view(now, proven, highest=ceiling(0.0, now)))
         words += known is not None and known.over is not None and known != before
         if before is not None and known is not None:
-            assert known.claim.term >= before.claim.term
+            assert max(known.claim.term, known.used) >= max(before.claim.term, before.used)
         assert known is None or known.claim.term <= ceiling(0.0, now) + ROUNDS * words
 
 

@@ -14,6 +14,7 @@ from fusion.swarm.errors import FrameError, StreamBroken, StreamClosed
 from fusion.swarm.streams.frame_parser import SCRATCH_BYTES
 from fusion.swarm.streams.frame_stream import UNREAD_BYTES, FrameStream
 from fusion.swarm.streams.frames import DEFAULT_LIMITS, FrameLimits
+from fusion.swarm.streams.queued_stream import QueuedStream
 from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.transport import PeerId
 
@@ -69,6 +70,51 @@ def test_frames_cross_in_both_directions(runner: Any) -> None:
                 assert frame.header == {"number": number} and frame.payload == body + b"!"
         one.abort()
         two.abort()
+
+    runner(main())
+
+
+def test_a_small_frame_goes_at_once_where_nothing_has_to_be_waited_for(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        assert one.send_now("now", {"number": 1}, (b"body",))
+        frame = await two.receive()
+        assert (frame.kind, frame.header, bytes(frame.payload)) == ("now", {"number": 1}, b"body")
+        assert not one.send_now("large", {}, (bytes(70_000),)), "it would be copied"
+        with pytest.raises(ValueError, match="header"):
+            one.send_now("odd", {"what": object()}, ())
+        async with one.turn:
+            assert not one.send_now("later", {}, ()), "another frame is on its way"
+        sending = asyncio.create_task(one.send("full", {}, (bytes(8 << 20),)))
+        await asyncio.sleep(0)
+        assert not one.send_now("behind", {}, ())
+        assert (await two.receive()).kind == "full"
+        await sending
+        assert one.send_now("last", {}, ())
+        assert (await two.receive()).kind == "last"
+        one.abort()
+        assert not one.send_now("gone", {}, ())
+        two.abort()
+
+    runner(main())
+
+
+def test_queued_frames_keep_their_order_whether_they_wait_or_not(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        link = QueuedStream(one, on_frame=lambda frame: None)
+        sizes = [10, 100_000, 10, 10, 3 << 20, 10, 10]
+        for number, size in enumerate(sizes):
+            link.post("each", {"number": number}, (bytes(size),))
+        for number, size in enumerate(sizes):
+            frame = await two.receive()
+            assert (frame.header["number"], len(frame.payload)) == (number, size)
+        assert link.sent_bytes == sum(sizes)
+        link.post("odd", {"what": object()})
+        ended = await link.wait()
+        assert "header" in ended.reason, "what cannot be sent ends the stream, as before"
+        two.abort()
+        await link.aclose()
 
     runner(main())
 

@@ -58,6 +58,15 @@ def test_what_waiting_does_not_mend_is_tried_a_few_times(kind: FaultKind) -> Non
 def test_a_new_request_is_told_at_once_that_there_is_no_room_and_an_answer_under_way_waits() -> None:
     assert after("full", 1) is None
     assert after("full", 1, answered=True) is not None
+    # Whoever was interrupted waits for others' answers to end, longer than for a stage that is gone.
+    begun = Trouble(answered=True).with_fault(fault("full", 1))
+    late = (CONFIG.recover_seconds, CONFIG.full_seconds - 1.0, CONFIG.full_seconds)
+    assert [respond(begun, fault("full", 1), seconds, CONFIG) is None for seconds in late] == [
+        False,
+        False,
+        True,
+    ]
+    assert respond(begun, fault("vanished", 1), CONFIG.recover_seconds, CONFIG) is None
     # The session was there when a stage died: its memory is being freed.
     trouble = Trouble().with_fault(fault("vanished", 0)).with_fault(fault("full", 1))
     assert respond(trouble, fault("full", 1), 1.0, CONFIG) is not None
@@ -145,6 +154,14 @@ def test_the_last_line_says_what_is_missing() -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    for field in ("recover_seconds", "reach_seconds", "quiet_seconds", "ping_seconds", "rounds", "tries"):
+    for field in (
+        "recover_seconds",
+        "full_seconds",
+        "reach_seconds",
+        "quiet_seconds",
+        "ping_seconds",
+        "rounds",
+        "tries",
+    ):
         with pytest.raises(ValueError, match=field.split("_")[0]):
             FailoverConfig(**{field: 0})

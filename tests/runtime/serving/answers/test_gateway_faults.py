@@ -16,7 +16,7 @@ from fusion.runtime.planes import kv_cache
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
-from fusion.runtime.serving.ring import stage_sessions
+from fusion.runtime.serving.ring import stage_memory
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError, SwarmError
 from fusion.swarm.identity import Identity
@@ -189,7 +189,7 @@ def test_answers_that_outgrow_the_memory_together_take_turns(
     """Each has what its prompt needs, and all of them more than there is: some go on once others are done."""
     weights = sum(p.numel() * 4 for p in model("gpt2").parameters())
     monkeypatch.setattr(kv_cache, "BLOCK_POSITIONS", 8)
-    monkeypatch.setattr(stage_sessions, "BLOCK_POSITIONS", 8)
+    monkeypatch.setattr(stage_memory, "MEMORY_BLOCK", 8)
     caplog.set_level("INFO")
 
     async def main() -> None:

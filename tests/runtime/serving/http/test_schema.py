@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -54,7 +56,9 @@ def test_completions_that_are_refused(said: dict[str, Any]) -> None:
         *({**HI, name: value} for name, value in (
             ("tools", [{}]), ("tools", [TOOL] * 129), ("tool_choice", "perhaps"), ("functions", [{}]),
             ("tool_choice", {"type": "function", "function": {"name": "g"}}), ("top_logprobs", 3),
-            ("response_format", {"type": "json_object"}), ("max_completion_tokens", 0), ("logprobs", 5),
+            ("response_format", {"type": "json_schema"}), ("max_completion_tokens", 0), ("logprobs", 5),
+            ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}),
+            ("response_format", {"type": "xml"}),
         )),
     ],
 )  # fmt: skip
@@ -101,3 +105,16 @@ def test_the_tools_that_a_model_is_told_of(choice: Any, offered: list[str]) -> N
 
 def test_one_stop_is_a_list_of_one() -> None:
     assert CompletionRequest(prompt="a", stop="b").stop == ("b",)
+
+
+def test_a_response_format_is_the_schema_that_is_asked_for() -> None:
+    def said(form: Any) -> str:
+        return ChatRequest.model_validate({**HI, "response_format": form}).json_schema
+
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    named = {"name": "n", "strict": True, "schema": schema}
+    assert said({"type": "json_schema", "json_schema": named}) == json.dumps(schema, separators=(",", ":"))
+    assert said({"type": "json_object"}) == '{"type":"object"}'
+    assert said({"type": "text"}) == said(None) == ""
+    with pytest.raises(JobError, match=r"^json_schema: \$ref"):
+        said({"type": "json_schema", "json_schema": {"schema": {"$ref": "file:///etc/passwd"}}})

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import openai
 import pytest
 from support.http_api import TEMPLATE, ask, client_of, served_over_http
@@ -25,6 +26,7 @@ from fusion.runtime.serving.http.chat_page import FOLDER
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.server import open_http
 from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.ring import openings
 from fusion.swarm.directory.records import Digest
 
 pytestmark = [pytest.mark.process, pytest.mark.heavy]
@@ -47,6 +49,7 @@ def test_completions_are_those_of_generate(tmp_path: Path) -> None:
             assert whole.object == "text_completion" and whole.id.startswith("cmpl-")
             assert whole.usage is not None and whole.usage.model_dump(exclude_none=True) == {
                 "prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16,
+                "prompt_tokens_details": {"cached_tokens": 0},
             }  # fmt: skip
             short = await client.completions.create(**GREEDY, prompt="def ")
             assert short.choices[0].text == text_of(reference("llama", list(b"def "), 16))
@@ -126,6 +129,24 @@ def test_seeds_and_several_answers(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_prompt_that_begins_as_one_before_says_how_much_was_there(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http), client_of(http) as client:
+            asked: dict[str, Any] = {**GREEDY, "prompt": list(range(70)), "max_tokens": 6}
+            first = await client.completions.create(**asked)
+            again = await client.completions.create(**asked)
+            assert again.choices[0].text == first.choices[0].text
+            assert first.usage is not None and again.usage is not None
+            found = [each.prompt_tokens_details for each in (first.usage, again.usage)]
+            assert [each and each.cached_tokens for each in found] == [0, 64]
+            several = await client.completions.create(**{**asked, "prompt": [asked["prompt"], [1, 2]]}, n=2)
+            assert several.usage is not None and several.usage.prompt_tokens_details is not None
+            assert 0 <= (several.usage.prompt_tokens_details.cached_tokens or 0) <= 64
+            assert "fusion_prompt_tokens_cached_total" in (await ask(http, "GET", "/metrics"))[2].decode()
+
+    asyncio.run(main())
+
+
 def test_models_health_and_metrics(tmp_path: Path) -> None:
     async def main() -> None:
         async with served_over_http(tmp_path) as (swarm, http), client_of(http) as client:
@@ -145,6 +166,7 @@ def test_models_health_and_metrics(tmp_path: Path) -> None:
                 'fusion_http_requests_total{path="/v1/models/{model:path}",status="404"} 1.0',
                 "fusion_completion_tokens_total 5.0",
                 "fusion_prompt_tokens_total 4.0",
+                "fusion_prompt_tokens_cached_total 0.0",
                 "fusion_answers_running 0.0",
                 "fusion_time_to_first_token_seconds_count 1.0",
                 "fusion_time_between_tokens_seconds_count 4.0",
@@ -357,22 +379,48 @@ def test_a_client_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch: pyt
 
 def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(running, "MAX_REFUSED", 1)
+    monkeypatch.setattr(running, "REFUSED_SECONDS", 30.0)
 
     async def main() -> None:
         async with served_over_http(tmp_path) as (_, http):
             assert (await ask(http, "GET", "/health"))[0] == 200
             held = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(2)]
+            status, headers, body = await ask(http, "POST", "/v1/completions", {**GREEDY, "prompt": PROMPT})
+            assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (429, "2", "busy")
+            async with asyncio.timeout(10):
+                while True:  # until the one before is gone
+                    refused = await asyncio.open_connection("127.0.0.1", http.port)
+                    if (await refused[0].read(13))[9:12] == b"429":
+                        break
+                    refused[1].close()
             with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
                 await ask(http, "GET", "/health")
+            refused[1].close()
             held[0][1].close()
             async with asyncio.timeout(10):
                 while True:
                     try:
-                        assert (await ask(http, "GET", "/health"))[0] == 200
-                        break
+                        if (await ask(http, "GET", "/health"))[0] == 200:
+                            break
                     except (asyncio.IncompleteReadError, ConnectionError):
                         await asyncio.sleep(0.01)
             held[1][1].close()
+
+    asyncio.run(main())
+
+
+def test_a_stage_that_has_no_room_is_a_429_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openings.Openings, "spend", lambda self, gateway: False)
+
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (swarm, http):
+            for stream in (False, True):
+                body = {**GREEDY, "prompt": PROMPT, "stream": stream}
+                status, headers, said = await ask(http, "POST", "/v1/completions", body)
+                assert (status, headers["retry-after"]) == (429, "2")
+                assert "is busy" in json.loads(said)["error"]["message"]
+            await swarm.freed()
 
     asyncio.run(main())
 
@@ -560,3 +608,52 @@ def test_what_is_no_http_ends_a_connection_and_nothing_else(
 
     asyncio.run(main())
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def test_a_response_format_holds_for_completions_chats_and_streams(tmp_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}},
+        "required": ["kind", "old"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": schema}}
+
+    async def main() -> None:
+        messages: list[Any] = [{"role": "user", "content": "Hi"}]
+        async with (
+            served_over_http(tmp_path, template=TEMPLATE, seconds=300) as (swarm, http),
+            client_of(http) as client,
+        ):
+            asked: dict[str, Any] = {"model": "llama", "messages": messages, "max_tokens": 60, "seed": 3}
+            asked["logit_bias"] = {"9": -100, "10": -100}  # the shortest of spaces
+            whole = await client.chat.completions.create(**asked, response_format=form, n=2)
+            for choice in whole.choices:
+                assert choice.finish_reason == "stop"
+                jsonschema_rs.validate(schema, json.loads(choice.message.content or ""))
+            assert whole.usage is not None and whole.usage.completion_tokens == sum(
+                len((choice.message.content or "").encode()) for choice in whole.choices
+            )
+            stream = await client.chat.completions.create(**asked, response_format=form, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            assert text == whole.choices[0].message.content
+            plain = await client.completions.create(
+                model="llama",
+                prompt="def ",
+                max_tokens=60,
+                logit_bias={"9": -100, "10": -100},
+                extra_body={"response_format": form},
+            )
+            jsonschema_rs.validate(schema, json.loads(plain.choices[0].text))
+            for bad, line in (
+                ({"$ref": "http://127.0.0.1:1/x"}, "json_schema: \\$ref"),
+                ({"type": "string", "pattern": "(?=a)"}, "response_format: regex"),
+                ({"type": "integer", "multipleOf": 999983}, "response_format: the schema takes too much"),
+            ):
+                named = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}
+                with pytest.raises(openai.BadRequestError, match=line) as found:
+                    await client.chat.completions.create(**asked, response_format=named)  # type: ignore[call-overload]
+                assert found.value.param == "response_format"
+            await swarm.freed()
+
+    asyncio.run(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,7 +82,10 @@ def test_tokens_as_they_are_told() -> None:
 
 def test_usage_counts_a_prompt_once() -> None:
     ends = [part.said for part in (said(["a"])[-1], said(["b"])[-1]) if isinstance(part.said, Answer)]
-    assert usage(3, ends) == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    found = usage(3, [ends[0], replace(ends[1], cached_tokens=2)])
+    assert found.pop("prompt_tokens_details") == {"cached_tokens": 1}  # on average
+    assert found == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert usage(9, [])["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_what_a_template_is_told() -> None:

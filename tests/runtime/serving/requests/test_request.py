@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.every_setting import EVERY_SETTING
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.requests.request import GenerateRequest, Logprobs, Piece, Sampling
@@ -16,15 +17,7 @@ values = st.floats(-9999, 0)
 
 
 def test_a_request_with_every_setting_comes_back_from_its_frame() -> None:
-    sampling = Sampling(
-        temperature=0.5,
-        min_p=0.1,
-        repetition_penalty=1.1,
-        frequency_penalty=-0.5,
-        presence_penalty=2.0,
-        logit_bias=((3, 1.0), (4, -100.0)),
-    )
-    sent = GenerateRequest(prompt="x", sampling=sampling, top_logprobs=0, stop=("a", "né"), chat=True)
+    sent = GenerateRequest(prompt="x", sampling=EVERY_SETTING, top_logprobs=0, stop=("a", "né"), chat=True)
     header, payload = sent.to_frame()
     assert GenerateRequest.from_frame(header, memoryview(payload)) == sent and sent.newer
 

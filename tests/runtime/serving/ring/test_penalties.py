@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.every_setting import EVERY_SETTING
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.serving.requests.request import MAX_BIASES, Sampling, pack_tokens
-from fusion.runtime.serving.ring.penalties import TokenCounts, adjusted, counts_of
+from fusion.runtime.serving.ring.penalties import TokenCounts, adjusted, prompt_of
 from fusion.runtime.serving.ring.sampling import logprobs, sample
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.swarm.transport import PeerId
@@ -146,34 +147,25 @@ def opening(**fields: Any) -> Opening:
 
 
 def test_the_prompt_comes_with_an_opening_that_needs_it() -> None:
-    found = counts_of(opening(), memoryview(pack_tokens([1, 2, 1])), VOCABULARY)
-    assert found is not None and [t.tolist() for t in found.counted()] == [[1, 2], [1, 0]]
-    assert counts_of(opening(sampling=Sampling()), memoryview(b""), VOCABULARY) is None
+    payload = memoryview(pack_tokens([1, 2, 1]))
+    assert prompt_of(opening(), payload, VOCABULARY) == [1, 2, 1]
+    assert prompt_of(opening(sampling=Sampling(), schema_bytes=3), payload, VOCABULARY) == [1, 2, 1]
+    assert prompt_of(opening(sampling=Sampling()), memoryview(b""), VOCABULARY) == []
 
 
 @pytest.mark.parametrize("prompt", [[], [1, 2], [1, 2, 3, 4], [1, 2, VOCABULARY], [1, 2, -1]])
 def test_a_prompt_that_is_not_the_one_announced_is_refused(prompt: list[int]) -> None:
     with pytest.raises(JobError, match=r"^open: "):
-        counts_of(opening(), memoryview(pack_tokens(prompt)), VOCABULARY)
+        prompt_of(opening(), memoryview(pack_tokens(prompt)), VOCABULARY)
 
 
 def test_a_bias_for_a_token_that_there_is_not_is_refused() -> None:
     with pytest.raises(JobError, match=r"^logit_bias: .* not 12"):
-        counts_of(opening(sampling=Sampling(logit_bias=((12, 1.0),))), memoryview(b""), VOCABULARY)
-
-
-FULL = Sampling(
-    temperature=0.5,
-    min_p=0.1,
-    repetition_penalty=1.1,
-    frequency_penalty=-0.5,
-    presence_penalty=2.0,
-    logit_bias=((3, 1.0), (4, -100.0)),
-)
+        prompt_of(opening(sampling=Sampling(logit_bias=((12, 1.0),))), memoryview(b""), VOCABULARY)
 
 
 def test_an_opening_with_every_setting_comes_back_and_names_what_is_new() -> None:
-    sent = opening(sampling=FULL, top_logprobs=0)
+    sent = opening(sampling=EVERY_SETTING, top_logprobs=0, schema_bytes=7)
     assert Opening.from_header(sent.to_header(), stages=1, max_sequence=9) == sent
     assert set(sent.newer) == {
         *(
@@ -183,6 +175,7 @@ def test_an_opening_with_every_setting_comes_back_and_names_what_is_new() -> Non
             "presence_penalty",
             "logit_bias",
             "top_logprobs",
+            "schema",
         )
     }
     plain = opening(sampling=Sampling(temperature=1.0, top_k=3, top_p=0.5, seed=3), answered=0)
@@ -192,7 +185,10 @@ def test_an_opening_with_every_setting_comes_back_and_names_what_is_new() -> Non
     assert set(plain.to_header()["sampling"]) == {"temperature", "top_k", "top_p", "seed"}
 
 
-@pytest.mark.parametrize(("field", "value"), [("answered", 3), ("answered", -1), ("top_logprobs", 21)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("answered", 3), ("answered", -1), ("top_logprobs", 21), ("schema", -1), ("schema", 1 << 17)],
+)
 def test_an_opening_out_of_range_is_refused(field: str, value: int) -> None:
     with pytest.raises(JobError, match=f"^{field}: "):
         Opening.from_header({**opening().to_header(), field: value}, stages=1, max_sequence=9)
@@ -227,7 +223,7 @@ def test_settings_out_of_range_name_the_field(field: str, value: Any) -> None:
 def test_a_bias_off_the_wire_is_checked_for_its_form(value: object) -> None:
     with pytest.raises(JobError, match=r"^logit_bias: "):
         Sampling.from_header({"logit_bias": value})
-    assert Sampling.from_header(FULL.to_header()) == FULL
+    assert Sampling.from_header(EVERY_SETTING.to_header()) == EVERY_SETTING
 
 
 # --- log-probabilities

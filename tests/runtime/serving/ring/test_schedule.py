@@ -60,6 +60,21 @@ def test_sessions_are_shared_out_over_the_stages(stages: int, together: int) -> 
     assert following == list("abcdefghabcdefgh")[together : 2 * together]
 
 
+def test_turns_are_shared_between_users_and_prompts_wait_behind_ones_own() -> None:
+    schedule: Schedule[Named] = Schedule(stages=1, bounded=False, user_of=lambda each: each.id[0])
+    many, one = [session(f"a{i}") for i in range(20)], session("b")
+    assert all(schedule.admit(each) for each in (*many, one))
+    for each in (*many, one):
+        schedule.add(work(each, 0, SHARED_POSITIONS))
+    prompts = [w.session.id for _ in range(3) for w in schedule.next_turn()]
+    assert prompts.index("b") == 1
+    for each in (*many, one):
+        schedule.add(work(each, SHARED_POSITIONS))
+    assert [w.session.id for w in schedule.next_turn() if w.chunk.length == 1] == ["a0", "b", "a1", "a2"]
+    assert schedule.remove(one)
+    assert len([w for w in schedule.next_turn() if w.chunk.length == 1]) == 17, "nobody else is there"
+
+
 def test_a_turn_has_one_prompt_beside_tokens_and_it_comes_after_them() -> None:
     schedule, (a, b, c) = scheduled(1, "abc")
     prompts = [work(a, 0, SHARED_POSITIONS), work(b, 0, SHARED_POSITIONS)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -90,11 +91,37 @@ class Recorder:
 Sent = list[tuple[int, str, dict[str, Any], bytes]]
 
 
-async def started(plane: Recorder, sent: Sent, worker: Worker) -> Rad:
+async def started(plane: Recorder, sent: Sent, worker: Worker, **more: Any) -> Rad:
     def send(target: int, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> None:
         sent.append((target, kind, dict(header), b"".join(payload)))
 
-    return Rad(PLAN, CONFIG, plane, worker, Batches(CONFIG, [], None, None), Inbox(PLAN, CONFIG), send)  # type: ignore[arg-type]
+    return Rad(
+        PLAN, CONFIG, plane, worker, Batches(CONFIG, [], None, None), Inbox(PLAN, CONFIG), send, **more
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("seconds", "measured"), [(0.5, 1e12), (2.0, 1e12), (2.0, 0.0)])
+def test_a_stage_whose_calls_take_ten_times_what_its_graph_promises_fails(
+    seconds: float, measured: float
+) -> None:
+    """Each call reads the clock as it begins and as it ends; where nobody measured the device nothing is promised."""
+
+    async def main() -> None:
+        clock = (seconds * turn for turn in itertools.count())
+        async with asyncio.timeout(10), Worker(1) as worker:
+            rad = await started(
+                Recorder(), Sent(), worker, clock=lambda: next(clock), flops_per_second=measured
+            )
+            if seconds < 1.0 or not measured:
+                for _ in range(20):
+                    await rad._compute(int)
+                return
+            for _ in range(2):
+                await rad._compute(int)
+            with pytest.raises(RuntimeError, match="the graph promises"):
+                await rad._compute(int)
+
+    asyncio.run(main())
 
 
 def test_a_step_runs_in_schedule_order_and_every_value_goes_once_to_each_that_reads_it() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.instant_loop import run
 
+from fusion.compression.adaptive import CodecSpeed
+from fusion.compression.reference_speeds import REFERENCE
 from fusion.dag.cutting.stage import Edge
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Ref, TensorType
@@ -19,7 +23,6 @@ from fusion.runtime.job.manifest import (
     OptimizerConfig,
     TrainConfig,
 )
-from fusion.runtime.job.worker import Worker
 from fusion.runtime.training.lead import tuner
 from fusion.runtime.training.lead.codec_speeds import needed_families
 from fusion.runtime.training.lead.lead import Pace
@@ -56,6 +59,13 @@ class FakeLinks:
             if a != b
         }
         return LinkView(pairs=pairs)
+
+
+class ReferenceCodecs:
+    """A worker that times codecs on the machine of reference, for a loop that waits for nothing."""
+
+    async def run(self, function: object, families: tuple[str, ...]) -> Mapping[str, CodecSpeed]:
+        return {family: REFERENCE[family] for family in families}
 
 
 class FakeLead:
@@ -97,17 +107,16 @@ def job(kind: str) -> Job:
 
 def looks(links: FakeLinks, lead: FakeLead, work: Job, seconds: float = 0.3, **how: Any) -> None:
     async def main() -> None:
-        async with Worker() as worker:
-            context: Any = SimpleNamespace(links=links, codec_worker=worker)
-            clock = asyncio.get_running_loop().time
-            task = asyncio.create_task(
-                Tuner(context, work, lead, how.pop("owners", lambda: OWNERS), clock, **how).run()  # type: ignore[arg-type]
-            )
-            await asyncio.sleep(seconds)
-            assert task.done() != work.config.compression.live
-            task.cancel()
+        context: Any = SimpleNamespace(links=links, codec_worker=ReferenceCodecs())
+        clock = asyncio.get_running_loop().time
+        task = asyncio.create_task(
+            Tuner(context, work, lead, how.pop("owners", lambda: OWNERS), clock, **how).run()  # type: ignore[arg-type]
+        )
+        await asyncio.sleep(seconds)
+        assert task.done() != work.config.compression.live
+        task.cancel()
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from support.instant_loop import run
@@ -90,6 +91,32 @@ def test_who_welcomes_us_and_hangs_up_is_dialled_no_more_once_we_know_of_another
             assert await one.context.leases.owner(JOB, 1) is not None
             made.cut(one, was)
             await until(lambda: partner._last is not None and partner._last.peer == new.peer)
+
+    run(main())
+
+
+def test_who_has_its_stage_back_from_one_that_outbid_it_is_dialled_again() -> None:
+    """Whoever outbid it welcomes us as often as we come, and is nobody's owner."""
+
+    async def main() -> None:
+        async with swarm(3) as made:
+            one, was, owner = made.nodes
+            was.ghost = owner.ghost = True
+            claim = await owner.context.leases.claim(JOB, 1, 0.5)
+            assert claim is not None and await one.context.leases.owner(JOB, 1) == claim
+            rival = replace(claim, peer=was.peer, term=2)
+            await was.context.directory.publish(rival)
+            assert await one.context.leases.owner(JOB, 1) == rival
+            await one.host(0, [1])
+            assert one.neighbours is not None
+            partner = one.neighbours._partners[1]
+            await until(lambda: partner.outgoing is not None)
+            assert partner._last == rival
+            await was.context.directory.publish(replace(rival, role="released"))
+            assert await one.context.leases.owner(JOB, 1) == claim
+            made.cut(one, was)
+            async with asyncio.timeout(60.0):
+                await until(lambda: partner._last == claim)
 
     run(main())
 

@@ -1,5 +1,5 @@
 """Chat templates of models, rendered where they can do no harm: in processes of their own, one for each model, under
-limits of memory and time (`fusion.runtime.serving.http.template_worker`)."""
+limits of memory and time (`fusion.runtime.serving.requests.template_worker`)."""
 
 from __future__ import annotations
 

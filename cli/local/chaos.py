@@ -23,6 +23,7 @@ from fusion.cli.local.chaos_timeline import Timeline
 from fusion.cli.local.fleet import FleetError, open_fleet
 from fusion.cli.terminal import options
 from fusion.cli.terminal.errors import FAILED
+from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.loop import run, wait_until_orphaned
 from fusion.cli.terminal.output import Output, bytes_text
 
@@ -66,6 +67,7 @@ def chaos(
     stop_with: options.StopWith = None,
 ) -> None:
     """Train on peers of this machine, kill them meanwhile, and compare the result with that of a quiet run."""
+    need_peer_extra("chaos")
     config = ChaosConfig(
         peers=peers,
         standbys=standbys,

@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -30,6 +29,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+try:
+    import resource
+except ImportError:  # Windows: a sandbox and its parent's patience are all that holds a template there
+    resource = None  # type: ignore[assignment]
 
 _PR_SET_PDEATHSIG = 1
 # What jinja2 and Python load late: afterwards no file can be opened.
@@ -49,13 +53,15 @@ def main(parent: int, memory_bytes: int, cpu_seconds: int, output_bytes: int) ->
     _hold_still(parent, memory_bytes)
     for template in _LOADING:
         _answer({"template": template, "variables": {"list": [{"a": "b"}]}}, output_bytes)
-    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
-        resource.setrlimit(kind, (0, 0))
+    if resource is not None:
+        for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
+            resource.setrlimit(kind, (0, 0))
     while (head := _read(4)) is not None:
         request = json.loads(_read(int.from_bytes(head, "big")) or b"{}")
-        most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        until = int(time.process_time()) + cpu_seconds + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (until if most < 0 else min(until, most), most))
+        if resource is not None:
+            most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+            until = int(time.process_time()) + cpu_seconds + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (until if most < 0 else min(until, most), most))
         answer = _answer(request, output_bytes)
         data = json.dumps(answer).encode()
         _write(len(data).to_bytes(4, "big") + data)
@@ -65,13 +71,21 @@ def main(parent: int, memory_bytes: int, cpu_seconds: int, output_bytes: int) ->
 
 
 def _hold_still(parent: int, memory_bytes: int) -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent says when
+    for name in ("SIGINT", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)  # the parent says when
+    if sys.platform == "win32":
+        import msvcrt
+
+        for stream in (0, 1):
+            msvcrt.setmode(stream, os.O_BINARY)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             raise SystemExit(0)
+    if resource is None:
+        return
     limits = [("RLIMIT_AS", memory_bytes), ("RLIMIT_CORE", 0), ("RLIMIT_NPROC", 0)]
     for name, value in limits:
         with contextlib.suppress(

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fusion.runtime.serving.http import chat_template
-from fusion.runtime.serving.http.chat_template import WORKER, ChatTemplates, TemplateFailed
+from fusion.runtime.serving.requests import chat_template
+from fusion.runtime.serving.requests.chat_template import WORKER, ChatTemplates, TemplateFailed
 from fusion.swarm.directory.records import JobId
 
 pytestmark = pytest.mark.process

@@ -1,0 +1,106 @@
+"""`fusion-peer models`: the models that the swarm serves, which `generate` and `chat` can be asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fusion.cli import client
+from fusion.cli.terminal import options
+from fusion.cli.terminal.loop import run
+from fusion.cli.terminal.output import Output
+from fusion.swarm.directory.job_order import ENDED
+
+if TYPE_CHECKING:
+    from fusion.runtime.job.context import Context
+    from fusion.swarm.authority.belief import Belief
+
+RETRY_SECONDS = 0.5
+
+
+def models(
+    peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """The models that the swarm serves, and whether they answer now."""
+    run(_models(client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is served. `held`: how many of its stages somebody runs now."""
+
+    name: str
+    job: str
+    author: str
+    stages: int
+    held: int
+    vouched: bool
+
+    @property
+    def state(self) -> str:
+        return "ready" if self.held == self.stages else f"{self.held} of {self.stages} stages are held"
+
+    def record(self) -> dict[str, Any]:
+        return {**vars(self), "ready": self.held == self.stages}
+
+
+async def _models(way: client.Way, output: Output) -> None:
+    async with client.connect(way) as context:
+        found = await served(context)
+        if not found:  # whoever has just joined may know too little yet
+            await asyncio.sleep(RETRY_SECONDS)
+            found = await served(context)
+    output.emit({"models": [model.record() for model in found]})
+    output.table(
+        "Models",
+        ("model", "author", "state", "job"),
+        [
+            (
+                model.name if model.vouched else f"{model.name} (nobody who runs it vouches for it)",
+                model.author[-12:],
+                model.state,
+                model.job[:12],
+            )
+            for model in found
+        ],
+    )
+
+
+async def served(context: Context) -> list[Model]:
+    """By name."""
+    from fusion.runtime.belief.reading import overview
+
+    beliefs = [
+        belief
+        for belief in await overview(context)
+        if belief.record.kind == "serve" and belief.record.state not in ENDED
+    ]
+    found = await asyncio.gather(*(_model(context, belief) for belief in beliefs))
+    return sorted(found, key=lambda model: (model.name, model.job))
+
+
+async def _model(context: Context, belief: Belief) -> Model:
+    from fusion.swarm.claims.election import winner
+
+    record = belief.record
+    claims = await asyncio.gather(
+        *(
+            context.directory.claims(record.job, stage)
+            for stage in range(min(record.stages, client.READ_STAGES))
+        )
+    )
+    owners = [winner(each) for each in claims]
+    return Model(
+        name=record.name,
+        job=record.job,
+        author=record.author,
+        stages=record.stages,
+        held=sum(owner is not None and owner.ready for owner in owners),
+        vouched=belief.vouched,
+    )

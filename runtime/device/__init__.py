@@ -1,0 +1,5 @@
+"""What jobs get of one device. Pure: knows neither torch nor the thread that computes (`fusion.runtime.job.worker`).
+
+share      which of the calls that wait for it runs next
+overrun    calls that take ten times what they should
+"""

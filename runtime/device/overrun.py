@@ -1,0 +1,45 @@
+"""Calls that take ten times what their graph promises: a call cannot be interrupted, so whoever asks for such is let go. Pure.
+
+Seconds of a call = FLOPs / measured rate + bytes moved / BYTES_PER_SECOND + nodes * NODE_SECONDS: a bound from above for what a
+device usually does, not the estimate that placement goes by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fusion.dag.cutting.costs import differentiable, node_costs
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import Ref
+
+TIMES = 10.0
+SPARE_SECONDS = 1.0  # that any call may take
+IN_A_ROW = 3  # one may be late because the machine slept, or had more to do
+BYTES_PER_SECOND = 1e9
+NODE_SECONDS = 0.001
+
+
+def call_seconds(stage: Stage, sizes: Mapping[str, int], flops_per_second: float) -> float:
+    """The longest call of a stage on one microbatch, forward or backward, on a device of that measured rate. `sizes`: of the
+    graph's symbols. Takes a while for a graph of thousands of nodes."""
+    needing = differentiable(stage.graph, [Ref(edge.name) for edge in stage.receives if edge.needs_gradient])
+    costs = node_costs(stage.graph, sizes, needing)
+    flops = sum(max(cost.forward_flops, cost.backward_flops) for cost in costs)
+    moved = sum(
+        2 * cost.moved_bytes for cost in costs
+    )  # a backward pass reads what the forward read and made
+    return flops / flops_per_second + moved / BYTES_PER_SECOND + len(costs) * NODE_SECONDS
+
+
+class Overrun:
+    """Watches the calls of one stage, of which none should take longer than `estimate_seconds`."""
+
+    def __init__(self, estimate_seconds: float) -> None:
+        self.estimate_seconds = estimate_seconds
+        self.most_seconds = max(SPARE_SECONDS, TIMES * estimate_seconds)
+        self._late = 0
+
+    def took(self, seconds: float) -> bool:
+        """Whether the stage is to be let go, after a call of so long."""
+        self._late = self._late + 1 if seconds > self.most_seconds else 0
+        return self._late >= IN_A_ROW

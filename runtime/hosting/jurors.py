@@ -1,0 +1,106 @@
+"""Words on who holds a stage, from those whose word counts: theirs asked for, ours given where we have seen for ourselves
+(`fusion.swarm.claims.jury`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+from fusion.runtime.hosting.hold_frames import claim_bytes
+from fusion.runtime.hosting.owner_probe import OwnerProbe
+from fusion.runtime.hosting.single_flight import SingleFlight
+from fusion.runtime.job.protocol import HOLD
+from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.claims.tenure import NEVER, Holding
+from fusion.swarm.directory.records import MAX_PROOFS, Place
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import PeerId, Transport, call
+
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 0.3  # for the directory, where what it said a heartbeat ago may do
+WORD_SECONDS = 0.1  # for our own look at an owner, before we report it without our word
+
+
+class Jurors:
+    """Of all stages. `check_seconds`: for an owner that is there to say so; a juror, who looks first, has twice that."""
+
+    def __init__(self, transport: Transport, leases: Leases, probe: OwnerProbe, check_seconds: float) -> None:
+        self._transport = transport
+        self._leases = leases
+        self._jury = leases.jury
+        self._probe = probe
+        self._ask_seconds = 2 * check_seconds
+        self._flights = SingleFlight()
+
+    async def testimonies(
+        self, place: Place, holding: Holding, given: Sequence[bytes] = ()
+    ) -> tuple[bytes, ...]:
+        """What the jurors say against the holder of a stage, in our favour, and `given`; no more than prove it, and what
+        came soon where they do not."""
+        us = self._leases.peer_id
+        words = [word for word in given if word][:1]
+        jurors = self._jury.jurors(*place, holding.peer)
+        asking = {asyncio.ensure_future(self._ask(juror, place, holding)) for juror in jurors}
+        deadline = asyncio.get_running_loop().time() + self._ask_seconds
+        try:
+            while asking and not self._jury.is_proof(*place, holding, us, words):
+                left = max(0.0, deadline - asyncio.get_running_loop().time())
+                done, asking = await asyncio.wait(asking, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                words += [word for task in done if (word := task.result())]
+                if not done:
+                    break
+            return tuple(words[:MAX_PROOFS])
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    async def word(self, place: Place, holding: Holding, heir: PeerId) -> bytes:
+        """Our testimony that the holder of the stage is gone and `heir` is to follow, if ours counts and we see that; else
+        nothing."""
+        leases = self._leases
+        if leases.peer_id not in self._jury.jurors(*place, holding.peer):
+            return b""
+        held = leases.tenure(*place)
+        if held is None or held.holding != holding:
+            # It may be that we have not heard of it yet.
+            await leases.claims_or_recent(*place, PATIENCE_SECONDS)
+            held = leases.tenure(*place)
+        owner = winner(leases.recent(*place))
+        if held is None:
+            return b""
+        if held.holding == holding:
+            if held.until != NEVER:  # it has not said so itself
+                sign = await self._flights.once(
+                    (place, holding), lambda: self._probe.look(holding.peer, *place)
+                )
+                if sign.kind == "holds" or (sign.kind == "silent" and owner is not None):
+                    return b""
+        elif held.claim.peer != heir or held.claim.term < holding.term:
+            return b""
+        return self._jury.testify(*place, holding, heir)
+
+    async def word_soon(self, place: Place, holding: Holding, heir: PeerId) -> bytes:
+        """Our word for a report, if we have seen soon enough that the holder is gone."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WORD_SECONDS):
+                return await self.word(place, holding, heir)
+        return b""
+
+    async def _ask(self, juror: PeerId, place: Place, holding: Holding) -> bytes:
+        us = self._leases.peer_id
+        if juror == us:
+            return await self.word(place, holding, us)
+        header = {"job": place[0], "stage": place[1], "peer": holding.peer, "term": holding.term}
+        try:
+            async with asyncio.timeout(self._ask_seconds):
+                reply = await call(self._transport, juror, HOLD.name, "gone", header)
+            word = claim_bytes(reply.header.get("word"))
+        except (SwarmError, ValueError, TimeoutError) as error:
+            log.debug("%s has no word on stage %d of job %.8s: %s", juror, place[1], place[0], error)
+            return b""
+        return word if self._jury.is_word(*place, holding, us, juror, word) else b""

@@ -1,0 +1,83 @@
+"""One stage passed from its owner to who follows it: the owner's signed release and what it hands over go, the successor's
+claim comes back. `handover` decides which stages, to whom and when."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from fusion.runtime.hosting.hold_frames import claim_bytes
+from fusion.runtime.job.context import StageHolder
+from fusion.runtime.job.protocol import HOLD
+from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.claims.tenure import Holding
+from fusion.swarm.directory.records import ClaimRecord, JobId, Place
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.printable import one_line
+from fusion.swarm.transport import PeerId, Transport, call
+
+log = logging.getLogger(__name__)
+
+MAX_HANDOVER_BYTES = 16 * 1024
+ANSWER_SECONDS = 4.0  # for a successor to look, claim and answer
+
+
+class Transfer:
+    """From this peer to another, and from another to this one."""
+
+    def __init__(self, transport: Transport, leases: Leases) -> None:
+        self._transport = transport
+        self._leases = leases
+
+    async def give(
+        self, job: JobId, stage: int, term: int, handover: Mapping[str, Any], order: Sequence[PeerId]
+    ) -> ClaimRecord | None:
+        """Give the stage, which we own under `term`, to the first of these peers that takes it; its claim."""
+        leases = self._leases
+        header: dict[str, Any] = {"job": job, "stage": stage, "term": term, "handover": dict(handover)}
+        if len(msgpack.packb(header)) > MAX_HANDOVER_BYTES:
+            log.warning("stage %d of job %.8s: too much to hand over", stage, job)
+            return None
+        for peer in order:
+            try:
+                header["word"] = leases.jury.testify(job, stage, Holding(leases.peer_id, term), peer)
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    reply = await call(self._transport, peer, HOLD.name, "take", header)
+                if reply.kind == "taking":
+                    return leases.credit(claim_bytes(reply.header.get("claim")))
+                reason = str(reply.header.get("message", "refused"))
+            except (SwarmError, ValueError, TimeoutError) as error:
+                reason = str(error) or "no answer"
+            log.info("stage %d of job %.8s not handed to %s: %s", stage, job, peer, one_line(reason))
+        return None
+
+    async def take(
+        self,
+        holder: StageHolder | None,
+        remote: PeerId,
+        place: Place,
+        term: int,
+        handover: object,
+        word: bytes,
+    ) -> str | None:
+        """Have `holder` claim the stage that `remote` gives us. Why it is not ours to take; None where it was."""
+        leases = self._leases
+        if holder is None or not isinstance(handover, dict):
+            return "nothing is taken over here"
+        if len(msgpack.packb(handover)) > MAX_HANDOVER_BYTES:
+            return f"a handover is at most {MAX_HANDOVER_BYTES} bytes"
+        for claims in (leases.recent(*place), await leases.claims_or_recent(*place)):
+            owner = winner(claims)
+            if owner is not None and (owner.peer, owner.term) == (remote, term):
+                break
+        else:
+            return f"{remote} does not own the stage under term {term}"
+        if not leases.jury.is_proof(*place, Holding(remote, term), leases.peer_id, (word,)):
+            return f"{remote} has not released the stage"
+        await holder.take_over(*place, term, handover, (word,))
+        return None

@@ -1,0 +1,89 @@
+"""Using the swarm from where there is neither hivemind nor PyTorch: through the first peer that answers, over py-libp2p.
+
+A command goes by the key of its home's peer where there is one, so that others see the peer that they invited; while a peer runs
+with that home, and where there is none, by a key of its own, to which what the home's keys and invites allow is passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.memory_budget import MemoryBudget
+from fusion.runtime.peer.client import CACHED_PEERS_FILE, NO_WAY, ClientConfig, own_store
+from fusion.runtime.peer.keys import IDENTITY_FILE, access_of, keys_of
+from fusion.runtime.peer.peer_file import running_peer
+from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.claims.leases import Leases
+from fusion.swarm.directory.bootstrap import load_cached
+from fusion.swarm.errors import ClosedSwarm, PeerUnreachable, StreamBroken, SwarmError
+from fusion.swarm.identity import Identity
+from fusion.swarm.swarm_key import NO_MEMBER, Authorizer, find_key
+from fusion.swarm.thin.addresses import dialable
+from fusion.swarm.thin.remote_directory import RemoteDirectory
+from fusion.swarm.thin.transport import ThinConfig, ThinTransport
+
+LOOK_AROUND_SECONDS = 1.0  # after which other peers are looked for, should ours vanish
+
+
+@asynccontextmanager
+async def open_thin(config: ClientConfig) -> AsyncIterator[Context]:
+    """Ask the swarm without joining it, until the block ends. Raises as `fusion.runtime.peer.client.open_client`; ValueError
+    for an address that only peers can dial."""
+    identity, key = _identity(config.home), find_key(config.home, config.swarm_key)
+    given = (config.peer,) if config.peer else config.bootstrap
+    ways = given or await asyncio.to_thread(load_cached, config.home / CACHED_PEERS_FILE)
+    if not ways:
+        raise PeerUnreachable(NO_WAY)
+    usable = tuple(way for way in ways if dialable((way,)))
+    if not usable:
+        raise ValueError(
+            f"{ways[0]}: without the peer extra, /ip4, /ip6 and /dns addresses over /tcp are dialled"
+        )
+    authorizer = None if key is None else Authorizer(key, identity.peer_id)
+    transport = ThinTransport(ThinConfig(identity=identity, ways=usable, authorizer=authorizer))
+    directory = RemoteDirectory(transport, transport.gateway, transport.doubt, transport.learn)
+    access = access_of(identity.peer_id, directory, config.home, (identity, *keys_of(config.home)))
+    around: asyncio.Task[None] | None = None
+    try:
+        async with own_store(config.home / "clients") as store:
+            gateway = await transport.gateway()
+            around = asyncio.create_task(_look_around(directory))
+            blobs = Blobs(store, transport, directory, BlobConfig(offer=False), access=access)
+            try:
+                yield Context(
+                    peer_id=identity.peer_id,
+                    transport=transport,
+                    directory=directory,
+                    blobs=blobs,
+                    leases=Leases(identity.peer_id, directory, access=access),
+                    worker=None,
+                    memory=MemoryBudget(0),
+                    home=config.home,
+                )
+            except StreamBroken as error:
+                if transport.heard(gateway):
+                    raise
+                raise ClosedSwarm(NO_MEMBER) from error  # it hangs up on whoever is no member
+            finally:
+                await blobs.aclose()
+    finally:
+        if around is not None:
+            around.cancel()
+        await directory.aclose()
+        await transport.aclose()
+
+
+def _identity(home: Path) -> Identity:
+    path = home / IDENTITY_FILE
+    return Identity.load(path) if path.exists() and running_peer(home) is None else Identity.generate()
+
+
+async def _look_around(directory: RemoteDirectory) -> None:
+    """Where other peers are, for when the one that we ask vanishes; not at once, as most commands have ended by then."""
+    await asyncio.sleep(LOOK_AROUND_SECONDS)
+    with suppress(SwarmError):
+        await directory.peers()

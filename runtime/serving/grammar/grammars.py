@@ -1,0 +1,331 @@
+"""The processes that hold answers to schemas: one for each model that has read its tokenizer, and forked from it one for each
+schema. Begun when they are needed, ended when nobody needed them for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import math
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.text import MAX_TOKENIZER_BYTES
+from fusion.runtime.serving.grammar.matcher import (
+    MASKS,
+    STATES,
+    TOO_MUCH,
+    GrammarRefused,
+    GrammarsBusy,
+    GrammarSession,
+)
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.printable import one_line
+from fusion.swarm.shares import Shares
+from fusion.swarm.transport import PeerId
+
+MODULE = "fusion.runtime.serving.grammar.worker"
+MEMORY_BYTES = 2 << 30  # of address space, of any of them; with 128 000 tokens 0.3 GiB are used
+GRAMMAR_BYTES = 512 << 20  # for a schema and its answers, beside what the model's process has already
+MAX_MODELS, MAX_GRAMMARS = 4, 32  # at once
+KEPT_SECONDS = 60.0  # without an answer
+LOAD_SECONDS = 120.0  # for a tokenizer, on a busy machine
+COMPILE_SECONDS = 20.0  # for a schema, which gets a tenth of it of a processor
+BUSY = "this peer follows as many schemas as it can: ask again later"
+
+
+@dataclass(eq=False)
+class _Grammar:
+    """The process of one schema: whoever opens an answer waits for `ready` first."""
+
+    model: _Model
+    key: str
+    control: socket.socket
+    ready: asyncio.Task[None] | None = None
+    users: int = 0
+    ended: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(eq=False)
+class _Model:
+    job: JobId
+    control: socket.socket
+    ready: asyncio.Task[asyncio.subprocess.Process]
+    vocabulary: int
+    grammars: dict[str, _Grammar] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended by itself."""
+        ready = self.ready
+        return ready.done() and not ready.cancelled() and ready.result().returncode is not None
+
+
+class Grammars:
+    """`open` for any served model. `aclose` leaves no process."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._models: dict[JobId, _Model] = {}
+        self._shares: Shares[_Grammar] = Shares(context.clock.monotonic, MAX_GRAMMARS, math.inf)
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def aclose(self) -> None:
+        for model in list(self._models.values()):
+            self._end_model(model)
+        await asyncio.gather(*self._ending)
+
+    async def open(
+        self,
+        job: JobId,
+        manifest: Manifest,
+        schema: str,
+        tokens: Sequence[int],
+        holder: PeerId,
+        *,
+        masks: bool = False,
+    ) -> GrammarSession:
+        """An answer to `schema`, as `checked_schema` gives it, that has `tokens` already. `masks`: wanted after each push, and
+        one at once. `holder`: for whom.
+
+        Raises GrammarRefused where the schema, the model or the tokens do not allow it, GrammarsBusy, JobFailed, and
+        BlobError where the tokenizer cannot be had."""
+        grammar = await self._grammar(job, manifest, schema, holder)
+        model = grammar.model
+        ours, theirs = socket.socketpair()
+        grammar.users += 1
+        if grammar.timer is not None:
+            grammar.timer.cancel()
+        session = GrammarSession(ours, model.vocabulary, lambda: self._left(grammar))
+        try:
+            with theirs:
+                try:
+                    socket.send_fds(grammar.control, [MASKS if masks else STATES], [theirs.fileno()])
+                except OSError:
+                    raise JobFailed(TOO_MUCH) from None
+            if not await session.push_soon(tokens):
+                raise GrammarRefused("answered: not the beginning of an answer that the schema allows")
+        except BaseException as error:
+            session.close()
+            if isinstance(error, JobFailed):  # its process has ended
+                self._end(grammar)
+            raise
+        return session
+
+    async def open_masked(
+        self, job: JobId, manifest: Manifest, schema: str, tokens: Sequence[int], holder: PeerId
+    ) -> GrammarSession:
+        """As `open`, with masks."""
+        return await self.open(job, manifest, schema, tokens, holder, masks=True)
+
+    # --- schemas
+
+    async def _grammar(self, job: JobId, manifest: Manifest, schema: str, holder: PeerId) -> _Grammar:
+        """Compiled, and ready for answers."""
+        model = await self._model(job, manifest)
+        key = hashlib.sha256(schema.encode()).hexdigest()
+        grammar = model.grammars.get(key)
+        if grammar is None:
+            self._make_room(holder)
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            grammar = model.grammars[key] = _Grammar(model, key, ours)
+            self._shares.take(grammar, holder)
+            grammar.ready = asyncio.create_task(_compile(model.control, ours, theirs, schema))
+        assert grammar.ready is not None
+        if model.timer is not None:
+            model.timer.cancel()
+        grammar.users += 1  # nobody ends it meanwhile for having none
+        try:
+            await asyncio.shield(grammar.ready)
+        except (GrammarRefused, JobFailed):
+            self._end(grammar)
+            raise
+        except asyncio.CancelledError:
+            if grammar.ready.cancelled():  # it had to give way, and we were not cancelled ourselves
+                raise GrammarsBusy(BUSY) from None
+            raise
+        finally:
+            self._left(grammar)
+        self._shares.use(grammar)
+        return grammar
+
+    def _make_room(self, holder: PeerId) -> None:
+        """GrammarsBusy where nobody has to give way."""
+        if self._shares.room():
+            return
+        every = [grammar for model in self._models.values() for grammar in model.grammars.values()]
+        unused = next((grammar for grammar in every if not grammar.users), None)
+        other = unused or self._shares.yields(holder, 1)
+        if other is None:
+            raise GrammarsBusy(BUSY)
+        self._end(other)
+
+    def _left(self, grammar: _Grammar) -> None:
+        """An answer has ended."""
+        grammar.users -= 1
+        if not grammar.users and not grammar.ended:
+            self._shares.use(grammar)
+            grammar.timer = _later(KEPT_SECONDS, self._end, grammar)
+
+    def _end(self, grammar: _Grammar) -> None:
+        """It and its answers. Idempotent."""
+        if grammar.ended:
+            return
+        grammar.ended = True
+        if grammar.timer is not None:
+            grammar.timer.cancel()
+        assert grammar.ready is not None
+        compiled = grammar.ready.done() and not grammar.ready.cancelled() and not grammar.ready.exception()
+        self._shares.release(grammar, completed=compiled)
+        with contextlib.suppress(OSError):
+            grammar.control.shutdown(socket.SHUT_RDWR)  # the process sees it
+        grammar.ready.cancel()
+        grammar.ready.add_done_callback(lambda _: grammar.control.close())
+        model = grammar.model
+        del model.grammars[grammar.key]
+        if not model.grammars and self._models.get(model.job) is model:
+            model.timer = _later(KEPT_SECONDS, self._end_model, model)
+
+    # --- models
+
+    async def _model(self, job: JobId, manifest: Manifest) -> _Model:
+        model = self._models.get(job)
+        if model is not None and model.gone:
+            self._end_model(model)
+            model = None
+        if model is None:
+            if manifest.serve is None or (manifest.tokenizer is None and not manifest.byte_level):
+                raise GrammarRefused("response_format: not possible with this model: it has no tokenizer")
+            if len(self._models) >= MAX_MODELS:
+                unused = next((each for each in self._models.values() if not each.grammars), None)
+                if unused is None:
+                    raise GrammarsBusy(BUSY)
+                self._end_model(unused)
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            ready = asyncio.create_task(self._start(job, manifest, ours, theirs))
+            model = self._models[job] = _Model(job, ours, ready, manifest.serve.vocabulary)
+        try:
+            await asyncio.shield(model.ready)
+        except asyncio.CancelledError:
+            if model.ready.cancelled():
+                raise GrammarsBusy(BUSY) from None
+            raise
+        except Exception:
+            self._end_model(model)
+            raise
+        return model
+
+    async def _start(
+        self, job: JobId, manifest: Manifest, ours: socket.socket, theirs: socket.socket
+    ) -> asyncio.subprocess.Process:
+        """The model's process, once it has read the tokenizer."""
+        assert manifest.serve is not None
+        with theirs:
+            data = b""
+            if manifest.tokenizer is not None and not manifest.byte_level:
+                blobs = self._context.blobs.of(job)
+                data = bytes(await blobs.read(manifest.tokenizer, MAX_TOKENIZER_BYTES, [manifest.author]))
+            numbers = (os.getpid(), MEMORY_BYTES, GRAMMAR_BYTES)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-s", "-m", MODULE, *map(str, numbers)),
+                stdin=theirs.fileno(),
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+            )
+        try:
+            about = {
+                "kind": "bytes" if manifest.byte_level else "tokenizer",
+                "vocabulary": manifest.serve.vocabulary,
+                "end_tokens": list(manifest.serve.end_tokens),
+                "length": len(data),
+            }
+            try:
+                async with asyncio.timeout(LOAD_SECONDS):
+                    refused = await _say(ours, json.dumps(about).encode(), data)
+            except (OSError, TimeoutError):
+                refused = "its tokenizer takes too much time or memory"
+            if refused is not None:
+                raise GrammarRefused(f"response_format: not possible with this model: {refused}")
+        except BaseException:
+            await _killed(process)
+            raise
+        return process
+
+    def _end_model(self, model: _Model) -> None:
+        if self._models.get(model.job) is not model:
+            return
+        del self._models[model.job]
+        for grammar in list(model.grammars.values()):
+            self._end(grammar)
+        if model.timer is not None:
+            model.timer.cancel()
+        model.ready.cancel()
+        ending = asyncio.create_task(_end_process(model))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+
+async def _compile(model: socket.socket, ours: socket.socket, theirs: socket.socket, schema: str) -> None:
+    """A process for the schema. GrammarRefused says what is wrong with it."""
+    with theirs:
+        try:
+            socket.send_fds(model, [b"g"], [theirs.fileno()])
+        except OSError:
+            raise JobFailed("response_format: the process that reads schemas has ended") from None
+    try:
+        async with asyncio.timeout(COMPILE_SECONDS):
+            refused = await _say(ours, schema.encode())
+    except (OSError, TimeoutError):
+        raise GrammarRefused(TOO_MUCH) from None
+    if refused is not None:
+        raise GrammarRefused(f"response_format: {refused}")
+
+
+async def _say(connection: socket.socket, text: bytes, data: bytes = b"") -> str | None:
+    """What is wrong with it, if anything. OSError where the other end is not there any more."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, struct.pack("<I", len(text)) + text)
+    await loop.sock_sendall(connection, data)
+    head = await _exactly(connection, 4)
+    error = json.loads(await _exactly(connection, min(struct.unpack("<I", head)[0], 1 << 16))).get("error")
+    return None if error is None else one_line(str(error))
+
+
+async def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = await asyncio.get_running_loop().sock_recv(connection, count - len(data))
+        if not part:
+            raise ConnectionResetError
+        data += part
+    return bytes(data)
+
+
+async def _end_process(model: _Model) -> None:
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await _killed(await model.ready)
+    model.control.close()
+
+
+async def _killed(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+def _later(seconds: float, call: Callable[..., None], *arguments: object) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(seconds, call, *arguments)

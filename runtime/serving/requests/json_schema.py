@@ -1,0 +1,71 @@
+"""The schema that an answer has to follow, as a client gives it: its form and size, before anything understands it. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fusion.runtime.job.errors import JobError
+
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_LEVELS = 64  # of objects and lists
+JSON_OBJECT = '{"type":"object"}'  # what `json_object` asks for
+
+
+def checked_schema(text: str) -> str:
+    """The schema as it travels: JSON without spaces, its keys in their order. JobError, in one line, where it is no JSON object,
+    too large, nested too deeply, or refers to something outside of itself, which nobody would fetch."""
+    if len(text) > 4 * MAX_SCHEMA_BYTES:
+        raise JobError(f"json_schema: at most {MAX_SCHEMA_BYTES >> 10} KiB")
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise JobError(f"json_schema: at most {MAX_LEVELS} levels") from None
+    except ValueError as error:
+        raise JobError(f"json_schema: not JSON: {error}") from None
+    return schema_text(schema)
+
+
+def schema_text(schema: object) -> str:
+    """`checked_schema`, of JSON that has been read."""
+    if not isinstance(schema, dict):
+        raise JobError("json_schema: a JSON object")
+    _check(schema)
+    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise JobError("json_schema: text that UTF-8 can hold") from None
+    if size > MAX_SCHEMA_BYTES:
+        raise JobError(f"json_schema: at most {MAX_SCHEMA_BYTES >> 10} KiB, not {size} bytes")
+    return text
+
+
+def _check(schema: dict[str, Any]) -> None:
+    if "x-guidance" in schema:  # options of the library that would make something else than JSON
+        raise JobError("json_schema: x-guidance has no meaning here")
+    level: list[Any] = [schema]
+    for _ in range(MAX_LEVELS):
+        for each in level:
+            if isinstance(each, dict):
+                _check_references(each)
+        level = [
+            value
+            for each in level
+            if isinstance(each, dict | list)
+            for value in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise JobError(f"json_schema: at most {MAX_LEVELS} levels")
+
+
+def _check_references(part: dict[str, Any]) -> None:
+    for name in ("$ref", "$dynamicRef", "$recursiveRef"):
+        target = part.get(name, "#")
+        if isinstance(target, str) and not target.startswith("#"):
+            raise JobError(f"json_schema: {name} to a place in it (#...), not {target[:80]!r}")
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,73 @@
+"""The beginning of a sequence, by a hash for each block of its tokens, so that who keeps keys and values of it can find them
+without knowing the tokens. Pure.
+
+A chain has 16 bytes for each full block of 64 positions: the keyed BLAKE2b of the hash before and the block's token ids, so
+that equal hashes stand for equal sequences up to there. The key is the gateway's own and stays with it: a stage that sees chains
+cannot try out which text they are of, and no two gateways have a chain in common.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.serving.requests.request import pack_tokens
+
+BLOCK_POSITIONS = 64
+HASH_BYTES = 16
+MAX_BLOCKS = 512  # of a chain: 8 KiB of a header
+START = b"fusion prefix 1"
+
+
+@dataclass(frozen=True)
+class PrefixHash:
+    """`apart`: whose sequences these are. Those of others have other hashes, so that nobody finds out by the time that an
+    answer takes what another has asked the same gateway."""
+
+    key: bytes  # at most 64 bytes
+    apart: str
+
+    def chain(self, tokens: Sequence[int]) -> bytes:
+        """Of the full blocks, at most MAX_BLOCKS of them."""
+        last = self._hash(START + self.apart.encode())
+        found = []
+        for block in range(min(len(tokens) // BLOCK_POSITIONS, MAX_BLOCKS)):
+            at = block * BLOCK_POSITIONS
+            last = self._hash(last + pack_tokens(tokens[at : at + BLOCK_POSITIONS]))
+            found.append(last)
+        return b"".join(found)
+
+    def _hash(self, data: bytes) -> bytes:
+        return hashlib.blake2b(data, digest_size=HASH_BYTES, key=self.key).digest()
+
+
+def blocks_of(chain: bytes) -> int:
+    return len(chain) // HASH_BYTES
+
+
+def positions_of(chain: bytes) -> int:
+    return blocks_of(chain) * BLOCK_POSITIONS
+
+
+def checked_chain(header: Mapping[str, Any]) -> bytes:
+    """The field `prefix` of a message from outside; empty where there is none. JobError where it is no chain."""
+    chain = header.get("prefix", b"")
+    if not isinstance(chain, bytes) or len(chain) % HASH_BYTES or blocks_of(chain) > MAX_BLOCKS:
+        raise JobError(f"prefix: at most {MAX_BLOCKS} hashes of {HASH_BYTES} bytes")
+    return chain
+
+
+def shared_blocks(one: bytes, two: bytes) -> int:
+    """How many blocks two sequences begin with in common."""
+    least, most = 0, min(blocks_of(one), blocks_of(two))
+    while least < most:
+        middle = (least + most + 1) // 2
+        part = slice((middle - 1) * HASH_BYTES, middle * HASH_BYTES)
+        if one[part] == two[part]:
+            least = middle
+        else:
+            most = middle - 1
+    return least

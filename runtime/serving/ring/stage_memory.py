@@ -1,0 +1,162 @@
+"""The device memory of one stage's sessions: set aside as they open, retained or freed as they end.
+
+What the device's thread is asked for comes in the order in which it is decided here, so what is found is there, and what has been
+given up is not looked for any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from fusion.runtime.job.worker import Worker
+from fusion.runtime.planes.kv_cache import BLOCK_POSITIONS as MEMORY_BLOCK
+from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, positions_of, shared_blocks
+from fusion.runtime.serving.ring.retained import Retained, RetainedPrefixes
+from fusion.runtime.serving.ring.session import SessionId
+from fusion.runtime.serving.ring.stage_session import Kept, Source, StageRunner, StageSession
+
+LEFT_BLOCKS = 1  # at most, of what was retained, that a session which makes it its own does not need
+
+
+class StageMemory:
+    """`sessions`: those that run. The device's thread is asked to open one at a time, and to free all that end together: what
+    computes there waits for one such call, not for a gateway's hundreds."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        runner: StageRunner,
+        sessions: Callable[[], Iterable[StageSession]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._worker = worker
+        self._runner = runner
+        self._sessions = sessions
+        self._prefixes = RetainedPrefixes(clock)
+        self._beginning = asyncio.Lock()
+        # What the task below is about to do.
+        self._unneeded: list[SessionId] = []
+        self._kept: list[Kept] = []
+        self._forgotten: list[int] = []
+        self._freeing: asyncio.Task[None] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def retained(self) -> int:
+        """Sequences whose sessions have ended."""
+        return len(self._prefixes)
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Memory is freed in `tasks`."""
+        self._tasks = tasks
+
+    def stop(self) -> None:
+        """From now on `aclose` frees what is left."""
+        self._tasks = None
+
+    async def aclose(self) -> None:
+        """Free everything: the stage runs no more, though its weights may stay."""
+        await self._worker.run(self._runner.clear)
+
+    async def begin(self, session: StageSession) -> None:
+        """Set memory aside for its prompt and the beginning of its answer, and let it have what is known of its first
+        positions. MemoryError: there is none, and nothing that is retained is left to give way."""
+        opening = session.opening
+        positions = min(opening.capacity, opening.prompt_length + MEMORY_BLOCK)
+        while True:
+            try:
+                session.held = session.reached = await self._begin(session, opening.capacity, positions)
+                break
+            except MemoryError:
+                if not await self.give_way():
+                    raise
+        if not self._runner.caches:
+            session.held = positions_of(opening.prefix)
+
+    async def _begin(self, session: StageSession, capacity: int, positions: int) -> int:
+        async with self._beginning:
+            source, taken = self._source(session)
+            try:
+                return await self._worker.run(self._runner.begin, session.id, capacity, positions, source)
+            except MemoryError:
+                if taken is not None:
+                    self._prefixes.put_back(taken)
+                raise
+            except BaseException:
+                if taken is not None:  # whether it was begun or not
+                    self._forget([taken.name])
+                raise
+
+    def _source(self, session: StageSession) -> tuple[Source | None, Retained | None]:
+        """Where the session finds most of its first positions, and what was retained, if it is to have that for its own."""
+        chain, holder = session.opening.prefix, session.holder
+        best: Source | None = None
+        for other in self._sessions():
+            if other is not session and other.holder == holder:
+                shared = shared_blocks(other.opening.prefix, chain) * BLOCK_POSITIONS
+                positions = min(shared, other.reached)
+                if positions > (0 if best is None else best.positions):
+                    best = Source(other.id, positions)
+        found = self._prefixes.find(holder, chain)
+        if found is None or (best is not None and best.positions > found[1] * BLOCK_POSITIONS):
+            return best, None
+        entry, blocks = found
+        moved = entry.blocks - blocks <= LEFT_BLOCKS
+        if moved:
+            self._prefixes.remove(entry)
+        return Source(entry.name, blocks * BLOCK_POSITIONS, moved), entry if moved else None
+
+    def end(self, session: StageSession, chain: bytes) -> None:
+        """The session has ended: keep what it holds of the blocks of `chain`, if any, and free the rest."""
+        name, gone = self._prefixes.add(session.holder, chain) if chain else (None, [])
+        if name is None:
+            self._unneeded.append(session.id)
+        else:
+            self._kept.append(Kept(session.id, name, positions_of(chain)))
+        session.freed = self._forget(gone)
+
+    def _forget(self, names: Iterable[int]) -> asyncio.Task[None] | None:
+        self._forgotten += names
+        if self._freeing is None and self._tasks is not None:
+            # The worker runs calls in order: this comes after whatever still computes for the sessions.
+            self._freeing = self._tasks.create_task(self._free())
+        return self._freeing
+
+    async def _free(self) -> None:
+        self._freeing = None
+        kept, self._kept = self._kept, []
+        sessions, self._unneeded = self._unneeded, []
+        names, self._forgotten = self._forgotten, []
+        if kept:
+            found = await self._worker.run(self._runner.retain, kept)
+            names += [
+                each.name
+                for each, (positions, size) in zip(kept, found, strict=True)
+                if not self._prefixes.sized(each.name, positions, size)
+            ]
+        if sessions:
+            await self._worker.run(self._runner.free, sessions)
+        if names:
+            await self._worker.run(self._runner.forget, names)
+
+    def shed(self, size_bytes: int) -> None:
+        """Free so much of what is retained, or all of it."""
+        gone = []
+        while size_bytes > 0 and (entry := self._prefixes.yields()) is not None:
+            size_bytes -= entry.size_bytes
+            gone.append(entry.name)
+        self._forget(gone)
+
+    async def give_way(self) -> bool:
+        """Whether something that was retained has given its memory up."""
+        entry = self._prefixes.yields()
+        if entry is None or (freeing := self._forget([entry.name])) is None:
+            return False
+        await asyncio.wait([freeing])
+        return True
+
+    def expire(self) -> None:
+        """Free what nobody has come back to."""
+        if gone := self._prefixes.expired():
+            self._forget(gone)

@@ -1,0 +1,66 @@
+"""The form of what a peer signs for others to carry: grants, lists of grants taken back, statements, testimonies. Pure.
+
+It is `msgpack([*fields, signature])`, bounded in bytes, items and texts before anything is made of it. The Ed25519
+signature covers `msgpack(["fusion-" + name, *signed])`, the name so that no form can be taken for another; `signed` are
+the fields, or what whoever carries it says beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from fusion.swarm.errors import RecordError
+from fusion.swarm.identity import Verify
+from fusion.swarm.transport import PeerId
+
+VERSION = 1  # of the forms that carry one
+MAX_TIME = 2**40  # unix seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedForm:
+    name: str  # as errors and the signature have it
+    signer: str  # what whoever signs it is called
+    max_bytes: int
+    max_items: int  # of a list, the fields and their signature among them
+    max_text: int = 64
+
+    def seal(
+        self, fields: Sequence[Any], sign: Callable[[bytes], bytes], signed: Sequence[Any] | None = None
+    ) -> bytes:
+        """The bytes of it; `sign` is that of its signer."""
+        signature = sign(self._signed(fields if signed is None else signed))
+        data: bytes = msgpack.packb([*fields, signature])
+        return data
+
+    def unpack(self, data: bytes) -> Any:
+        """What lies in `data`, for whoever knows the fields to match. Raises RecordError."""
+        if not isinstance(data, bytes) or len(data) > self.max_bytes:
+            raise RecordError(f"a {self.name} has at most {self.max_bytes} bytes")
+        try:
+            return msgpack.unpackb(
+                data,
+                max_str_len=self.max_text,
+                max_bin_len=64,
+                max_array_len=self.max_items,
+                max_map_len=0,
+                max_ext_len=0,
+            )
+        except (ValueError, msgpack.UnpackException, RecursionError):
+            raise RecordError(f"a {self.name} is not msgpack") from None
+
+    def malformed(self) -> RecordError:
+        return RecordError(f"the {self.name} has not the form of one")
+
+    def check(self, signer: PeerId, signature: bytes, signed: Sequence[Any], verify: Verify) -> None:
+        """Raises RecordError unless `signer` signed that."""
+        if not verify(signer, signature, self._signed(signed)):
+            raise RecordError(f"the {self.name}'s signature is not its {self.signer}'s")
+
+    def _signed(self, signed: Sequence[Any]) -> bytes:
+        data: bytes = msgpack.packb([f"fusion-{self.name}", *signed])
+        return data

@@ -1,0 +1,77 @@
+"""Connections of a thin client to peers, at most one to each. Runs in trio."""
+
+from __future__ import annotations
+
+import socket
+from collections import defaultdict
+
+import trio
+
+from fusion.swarm.errors import PeerUnreachable
+from fusion.swarm.identity import Identity
+from fusion.swarm.streams.frame_parser import delimited
+from fusion.swarm.thin.addresses import Target
+from fusion.swarm.thin.connection import Connection, splice
+from fusion.swarm.thin.trio_thread import TrioThread
+from fusion.swarm.transport import PeerId
+
+
+class Dialer:
+    def __init__(self, identity: Identity, thread: TrioThread) -> None:
+        self._identity = identity
+        self._thread = thread
+        self._connections: dict[PeerId, Connection] = {}
+        self._dialling: defaultdict[PeerId, trio.Lock] = defaultdict(trio.Lock)
+        self._open = 0  # streams
+        self._closed = trio.Event()  # the last of them is
+
+    async def connect(self, *targets: Target) -> Connection:
+        """To the peer of all of them, at the first that answers. Raises PeerUnreachable."""
+        peer = targets[0].peer
+        async with self._dialling[peer]:
+            connection = self._connections.get(peer)
+            if connection is not None and connection.alive:
+                return connection
+            failure: PeerUnreachable | None = None
+            for target in targets:
+                try:
+                    connection = await Connection.dial(target, self._identity, self._thread.nursery)
+                except PeerUnreachable as error:
+                    failure = failure or error
+                else:
+                    self._connections[peer] = connection
+                    return connection
+            assert failure is not None
+            raise failure
+
+    async def open(self, peer: PeerId, targets: tuple[Target, ...], protocol: str) -> socket.socket:
+        """A stream to the peer: one end of a pair of sockets, on which first comes an empty message, as p2pd's answer
+        would. Raises PeerUnreachable, UnknownProtocol."""
+        if not targets:
+            raise PeerUnreachable(f"cannot reach {peer}: nobody says where it listens")
+        connection = await self.connect(*targets)
+        stream = await connection.open(protocol)
+        near, far = socket.socketpair()
+        local = trio.SocketStream(trio.socket.from_stdlib_socket(far))
+        await local.send_all(delimited(b""))
+
+        async def pass_on() -> None:
+            self._open += 1
+            try:
+                await splice(stream, local)
+            finally:
+                self._open -= 1
+                if not self._open:
+                    self._closed.set()
+
+        self._thread.nursery.start_soon(pass_on)
+        return near
+
+    async def aclose(self, seconds: float) -> None:
+        """Wait so long for streams whose other end was closed to end everywhere, then hang up."""
+        if self._open:
+            self._closed = trio.Event()
+            with trio.move_on_after(seconds):
+                await self._closed.wait()
+        for connection in self._connections.values():
+            await connection.aclose()

@@ -1,0 +1,220 @@
+"""The directory, as a client without the DHT has it: what peers tell over `/fusion/directory/1`
+(`fusion.swarm.thin.directory_server`), checked as every reader checks it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import msgpack
+
+from fusion.swarm.directory import sealing
+from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
+from fusion.swarm.directory.job_order import newest_jobs
+from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, providers_key, shard, subkey_of
+from fusion.swarm.directory.records import (
+    ClaimRecord,
+    Digest,
+    JobId,
+    JobRecord,
+    LinkRecord,
+    PeerRecord,
+    ProviderRecord,
+    Record,
+)
+from fusion.swarm.directory.sealing import MAX_RECORD_BYTES, Sealed
+from fusion.swarm.errors import (
+    FrameError,
+    PeerUnreachable,
+    RecordError,
+    RemoteError,
+    StreamBroken,
+    StreamClosed,
+    UnknownProtocol,
+)
+from fusion.swarm.identity import verify
+from fusion.swarm.protocol import DIRECTORY
+from fusion.swarm.thin.directory_server import MAX_KEYS
+from fusion.swarm.transport import Frame, PeerId, Transport, checked
+
+ANSWER_SECONDS = 20.0
+SKEW_SECONDS = 1.0  # by which our clock may differ from the swarm's before the swarm's is used
+
+R = TypeVar("R", PeerRecord, JobRecord, ClaimRecord, ProviderRecord, LinkRecord)
+
+
+class RemoteDirectory:
+    """Implements `fusion.swarm.directory.api.Directory`, read only: what peers find for us. `gateway` gives the peer to ask,
+    `doubt` is told of one that did not answer, `learn` where peers listen."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        gateway: Callable[[], Awaitable[PeerId]],
+        doubt: Callable[[PeerId], None],
+        learn: Callable[[PeerId, Sequence[str]], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` gives unix seconds."""
+        self._transport = transport
+        self._gateway = gateway
+        self._doubt = doubt
+        self._learn = learn
+        self._clock = clock
+        self._ahead = 0.0  # of our clock, the swarm's
+        self._reads: dict[str, asyncio.Future[list[Record]]] = {}  # waiting for the next question
+        self._readers: set[asyncio.Task[None]] = set()
+
+    async def aclose(self) -> None:
+        for task in self._readers:
+            task.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+    async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
+        raise PeerUnreachable("a client publishes nothing")
+
+    def sealed(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> bytes:
+        raise PeerUnreachable("a client publishes nothing")
+
+    def unsealed(self, data: bytes) -> Record:
+        return sealing.unseal_anywhere(data, self.now()).record
+
+    def sign(self, data: bytes) -> bytes:
+        raise PeerUnreachable("a client signs nothing")
+
+    def verify(self, peer: str, signature: bytes, data: bytes) -> bool:
+        return verify(peer, signature, data)
+
+    def now(self) -> float:
+        return self._clock() + self._ahead
+
+    async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
+        found = await self._records(PEER_KEYS, PeerRecord)
+        for record in found:
+            self._learn(record.peer, record.addresses)
+        return found
+
+    async def links(self) -> tuple[LinkRecord, ...]:
+        return await self._records(LINK_KEYS, LinkRecord)
+
+    async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+        return newest_jobs(await self.words())
+
+    async def job(self, job: JobId) -> JobRecord | None:
+        newest = newest_jobs(await self.words(job))
+        return newest[0] if newest else None
+
+    async def words(self, job: JobId | None = None, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+        keys = JOB_KEYS if job is None else (jobs_key(shard(job)),)
+        return tuple(record for record in await self._records(keys, JobRecord) if job in (None, record.job))
+
+    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+        return await self._records((claims_key(job, stage),), ClaimRecord)
+
+    async def providers(self, digest: Digest) -> tuple[ProviderRecord, ...]:
+        return await self._records((providers_key(digest),), ProviderRecord)
+
+    # Reading.
+
+    async def _records(self, keys: Sequence[str], kind: type[R]) -> tuple[R, ...]:
+        """What is asked for at the same moment goes in one question."""
+        loop = asyncio.get_running_loop()
+        if not self._reads:
+            reader = loop.create_task(self._read())
+            self._readers.add(reader)
+            reader.add_done_callback(self._readers.discard)
+        futures = [self._reads.setdefault(key, loop.create_future()) for key in keys]
+        found = await asyncio.gather(*(asyncio.shield(future) for future in futures))
+        return tuple(record for records in found for record in records if isinstance(record, kind))
+
+    async def _read(self) -> None:
+        await asyncio.sleep(0)  # let everybody who is ready now ask
+        reads, self._reads = self._reads, {}
+        keys = list(reads)
+        questions = [self._read_some(keys[at : at + MAX_KEYS], reads) for at in range(0, len(keys), MAX_KEYS)]
+        await asyncio.gather(*questions)
+
+    async def _read_some(self, keys: Sequence[str], reads: dict[str, asyncio.Future[list[Record]]]) -> None:
+        try:
+            left = list(keys)
+            while left:
+                for key in await self._ask(left, reads):
+                    left.remove(key)
+        except Exception as error:  # whoever reads a key is told why it was not read
+            for key in keys:
+                if not reads[key].done():
+                    reads[key].set_exception(error)
+                    reads[key].exception()  # whoever asked may have gone
+        finally:
+            for key in keys:
+                reads[key].cancel()  # nothing to those that are done
+
+    async def _ask(self, keys: Sequence[str], reads: dict[str, asyncio.Future[list[Record]]]) -> list[str]:
+        """Ask for these keys, the peer that answers; those that it told of. Raises SwarmError."""
+        failure: Exception | None = None
+        while True:
+            try:
+                peer = await self._gateway()
+            except PeerUnreachable as error:
+                raise failure or error from None
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    return await self._ask_one(peer, keys, reads)
+            except UnknownProtocol:
+                raise UnknownProtocol(
+                    f"{peer} is of an older release, which tells clients nothing of the swarm; ask another with --peer"
+                ) from None
+            except (PeerUnreachable, StreamBroken, StreamClosed, TimeoutError) as error:
+                if failure is not None and str(failure) == str(error):
+                    raise failure from None
+                failure = (
+                    error
+                    if not isinstance(error, TimeoutError)
+                    else PeerUnreachable(f"{peer} does not answer")
+                )
+                self._doubt(peer)
+
+    async def _ask_one(
+        self, peer: PeerId, keys: Sequence[str], reads: dict[str, asyncio.Future[list[Record]]]
+    ) -> list[str]:
+        stream = await self._transport.open(peer, DIRECTORY.name)
+        told: list[str] = []
+        try:
+            await stream.send("read", {"keys": list(keys)})
+            while (frame := checked(await stream.receive())).kind == "values":
+                key, records = self._opened(frame, keys[len(told)] if len(told) < len(keys) else "")
+                told.append(key)
+                if not reads[key].done():
+                    reads[key].set_result(records)
+        finally:
+            stream.abort()
+        if frame.kind != "done" or not told:
+            raise RemoteError(f"{peer} answers {frame.kind!r:.40} where values are due")
+        return told
+
+    def _opened(self, frame: Frame, key: str) -> tuple[str, list[Record]]:
+        """The records of an answer that pass every check. FrameError for what is no answer about this key."""
+        now = frame.header.get("now")
+        if frame.header.get("key") != key or not isinstance(now, float):
+            raise FrameError(f"values of {frame.header.get('key')!r:.100} where those of {key} were due")
+        ahead = now - self._clock()
+        self._ahead = ahead if abs(ahead) > SKEW_SECONDS else 0.0
+        caps = {"max_bin_len": MAX_RECORD_BYTES, "max_str_len": 0, "max_map_len": 0, "max_ext_len": 0}
+        try:
+            listed = msgpack.unpackb(frame.payload, max_array_len=len(frame.payload), **caps)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise FrameError(f"values that are not msgpack: {type(error).__name__}") from error
+        newest: dict[str, Sealed] = {}
+        for data in listed if isinstance(listed, list) else ():
+            try:
+                found = sealing.unseal_anywhere(data, self.now())
+            except RecordError:
+                continue
+            subkey = subkey_of(found.record)
+            if key_of(found.record) == key and (
+                subkey not in newest or found.expires_at > newest[subkey].expires_at
+            ):
+                newest[subkey] = found
+        return key, [newest[subkey].record for subkey in sorted(newest)]

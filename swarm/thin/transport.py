@@ -1,0 +1,187 @@
+"""The transport of a client without p2pd: py-libp2p dials, in a thread of trio's (`fusion.swarm.thin.trio_thread`).
+
+A stream is a pair of sockets: the frames are read and written at one end as at one of p2pd's, with the same caps, waits and
+ends (`fusion.swarm.streams.frame_stream`); at the other end the bytes go on to libp2p as they are.
+
+Imports neither py-libp2p nor trio before something is dialled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fusion.swarm.errors import PeerUnreachable, StreamBroken, TransportError
+from fusion.swarm.identity import Identity
+from fusion.swarm.streams.frame_stream import FrameStream
+from fusion.swarm.streams.frames import FrameLimits
+from fusion.swarm.streams.traffic import TrafficCounter
+from fusion.swarm.swarm_key import Authorizer
+from fusion.swarm.thin.addresses import dialable, parse
+from fusion.swarm.transport import Handler, PeerId, Stream, Traffic
+
+if TYPE_CHECKING:
+    from fusion.swarm.thin.dialer import Dialer
+    from fusion.swarm.thin.trio_thread import TrioThread
+
+logger = logging.getLogger(__name__)
+
+KNOWN_PEERS = 1024  # whose addresses are remembered
+STAGGER_SECONDS = 0.25  # from dialling one of several peers to dialling the next
+FLUSH_SECONDS = 0.5  # for the ends of streams to reach the peers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThinConfig:
+    identity: Identity
+    ways: tuple[str, ...]  # multiaddrs of peers, any of which will do
+    authorizer: Authorizer | None = None  # of a closed swarm
+    limits: FrameLimits = FrameLimits(payload_bytes=16 << 20)  # noqa: RUF009 - frozen; the index of a blob is half of that
+
+    def __post_init__(self) -> None:
+        if not self.ways:
+            raise ValueError("at least one address")
+
+
+class ThinTransport:
+    """Implements `fusion.swarm.transport.Guided` for a command: it opens streams and serves none. `through` is the peer
+    that is asked for what any peer can tell."""
+
+    def __init__(self, config: ThinConfig) -> None:
+        self.peer_id = config.identity.peer_id
+        self.through: PeerId | None = None
+        self._config = config
+        self._known: dict[PeerId, tuple[str, ...]] = {}
+        self._failed: set[PeerId] = set()  # that are asked last, if at all
+        self._counter = TrafficCounter()
+        self._streams: set[FrameStream] = set()
+        self._trio: TrioThread | None = None
+        self._dialer: Dialer
+        self._starting = asyncio.Lock()
+        self._moving = asyncio.Lock()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return ()
+
+    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """A peer listens at these multiaddrs."""
+        found = tuple(address for address in addresses if dialable((address,)))
+        if found and (peer in self._known or len(self._known) < KNOWN_PEERS):
+            self._known[peer] = found
+
+    async def gateway(self) -> PeerId:
+        """The same as before while it answers, else any that does."""
+        async with self._moving:  # whoever comes meanwhile finds it done
+            if self.through is None or self.through in self._failed:
+                known = (address for peer, found in self._known.items() for address in found[:1])
+                ways = dict.fromkeys((*self._config.ways, *known))
+                fresh = [way for way in ways if parse(way).peer not in self._failed]
+                self.through = await self._first_of(fresh or list(ways))
+            return self.through
+
+    def doubt(self, peer: PeerId) -> None:
+        """It did not answer: others are asked from now on, as far as there are any."""
+        self._failed.add(peer)
+
+    async def connect(self, address: str) -> PeerId:
+        target = parse(address)
+        self.learn(target.peer, (*self._known.get(target.peer, ()), address))
+        try:
+            await (await self._started()).call(self._dialer.connect, target)
+        except PeerUnreachable as error:
+            raise PeerUnreachable(f"no peer answers at {address}: {error}") from error
+        return target.peer
+
+    async def open(self, peer: PeerId, protocol: str, *, stripes: int = 1) -> Stream:
+        trio = await self._started()
+        targets = dialable(self._known.get(peer, ()))
+        near = await trio.call(self._dialer.open, peer, targets, protocol, unused=socket.socket.close)
+        stream = FrameStream(
+            *(self._config.limits, self._counter, lambda *_: None, peer, protocol),
+            authorizer=self._config.authorizer,
+        )
+        self._streams.add(stream)
+        stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
+        loop = asyncio.get_running_loop()
+        if near.family == getattr(socket, "AF_UNIX", None):
+            await loop.create_unix_connection(lambda: stream, sock=near)
+        else:  # Windows has pairs of TCP sockets only
+            await loop.create_connection(lambda: stream, sock=near)
+        return stream
+
+    async def serve(self, protocol: str, handler: Handler) -> None:
+        raise TransportError("a client serves nothing")
+
+    def traffic(self) -> Mapping[PeerId, Traffic]:
+        return self._counter.snapshot()
+
+    def heard(self, peer: PeerId) -> bool:
+        """Whether it has said anything to us."""
+        return self._counter.snapshot().get(peer, Traffic()).received_bytes > 0
+
+    async def aclose(self) -> None:
+        """Hang up on everybody, and see to it that they know. Idempotent."""
+        for stream in list(self._streams):
+            stream.abort()
+        if self._trio is not None:
+            with suppress(TimeoutError, RuntimeError):
+                async with asyncio.timeout(2 * FLUSH_SECONDS):
+                    await self._trio.call(self._dialer.aclose, FLUSH_SECONDS)
+            with suppress(TimeoutError):
+                await self._trio.aclose()
+
+    async def _started(self) -> TrioThread:
+        async with self._starting:
+            if self._trio is None:
+                trio, dialer = _machinery()
+                self._trio, self._dialer = trio, dialer(self._config.identity, trio)
+                await trio.start()
+            return self._trio
+
+    async def _first_of(self, addresses: list[str]) -> PeerId:
+        """The first of the peers at these addresses that answers: each is dialled a moment after the one before it, or once
+        that has failed. Raises PeerUnreachable with what the first of them said."""
+        waiting, tasks = list(addresses), list[asyncio.Task[PeerId]]()
+        try:
+            while True:
+                if waiting:
+                    tasks.append(asyncio.create_task(self.connect(waiting.pop(0))))
+                pending = [task for task in tasks if not task.done()]
+                pause = STAGGER_SECONDS if waiting else None
+                if pending:
+                    await asyncio.wait(pending, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    if task.done() and task.exception() is None:
+                        return task.result()
+                if not waiting and all(task.done() for task in tasks):
+                    raise tasks[0].exception() or StreamBroken("nobody answers")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _machinery() -> tuple[TrioThread, type[Dialer]]:
+    from fusion.swarm.thin.libp2p import forget_libp2p, keep_quiet, lean_libp2p
+
+    keep_quiet()
+    try:
+        with lean_libp2p():
+            from fusion.swarm.thin.dialer import Dialer
+            from fusion.swarm.thin.trio_thread import TrioThread
+    except (
+        ImportError,
+        AttributeError,
+        TypeError,
+    ) as error:  # another release of py-libp2p, with other parts
+        logger.debug("py-libp2p as a whole, since %r", error)
+        forget_libp2p()
+        from fusion.swarm.thin.dialer import Dialer
+        from fusion.swarm.thin.trio_thread import TrioThread
+    return TrioThread(), Dialer

@@ -1,0 +1,103 @@
+"""A thread in which trio runs, beside the event loop that everything else runs in: py-libp2p knows trio alone.
+
+What is called there runs in a task of its own; whoever waits for it in asyncio is woken with its result. Streams do not go
+through here: each has a pair of sockets, one end in either loop (`fusion.swarm.thin.transport`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent import futures
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import trio
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+CLOSE_SECONDS = 2.0
+
+
+class TrioThread:
+    """`start`, then `call`s, then `aclose`. `nursery` is for what is to live as long as the thread."""
+
+    def __init__(self) -> None:
+        self.nursery: trio.Nursery
+        self._token: trio.lowlevel.TrioToken
+        self._ending: trio.Event
+        self._running: futures.Future[None] = futures.Future()
+        # A daemon: what hangs in a library's code must not keep the command from ending.
+        self._thread = threading.Thread(target=self._main, name="trio", daemon=True)
+
+    async def start(self) -> None:
+        self._thread.start()
+        await asyncio.wrap_future(self._running)
+
+    async def call(
+        self, work: Callable[..., Awaitable[T]], *arguments: Any, unused: Callable[[T], object] | None = None
+    ) -> T:
+        """What `work` gives, run in trio, or raises. Where the wait for it is cancelled, so is it; a result that comes all the
+        same is given to `unused`."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+        scope = trio.CancelScope()
+
+        def tell(result: T | None, error: Exception | None) -> None:
+            if answer.done():
+                if error is None and unused is not None:
+                    unused(result)  # type: ignore[arg-type]
+            elif error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)  # type: ignore[arg-type]
+
+        async def run() -> None:
+            result, error = None, None
+            with scope:
+                try:
+                    result = await work(*arguments)
+                except Exception as caught:  # for whoever waits for it, not for the thread
+                    error = caught
+            with suppress(RuntimeError):  # the other loop is closed: nobody waits
+                loop.call_soon_threadsafe(tell, result, error)
+
+        try:
+            self._token.run_sync_soon(self.nursery.start_soon, run)
+        except trio.RunFinishedError:
+            raise RuntimeError("the thread has ended") from None
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(scope.cancel)
+            raise
+
+    async def aclose(self) -> None:
+        """End everything that runs there. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(self._ending.set)
+        async with asyncio.timeout(CLOSE_SECONDS):
+            while self._thread.is_alive():  # a wait in another thread could not be given up
+                await asyncio.sleep(0.002)
+
+    def _main(self) -> None:
+        try:
+            trio.run(self._until_ending)
+        except BaseException as error:  # told to whoever started it, or nobody is left to tell
+            if not self._running.done():
+                self._running.set_exception(error)
+            logger.debug("trio ended: %r", error)
+
+    async def _until_ending(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._ending = trio.Event()
+        async with trio.open_nursery() as self.nursery:
+            self._running.set_result(None)
+            await self._ending.wait()
+            self.nursery.cancel_scope.cancel()

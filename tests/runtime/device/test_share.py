@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.runtime.device.share import CREDIT_SECONDS, NOBODY, PAUSE_SECONDS, DeviceShare, Waiting, Whose
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.transport import PeerId
+
+PAUSE = 0.0005  # from the end of a call to the next one of whoever waited for it
+
+
+def whose(author: str, job: str = "", *, serves: bool = False) -> Whose:
+    return Whose(PeerId(author), JobId(job or author), serves)
+
+
+@dataclass
+class Device:
+    """One device in simulated time. `load`: of each job so many calls wait always; `bursts`: of each job so many calls,
+    one after the other, then a pause."""
+
+    now: float = 0.0
+    waiting: list[Waiting] = field(default_factory=list)
+    waited: dict[Whose, list[float]] = field(default_factory=dict)
+    used: Counter[Whose] = field(default_factory=Counter)
+    order: list[Whose] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.share = DeviceShare(lambda: self.now)
+        self._arrivals: list[tuple[float, int, Whose]] = []
+        self._asked: dict[int, float] = {}
+        self._count = 0
+
+    def ask(self, owner: Whose, at: float) -> None:
+        self._count += 1
+        heapq.heappush(self._arrivals, (at, self._count, owner))
+
+    def _let_in(self) -> None:
+        while self._arrivals and self._arrivals[0][0] <= self.now:
+            at, _, owner = heapq.heappop(self._arrivals)
+            call = self.share.arrives(owner)
+            self._asked[id(call)] = at
+            self.waiting.append(call)
+
+    def run(self, until: float, seconds: dict[Whose, float], bursts: dict[Whose, tuple[int, float]]) -> None:
+        """`bursts`: calls one after the other, then a pause; others ask anew as soon as one of theirs begins."""
+        left = {owner: count for owner, (count, _) in bursts.items()}
+        while self.now < until:
+            self._let_in()
+            if not self.waiting:
+                self.now = self._arrivals[0][0]
+                continue
+            choice = self.share.choose(self.waiting)
+            if isinstance(choice, float):
+                assert 0.0 < choice <= PAUSE_SECONDS + 1e-9
+                later = self._arrivals[0][0] if self._arrivals else self.now + choice
+                self.now = min(self.now + choice, later)
+                continue
+            self.waiting = [call for call in self.waiting if call is not choice]
+            owner = choice.whose
+            self.share.begins(choice, self.waiting)
+            self.waited.setdefault(owner, []).append(self.now - self._asked.pop(id(choice)))
+            if owner not in bursts:
+                self.ask(owner, self.now)
+            end = self.now + seconds[owner]
+            while self._arrivals and self._arrivals[0][0] < end:
+                self.now = max(self.now, self._arrivals[0][0])
+                self._let_in()
+            self.now = end
+            self.share.ends(owner, seconds[owner])
+            self.used[owner] += 1
+            self.order.append(owner)
+            if owner in bursts:
+                left[owner] -= 1
+                if not left[owner]:
+                    left[owner] = bursts[owner][0]
+                    self.ask(owner, self.now + bursts[owner][1])
+                else:
+                    self.ask(owner, self.now + PAUSE)
+
+
+def test_authors_get_as_much_whatever_their_calls_take_and_however_many_jobs_they_have() -> None:
+    device = Device()
+    one, greedy = whose("one"), [whose("greedy", f"job {n}") for n in range(20)]
+    seconds = {one: 0.01} | dict.fromkeys(greedy, 0.05)
+    for owner in seconds:
+        for _ in range(3):
+            device.ask(owner, 0.0)
+    device.run(100.0, seconds, {})
+    of_one = device.used[one] * 0.01
+    assert of_one == pytest.approx(50.0, abs=CREDIT_SECONDS)
+    of_greedy = [device.used[owner] for owner in greedy]
+    assert max(of_greedy) - min(of_greedy) <= 2, "its own jobs take turns"
+
+
+def test_who_computes_now_and_then_waits_for_the_call_that_runs_and_no_more() -> None:
+    """And gets its next calls at once, one after the other."""
+    device = Device()
+    honest, greedy = whose("honest"), [whose("greedy", f"job {n}") for n in range(10)]
+    seconds = {honest: 0.015} | dict.fromkeys(greedy, 0.015)
+    device.ask(honest, 0.0)
+    for owner in greedy:
+        for _ in range(2):
+            device.ask(owner, 0.5)
+    device.run(60.0, seconds, {honest: (4, 0.1)})
+    waited = device.waited[honest][20:]
+    assert max(waited) <= 0.015 + 1e-6
+    assert sum(waited) / len(waited) < 0.004, "of four calls one finds another's under way"
+    assert sum(device.used[owner] for owner in greedy) * 0.015 > 20.0, "the rest is for whoever wants it"
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_steps_and_answers_go_on_beside_an_author_that_always_has_calls_waiting(jobs: int) -> None:
+    """Calls of 15 ms: four in a step of 170 ms, one in a token of 56 ms; in the order of their coming steps were at 0.46 and
+    0.27 of quiet, answers at 0.61 and 0.36."""
+    step, token = whose("honest", "step"), whose("honest", "token", serves=True)
+    bursts = {step: (4, 0.1113), token: (1, 0.0407)}
+    flood = [whose("greedy", f"job {n}") for n in range(jobs)]
+
+    def rates(greedy: list[Whose]) -> tuple[int, int]:
+        device = Device()
+        for owner in (step, token, *greedy, *greedy):
+            device.ask(owner, 0.0)
+        device.run(100.0, dict.fromkeys((step, token), 0.015) | dict.fromkeys(greedy, 0.0171), bursts)
+        return device.used[step], device.used[token]
+
+    for quiet, beside in zip(rates([]), rates(flood), strict=True):
+        assert beside >= 0.8 * quiet
+
+
+def test_who_goes_from_one_device_to_the_next_seldom_finds_a_call_under_way() -> None:
+    """And pauses are made no longer than what they are made for: a call now and then stops nobody."""
+    chain, busy = whose("chain"), [whose("busy", f"job {n}") for n in range(3)]
+    for rest, most, least in ((0.0168, 0.003, 40.0), (0.9, 0.02, 95.0)):
+        device = Device()
+        for owner in (chain, *busy, *busy):
+            device.ask(owner, 0.0)
+        device.run(100.0, {chain: 0.015} | dict.fromkeys(busy, 0.0155), {chain: (1, rest)})
+        waited = device.waited[chain][20:]
+        assert sum(waited) / len(waited) <= most
+        assert sum(device.used[owner] for owner in busy) * 0.0155 >= least
+
+
+def test_the_device_is_held_for_nobody_who_does_not_come_back_soon() -> None:
+    device = Device()
+    rare, busy = whose("rare"), whose("busy")
+    device.ask(rare, 0.0)
+    device.ask(busy, 0.0)
+    device.run(20.0, {rare: 0.01, busy: 0.01}, {rare: (1, 0.05)})
+    assert device.used[busy] * 0.01 > 20.0 - 2 * device.used[rare] * 0.01 - 0.1, "but for pauses"
+
+
+def test_serving_waits_for_one_training_call_of_another_job_at_most() -> None:
+    device = Device()
+    answers = whose("author", "answers", serves=True)
+    trains = [whose("author", f"job {n}") for n in range(3)] + [whose("other")]
+    seconds = {answers: 0.3} | dict.fromkeys(trains, 1.0)
+    for owner in seconds:
+        device.ask(owner, 0.0)
+    device.run(60.0, seconds, {})
+    between = [device.order[at : at + 2] for at in range(len(device.order) - 1)]
+    assert all(answers in pair for pair in between[5:])
+    assert min(device.used[owner] for owner in trains) >= 5, "and training goes on"
+
+
+def test_calls_of_one_job_run_in_their_order() -> None:
+    share = DeviceShare(lambda: 0.0)
+    first, second = share.arrives(whose("one")), share.arrives(whose("one"))
+    assert share.choose([first, second]) is first
+    share.begins(first, [second])
+    share.ends(first.whose, 100.0)
+    assert share.choose([second]) is second
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_who_comes_anew_or_after_a_rest_has_saved_nothing(known: bool) -> None:
+    """Ids are free: who comes under a new one must not go before all others for that."""
+    device = Device()
+    late, busy = whose("late"), whose("busy")
+    device.ask(busy, 0.0)
+    device.ask(busy, 0.0)
+    device.ask(late, 0.0 if known else 101.0)
+    device.run(100.0, {late: 0.5, busy: 0.5}, {late: (1, 100.5)})
+    began = len(device.order)
+    device.run(120.0, {late: 0.5, busy: 0.5}, {})
+    came = device.order.index(late, began)
+    of_late = device.order[came:].count(late)
+    assert abs(device.order[came:].count(busy) - of_late) <= 2 if known else of_late <= 4
+
+
+def test_who_came_first_has_the_more_of_it_for_a_while() -> None:
+    """What strangers leave of a device to those who kept it busy before they came."""
+    device = Device()
+    honest, stranger = whose("honest"), [whose("stranger", f"job {n}") for n in range(3)]
+    device.ask(honest, 0.0)
+    device.ask(honest, 0.0)
+    for owner in stranger:
+        device.ask(owner, 120.0)
+    seconds = {honest: 0.015} | dict.fromkeys(stranger, 0.015)
+    device.run(120.0, seconds, {})
+    before = device.used[honest]
+    device.run(140.0, seconds, {})
+    assert (device.used[honest] - before) * 0.015 >= 0.85 * 20.0
+    device.run(2 * 3600.0, seconds, {})
+    before = device.used[honest]
+    device.run(2 * 3600.0 + 100.0, seconds, {})
+    assert (device.used[honest] - before) * 0.015 == pytest.approx(50.0, abs=2.0)
+
+
+def test_what_was_saved_has_an_end() -> None:
+    device = Device()
+    rare, busy = whose("rare"), whose("busy")
+    device.ask(rare, 0.0)
+    device.ask(busy, 0.0)
+    device.ask(busy, 0.0)
+    device.run(600.0, {rare: 0.5, busy: 0.5}, {rare: (1, 5.0)})
+    began = len(device.order)
+    device.run(640.0, {rare: 0.5, busy: 0.5}, {})
+    came = device.order.index(rare, began)
+    assert device.order[came : came + 8].count(rare) >= 6
+    assert device.order[came:].count(busy) >= len(device.order[came:]) * 0.5 - CREDIT_SECONDS / 0.5
+
+
+def test_what_is_remembered_has_an_end() -> None:
+    share = DeviceShare(lambda: 0.0)
+    for number in range(5000):
+        call = share.arrives(whose(f"author {number}"))
+        share.begins(call, [])
+        share.ends(call.whose, 1.0)
+    assert max(len(share._jobs), len(share._authors._known), len(share._habits)) <= 1024
+    call = share.arrives(NOBODY)
+    assert share.choose([call]) is call
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans(), st.floats(0.0, 2.0)), max_size=40
+    ),
+    st.lists(st.floats(0.0, 1.0), min_size=40, max_size=40),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_call_runs_once_whatever_comes_when(
+    calls: list[tuple[int, int, bool, float]], seconds: list[float]
+) -> None:
+    now = 0.0
+    share = DeviceShare(lambda: now)
+    left = sorted(calls, key=lambda call: call[3])
+    waiting: list[Waiting] = []
+    ran = 0
+    while left or waiting:
+        while left and left[0][3] <= now:
+            author, job, serves, _ = left.pop(0)
+            waiting.append(share.arrives(whose(f"{author}", f"{author} {job} {serves}", serves=serves)))
+        if not waiting:
+            now = left[0][3]
+            continue
+        choice = share.choose(waiting)
+        if isinstance(choice, float):
+            assert 0.0 < choice <= PAUSE_SECONDS + 1e-9
+            now += choice
+            continue
+        assert any(call is choice for call in waiting)
+        assert not any(
+            c.whose.job == choice.whose.job for c in waiting[: [c is choice for c in waiting].index(True)]
+        )
+        waiting = [call for call in waiting if call is not choice]
+        share.begins(choice, waiting)
+        now += seconds[ran]
+        share.ends(choice.whose, seconds[ran])
+        ran += 1
+    assert ran == len(calls)

@@ -1,0 +1,64 @@
+"""A schema's form and size, before anything understands it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.serving.requests.json_schema import MAX_LEVELS, MAX_SCHEMA_BYTES, checked_schema
+from fusion.runtime.serving.requests.request import GenerateRequest
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(schema=st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=4), values, max_size=4))
+def test_it_travels_as_the_same_json_with_its_keys_in_order(schema: dict[str, object]) -> None:
+    try:
+        text = checked_schema(json.dumps(schema, indent=2))
+    except JobError as error:
+        assert "UTF-8" in str(error) or "$ref" in str(error)
+        return
+    assert json.loads(text) == schema and list(json.loads(text)) == list(schema)
+    assert checked_schema(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "true", "5", "{", "nul", '{"a": NaN}', '{"a": Infinity}', '{"a": "\\ud800"}'),
+        *("[" * 10**6, '{"a":' * 40_000, '{"enum": ["' + "x" * MAX_SCHEMA_BYTES + '"]}'),
+        '{"a":' * MAX_LEVELS + "{}" + "}" * MAX_LEVELS,
+        *(
+            '{"$ref": "http://a/b"}',
+            '{"allOf": [{"x": {"$ref": "file:///etc/passwd"}}]}',
+            '{"$ref": "other.json"}',
+        ),
+        *('{"$dynamicRef": "//x"}', '{"x-guidance": {"whitespace_pattern": ".*"}}'),
+    ],
+)
+def test_what_is_no_schema_is_one_line(text: str) -> None:
+    with pytest.raises(JobError, match=r"^json_schema: ") as found:
+        checked_schema(text)
+    assert "\n" not in str(found.value) and len(str(found.value)) < 200
+
+
+def test_a_schema_comes_before_the_prompt_and_is_announced_with_it() -> None:
+    schema = checked_schema('{"enum": ["ä"]}')
+    for fields in ({"prompt": "x", "chat": True}, {"prompt": ""}, {"prompt_ids": (1, 2)}):
+        asked = GenerateRequest(schema=schema, **fields)  # type: ignore[arg-type]
+        assert asked.newer
+        header, payload = asked.to_frame()
+        # A gateway that knows of no schemas refuses the kind of prompt.
+        assert header["prompt"] in ("chat+schema", "text+schema", "ids+schema")
+        assert GenerateRequest.from_frame(header, memoryview(payload)) == asked
+        for size in (0, -1, len(payload) + 1, True, "x"):
+            with pytest.raises(JobError):
+                GenerateRequest.from_frame({**header, "schema": size}, memoryview(payload))
