@@ -93,8 +93,9 @@ class TorchDecodingStage:
     ) -> list[dict[str, torch.Tensor]]:
         given = [selected(self._program, piece.inputs, self.device) for piece in pieces]
         lengths = [self._program.size(each, "sequence") for each in given]
-        for piece, cache, length in zip(pieces, caches, lengths, strict=True):
-            cache.begin(piece.start, length, singly=piece.singly)
+        if self._slots:
+            for piece, cache, length in zip(pieces, caches, lengths, strict=True):
+                cache.begin(piece.start, length, singly=piece.singly)
         total = sum(lengths)
         rows = padded(total)
         axes = [layout.inputs[name] for name in self._program.inputs]
@@ -108,8 +109,9 @@ class TorchDecodingStage:
         ends += ends[-1:] * (padded(len(ends)) - len(ends))
         state = Sequences(caches, lengths, rows, torch.tensor(ends, device=self.device))
         outputs = self._program.run(joined, self._variables, state)
-        for cache in caches:
-            cache.commit()
+        if self._slots:
+            for cache in caches:
+                cache.commit()
         found: list[dict[str, torch.Tensor]] = [{} for _ in pieces]
         for key, value, axis, end in zip(self._keys, outputs, layout.outputs, layout.ends, strict=True):
             at = 0

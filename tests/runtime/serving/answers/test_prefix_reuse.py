@@ -13,6 +13,7 @@ import torch
 from support.families import build, config, greedy
 from support.served import Peer, Swarm, swarm_of
 
+from fusion.dag.cutting.cuts import legal_cuts, split
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.capture import capture_language_model
 from fusion.runtime.capture.serving_graph import serving_graph
@@ -85,6 +86,24 @@ def test_later_turns_run_only_what_is_new(family: str, stages: int, tmp_path: Pa
             await swarm.freed()
 
     run(main, family)
+
+
+def test_a_stage_without_attention_goes_on_where_the_others_do(tmp_path: Path) -> None:
+    graph, _ = made("llama")
+    cuts = legal_cuts(graph)[:1]
+    assert all(node.op != "fusion.cached_attention" for node in split(graph, cuts)[0].graph.nodes)
+
+    async def main() -> None:
+        async with swarm_of(3, tmp_path, seconds=240) as swarm:
+            await serve(swarm, "llama", 2, cuts=cuts)
+            chat = Chat(swarm, swarm.peers[2], "llama")
+            async with swarm.client() as transport:
+                assert (await chat.turn(transport)).cached_tokens == 0
+                known = len(chat.tokens) - 2
+                assert (await chat.turn(transport)).cached_tokens == whole_blocks(known)
+            await swarm.freed()
+
+    run(main)
 
 
 def test_a_model_without_a_cache_reads_everything(tmp_path: Path) -> None:
