@@ -75,4 +75,5 @@ class StageLoad:
     stage: int
     sessions: int
     kv_bytes: int  # set aside for them
+    retained_bytes: int  # of sessions that have ended, until others need the memory
     tokens: int  # passed since the stage began to run there; the first stage alone counts them

@@ -47,6 +47,7 @@ class _Hosted:
     owned: bool
     tokens_per_second: float = 0.0
     kv_bytes: int = 0  # set aside for its sessions
+    retained_bytes: int = 0  # of sessions that have ended, until others need the memory
 
 
 class ServingService:
@@ -185,6 +186,7 @@ class ServingService:
                 stage=stage,
                 sessions=hosted.stage.sessions,
                 kv_bytes=hosted.kv_bytes,
+                retained_bytes=hosted.retained_bytes,
                 tokens=hosted.stage.tokens,
             )
             for (job, stage), hosted in self._hosted.items()
@@ -321,15 +323,15 @@ class ServingService:
         hosted = self._hosted.get(place)
         if hosted is None:
             return
-        kv_bytes = hosted.loaded.plane.used_bytes()
-        bytes_, retained = _used_bytes(hosted.manifest, hosted.loaded), hosted.loaded.plane.retained_bytes()
+        plane = hosted.loaded.plane
+        bytes_, retained = _used_bytes(hosted.manifest, hosted.loaded), plane.retained_bytes()
         least = max(hosted.manifest.needed_bytes(place[1]), bytes_ - retained)
         try:
             self._context.memory.resize(
                 *(place, bytes_, bytes_ - least),
                 lambda taken: self._loop.call_soon_threadsafe(hosted.stage.shed, taken),
             )
-            hosted.kv_bytes = kv_bytes
+            hosted.kv_bytes, hosted.retained_bytes = plane.used_bytes() - retained, retained
         except MemoryError:
             sessions = sum(h.stage.sessions for h in list(self._hosted.values()))
             raise MemoryError(

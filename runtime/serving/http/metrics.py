@@ -84,6 +84,11 @@ class StageLoads(Collector):
         kv_bytes = GaugeMetricFamily(
             "fusion_stage_kv_bytes", "Set aside for their keys and values.", labels=names
         )
+        retained = GaugeMetricFamily(
+            "fusion_stage_retained_bytes",
+            "Keys and values of sessions that have ended, until others need the memory.",
+            labels=names,
+        )
         tokens = CounterMetricFamily(
             "fusion_stage_tokens", "Tokens that a first stage here has passed.", labels=names
         )
@@ -91,8 +96,9 @@ class StageLoads(Collector):
             labels = (load.job[:12], str(load.stage))
             sessions.add_metric(labels, load.sessions)
             kv_bytes.add_metric(labels, load.kv_bytes)
+            retained.add_metric(labels, load.retained_bytes)
             tokens.add_metric(labels, load.tokens)
-        yield from (sessions, kv_bytes, tokens)
+        yield from (sessions, kv_bytes, retained, tokens)
 
 
 class Measured:
