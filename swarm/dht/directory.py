@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Self
 
 from hivemind.p2p import P2P
 
@@ -25,35 +25,23 @@ from fusion.swarm.dht.lookup import Found, LookupConfig, Node, ask_all, lookup
 from fusion.swarm.dht.service import DhtService
 from fusion.swarm.dht.values import MAX_SUBKEYS, key_id, node_id
 from fusion.swarm.dht.wire import CALL_ERRORS, NotOfThisSwarm, Wire
-from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
-from fusion.swarm.directory.job_order import newest_jobs
-from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, providers_key, shard, subkey_of
-from fusion.swarm.directory.records import (
-    ClaimRecord,
-    Digest,
-    JobId,
-    JobRecord,
-    LinkRecord,
-    PeerRecord,
-    ProviderRecord,
-    Record,
-)
+from fusion.swarm.directory.api import JOB_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
+from fusion.swarm.directory.by_key import DirectoryByKey, R
+from fusion.swarm.directory.keys import key_of, subkey_of
+from fusion.swarm.directory.records import Record
 from fusion.swarm.directory.sealing import (
     CLOCK_TOLERANCE_SECONDS,
     Sealed,
     longest_ttl,
     seal,
     unseal,
-    unseal_anywhere,
 )
 from fusion.swarm.errors import ClosedSwarm, PeerUnreachable, RecordError
-from fusion.swarm.identity import Signer, verify
+from fusion.swarm.identity import Signer
 from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
-
-R = TypeVar("R", PeerRecord, JobRecord, ClaimRecord, ProviderRecord, LinkRecord)
 
 GLANCE_ROUNDS = 2  # of asking one node a key, before the key is searched for
 GLANCED_KEYS = frozenset((*PEER_KEYS, *JOB_KEYS))  # whose records are remembered until they expire
@@ -79,7 +67,7 @@ class DhtConfig:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
 
 
-class HivemindDirectory:
+class HivemindDirectory(DirectoryByKey):
     """Implements `fusion.swarm.directory.api.Directory`. Made by `await HivemindDirectory.start(...)`; `join` brings it
     into a swarm; alone it is a swarm of one."""
 
@@ -218,9 +206,6 @@ class HivemindDirectory:
         """As in `Directory`. Whatever we publish later ends later: who stores what was shown to him displaces nothing."""
         return self._seal(record, ttl_seconds)[0]
 
-    def unsealed(self, data: bytes) -> Record:
-        return unseal_anywhere(data, self.now()).record
-
     def _seal(self, record: Record, ttl_seconds: float) -> tuple[bytes, float]:
         if not 0 < ttl_seconds <= longest_ttl(record):
             raise RecordError(
@@ -235,41 +220,13 @@ class HivemindDirectory:
     def sign(self, data: bytes) -> bytes:
         return self._identity.sign(data)
 
-    def verify(self, peer: str, signature: bytes, data: bytes) -> bool:
-        return verify(peer, signature, data)
-
-    async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
-        return await self._listed(PEER_KEYS, PeerRecord, max_age_seconds)
-
-    async def links(self) -> tuple[LinkRecord, ...]:
-        return await self._records(LINK_KEYS, LinkRecord)
-
-    async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
-        return newest_jobs(await self.words(max_age_seconds=max_age_seconds))
-
-    async def job(self, job: JobId) -> JobRecord | None:
-        newest = newest_jobs(await self.words(job))
-        return newest[0] if newest else None
-
-    async def words(self, job: JobId | None = None, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
-        if job is None:
-            return await self._listed(JOB_KEYS, JobRecord, max_age_seconds)
-        records = await self._records([jobs_key(shard(job))], JobRecord)
-        return tuple(record for record in records if record.job == job)
-
-    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
-        return await self._records([claims_key(job, stage)], ClaimRecord)
-
-    async def providers(self, digest: Digest) -> tuple[ProviderRecord, ...]:
-        return await self._records([providers_key(digest)], ProviderRecord)
-
     # Reading.
 
-    async def _listed(self, keys: Sequence[str], kind: type[R], max_age_seconds: float) -> tuple[R, ...]:
-        """Without an age a search for all keys; with one, see `Directory.peers`."""
-        if max_age_seconds <= 0:
-            return await self._records(keys, kind)
-        found = await self._glanced(keys, max_age_seconds)
+    async def records(
+        self, keys: Sequence[str], kind: type[R], *, max_age_seconds: float = 0.0
+    ) -> tuple[R, ...]:
+        """Without an age a search for all keys."""
+        found = await (self._glanced(keys, max_age_seconds) if max_age_seconds > 0 else self._search(keys))
         return tuple(sealed.record for each in found for sealed in each if isinstance(sealed.record, kind))
 
     async def _glanced(self, keys: Sequence[str], max_age_seconds: float) -> list[list[Sealed]]:
@@ -322,10 +279,6 @@ class HivemindDirectory:
                 if not self._holders.of(key, answer.nearest.get(key, ()), now):
                     self._holders.forget([key])  # a nearer node has come: the next glance searches
         return read
-
-    async def _records(self, keys: Sequence[str], kind: type[R]) -> tuple[R, ...]:
-        found = await self._search(keys)
-        return tuple(sealed.record for each in found for sealed in each if isinstance(sealed.record, kind))
 
     async def _search(self, keys: Sequence[str]) -> list[list[Sealed]]:
         """What the swarm holds under each of the keys. Reads asked for at the same moment share one lookup."""

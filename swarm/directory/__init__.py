@@ -5,6 +5,7 @@ keys            where each is kept: a key, and a subkey for its author; pure
 job_order       which of two words on a job knows better; pure
 sealing         records as signed bytes, and the checks of whoever reads them
 api             what a directory offers; heartbeat and lifetime
+by_key          what directories that read by key have in common
 bootstrap       where a peer finds the swarm
 missing_peers   who is no longer listed, and when to look for them again; pure
 membership      saying that we are there, every heartbeat, and finding a way in

@@ -6,24 +6,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
 
 import msgpack
 
 from fusion.swarm.directory import sealing
-from fusion.swarm.directory.api import JOB_KEYS, LINK_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
-from fusion.swarm.directory.job_order import newest_jobs
-from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, providers_key, shard, subkey_of
-from fusion.swarm.directory.records import (
-    ClaimRecord,
-    Digest,
-    JobId,
-    JobRecord,
-    LinkRecord,
-    PeerRecord,
-    ProviderRecord,
-    Record,
-)
+from fusion.swarm.directory.api import RECORD_TTL_SECONDS
+from fusion.swarm.directory.by_key import DirectoryByKey, R
+from fusion.swarm.directory.keys import key_of, subkey_of
+from fusion.swarm.directory.records import PeerRecord, Record
 from fusion.swarm.directory.sealing import MAX_RECORD_BYTES, Sealed
 from fusion.swarm.errors import (
     FrameError,
@@ -34,7 +24,6 @@ from fusion.swarm.errors import (
     StreamClosed,
     UnknownProtocol,
 )
-from fusion.swarm.identity import verify
 from fusion.swarm.protocol import DIRECTORY
 from fusion.swarm.thin.directory_server import MAX_KEYS
 from fusion.swarm.transport import Frame, PeerId, Transport, checked
@@ -42,10 +31,8 @@ from fusion.swarm.transport import Frame, PeerId, Transport, checked
 ANSWER_SECONDS = 20.0
 SKEW_SECONDS = 1.0  # by which our clock may differ from the swarm's before the swarm's is used
 
-R = TypeVar("R", PeerRecord, JobRecord, ClaimRecord, ProviderRecord, LinkRecord)
 
-
-class RemoteDirectory:
+class RemoteDirectory(DirectoryByKey):
     """Implements `fusion.swarm.directory.api.Directory`, read only: what peers find for us. `gateway` gives the peer to ask,
     `doubt` is told of one that did not answer, `learn` where peers listen."""
 
@@ -78,47 +65,23 @@ class RemoteDirectory:
     def sealed(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> bytes:
         raise PeerUnreachable("a client publishes nothing")
 
-    def unsealed(self, data: bytes) -> Record:
-        return sealing.unseal_anywhere(data, self.now()).record
-
     def sign(self, data: bytes) -> bytes:
         raise PeerUnreachable("a client signs nothing")
-
-    def verify(self, peer: str, signature: bytes, data: bytes) -> bool:
-        return verify(peer, signature, data)
 
     def now(self) -> float:
         return self._clock() + self._ahead
 
     async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
-        found = await self._records(PEER_KEYS, PeerRecord)
+        found = await super().peers(max_age_seconds=max_age_seconds)
         for record in found:
             self._learn(record.peer, record.addresses)
         return found
 
-    async def links(self) -> tuple[LinkRecord, ...]:
-        return await self._records(LINK_KEYS, LinkRecord)
-
-    async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
-        return newest_jobs(await self.words())
-
-    async def job(self, job: JobId) -> JobRecord | None:
-        newest = newest_jobs(await self.words(job))
-        return newest[0] if newest else None
-
-    async def words(self, job: JobId | None = None, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
-        keys = JOB_KEYS if job is None else (jobs_key(shard(job)),)
-        return tuple(record for record in await self._records(keys, JobRecord) if job in (None, record.job))
-
-    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
-        return await self._records((claims_key(job, stage),), ClaimRecord)
-
-    async def providers(self, digest: Digest) -> tuple[ProviderRecord, ...]:
-        return await self._records((providers_key(digest),), ProviderRecord)
-
     # Reading.
 
-    async def _records(self, keys: Sequence[str], kind: type[R]) -> tuple[R, ...]:
+    async def records(
+        self, keys: Sequence[str], kind: type[R], *, max_age_seconds: float = 0.0
+    ) -> tuple[R, ...]:
         """What is asked for at the same moment goes in one question."""
         loop = asyncio.get_running_loop()
         if not self._reads:
