@@ -5,27 +5,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.memory_budget import MemoryBudget
+from fusion.runtime.peer.client_context import client_context, own_store
 from fusion.runtime.peer.keys import access_of, keys_of
 from fusion.runtime.peer.peer_file import running_peer
-from fusion.swarm.blobs.blobs import BlobConfig, Blobs
-from fusion.swarm.blobs.store import BlobStore
-from fusion.swarm.claims.leases import Leases
 from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
 from fusion.swarm.errors import ClosedSwarm, PeerUnreachable
 from fusion.swarm.identity import Identity
 from fusion.swarm.swarm_key import NO_MEMBER, find_key
 
 CACHED_PEERS_FILE = "peers.txt"  # in a home: whom the peer has met
-BLOB_QUOTA_BYTES = 50 << 30
 NO_WAY = "no peer to join through; name one with --peer or --bootstrap, or run: fusion-peer start"
 
 
@@ -49,24 +44,11 @@ async def open_attached(home: Path, elsewhere: Elsewhere | None = None) -> Async
         raise PeerUnreachable("no peer runs with this home")
     transport = await ControlTransport.attach(Path(here.control), elsewhere)
     directory = ControlDirectory(transport)
-    blobs: Blobs | None = None
+    access = access_of(transport.through, directory, home, keys_of(home))
     try:
-        async with own_store(home / "clients") as store:
-            access = access_of(transport.through, directory, home, keys_of(home))
-            blobs = Blobs(store, transport, directory, BlobConfig(offer=False), access=access)
-            yield Context(
-                peer_id=transport.peer_id,
-                transport=transport,
-                directory=directory,
-                blobs=blobs,
-                leases=Leases(transport.peer_id, directory, access=access),
-                worker=None,
-                memory=MemoryBudget(0),
-                home=home,
-            )
+        async with client_context(transport, directory, access, home) as context:
+            yield context
     finally:
-        if blobs is not None:
-            await blobs.aclose()
         await transport.aclose()
 
 
@@ -133,30 +115,3 @@ async def either(one: asyncio.Event, other: asyncio.Event) -> None:
     finally:
         for wait in waits:
             wait.cancel()
-
-
-def keep_torch_cache(folder: Path) -> None:
-    """Torch makes a folder for its caches, used or not, which would stay behind in the system's temporary one."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "torch"))
-
-
-@asynccontextmanager
-async def own_store(folder: Path) -> AsyncIterator[BlobStore]:
-    """A blob store for this process alone, removed afterwards with the folders that were made for it, unless others use
-    them by now; the stores of clients that were killed go as well."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.iterdir():
-        import psutil  # only now: most find nothing
-
-        if not (left.name.isdecimal() and psutil.pid_exists(int(left.name))):
-            shutil.rmtree(left, ignore_errors=True)
-    own = folder / str(os.getpid())
-    keep_torch_cache(own)
-    try:
-        yield BlobStore(own, BLOB_QUOTA_BYTES)
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
-        with suppress(OSError):
-            for path in made:
-                path.rmdir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusion.runtime.peer.client import BLOB_QUOTA_BYTES
+from fusion.runtime.peer.client_context import BLOB_QUOTA_BYTES
 from fusion.runtime.serving.http.config import HttpConfig
 
 

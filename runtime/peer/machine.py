@@ -12,7 +12,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.capability import Capability, measure
-from fusion.runtime.peer.client import keep_torch_cache
+from fusion.runtime.peer.client_context import keep_torch_cache
 from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.keys import IDENTITY_FILE, keys_of
 from fusion.runtime.peer.network import Network, allow_more_files, open_network

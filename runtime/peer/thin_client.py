@@ -12,12 +12,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.memory_budget import MemoryBudget
-from fusion.runtime.peer.client import CACHED_PEERS_FILE, NO_WAY, ClientConfig, own_store
+from fusion.runtime.peer.client import CACHED_PEERS_FILE, NO_WAY, ClientConfig
+from fusion.runtime.peer.client_context import client_context
 from fusion.runtime.peer.keys import IDENTITY_FILE, access_of, keys_of
 from fusion.runtime.peer.peer_file import running_peer
-from fusion.swarm.blobs.blobs import BlobConfig, Blobs
-from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.bootstrap import load_cached
 from fusion.swarm.errors import ClosedSwarm, PeerUnreachable, StreamBroken, SwarmError
 from fusion.swarm.identity import Identity
@@ -49,27 +47,15 @@ async def open_thin(config: ClientConfig) -> AsyncIterator[Context]:
     access = access_of(identity.peer_id, directory, config.home, (identity, *keys_of(config.home)))
     around: asyncio.Task[None] | None = None
     try:
-        async with own_store(config.home / "clients") as store:
+        async with client_context(transport, directory, access, config.home) as context:
             gateway = await transport.gateway()
             around = asyncio.create_task(_look_around(directory))
-            blobs = Blobs(store, transport, directory, BlobConfig(offer=False), access=access)
             try:
-                yield Context(
-                    peer_id=identity.peer_id,
-                    transport=transport,
-                    directory=directory,
-                    blobs=blobs,
-                    leases=Leases(identity.peer_id, directory, access=access),
-                    worker=None,
-                    memory=MemoryBudget(0),
-                    home=config.home,
-                )
+                yield context
             except StreamBroken as error:
                 if transport.heard(gateway):
                     raise
                 raise ClosedSwarm(NO_MEMBER) from error  # it hangs up on whoever is no member
-            finally:
-                await blobs.aclose()
     finally:
         if around is not None:
             around.cancel()
