@@ -90,10 +90,10 @@ class StageMemory:
 
     def _source(self, session: StageSession) -> tuple[Source | None, Retained | None]:
         """Where the session finds most of its first positions, and what was retained, if it is to have that for its own."""
-        chain, holder = session.opening.prefix, session.holder
+        chain, holder = session.opening.prefix, session.gateway_peer
         best: Source | None = None
         for other in self._sessions():
-            if other is not session and other.holder == holder:
+            if other is not session and other.gateway_peer == holder:
                 shared = shared_blocks(other.opening.prefix, chain) * BLOCK_POSITIONS
                 positions = min(shared, other.reached)
                 if positions > (0 if best is None else best.positions):
@@ -109,7 +109,7 @@ class StageMemory:
 
     def end(self, session: StageSession, chain: bytes) -> None:
         """The session has ended: keep what it holds of the blocks of `chain`, if any, and free the rest."""
-        name, gone = self._prefixes.add(session.holder, chain) if chain else (None, [])
+        name, gone = self._prefixes.add(session.gateway_peer, chain) if chain else (None, [])
         if name is None:
             self._unneeded.append(session.id)
         else:

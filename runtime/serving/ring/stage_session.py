@@ -55,14 +55,13 @@ class StageSession:
         return self.opening.session
 
     @property
-    def user(self) -> tuple[PeerId, int]:
-        """Whose it is: a gateway's, and one of its clients'."""
-        return self.gateway.stream.remote, self.opening.user
+    def gateway_peer(self) -> PeerId:
+        return self.gateway.stream.remote
 
     @property
-    def holder(self) -> PeerId:
-        """Whose it is."""
-        return self.gateway.stream.remote
+    def user(self) -> tuple[PeerId, int]:
+        """Whose it is: one of its gateway's clients'."""
+        return self.gateway_peer, self.opening.user
 
     def share(self, chunk: Chunk, sender: int, frame: Frame, senders: int) -> Mapping[int, Frame] | None:
         """Keep what `sender` sent for a chunk; what all of `senders` sent once they have. Chunks before one that is whole do

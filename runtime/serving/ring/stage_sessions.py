@@ -156,7 +156,7 @@ class StageSessions:
     async def _prepare(self, session: StageSession, said: SaidAtOpening) -> None:
         """Reach the stages we feed, reserve memory, then tell the gateway."""
         opening = session.opening
-        serve, asker = self._position.serve, session.gateway.stream.remote
+        serve, asker = self._position.serve, session.gateway_peer
         try:
             session.constraint = await constraint_of(self._constrain, said, serve, asker)
         except NotConstrained as error:
@@ -207,7 +207,7 @@ class StageSessions:
         """Whether another session, or what was retained of one, has given its memory up for this one."""
         if await self.memory.give_way():
             return True
-        other = self._shares.yields(session.gateway.stream.remote)
+        other = self._shares.yields(session.gateway_peer)
         if other is None or other is session:
             return False
         self._give_way(other)
@@ -222,7 +222,7 @@ class StageSessions:
         session.heard_at = self._clock()
         if ran:
             if not session.ran:
-                self._openings.earn(session.gateway.stream.remote)
+                self._openings.earn(session.gateway_peer)
             session.ran += 1
             session.reached = ran
             self._shares.use(session)
