@@ -54,6 +54,7 @@ from attacks.verdict import Verdict
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/attacks", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--attack", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was seen")
     parser.add_argument(
@@ -72,7 +73,7 @@ def main() -> int:
             print(f"{name:18} {attack.seconds:3.0f} s  {' '.join((attack.run.__doc__ or '').split())}")
         return 0
     if options.attack:
-        asyncio.run(_strike(options.names[0]))
+        asyncio.run(_strike(options.names[0], options.seconds))
         return 0
     names = options.names or list(ATTACKS)
     shared = [
@@ -102,11 +103,11 @@ async def _held(names: Sequence[str], logs: bool) -> list[Verdict]:
     return verdicts
 
 
-async def _strike(name: str) -> None:
+async def _strike(name: str, seconds: float) -> None:
     """The attacker's part: a scene comes in, we say when we are ready, wait for a word, and say what we did."""
     attack = ATTACKS[name]
     scene = Scene.from_json(await asyncio.to_thread(sys.stdin.readline))
-    async with stranger.stranger(scene, attack.seconds, attack.identities) as one:
+    async with stranger.stranger(scene, seconds, attack.identities) as one:
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         one.begin()

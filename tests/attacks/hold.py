@@ -51,10 +51,11 @@ async def hold(
     *,
     quiet_seconds: float = QUIET_SECONDS,
     quiet_before: Span | None = None,
+    seconds: float | None = None,
 ) -> tuple[Verdict, Span]:
     """Run `attack` (of that name in `attacks.catalog`) against the ground; the quiet seconds after it come back with the
-    verdict. They may be the `quiet_before` of the next attack, which then begins at once."""
-    verdict = Verdict(attack=name)
+    verdict. They may be the `quiet_before` of the next attack, which then begins at once. `seconds`: instead of the attack's."""
+    verdict, seconds = Verdict(attack=name), seconds or attack.seconds
     await ground.look()
     async with _honest(ground, verdict):
         if quiet_before is None:
@@ -63,9 +64,9 @@ async def hold(
             quiet_before = began, time.time()
         quiet_from, quiet = quiet_before[0], ground.reports()
         verdict.before = _rates(ground, *quiet_before)
-        async with _attacker(ground, name) as process:
+        async with _attacker(ground, name, seconds) as process:
             began = time.time()
-            await _struck(process, attack.seconds, verdict)
+            await _struck(process, seconds, verdict)
         ended = time.time()
         verdict.seconds = ended - began
         verdict.during = _rates(ground, began, ended)
@@ -152,10 +153,10 @@ async def _use_directory(ground: Ground, verdict: Verdict) -> None:
 
 
 @asynccontextmanager
-async def _attacker(ground: Ground, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _attacker(ground: Ground, name: str, seconds: float) -> AsyncIterator[asyncio.subprocess.Process]:
     """Ready to begin: it waits for a line. It is gone afterwards."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(HERE), "--attack", name),
+        *(sys.executable, str(HERE), "--attack", name, "--seconds", str(seconds)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -9,32 +9,43 @@ import pytest
 from attacks.catalog import ATTACKS
 from attacks.ground import open_ground
 from attacks.hold import hold
+from attacks.verdict import Verdict
 
-pytestmark = pytest.mark.alone
-
-# The gate tries a short one of each kind on the same peers, `make test-all` each on peers of its own.
+# The gate tries a short one of each kind on the same peers, beside other tests, so how fast honest users went on is not judged
+# there; `make test-all` tries each on peers of its own.
 GATE = ("extensions", "dictionary", "refused_streams")
-GATE_QUIET_SECONDS = 4.0
+GATE_SECONDS, GATE_QUIET_SECONDS = 2.0, 1.0
 
 
-def withstood(names: Sequence[str], quiet_seconds: float) -> None:
-    async def scenario() -> None:
+def verdicts(names: Sequence[str], quiet_seconds: float, seconds: float | None = None) -> list[Verdict]:
+    async def scenario() -> list[Verdict]:
+        found = []
         async with open_ground(closed=any(ATTACKS[name].closed for name in names)) as ground:
             quiet = None
             for name in names:
                 verdict, quiet = await hold(
-                    ground, name, ATTACKS[name], quiet_seconds=quiet_seconds, quiet_before=quiet
+                    ground,
+                    name,
+                    ATTACKS[name],
+                    quiet_seconds=quiet_seconds,
+                    quiet_before=quiet,
+                    seconds=seconds,
                 )
-                assert not verdict.faults, str(verdict.to_json())
+                found.append(verdict)
+        return found
 
-    asyncio.run(scenario())
-
-
-def test_the_short_ones_are_withstood() -> None:
-    withstood(GATE, GATE_QUIET_SECONDS)
+    return asyncio.run(scenario())
 
 
+def test_the_short_ones_do_no_harm() -> None:
+    for verdict in verdicts(GATE, GATE_QUIET_SECONDS, GATE_SECONDS):
+        assert not verdict.harm, str(verdict.to_json())
+        assert verdict.during.steps > 0 and verdict.during.tokens > 0 and verdict.honest > 0
+
+
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_each_is_withstood(name: str) -> None:
-    withstood([name], 8.0)
+    [verdict] = verdicts([name], 8.0)
+    assert not verdict.faults, str(verdict.to_json())

@@ -58,7 +58,21 @@ class Verdict:
     @property
     def faults(self) -> list[str]:
         """Empty: it was withstood."""
+        return self.harm + self.slowness
+
+    @property
+    def harm(self) -> list[str]:
+        """What must not be on any machine, however busy."""
         found = [] if self.lived else ["a peer ended"]
+        if self.growth_bytes > GROWTH_BYTES:
+            found.append(f"a peer grew by {self.growth_bytes >> 20} MiB")
+        told = [f"{name}: {what}" for name, what in self.notes.items() if name.startswith("fault")]
+        return found + self.honest_faults + told
+
+    @property
+    def slowness(self) -> list[str]:
+        """What others' work on the machine could be to blame for as well."""
+        found = []
         for what, ratio in (("job", self.job_ratio), ("answers", self.answer_ratio)):
             if ratio < HONEST_SHARE:
                 found.append(f"the {what} went on at {ratio:.2f} of quiet")
@@ -66,10 +80,7 @@ class Verdict:
             found.append(f"only {self.honest} of {self.operations} honest operations went through")
         if self.block_seconds > BLOCK_SECONDS:
             found.append(f"a loop was held for {self.block_seconds:.2f} s: {self.blocked_at}")
-        if self.growth_bytes > GROWTH_BYTES:
-            found.append(f"a peer grew by {self.growth_bytes >> 20} MiB")
-        told = [f"{name}: {what}" for name, what in self.notes.items() if name.startswith("fault")]
-        return found + self.honest_faults + told
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return {
