@@ -86,6 +86,7 @@ class Script:
         await lending.run()
 
 
+@pytest.mark.slow
 def test_a_dead_p2pd_is_started_again_at_the_same_port_ever_more_rarely(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],

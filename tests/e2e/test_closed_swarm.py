@@ -47,6 +47,7 @@ def key(tmp_path: Path) -> Path:
     return tmp_path / "ours.key"
 
 
+@pytest.mark.slow
 def test_members_train_and_answer_and_the_key_is_kept_in_the_home(
     peers: Peers, tmp_path: Path, key: Path
 ) -> None:

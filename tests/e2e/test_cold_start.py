@@ -18,7 +18,7 @@ from fusion.runtime.job.progress import Progress
 if TYPE_CHECKING:
     from conftest import Peers
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 10**6  # it does not end
 BEFORE = 100
 WAIT_SECONDS = 300.0

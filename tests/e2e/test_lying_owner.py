@@ -13,7 +13,7 @@ from support.text_job import write_job
 if TYPE_CHECKING:
     from conftest import Peers
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 30
 
 
@@ -35,7 +35,7 @@ def train(peers: Peers, folder: Path, lie: str) -> tuple[list[dict[str, object]]
     return said, liar.peer_id
 
 
-@pytest.mark.parametrize("lie", ["fails", pytest.param("nan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lie", ["fails", "nan"])
 def test_a_stage_that_fails_at_one_peer_goes_to_another_and_the_job_ends_well(
     peers: Peers, tmp_path: Path, lie: str
 ) -> None:
@@ -47,7 +47,6 @@ def test_a_stage_that_fails_at_one_peer_goes_to_another_and_the_job_ends_well(
     assert liar not in owners[-1]
 
 
-@pytest.mark.slow
 def test_a_number_that_is_wrong_once_costs_a_step_and_no_owner(peers: Peers, tmp_path: Path) -> None:
     said, liar = train(peers, tmp_path, "noise")
     last = [record for record in said if record["event"] == "progress"][-1]

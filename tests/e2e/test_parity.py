@@ -37,19 +37,14 @@ def reference(case: Case, config: TrainConfig, data: Path) -> tuple[float, dict[
     return sum(losses) / len(losses), gradients
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [pytest.param(CASES[-1:], id="one"), pytest.param(CASES[:-1], id="others", marks=pytest.mark.slow)],
-)
-def test_gradients_over_processes_are_those_of_one(
-    peers: Any, tmp_path: Path, chosen: list[tuple[str, int, int]]
-) -> None:
+@pytest.mark.slow
+def test_gradients_over_processes_are_those_of_one(peers: Any, tmp_path: Path) -> None:
     swarm = peers.swarm(4)
 
     async def compare(context: Context) -> dict[str, float]:
         worst = {}
-        cases = {name: make(name) for name in dict.fromkeys(name for name, _, _ in chosen)}
-        for number, (name, stages, microbatches) in enumerate(chosen):
+        cases = {name: make(name) for name in dict.fromkeys(name for name, _, _ in CASES)}
+        for number, (name, stages, microbatches) in enumerate(CASES):
             case = cases[name]
             before = {k: v.clone() for k, v in variables_from_module(case.module).items()}
             prepared = one_step(

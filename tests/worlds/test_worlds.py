@@ -25,13 +25,12 @@ def worlds(*arguments: str) -> dict[str, Any]:
     return found
 
 
-# In all tiers together the worlds 1 to 2180; in the check and in the gate the first of them.
+# In all tiers together the worlds 1 to 2080; in the check and in the gate the first of them.
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
         pytest.param(1, 80, marks=pytest.mark.program),
-        (81, 100),
-        *(pytest.param(seed, 500, marks=pytest.mark.slow) for seed in (181, 681, 1181, 1681)),
+        *(pytest.param(seed, 500, marks=pytest.mark.slow) for seed in (81, 581, 1081, 1581)),
     ],
 )
 def test_everything_holds_in_many_worlds(seed: int, count: int) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -206,7 +207,7 @@ def test_who_came_first_has_the_more_of_it_for_a_while() -> None:
     before = device.used[honest]
     device.run(140.0, seconds, {})
     assert (device.used[honest] - before) * 0.015 >= 0.85 * 20.0
-    device.run(2 * 3600.0, seconds, {})
+    device.run(2 * 3600.0, dict.fromkeys(seconds, 0.15), {})
     before = device.used[honest]
     device.run(2 * 3600.0 + 100.0, seconds, {})
     assert (device.used[honest] - before) * 0.015 == pytest.approx(50.0, abs=2.0)
@@ -227,7 +228,8 @@ def test_what_was_saved_has_an_end() -> None:
 
 
 def test_what_is_remembered_has_an_end() -> None:
-    share = DeviceShare(lambda: 0.0)
+    times = itertools.count()
+    share = DeviceShare(lambda: 0.1 * next(times))
     for number in range(5000):
         call = share.arrives(whose(f"author {number}"))
         share.begins(call, [])
