@@ -89,7 +89,9 @@ async def ask_until(site: Site, client: int, source: str, until: float, tally: T
             await asyncio.sleep(min(wait, max(0.0, until - time.monotonic())))
 
 
-async def steady(site: Site, clients: int, seconds: float) -> dict[str, Any]:
+async def steady(
+    site: Site, clients: int, seconds: float, settle_seconds: float = SETTLE_SECONDS
+) -> dict[str, Any]:
     """So many clients, each asking one question after the other, in two halves: memory at rest after each is to be the same."""
     tally, took, freed = Tally(), 0.0, 0.0
     memory: list[list[int]] = []
@@ -100,7 +102,7 @@ async def steady(site: Site, clients: int, seconds: float) -> dict[str, Any]:
                 tasks.create_task(ask_until(site, client, address_of(client), began + seconds / 2, tally))
         took += time.monotonic() - began
         freed = max(freed, await site.until_free(REST_SECONDS))
-        await asyncio.sleep(SETTLE_SECONDS)
+        await asyncio.sleep(settle_seconds)
         memory.append(site.resident_bytes())
     return {
         "clients": clients,
