@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 PROMPT = "> "
+NOTICED_SECONDS = 0.05  # within which Python has raised KeyboardInterrupt, if it is going to
 
 
 class LineInput:
@@ -24,6 +29,38 @@ class LineInput:
             line = sys.stdin.readline()
             return line.rstrip("\r\n") if line else None
         try:
-            return input(PROMPT)
+            with _interruptible():
+                return input(PROMPT)
         except EOFError:
             return None
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """`input` waits for a key and for a signal that comes while it waits. One that came just before, or to another thread, it
+    would notice with the next key only: that one is sent again, to the main thread."""
+    if not hasattr(signal, "pthread_kill"):  # Windows
+        yield
+        return
+    main, ended = threading.main_thread().ident, threading.Event()
+    assert main is not None
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+
+    def watch() -> None:
+        while (number := os.read(reads, 1)) not in (b"", b"\0"):
+            while number == bytes([signal.SIGINT]) and not ended.wait(NOTICED_SECONDS):
+                signal.pthread_kill(main, signal.SIGINT)
+
+    watching = threading.Thread(target=watch, name="interrupts", daemon=True)
+    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(before)
+        os.write(writes, b"\0")
+        watching.join()
+        os.close(reads)
+        os.close(writes)

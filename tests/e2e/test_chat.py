@@ -115,13 +115,16 @@ def on_a_terminal(home: str, text: str) -> None:
         preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # its terminal: Ctrl-C reaches it
     )  # fmt: skip
     os.close(theirs)
-    with process:
-        shown = b""
+    shown = b""
+    try:
         for typed in (b"drop this\x03", b"/frobnicate\n", FIRST.encode() + b"x\x7f\n", b"\x04"):
             shown = until_prompt(ours)
             os.write(ours, typed)
         _, err = process.communicate(timeout=WAIT_SECONDS)
-    os.close(ours)
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(ours)
     assert process.returncode == 0, err
     assert b"small: /help lists commands" in err and b"/frobnicate is no command" in err
     assert "".join(text.split()) in "".join(shown.decode().split())

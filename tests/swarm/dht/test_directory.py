@@ -170,7 +170,7 @@ def test_dht_nodes_and_readers_drop_hostile_records() -> None:
                     [found] * len(keys)
                 )  # type: ignore[method-assign, misc]
                 for key in ("providers/1", "providers/2"):
-                    assert await reader.directory._records([key], type(record)) == ()
+                    assert await reader.directory.records([key], type(record)) == ()
                 assert await reader.directory.jobs() == (record,)
                 assert place in {key_id(jobs_key(n)) for n in range(16)}
             # Fewer results than keys are asked for again, none at all is no answer, nor are too many.
