@@ -59,6 +59,14 @@ class Shares(Generic[Item]):
     def of(self, holder: PeerId) -> int:
         return self._of[holder]
 
+    def count(self, holder: PeerId) -> int:
+        """Items of it."""
+        return len(self._items.get(holder, ()))
+
+    def alone(self, holder: PeerId) -> bool:
+        """Whether nobody else holds anything."""
+        return not self._items.keys() - {holder}
+
     def idle_seconds(self, item: Item) -> float:
         """Since the item was taken or used."""
         return self._clock() - self._held[item].used_at

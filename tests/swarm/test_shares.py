@@ -84,3 +84,15 @@ def test_whoever_asks_is_never_left_with_more_than_the_one_that_gave_way(
         assert sum(amount for _, amount in amounts.values()) <= 24
         for each in {peer for peer, _ in amounts.values()}:
             assert shares.of(each) == sum(size for peer, size in amounts.values() if peer == each)
+
+
+def test_what_a_holder_has_is_counted_and_whether_it_is_the_only_one() -> None:
+    shares: Shares[int] = Shares(Clock())
+    assert shares.alone(A) and shares.count(A) == 0
+    shares.take(1, A, amount=5)
+    shares.take(2, A)
+    assert shares.alone(A) and not shares.alone(B) and shares.count(A) == 2
+    shares.take(3, B)
+    assert not shares.alone(A) and shares.count(B) == 1
+    shares.release(3)
+    assert shares.alone(A) and shares.count(B) == 0

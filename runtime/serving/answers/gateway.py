@@ -53,6 +53,9 @@ from fusion.swarm.transport import Frame, PeerId, Stream
 
 log = logging.getLogger(__name__)
 
+ANSWERS_BESIDE = (
+    16  # of one client at once, while others have some: what each costs this peer is not shared out otherwise
+)
 ANSWER_BYTES = 256 << 10  # that an answer takes here beside its prompt
 LARGE_PROMPTS = 16  # over UNASKED_BYTES, on their way here at once
 ARRIVING_SECONDS = 1.0  # after which one of them gives way to another
@@ -226,7 +229,9 @@ class Gateway:
 
     def place(self, holder: PeerId, prompt_bytes: int) -> Place | None:
         """Among the answers that we give at once, for whoever `holder` is; done when it has to be given up. None where
-        there is none. Every one that is taken ends in `leave`."""
+        there is none, or `holder` has ANSWERS_BESIDE while others have some. Every one that is taken ends in `leave`."""
+        if self._answers.count(holder) >= ANSWERS_BESIDE and not self._answers.alone(holder):
+            return None
         bytes_ = ANSWER_BYTES + prompt_bytes
         while not self._answers.room(bytes_):
             other = self._answers.yields(holder, bytes_)

@@ -20,6 +20,7 @@ from support.served import reference, seeded_reference
 
 from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE
 from fusion.runtime.serving.answers import gateway
+from fusion.runtime.serving.answers.gateway import ANSWERS_BESIDE
 from fusion.runtime.serving.http import running, shapes
 from fusion.runtime.serving.http.body import MAX_BODY_BYTES
 from fusion.runtime.serving.http.chat_page import FOLDER
@@ -28,6 +29,7 @@ from fusion.runtime.serving.http.server import open_http
 from fusion.runtime.serving.requests.request import Sampling
 from fusion.runtime.serving.ring import openings
 from fusion.swarm.directory.records import Digest
+from fusion.swarm.transport import PeerId
 
 pytestmark = [pytest.mark.process, pytest.mark.heavy]
 
@@ -654,6 +656,26 @@ def test_a_response_format_holds_for_completions_chats_and_streams(tmp_path: Pat
                 with pytest.raises(openai.BadRequestError, match=line) as found:
                     await client.chat.completions.create(**asked, response_format=named)  # type: ignore[call-overload]
                 assert found.value.param == "response_format"
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_one_client_has_so_many_answers_at_once_while_others_have_some(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (swarm, _):
+            gateway = swarm.peers[1].service.gateway
+            many, one = PeerId("http/many"), PeerId("http/one")
+            held = [gateway.place(many, 0) for _ in range(ANSWERS_BESIDE + 4)]
+            assert all(held), "nobody else is there"
+            own = gateway.place(one, 0)
+            assert own is not None and gateway.place(many, 0) is None
+            while len(held) >= ANSWERS_BESIDE:
+                assert gateway.place(many, 0) is None
+                gateway.leave(held.pop(), completed=True)
+            assert (again := gateway.place(many, 0)) is not None
+            for place in (*held, again, own):
+                gateway.leave(place, completed=True)
             await swarm.freed()
 
     asyncio.run(main())
