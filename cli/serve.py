@@ -34,7 +34,10 @@ def serve(
     ],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="What to call the model.")],
     stages: Annotated[
-        int | None, typer.Option("--stages", min=1, help="Over how many peers (as few as it fits).")
+        int | None,
+        typer.Option(
+            "--stages", min=1, help="Over how many peers (as few as give nearly the shortest time per token)."
+        ),
     ] = None,
     admission: Annotated[
         Who, typer.Option("--admission", help="Who may own, read and ask: everybody, or those of --admit.")
