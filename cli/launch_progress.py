@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from fusion.cli.terminal.output import Output
+from fusion.swarm.identity import friendly_name
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
@@ -22,11 +23,14 @@ async def offer(context: Context, prepared: Prepared, output: Output) -> JobId:
     manifest = prepared.manifest
     output.say(f"{manifest.name} ({manifest.kind}): {prepared.parameters:,} parameters in {manifest.stages} stages, "
                f"job {prepared.job[:12]}")  # fmt: skip
+    if prepared.stage_count is not None:
+        output.say(prepared.stage_count.line(friendly_name))
     job = await launch(context, prepared)
     output.emit({
         "event": "launched", "job": job, "name": manifest.name, "kind": manifest.kind, "stages": manifest.stages,
         "parameters": prepared.parameters, "predicted_seconds": prepared.predicted_seconds,
         "proposed": list(manifest.proposed), "plan": prepared.plan and prepared.plan.to_json(),
+        "stage_count": prepared.stage_count and prepared.stage_count.to_json(),
     })  # fmt: skip
     return job
 

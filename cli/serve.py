@@ -1,11 +1,13 @@
-"""`fusion-peer serve DIR --name NAME`: put a model on the swarm, for anyone to ask."""
+"""`fusion-peer serve DIR --name NAME`: put a model on the swarm, for anyone to ask. With a job instead of a directory: its
+newest snapshot, and each newer one in its place."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +20,12 @@ from fusion.cli.terminal.output import Output
 from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.job.model_files import check_directory
 
+if TYPE_CHECKING:
+    from fusion.runtime.belief.naming import Known
+    from fusion.runtime.job.context import Context
+    from fusion.runtime.launch.shard import Prepared
+    from fusion.swarm.identity import Identity
+
 
 class Who(StrEnum):
     open = "open"
@@ -26,19 +34,28 @@ class Who(StrEnum):
 
 
 def serve(
-    directory: Annotated[
-        Path,
+    source: Annotated[
+        str,
         typer.Argument(
-            metavar="DIR", help="A Hugging Face model directory, or one written by `jobs export`."
+            metavar="DIR|JOB",
+            help="A Hugging Face model directory, one written by `jobs export`, or a training job: its newest snapshot, and "
+            "each newer one in its place.",
         ),
     ],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="What to call the model.")],
     stages: Annotated[
-        int | None, typer.Option("--stages", min=1, help="Over how many peers (as few as it fits).")
+        int | None,
+        typer.Option(
+            "--stages", min=1, help="Over how many peers (as few as give nearly the shortest time per token)."
+        ),
     ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Of a job: serve its newest snapshot and return.")
+    ] = False,
     admission: Annotated[
-        Who, typer.Option("--admission", help="Who may own, read and ask: everybody, or those of --admit.")
-    ] = Who.open,
+        Who | None,
+        typer.Option("--admission", help="Who may own, read and ask: everybody (open), or those of --admit."),
+    ] = None,
     admit: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,44 +72,101 @@ def serve(
     """Serve a model across the swarm. It returns once the peers hold the model."""
     need_peer_extra("serve")
     output = Output(as_json=json)
-    check_directory(directory)
+    directory = Path(source)
+    job = source if not directory.exists() and directory.name == source else None
+    if job is None:
+        if once:
+            raise ValueError("--once: goes with a job, not with a directory")
+        check_directory(directory)
     if not name.strip():
         raise ValueError("--name: a name, such as my-model")
     try:
-        admitted = AdmissionSpec(kind=admission.value, peers=tuple(admit or ()))
+        admitted = AdmissionSpec(kind=(admission or Who.open).value, peers=tuple(admit or ()))
     except ValueError as error:
         raise ValueError(f"--admission, --admit: {error}") from None
     output.status("loading the runtime ...")
-    run(
-        _serve(directory, name, stages, admitted, client.Way(home, bootstrap, peer, swarm_key), output),
-        debug=debug,
-    )
+    asked, way = Asked(name, stages, admitted), client.Way(home, bootstrap, peer, swarm_key)
+    if job is None:
+        run(_serve(directory, asked, way, output), debug=debug)
+    else:
+        run(_follow(job, asked, way, output, once=once, said=admission is not None), debug=debug)
 
 
-async def _serve(
-    directory: Path,
-    name: str,
-    stages: int | None,
-    admission: AdmissionSpec,
-    way: client.Way,
-    output: Output,
-) -> None:
+@dataclass(frozen=True)
+class Asked:
+    """What the model is to be called, over how many peers, and who may have a part in it."""
+
+    name: str
+    stages: int | None
+    admission: AdmissionSpec
+
+
+async def _serve(directory: Path, asked: Asked, way: client.Way, output: Output) -> None:
     async with client.join(way) as context:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         context.access.hold(author)
-        from fusion.runtime.launch.launch import prepare_serving
+        await _hand_over(context, directory, asked, author, output)
 
-        peers = await client.working_peers(context)
-        prepared = await asyncio.to_thread(
-            prepare_serving,
-            *(directory, name, peers, context.blobs.store),
-            stages=stages,
-            links=await context.directory.links(),
-            author=author,
-            admission=admission,
-            say=output.status,
+
+async def _hand_over(
+    context: Context, directory: Path, asked: Asked, author: Identity, output: Output, step: int | None = None
+) -> Prepared:
+    """What serves the model of this directory, once the peers hold it. `step`: of the snapshot that it is."""
+    from fusion.runtime.launch.launch import prepare_serving
+
+    peers = await client.working_peers(context)
+    prepared = await asyncio.to_thread(
+        prepare_serving,
+        *(directory, asked.name, peers, context.blobs.store),
+        stages=asked.stages,
+        links=await context.directory.links(),
+        author=author,
+        admission=asked.admission,
+        say=output.status,
+    )
+    job = await offer(context, prepared, output)
+    await until_held(context, prepared, output)
+    output.emit(
+        {"event": "serving", "job": job, "name": asked.name, **({} if step is None else {"step": step})}
+    )
+    what = "it" if step is None else f"the snapshot of step {step}"
+    output.say(f'the swarm serves {what}; ask it with: fusion-peer generate "..." --model {asked.name}')
+    return prepared
+
+
+# --- a job's snapshots
+
+
+async def _follow(
+    wanted: str, asked: Asked, way: client.Way, output: Output, *, once: bool, said: bool
+) -> None:
+    """Serve the job's newest snapshot, and each newer one in its place until the job is over. `said`: whether it was said who
+    may ask."""
+    async with client.join(way) as context:
+        author = job_client.trainer_identity(way.home)
+        context.access.hold(author)
+        from fusion.runtime.launch.served_snapshots import Hands, serve_snapshots
+
+        known = await job_client.find_known(context, wanted)
+        _check(known, said)
+        hands = Hands(
+            hand_over=lambda folder, step: _hand_over(context, folder, asked, author, output, step),
+            stop=lambda record: job_client.stop(context, record, author),
+            status=output.status,
+            note=output.note,
+            replaced=lambda job: output.emit({"event": "replaced", "job": job}),
         )
-        job = await offer(context, prepared, output)
-        await until_held(context, prepared, output)
-        output.emit({"event": "serving", "job": job, "name": name})
-        output.say(f'the swarm serves it; ask it with: fusion-peer generate "..." --model {name}')
+        await serve_snapshots(context, known, hands, once=once)
+
+
+def _check(known: Known, said: bool) -> None:
+    """ValueError where this is no job whose snapshots can be served, or it has to be said to whom."""
+    name, manifest = known.record.name, known.manifest
+    if manifest is None:
+        raise ValueError(f"nobody gives us the manifest of {name}; try again in a moment")
+    if manifest.kind != "train":
+        raise ValueError(f"{name} serves a model already; ask it with: fusion-peer generate --model {name}")
+    if manifest.admission.kind != "open" and not said:
+        raise ValueError(
+            f"--admission: {name} is not for everybody; say who may ask its model (open, listed or granted)"
+        )

@@ -39,6 +39,7 @@ class MemoryConfig:
     )
     error_feedback: bool = False  # what codecs leave out of a gradient is kept for the next one
     chunk: int | None = None  # positions that run at once when serving; None: all
+    positions: int | None = None  # of a session when serving; None: as many as the sizes say
 
     def __post_init__(self) -> None:
         if self.optimizer_slots < 0 or (self.chunk is not None and self.chunk < 1):
@@ -71,6 +72,8 @@ def measure_memory(
 ) -> MemoryTables:
     """`bounds` are 0, some cuts, and the number of nodes; `sizes` those of one microbatch; `needing` the inputs that get a
     gradient, where the graph is a stage of another."""
+    if not training and config.positions is not None:
+        sizes = {**sizes, "sequence": config.positions}
     types = bound_types(graph, sizes)
     found, running = _Measure(graph, bounds, types, training, needing), types
     if not training and config.chunk is not None and "sequence" in sizes:

@@ -25,6 +25,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig, TrainConfig
 from fusion.runtime.placing.placed_job import Placed
 from fusion.runtime.placing.plan import Plan
+from fusion.runtime.placing.stage_count import StageChoice
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.identity import Identity, friendly_name
@@ -61,12 +62,11 @@ class Prepared:
     manifest: Manifest
     author: Identity  # whose key the manifest names
     blobs: tuple[Digest, ...]  # everything that peers will fetch, the manifest included
-    predicted_seconds: (
-        float  # a step, or the longest prompt once through, by the placement's model; 0: not known
-    )
+    predicted_seconds: float  # a step, or a token, by the placement's model; 0: not known
     parameters: int
     invited: tuple[PeerId, ...] = ()  # who gets a grant when the job is launched
     plan: Plan | None = None  # of a training job that was placed here: what launching it will set going
+    stage_count: StageChoice | None = None  # of a model to serve: over how many peers, and why
 
 
 def prepare_graph(
@@ -121,6 +121,7 @@ def prepare_graph(
             math.prod(int(d) for d in v.type.shape if isinstance(d, int)) for v in trained.values()
         ),
         plan=placed.plan,
+        stage_count=placed.stage_count,
         invited=job.admission.invited,
     )
 

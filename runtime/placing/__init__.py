@@ -6,6 +6,7 @@ swarm_file        `swarm.toml`: a swarm that need not exist
 codec_choice      the codecs of a job's edges, from its links
 codec_placement   placement and codecs together, as each depends on the other
 stage_memory      what each stage needs on its peer
+stage_count       over how many peers a model is served, and why; pure
 place_job         where to run the stages, for the peers that there are
 placed_job        where the stages are to run, as a manifest says it
 plan              a placement for people

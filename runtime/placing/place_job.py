@@ -8,7 +8,7 @@ from dataclasses import replace
 from fusion.compression.codec_speed import measure_families
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.misfit import DoesNotFit
-from fusion.dag.placement.place import place
+from fusion.dag.placement.place import Placement, place
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
 from fusion.runtime.job.manifest_wire import MAX_REPLICAS
 from fusion.runtime.job.stage_graphs import Config, serving_memory, sizes_of, training_memory
@@ -16,6 +16,7 @@ from fusion.runtime.placing.codec_placement import codec_families, place_with_co
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
 from fusion.runtime.placing.placed_job import Placed, able, as_asked
 from fusion.runtime.placing.plan import planned
+from fusion.runtime.placing.stage_count import Candidate, StageChoice, choose_stages
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.links.view import link_view
 from fusion.swarm.transport import PeerId
@@ -47,18 +48,31 @@ def _serving(
     swarm: KnownNetwork,
     stages: int | None,
 ) -> Placed:
-    found = place(
-        graph,
-        swarm.network,
-        sizes_of(config),
-        1,
-        stages=stages,
-        training=False,
-        memory=serving_memory(config),
-    )
-    replicas = [list(map(PeerId, others[:MAX_REPLICAS])) for others in found.replicas]
-    placed = as_asked(graph, config, found.cuts, tuple(map(PeerId, found.owners)), peers, replicas)
-    return replace(placed, predicted_seconds=found.predicted_seconds)
+    # What a token takes counts, and room for the longest session. Without a cache a token runs the whole sequence.
+    sizes = sizes_of(config)
+    running = {**sizes, "sequence": 1} if config.cache == "kv" else sizes
+    memory = replace(serving_memory(config), positions=sizes["sequence"])
+    found: dict[Candidate, Placement] = {}
+
+    def over(count: int | None) -> Candidate:
+        placement = place(graph, swarm.network, running, 1, stages=count, training=False, memory=memory)
+        links = placement.predicted_seconds - sum(placement.stage_seconds)
+        candidate = Candidate(
+            peers=placement.owners,
+            token_seconds=placement.predicted_seconds,
+            link_seconds=max(0.0, links) if len(placement.owners) > 1 else 0.0,
+        )
+        found[candidate] = placement
+        return candidate
+
+    if stages is not None:
+        choice = StageChoice(chosen=over(stages), asked=True)
+    else:
+        choice = choose_stages(over)
+    best = found[choice.chosen]
+    replicas = [list(map(PeerId, others[:MAX_REPLICAS])) for others in best.replicas]
+    placed = as_asked(graph, config, best.cuts, tuple(map(PeerId, best.owners)), peers, replicas)
+    return replace(placed, predicted_seconds=best.predicted_seconds, stage_count=choice)
 
 
 def _training(

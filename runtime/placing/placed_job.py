@@ -13,6 +13,7 @@ from fusion.dag.ir.opset import needed_version
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.stage_graphs import Config
 from fusion.runtime.placing.plan import Plan
+from fusion.runtime.placing.stage_count import StageChoice
 from fusion.runtime.placing.stage_memory import fitted
 from fusion.runtime.serving.ring.frames import hop_bytes
 from fusion.swarm.directory.records import PeerRecord
@@ -27,7 +28,8 @@ class Placed:
     proposed: tuple[PeerId, ...]
     replicas: tuple[tuple[PeerId, ...], ...]  # by stage: who is to serve it beside its owner; or empty
     memory_bytes: tuple[int, ...]  # that each stage needs
-    predicted_seconds: float = 0.0  # a step, or the longest prompt once through; 0: not known
+    predicted_seconds: float = 0.0  # a step, or a token; 0: not known
+    stage_count: StageChoice | None = None  # of a model that is served: over how many peers, and why
     plan: Plan | None = None
 
 

@@ -41,6 +41,7 @@ MAX_LOOKS = (
 MAX_NAMES = 1024  # by which models were asked for
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
 AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that died has run out
+NAMED_SECONDS = 15.0  # for which a name means the same model without another look
 LIVE = frozenset({"launching", "running"})
 
 
@@ -88,7 +89,7 @@ class Catalog:
         self._clock = context.clock.monotonic
         self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODELS)
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())
-        self._meant: FIFOCache[str, JobId] = FIFOCache(MAX_NAMES)
+        self._meant: FIFOCache[str, tuple[JobId, float]] = FIFOCache(MAX_NAMES)  # and when we looked
         self._authors: FIFOCache[str, PeerId] = FIFOCache(MAX_NAMES)  # whose model a name meant
         self._looks: LRUCache[JobId, _Look] = LRUCache(MAX_LOOKS)
         self._avoided: dict[tuple[JobId, int, PeerId], float] = {}  # until when
@@ -96,17 +97,37 @@ class Catalog:
     async def find(self, name: str) -> ServedModel:
         """The model served under `name` (or `name@author`, or with that job id); "" where there is only one. A name means
         the model of the author that it meant first, as long as that is served: who uses the name later takes nobody over.
+        A newer model that the author serves under the name is meant once all of its stages are held and loaded.
         JobError names what the swarm does serve, or which models have that name; BlobError where nobody has the model's
         manifest or tokenizer."""
-        job = self._meant.get(name)
-        if job is None or job not in self._models:
-            record = await self._choose(name)
-            job = record.job
-            if job not in self._models:
-                self._models[job] = await self._load(record)
-            self._meant[name] = job
-            self._authors[name] = self._models[job].manifest.author
-        return self._models[job]
+        job, looked = self._meant.get(name, (None, 0.0))
+        before = None if job is None else self._models.get(job)
+        if before is not None and self._clock() - looked < NAMED_SECONDS:
+            return before
+        try:
+            found = await self._model(await self._choose(name))
+            if before is not None and found.job != before.job and not await self._is_held(found):
+                found = before
+        except (JobError, SwarmError):
+            if before is None:
+                raise
+            found = before  # a session will tell whether it has ended
+        self._models[found.job] = found
+        self._meant[name] = found.job, self._clock()
+        self._authors[name] = found.manifest.author
+        return found
+
+    async def _model(self, record: JobRecord) -> ServedModel:
+        found = self._models.get(record.job)
+        return await self._load(record) if found is None else found
+
+    async def _is_held(self, model: ServedModel) -> bool:
+        """Whether a session would find all of its stages in memory."""
+        try:
+            look = await self._look(model)
+        except (NoOwner, JobFailed):
+            return False
+        return all(any(claim.ready for claim in layer) for layer in look.stages)
 
     async def served(self) -> tuple[Known, ...]:
         """What the swarm serves now, as far as it is known here. Raises SwarmError."""
@@ -267,7 +288,7 @@ class Catalog:
 
     def _forget_names(self, job: JobId) -> None:
         """What was meant by a name is looked for anew."""
-        for name in [name for name, meant in self._meant.items() if meant == job]:
+        for name in [name for name, (meant, _) in self._meant.items() if meant == job]:
             del self._meant[name]
 
     async def _served(self) -> tuple[JobRecord, ...]:

@@ -14,6 +14,7 @@ from support.served import (
     MAX_SEQUENCE,
     PROMPTS,
     VOCABULARY,
+    captured,
     model,
     reference,
     seeded_reference,
@@ -22,8 +23,10 @@ from support.served import (
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from fusion.runtime.job.text import TokenizerText
+from fusion.runtime.serving.answers import catalog
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError
 
 
@@ -146,6 +149,51 @@ def test_two_models_on_the_same_peers(tmp_path: Path) -> None:
             assert [list(a.tokens) for a in both] == [reference(n, (9, 8), 10) for n in ("llama", "gpt2")]
             with pytest.raises(RemoteError, match=r"choose one; there are: gpt2, llama"):
                 await swarm.ask(prompt_ids=(1,))
+
+    asyncio.run(main())
+
+
+def test_a_name_means_the_newest_model_of_its_author_once_all_of_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "NAMED_SECONDS", 0.0)
+
+    async def main() -> None:
+        async with swarm_of(4, tmp_path) as swarm:
+            gateway = swarm.peers[3].service.gateway._catalog
+            gateway._fresh_seconds = 0.0
+
+            async def asked() -> tuple[int, list[int]]:
+                answer = await swarm.ask(3, model="live", prompt_ids=(1, 2, 3), max_tokens=12)
+                return len(answer.route), list(answer.tokens)
+
+            async def launched(name: str, stages: int, at: int) -> JobId:
+                made = captured(name, "kv"), model(name)
+                return await swarm.serve("live", stages, made=made, launched_at=at)
+
+            old, new = (reference(name, (1, 2, 3), 12) for name in ("llama", "gpt2"))
+            assert old != new
+            first = await launched("llama", 1, 1)
+            assert await asked() == (1, old)
+            hold, waiting = swarm.hold, list[tuple[Any, ...]]()
+
+            async def held_later(peer: Any, job: JobId, stage: int, **given: Any) -> Any:
+                if stage == 2:
+                    waiting.append((peer, job, stage))
+                    return None
+                return await hold(peer, job, stage, **given)
+
+            monkeypatch.setattr(swarm, "hold", held_later)
+            await launched("gpt2", 3, 2)
+            assert await asked() == (1, old), "nobody holds its last stage"
+            await hold(*waiting[0])
+            assert await asked() == (3, new)
+            # A stranger's model of that name, however new, is another one.
+            monkeypatch.setattr(swarm, "hold", hold)
+            swarm.author = swarm.given.identity()
+            await launched("llama", 2, 3)
+            assert await asked() == (3, new)
+            assert await swarm.ask(3, model=first, prompt_ids=(1, 2, 3), max_tokens=12)
 
     asyncio.run(main())
 

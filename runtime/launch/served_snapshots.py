@@ -1,0 +1,133 @@
+"""A training job's newest snapshot, served while the job goes on, and each newer one in its place.
+
+Peers that hold a model are told of the next one under the same name; the one before ends once gateways mean the newer one and
+answers under way have had a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fusion.dag.ir.errors import PlacementError
+from fusion.runtime.belief.naming import Known
+from fusion.runtime.belief.reading import look
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.launch.export import export
+from fusion.runtime.launch.shard import Prepared
+from fusion.runtime.launch.snapshot_turns import LOOK_SECONDS, Seen, rest_until, turn
+from fusion.swarm.authority.belief import Belief
+from fusion.swarm.directory.records import JobId, JobRecord
+from fusion.swarm.errors import BlobError, SwarmError
+
+DRAIN_SECONDS = 60.0  # for which answers of the model before may go on
+FETCH_TRIES, FETCH_PAUSE_SECONDS = 5, 1.0
+SILENCE_SECONDS = 120.0  # without a word on the job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hands:
+    """What the command does: `hand_over` gives the model in a directory, the snapshot of a step, to the swarm until that holds
+    it; `stop` ends a job; `status` and `note` say how it goes, `replaced` which job has ended."""
+
+    hand_over: Callable[[Path, int], Awaitable[Prepared]]
+    stop: Callable[[JobRecord], Awaitable[None]]
+    status: Callable[[str], None]
+    note: Callable[[str], None]
+    replaced: Callable[[JobId], None]
+
+
+async def serve_snapshots(context: Context, known: Known, hands: Hands, *, once: bool = False) -> None:
+    """Until the job is over and its last snapshot served; `once`: until one is. The store of `context` keeps what is served
+    and nothing else. ValueError where there is no snapshot and will be none; SwarmError, JobFailed, PlacementError where the
+    first cannot be served, or nobody speaks for the job any more."""
+    name, clock = known.record.name, context.clock.monotonic
+    served: int | None = None
+    before: Prepared | None = None
+    rested_at, heard_at = 0.0, clock()
+    while True:
+        record = known.record
+        newest = None if record.snapshot is None else record.snapshot_step
+        match turn(Seen(snapshot_step=newest, over=known.belief.over), served, clock(), rested_at):
+            case "serve":
+                began = clock()
+                served, before = await _serve(context, known, hands, before)
+                rested_at = rest_until(began, clock())
+                if once:
+                    return
+            case "end":
+                if served is None:
+                    raise ValueError(f"{name} is {record.state} and has no snapshot to serve")
+                return
+            case "wait":
+                if served is None and once:
+                    raise ValueError(f"{name} has no snapshot yet; try again in a while, or without --once")
+                waits = "the first snapshot" if served is None else f"a snapshot after step {served}"
+                hands.status(f"waiting for {waits} of {name}; Ctrl-C ends that, and what is served stays")
+                await asyncio.sleep(LOOK_SECONDS)
+        if (belief := await _looked(context, known)) is not None:
+            known, heard_at = replace(known, belief=belief), clock()
+        elif clock() - heard_at > SILENCE_SECONDS:
+            raise SwarmError(f"nobody speaks for the job {name} any more")
+
+
+async def _looked(context: Context, known: Known) -> Belief | None:
+    """What to believe of the job now; None where nobody can tell for the moment."""
+    try:
+        return await look(context, known.record.job, manifest=known.manifest)
+    except SwarmError:
+        return None
+
+
+async def _serve(
+    context: Context, known: Known, hands: Hands, before: Prepared | None
+) -> tuple[int, Prepared]:
+    """Serve the newest snapshot in the place of `before`, which stays where that cannot be: the step that was tried, and what
+    is served now."""
+    step = known.record.snapshot_step
+    try:
+        with tempfile.TemporaryDirectory(prefix="fusion-serve-") as folder:
+            hands.status(f"fetching the newest snapshot of {known.record.name}")
+            step = await _fetch(context, known, Path(folder) / "model")
+            made = await hands.hand_over(Path(folder) / "model", step)
+    except (PlacementError, JobFailed, SwarmError) as error:
+        if before is None:
+            raise
+        hands.note(f"the model before stays: {error}")
+        return step, before
+    if before is not None:
+        await _end(context, before, hands)
+    store = context.blobs.store
+    for digest in set(store.held()) - {*made.blobs}:
+        await asyncio.to_thread(store.delete, digest)
+    return step, made
+
+
+async def _fetch(context: Context, known: Known, folder: Path) -> int:
+    """The step of the snapshot that is in `folder` afterwards. Peers drop a snapshot once there are newer ones: what we know of
+    the job may be too old."""
+    for _ in range(FETCH_TRIES - 1):
+        try:
+            return await export(context, known.record.job, folder, known)
+        except BlobError:
+            await asyncio.sleep(FETCH_PAUSE_SECONDS)
+            if (belief := await _looked(context, known)) is not None:
+                known = replace(known, belief=belief)
+    return await export(context, known.record.job, folder, known)
+
+
+async def _end(context: Context, before: Prepared, hands: Hands) -> None:
+    hands.status(f"the model before answers for {DRAIN_SECONDS:.0f} s more")
+    await asyncio.sleep(DRAIN_SECONDS)
+    try:
+        belief = await look(context, before.job, manifest=before.manifest)
+        if belief is not None and not belief.over:
+            await hands.stop(belief.record)
+    except SwarmError as error:
+        hands.note(f"the model before goes on: {error}; fusion-peer jobs stop {before.job[:12]} ends it")
+        return
+    hands.replaced(before.job)

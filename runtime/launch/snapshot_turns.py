@@ -1,0 +1,37 @@
+"""A training job whose newest snapshot is served while it goes on: which of them, and when. Pure.
+
+To hand a model over costs bandwidth and, until the one before it is gone, twice the memory. So it takes at most a share of the
+time, however often the job takes snapshots: those between are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LOOK_SECONDS = 5.0  # between two looks at the job
+REST = 4.0  # times as long as the last handing over took, nothing newer is handed over
+
+Turn = Literal["serve", "wait", "end"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What is believed of the job."""
+
+    snapshot_step: int | None  # of its newest durable snapshot; None: there is none yet
+    over: bool
+
+
+def turn(seen: Seen, served: int | None, now: float, rested_at: float) -> Turn:
+    """`served`: the step of the snapshot that is served, None while none is; `rested_at`: when the next may follow. The last
+    snapshot of a job that is over is always served, without waiting."""
+    newer = seen.snapshot_step is not None and (served is None or seen.snapshot_step > served)
+    if newer and (served is None or seen.over or now >= rested_at):
+        return "serve"
+    return "end" if seen.over and not newer else "wait"
+
+
+def rest_until(began: float, ended: float) -> float:
+    """When another snapshot may follow one that took from `began` to `ended`."""
+    return ended + REST * max(0.0, ended - began)

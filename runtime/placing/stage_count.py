@@ -1,0 +1,104 @@
+"""Over how many peers a model is served: as few as give nearly the shortest time per token, and why, in one line. Pure.
+
+Each stage more puts one link more into the trip that every token makes; it pays where one peer has no room for the model, or
+takes longer to compute than a link takes to cross.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fusion.dag.ir.errors import PlacementError
+
+NEAR = 0.05  # for so small a share of the time per token nobody is given a stage
+NAMED = 4  # peers, before the others are only counted
+
+# The best placement over exactly so many stages, or with None over as many as help. PlacementError where there is none.
+PlaceOver = Callable[[int | None], "Candidate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A placement as the choice sees it. Seconds are predicted, of one token."""
+
+    peers: tuple[str, ...]  # by stage
+    token_seconds: float
+    link_seconds: float  # of these, on the way from peer to peer
+
+    @property
+    def stages(self) -> int:
+        return len(self.peers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageChoice:
+    """`others`: what else was looked at, by the number of stages; `misfits`: with how many it does not fit."""
+
+    chosen: Candidate
+    others: tuple[Candidate, ...] = ()
+    misfits: tuple[int, ...] = ()
+    asked: bool = False  # the number was given
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        for candidate in (found["chosen"], *found["others"]):
+            candidate["stages"] = len(candidate["peers"])
+        return found
+
+    def line(self, names: Callable[[str], str]) -> str:
+        """For people, who know a peer by its name."""
+        chosen = self.chosen
+        said = [f"{_count(chosen.stages)} on {_listed([names(p) for p in chosen.peers])}"
+                f"{', as asked' if self.asked else ''}: {_text(chosen.token_seconds)} a token predicted{_links(chosen)}"]  # fmt: skip
+        said += [f"{_count(count)} would not fit" for count in self.misfits]
+        said += [f"{_count(o.stages)} would take {_text(o.token_seconds)}{_links(o)}" for o in self.others]
+        return "; ".join(said)
+
+
+def fewest(candidates: Sequence[Candidate]) -> Candidate:
+    """The one with the fewest stages of those that are nearly as fast as the fastest. There has to be one."""
+    limit = min(each.token_seconds for each in candidates) * (1 + NEAR)
+    near = [each for each in candidates if each.token_seconds <= limit]
+    return min(near, key=lambda each: (each.stages, each.token_seconds))
+
+
+def choose_stages(place: PlaceOver) -> StageChoice:
+    """Ask for the fastest placement, then for fewer stages for as long as that costs next to nothing, and for one more, to
+    tell what it would cost. PlacementError where the model does not fit at all."""
+    best = place(None)
+    found, misfits = {best.stages: best}, list[int]()
+    for count in range(best.stages - 1, 0, -1):
+        try:
+            found[count] = place(count)
+        except PlacementError:
+            misfits.append(count)
+            break
+        if fewest([*found.values()]).stages > count:
+            break
+    more = fewest([*found.values()]).stages + 1
+    if more not in found:
+        with suppress(PlacementError):  # as many peers there are not, or the model has no cut more
+            found[more] = place(more)
+    chosen = fewest([*found.values()])
+    others = tuple(each for _, each in sorted(found.items()) if each is not chosen)
+    return StageChoice(chosen=chosen, others=others, misfits=tuple(misfits))
+
+
+def _count(stages: int) -> str:
+    return f"{stages} stage{'s' if stages > 1 else ''}"
+
+
+def _listed(peers: Sequence[str]) -> str:
+    more = len(peers) - NAMED
+    return ", ".join(peers[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _links(candidate: Candidate) -> str:
+    return f" ({_text(candidate.link_seconds)} on links)" if candidate.stages > 1 else ""
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
