@@ -673,7 +673,8 @@ def test_one_client_has_so_many_answers_at_once_while_others_have_some(tmp_path:
             while len(held) >= ANSWERS_BESIDE:
                 assert gateway.place(many, 0) is None
                 gateway.leave(held.pop(), completed=True)
-            assert (again := gateway.place(many, 0)) is not None
+            again = gateway.place(many, 0)
+            assert again is not None
             for place in (*held, again, own):
                 gateway.leave(place, completed=True)
             await swarm.freed()
