@@ -38,6 +38,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_route: bool = False  # ours: which peers run the stages
 
 
 class NamedSchema(Body):
@@ -105,6 +106,10 @@ class Settings(Body):
     @property
     def usage_at_the_end(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def tells_route(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_route
 
 
 class CompletionRequest(Settings):
