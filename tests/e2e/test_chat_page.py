@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.browser import MISSING, asked_for, browser
-from support.chat_model import save_model, tokenizer
+from support.chat_model import chat_prompt, save_model, teach, tokenizer
 from support.families import greedy
 from support.jobs import with_client
 
@@ -34,22 +33,9 @@ def speaker_of_markup(directory: Path) -> tuple[Any, Any]:
     made = tokenizer()
     made.add_tokens([MARKUP])
     model = save_model(directory, made, POSITIONS)
-    said = greedy(model, prompt(made, (QUESTION,)), TOKENS)[0][TOKENS // 2]
-    markup = made.token_to_id(MARKUP)
-    with torch.no_grad():  # as that token goes on, and a little likelier
-        model.get_input_embeddings().weight[markup] = model.get_input_embeddings().weight[said]
-        model.get_output_embeddings().weight[markup] = 1.001 * model.get_output_embeddings().weight[said]
+    teach(model, made, MARKUP, chat_prompt(made, [("user", QUESTION)]), TOKENS // 2)
     model.save_pretrained(directory)
     return model, made
-
-
-def prompt(made: Any, turns: tuple[str, ...]) -> list[int]:
-    """The chat in which these were said in turn, as the template of `support.chat_model` writes it."""
-    said = "".join(
-        f"<|im_start|>{('user', 'assistant')[i % 2]}\n{text}<|im_end|>\n" for i, text in enumerate(turns)
-    )
-    ids: list[int] = made.encode(f"<s>{said}<|im_start|>assistant\n", add_special_tokens=False).ids
-    return ids
 
 
 class Page:
@@ -103,12 +89,12 @@ class Page:
 def test_a_person_chats_with_the_keyboard_while_a_peer_is_killed(peers: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    swarm = peers.swarm(3)
+    gateway = peers.start("peer-0", "--memory", "64KiB")  # too little to hold a stage itself
+    others = [peers.start(f"peer-{i}", bootstrap=(gateway.address,)) for i in (1, 2)]
     model, made = speaker_of_markup(tmp_path / "model")
-    gateway = swarm[0]
     home = ("--home", str(gateway.home))
     peers.run("serve", str(tmp_path / "model"), "--name", "small", "--stages", str(STAGES), *home)
-    ids = ",".join(map(str, prompt(made, (QUESTION,))))
+    ids = ",".join(map(str, chat_prompt(made, [("user", QUESTION)])))
     [plain] = peers.run("generate", "--prompt-ids", ids, "--max-tokens", str(TOKENS), *home)
     answer = made.decode(plain["tokens"])
     assert MARKUP in answer
@@ -130,7 +116,11 @@ def test_a_person_chats_with_the_keyboard_while_a_peer_is_killed(peers: Any, tmp
         page.type(QUESTION, Keys.ENTER)
         assert page.ended() == answer
         page.type(NEXT, Keys.ENTER)
-        text = made.decode(greedy(model, prompt(made, (QUESTION, answer, NEXT)), TOKENS)[0])
+        text = made.decode(
+            greedy(
+                model, chat_prompt(made, [("user", QUESTION), ("assistant", answer), ("user", NEXT)]), TOKENS
+            )[0]
+        )
         assert page.ended() == text
         assert page.said("user") == [QUESTION, NEXT] and page.focus == "text"
         assert page.js("return document.querySelectorAll('#said img, #said script, #said b').length") == 0
@@ -146,17 +136,15 @@ def test_a_person_chats_with_the_keyboard_while_a_peer_is_killed(peers: Any, tmp
         stopped = page.ended()
         page.type(Keys.SHIFT + Keys.TAB, Keys.SHIFT + Keys.TAB, Keys.ENTER)  # a new chat
         assert page.said("user") == [] and page.focus == "text"
-        whole = made.decode(greedy(model, prompt(made, (QUESTION,)), LONG)[0])
+        whole = made.decode(greedy(model, chat_prompt(made, [("user", QUESTION)]), LONG)[0])
         assert stopped and len(stopped) < len(whole)
 
         with_client(peers.root / "client", gateway.address, stand_by)
         page.type(QUESTION, Keys.ENTER)
         page.answering(40)
-        ours = friendly_name(PeerId(gateway.peer_id))
-        route = [each.split()[1] for each in page.texts(".route li")[1:]]
-        victim = next(name for name in route if name != ours)
+        victim = page.texts(".route li")[1].split()[1]
         page.until(lambda: [each for each in page.texts(".route li") if each.endswith(" ms")])
-        [killed] = [peer for peer in swarm if friendly_name(PeerId(peer.peer_id)) == victim]
+        [killed] = [peer for peer in others if friendly_name(PeerId(peer.peer_id)) == victim]
         peers.stop(killed, signal.SIGKILL)
         page.until(lambda: [each for each in page.texts(".note") if each.endswith(f"from {victim}")])
         assert page.said("assistant")[-1] != whole, "it ended before the peer did"
