@@ -87,6 +87,7 @@ class Settings(Body):
     ) = None
     user: str | None = None
     response_format: ResponseFormat | None = None
+    guesses: bool | None = None  # ours: False where the ring is not to run ahead of what is chosen
 
     @property
     def json_schema(self) -> str:
