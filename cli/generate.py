@@ -43,6 +43,9 @@ def generate(
         int | None,
         typer.Option("--logprobs", metavar="N", help="Log-probabilities of each token and of the N best."),
     ] = None,
+    no_guesses: Annotated[
+        bool, typer.Option("--no-guesses", help="One token at a time: to measure what guesses bring.")
+    ] = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Then say how fast the tokens came, and through which peers.")
     ] = False,
@@ -80,6 +83,7 @@ def generate(
         top_logprobs=logprobs,
         stop=tuple(stop or ()),
         schema=settings.schema(json_schema),
+        guesses=not no_guesses,
     )
     run(_generate(request, client.Way(home, bootstrap, peer, swarm_key), output, trace), debug=debug)
 

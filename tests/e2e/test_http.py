@@ -1,11 +1,13 @@
-"""OpenAI's own client and curl ask real peers over HTTP, and get the tokens that `fusion-peer generate` gives."""
+"""OpenAI's own client, `llm` and curl ask real peers over HTTP, and get the tokens that `fusion-peer generate` gives."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -13,13 +15,25 @@ from typing import Any
 
 import openai
 import pytest
-from support.chat_model import save_model, tokenizer
+from support.chat_model import chat_prompt, save_model, teach, tokenizer
 from support.families import greedy
 
 pytestmark = pytest.mark.e2e
 
 PROMPT, QUESTION = "def open(", "class Socket:"
-TOKENS = 24
+NEXT, RESULT = "import os", "A socket is one end of a way."
+ARGUMENTS = {"word": "socket", "most": 2}
+CALL = f"<tool_call>{json.dumps({'name': 'look_up', 'arguments': ARGUMENTS})}</tool_call>"
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "What a word means.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+TOKENS, POSITIONS = 24, 512
+WITH_TOOL = [("system", json.dumps([TOOL])), ("user", QUESTION)]
 KEY = "a-key-of-sixteen-or-more"
 
 
@@ -30,7 +44,10 @@ def test_any_client_of_openai_asks_any_peer(peers: Any, tmp_path: Path) -> None:
         "peer-1", "--http", "127.0.0.1:0", "--http-key", str(tmp_path / "keys"), bootstrap=(first.address,)
     )
     made = tokenizer()
-    model = save_model(tmp_path / "model", made)
+    made.add_tokens([CALL])
+    model = save_model(tmp_path / "model", made, POSITIONS)
+    teach(model, made, CALL, chat_prompt(made, WITH_TOOL), TOKENS // 2)
+    model.save_pretrained(tmp_path / "model")
     peers.run(
         *("serve", str(tmp_path / "model"), "--name", "small", "--stages", "2", "--home", str(first.home))
     )
@@ -39,8 +56,7 @@ def test_any_client_of_openai_asks_any_peer(peers: Any, tmp_path: Path) -> None:
 
     ask = ("generate", "--model", "small", "--max-tokens", str(TOKENS), "--home", str(first.home))
     [plain] = peers.run(*ask, PROMPT)
-    chat_text = f"<s><|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
-    ids = made.encode(chat_text, add_special_tokens=False).ids
+    ids = chat_prompt(made, [("user", QUESTION)])
     assert ids[0] == made.token_to_id("<s>") != ids[1] and made.token_to_id("<|im_end|>") in ids
     [chatted] = peers.run(*ask, "--prompt-ids", ",".join(map(str, ids)))
     assert plain["tokens"] == greedy(model, made.encode(PROMPT).ids, TOKENS)[0]
@@ -100,7 +116,67 @@ def test_any_client_of_openai_asks_any_peer(peers: Any, tmp_path: Path) -> None:
         assert lines.pop() == "[DONE]"
         deltas = [json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines]
         assert "".join(deltas) == made.decode(chatted["tokens"])
+    calls_a_tool_and_reads_what_it_gave(first.ready["http"], model, made)
+    llm_talks(first.ready["http"], model, made, tmp_path / "llm")
     assert peers.stop(first, signal.SIGTERM) < 10.0
+
+
+def calls_a_tool_and_reads_what_it_gave(url: str, model: Any, made: Any) -> None:
+    said: Any = [{"role": "user", "content": QUESTION}]
+    asked: Any = {"model": "small", "max_tokens": TOKENS, "temperature": 0, "tools": [TOOL]}
+    before, _, after = made.decode(greedy(model, chat_prompt(made, WITH_TOOL), TOKENS)[0]).partition(CALL)
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(**asked, messages=said).choices[0]
+        assert answer.finish_reason == "length"  # as it goes on after the call
+        assert answer.message.content == before + after and answer.message.tool_calls is not None
+        [call] = answer.message.tool_calls
+        assert call.type == "function" and call.function.name == "look_up"
+        assert json.loads(call.function.arguments) == ARGUMENTS
+
+        chunks = list(client.chat.completions.create(**asked, messages=said, stream=True))
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(delta.content or "" for delta in deltas) == before + after
+        [streamed] = [each for delta in deltas for each in delta.tool_calls or ()]
+        assert streamed.function is not None and streamed.function.name == "look_up"
+        assert json.loads(streamed.function.arguments or "") == ARGUMENTS
+
+        result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
+        said += [answer.message.model_dump(exclude_none=True), result]
+        goes_on = client.chat.completions.create(**asked, messages=said).choices[0].message
+    called = json.dumps({"name": "look_up", "arguments": ARGUMENTS})
+    turns = [*WITH_TOOL, ("assistant", before + after + called), ("tool", RESULT)]
+    text = made.decode(greedy(model, chat_prompt(made, turns), TOKENS)[0])
+    assert goes_on.content == text.replace(CALL, "")
+
+
+def llm_talks(url: str, model: Any, made: Any, home: Path) -> None:
+    """A command of somebody else (https://llm.datasette.io), which reads where the API is from a file of its own."""
+    home.mkdir()
+    about = [{"model_id": "fusion", "model_name": "small", "api_base": url}]
+    (home / "extra-openai-models.yaml").write_text(json.dumps(about))
+    first = made.decode(greedy(model, chat_prompt(made, [("user", QUESTION)]), TOKENS)[0])
+    turns = [("user", QUESTION), ("assistant", first), ("user", NEXT)]
+    second = made.decode(greedy(model, chat_prompt(made, turns), TOKENS)[0])
+    ask = (
+        sys.executable,
+        "-m",
+        "llm",
+        "prompt",
+        "-m",
+        "fusion",
+        "-o",
+        "temperature",
+        "0",
+        "-o",
+        "max_tokens",
+        str(TOKENS),
+    )
+    for arguments, text in (([QUESTION, "--no-stream"], first), ([QUESTION], first), ([NEXT, "-c"], second)):
+        done = subprocess.run(
+            [*ask, *arguments], capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "LLM_USER_PATH": str(home)},
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, f"{text}\n"), done.stderr
 
 
 def cached_tokens(answer: Any) -> int:

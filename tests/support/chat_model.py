@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.families import build, config
+import torch
+from support.families import build, config, greedy
 from support.source_tokenizer import tokenizer_of_sources
 from tokenizers import AddedToken, Tokenizer, processors
 
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{{ bos_token }}{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -40,3 +44,20 @@ def save_model(directory: Path, made: Tokenizer, positions: int | None = None) -
     about = {"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}, "eos_token": "<|im_end|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(about))
     return model
+
+
+def chat_prompt(made: Tokenizer, said: Sequence[tuple[str, str]]) -> list[int]:
+    """The tokens of a chat, (role, text) each, as TEMPLATE writes it."""
+    turns = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in said)
+    ids: list[int] = made.encode(f"<s>{turns}<|im_start|>assistant\n", add_special_tokens=False).ids
+    return ids
+
+
+def teach(model: Any, made: Tokenizer, text: str, prompt: list[int], index: int) -> None:
+    """Have the model say `text`, which is one token of `made`, where its greedy answer to the prompt has token number `index`,
+    and wherever else it would say that one."""
+    instead, new = greedy(model, prompt, index + 1)[0][index], made.token_to_id(text)
+    into, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.no_grad():
+        into[new], out[new] = into[instead], 1.001 * out[instead]
+    assert greedy(model, prompt, index + 1)[0][index] == new, "its logit is below zero: take another index"

@@ -170,7 +170,7 @@ class Gateway:
                 while not text.stopped and (token := await anext(chosen, None)) is not None:
                     ended = generation.finish == "stop" and token.id in ends
                     shown = "" if ended else await self._text(model, text.push, token.id)
-                    last = token.piece(len(tokens), shown)
+                    last = token.piece(len(tokens), shown, _peers(generation))
                     tokens.append(token.id)
                     if not text.stopped:
                         yield last
@@ -184,7 +184,7 @@ class Gateway:
             finish="stop" if text.stopped else generation.finish,
             prompt_tokens=len(prompt),
             cached_tokens=generation.cached_tokens,
-            route=tuple(hop.peer for hop in generation.route),
+            route=_peers(generation),
             seconds=self._context.clock.monotonic() - began,
         )
 
@@ -308,6 +308,10 @@ class Gateway:
             await _tell(client, str(error))
             return False
         return True
+
+
+def _peers(generation: Generation) -> tuple[PeerId, ...]:
+    return tuple(hop.peer for hop in generation.route)
 
 
 async def _send(client: Stream, kind: str, header: Mapping[str, object], payload: bytes = b"") -> None:

@@ -38,7 +38,7 @@ from fusion.runtime.serving.requests.request import Finish, Logprobs, Piece
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.printable import error_line
-from fusion.swarm.transport import Frame
+from fusion.swarm.transport import Frame, PeerId
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Chosen:
     logits: bytes
     logprobs: Logprobs | None = None
 
-    def piece(self, index: int, text: str) -> Piece:
+    def piece(self, index: int, text: str, route: tuple[PeerId, ...] = ()) -> Piece:
         found = self.logprobs
         return Piece(
             index=index,
@@ -60,6 +60,7 @@ class Chosen:
             logits=self.logits,
             logprob=None if found is None else found.chosen,
             top_logprobs=() if found is None else found.top,
+            route=route,
         )
 
 

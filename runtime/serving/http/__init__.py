@@ -11,6 +11,7 @@ tool_calls        calls of tools in what a model says; pure
 metrics           what `/metrics` shows
 answers           the answers to one request, side by side
 shapes            answers as the API writes them
+route             which peers run the stages of an answer
 events            answers on their way to a client
 api               what the routes do
 chat_page         the page at `/`, whose files are in the folder beside it

@@ -22,7 +22,7 @@ from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http import answers, asking
 from fusion.runtime.serving.http.chat_format import ChatFormats, variables
 from fusion.runtime.serving.http.errors import ApiError, Busy, api_error
-from fusion.runtime.serving.http.events import DONE, EventStream, event, unless_gone
+from fusion.runtime.serving.http.events import EventStream, events_of, unless_gone
 from fusion.runtime.serving.http.metrics import Metrics
 from fusion.runtime.serving.http.schema import (
     COMPLETION_TOKENS,
@@ -134,7 +134,7 @@ class Api:
             parts = self._spelled(model, parts, spelling)
         if body.stream:
             first = await anext(parts)  # what goes wrong before it has a status of its own
-            events = _events(first, parts, heading, shape, prompt_tokens if body.usage_at_the_end else None)
+            events = events_of(first, parts, heading, shape, body, prompt_tokens, self._context)
             return EventStream(events, parts, self.closing, self.failed)
         pieces: list[list[Piece]] = [[] for _ in asked]
         ends: dict[int, Answer] = {}
@@ -169,37 +169,6 @@ class Api:
                 "a request failed: %r", error, exc_info=error if log.isEnabledFor(logging.DEBUG) else None
             )
         return answer
-
-
-async def _events(
-    first: answers.Part,
-    parts: AsyncGenerator[answers.Part],
-    heading: Heading,
-    shape: Shape,
-    prompt_tokens: int | None,
-) -> AsyncGenerator[bytes]:
-    """`prompt_tokens`: those to tell of at the end, if at all."""
-    more: Json = {} if prompt_tokens is None else {"usage": None}
-    kind = shape.chunk_object
-
-    def chunk(choice: Json) -> bytes:
-        return event(heading.object(kind, [choice], **more))
-
-    ends, begun = list[Answer](), set[int]()
-    part: answers.Part | None = first
-    while part is not None:
-        if part.choice not in begun:
-            begun.add(part.choice)
-            for choice in shape.begin(part.choice):
-                yield chunk(choice)
-        for choice in shape.chunks(part):
-            yield chunk(choice)
-        if isinstance(part.said, Answer):
-            ends.append(part.said)
-        part = await anext(parts, None)
-    if prompt_tokens is not None:
-        yield event(heading.object(kind, [], usage=usage(prompt_tokens, ends)))
-    yield DONE
 
 
 def _left(model: ServedModel, prompt: Sequence[int]) -> int:

@@ -81,7 +81,8 @@ def _routes(api: Api, metrics: Metrics) -> APIRouter:
     @router.post("/v1/embeddings", response_model=None)
     async def embeddings() -> Response:
         """No model here gives embeddings."""
-        raise ApiError(400, "model: it generates text and gives no embeddings", param="model")
+        said = "model: it generates text and gives no embeddings: ask /v1/completions or /v1/chat/completions"
+        raise ApiError(400, said, param="model")
 
     @router.get("/v1/models", response_model=None)
     async def models() -> dict[str, Any]:

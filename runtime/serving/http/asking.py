@@ -34,6 +34,7 @@ def requests(
             top_logprobs=top_logprobs,
             stop=body.stop or (),
             schema=schema,
+            guesses=body.guesses is not False,
         )
         for prompt, most in zip(prompts, max_tokens, strict=True)
         for sampling in samplings

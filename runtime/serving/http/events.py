@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from fusion.runtime.job.context import Context
+from fusion.runtime.serving.http.answers import Part
 from fusion.runtime.serving.http.errors import ApiError
+from fusion.runtime.serving.http.route import RouteTeller
+from fusion.runtime.serving.http.schema import Settings
+from fusion.runtime.serving.http.shapes import Heading, Json, Shape, usage
+from fusion.runtime.serving.requests.request import Answer
 
 T = TypeVar("T")
 
@@ -84,6 +90,48 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         async for each in self._events:
             await _body(send, each)
+
+
+async def events_of(
+    first: Part,
+    parts: AsyncGenerator[Part],
+    heading: Heading,
+    shape: Shape,
+    body: Settings,
+    prompt_tokens: int,
+    context: Context,
+) -> AsyncGenerator[bytes]:
+    """`prompt_tokens` and the route are told of where `body` asks for it."""
+    more: Json = {"usage": None} if body.usage_at_the_end else {}
+    teller = RouteTeller(context) if body.tells_route else None
+    kind = shape.chunk_object
+
+    def chunk(choice: Json) -> bytes:
+        return event(heading.object(kind, [choice], **more))
+
+    def on_route(found: Json) -> bytes:
+        return event(heading.object(kind, [], route=found, **more))
+
+    ends, begun = list[Answer](), set[int]()
+    part: Part | None = first
+    with nullcontext() if teller is None else teller:
+        while part is not None:
+            for found in () if teller is None else teller.news(part):
+                yield on_route(found)
+            if part.choice not in begun:
+                begun.add(part.choice)
+                for choice in shape.begin(part.choice):
+                    yield chunk(choice)
+            for choice in shape.chunks(part):
+                yield chunk(choice)
+            if isinstance(part.said, Answer):
+                ends.append(part.said)
+            part = await anext(parts, None)
+        for found in () if teller is None else await teller.last_news():
+            yield on_route(found)
+    if body.usage_at_the_end:
+        yield event(heading.object(kind, [], usage=usage(prompt_tokens, ends)))
+    yield DONE
 
 
 def _body(send: Send, data: bytes, *, more: bool = True) -> Awaitable[None]:

@@ -38,6 +38,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_route: bool = False  # ours: which peers run the stages
 
 
 class NamedSchema(Body):
@@ -86,6 +87,7 @@ class Settings(Body):
     ) = None
     user: str | None = None
     response_format: ResponseFormat | None = None
+    guesses: bool | None = None  # ours: False where the ring is not to run ahead of what is chosen
 
     @property
     def json_schema(self) -> str:
@@ -105,6 +107,10 @@ class Settings(Body):
     @property
     def usage_at_the_end(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def tells_route(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_route
 
 
 class CompletionRequest(Settings):

@@ -278,6 +278,7 @@ class Piece:
     logits: bytes = b""  # float32 (vocabulary,) where they were asked for
     logprob: float | None = None  # of `id`, where `top_logprobs` was asked for
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the most probable first
+    route: tuple[PeerId, ...] = ()  # at the gateway: who runs each stage now; it does not travel
 
     def to_header(self) -> dict[str, Any]:
         """Header of the `token` frame; `logits` are its payload."""

@@ -2,7 +2,7 @@
 // A chat with a model of the swarm, over the API of the peer that this page comes from. What a model says is text, never markup.
 
 const at = (id) => document.getElementById(id);
-const messages = []; // {role, content}, as the API takes them
+let messages = []; // {role, content}, as the API takes them
 let running = null; // the AbortController of the answer that is being given
 
 function headers() {
@@ -10,13 +10,63 @@ function headers() {
   return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
 }
 
+function element(name, className, text = "") {
+  const made = document.createElement(name);
+  made.className = className;
+  made.textContent = text;
+  return made;
+}
+
 function show(role, text) {
-  const article = document.createElement("article");
-  article.className = role;
-  article.textContent = text;
+  const article = element("article", role, text);
+  article.setAttribute("aria-label", { user: "You", assistant: at("model").value, error: "Error" }[role]);
   at("said").append(article);
   article.scrollIntoView({ block: "end" });
   return article;
+}
+
+// Does what changes the log, and stays at its end if that was in sight.
+function following(change) {
+  const log = at("said");
+  const follow = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  change();
+  if (follow) log.scrollTop = log.scrollHeight;
+}
+
+// The peers that run an answer's stages, in a line below it; who took over from whom while it was given, in lines of its own.
+class Route {
+  constructor(article) {
+    this.article = article;
+    this.list = element("ol", "route");
+    this.list.setAttribute("aria-label", "Route");
+    this.names = [];
+  }
+
+  show({ gateway, stages }) {
+    if (!this.list.isConnected) this.article.after(this.list);
+    const asked = this.hop(gateway.name, `the peer that was asked: ${gateway.peer}`, gateway, "stage 0");
+    const hops = stages.map((each, i) => {
+      const next = `stage ${(i + 1) % stages.length}`;
+      return this.hop(`${i}: ${each.name}`, `stage ${i}: ${each.peer}`, each, next);
+    });
+    this.list.replaceChildren(asked, ...hops);
+    stages.forEach(({ name }, i) => {
+      const before = this.names[i] ?? name;
+      if (before !== name) this.list.before(element("p", "note", `${name} took stage ${i} over from ${before}`));
+    });
+    this.names = stages.map((each) => each.name);
+  }
+
+  hop(text, title, { round_trip_ms: trip }, next) {
+    const item = element("li", "", text);
+    item.title = title;
+    if (trip !== null) {
+      const way = element("span", "trip", `${trip < 10 ? trip.toFixed(1) : Math.round(trip)} ms`);
+      way.title = `to ${next} and back`;
+      item.append(" ", way);
+    }
+    return item;
+  }
 }
 
 async function problem(response) {
@@ -36,10 +86,11 @@ async function loadModels() {
   }
 }
 
-// The `choices[0]` of each event of a stream; throws {message, code} for an error, whenever it comes.
+// What each event of a stream says; throws {message, code} for an error, whenever it comes.
 async function* stream(path, body) {
   const response = await fetch(path, {
-    method: "POST", headers: headers(), signal: running.signal, body: JSON.stringify({ ...body, stream: true }),
+    method: "POST", headers: headers(), signal: running.signal,
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_route: true } }),
   });
   if (!response.ok) throw await problem(response);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -51,27 +102,30 @@ async function* stream(path, body) {
       if (data === "[DONE]") return;
       const value = JSON.parse(data);
       if (value.error) throw value.error;
-      yield value.choices[0];
+      yield value;
     }
   }
+  throw new Error("The peer hung up before the answer had ended.");
 }
 
-async function answer(article) {
+async function answer(said, article) {
   const settings = {
     model: at("model").value, temperature: Number(at("temperature").value), max_tokens: Number(at("tokens").value),
   };
-  const log = at("said");
-  const add = (text) => {
-    const follow = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-    article.textContent += text ?? "";
-    if (follow) log.scrollTop = log.scrollHeight;
+  const route = new Route(article);
+  const read = async (path, body, text) => {
+    for await (const { choices: [choice], route: told } of stream(path, { ...settings, ...body })) {
+      following(() => {
+        if (told) route.show(told);
+        if (choice) article.textContent += text(choice) ?? "";
+      });
+    }
   };
   try {
-    for await (const choice of stream("v1/chat/completions", { ...settings, messages })) add(choice.delta.content);
+    await read("v1/chat/completions", { messages: said }, (choice) => choice.delta.content);
   } catch (error) {
     if (error.code !== "no_chat_template") throw error; // a model that goes on from a text
-    const prompt = messages.at(-1).content;
-    for await (const choice of stream("v1/completions", { ...settings, prompt })) add(choice.text);
+    await read("v1/completions", { prompt: said.at(-1).content }, (choice) => choice.text);
   }
 }
 
@@ -79,19 +133,24 @@ async function ask(event) {
   event.preventDefault();
   const text = at("text").value;
   if (running || !text.trim()) return;
-  messages.push({ role: "user", content: text });
+  const said = messages; // another chat may begin meanwhile
+  said.push({ role: "user", content: text });
   show("user", text);
   at("text").value = "";
   const article = show("assistant", "");
+  article.classList.add("running");
   running = new AbortController();
   at("send").hidden = !(at("stop").hidden = false);
+  let problem = null;
   try {
-    await answer(article);
+    await answer(said, article);
   } catch (error) {
-    if (error.name !== "AbortError") show("error", error.message);
+    problem = error.name === "AbortError" ? null : error;
   }
-  if (article.textContent) messages.push({ role: "assistant", content: article.textContent });
-  else { messages.pop(); article.remove(); }
+  article.classList.remove("running");
+  if (article.textContent) said.push({ role: "assistant", content: article.textContent });
+  else { said.pop(); article.remove(); }
+  if (problem && said === messages) show("error", problem.message);
   running = null;
   at("send").hidden = !(at("stop").hidden = true);
   at("text").focus();
@@ -102,7 +161,7 @@ at("stop").addEventListener("click", () => running?.abort());
 at("key").addEventListener("change", loadModels);
 at("new").addEventListener("click", () => {
   running?.abort();
-  messages.length = 0;
+  messages = [];
   at("said").replaceChildren();
   at("text").focus();
 });

@@ -29,6 +29,7 @@ from fusion.runtime.serving.http.server import open_http
 from fusion.runtime.serving.requests.request import Sampling
 from fusion.runtime.serving.ring import openings
 from fusion.swarm.directory.records import Digest
+from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import PeerId
 
 pytestmark = [pytest.mark.process, pytest.mark.heavy]
@@ -85,6 +86,36 @@ def test_a_stream_is_the_same_text_in_pieces(tmp_path: Path) -> None:
             events = body.decode().removesuffix("\n\n").split("\n\n")
             assert events[-1] == "data: [DONE]"
             assert all("usage" not in json.loads(each.removeprefix("data: ")) for each in events[:-1])
+
+    asyncio.run(main())
+
+
+def test_a_stream_tells_of_its_route_where_that_is_asked_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (swarm, http), client_of(http) as client:
+            asked: Any = {**GREEDY, "prompt": PROMPT, "n": 2, "stream": True, "extra_body": {"seed": 1}}
+            told: Any = {"include_usage": True, "include_route": True}
+            stream = await client.completions.create(**asked, stream_options=told)
+            chunks = [chunk.model_dump() async for chunk in stream]
+            told_at = [i for i, chunk in enumerate(chunks) if "route" in chunk]
+            begun = {
+                c["choices"][0]["index"]: i for i, c in reversed(list(enumerate(chunks))) if c["choices"]
+            }
+            for index in (0, 1):
+                [first, *_] = [i for i in told_at if chunks[i]["route"]["index"] == index]
+                assert first < begun[index]
+                assert chunks[first]["choices"] == []
+                [stage] = chunks[first]["route"]["stages"]
+                owner = str(swarm.peers[0].context.peer_id)
+                assert stage == {
+                    "peer": owner,
+                    "name": friendly_name(PeerId(owner)),
+                    "round_trip_ms": None,  # with one stage there is no next one
+                }
+                assert chunks[first]["route"]["gateway"]["peer"] == swarm.peers[1].context.peer_id
+            stream = await client.completions.create(**asked)
+            assert not [chunk async for chunk in stream if "route" in chunk.model_dump()]
+            await swarm.freed()
 
     asyncio.run(main())
 
