@@ -45,6 +45,14 @@ def serve(
             "--admit", metavar="PEER", help="A peer id that may: for good (listed), or as invited (granted)."
         ),
     ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft",
+            metavar="DIR",
+            help="A small model of the same tokenizer that guesses for it over slow links: the same answers, sooner.",
+        ),
+    ] = None,
     peer: options.PeerAddress = None,
     swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
@@ -56,6 +64,11 @@ def serve(
     need_peer_extra("serve")
     output = Output(as_json=json)
     check_directory(directory)
+    if draft is not None:
+        try:
+            check_directory(draft)
+        except ValueError as error:
+            raise ValueError(f"--draft: {error}") from None
     if not name.strip():
         raise ValueError("--name: a name, such as my-model")
     try:
@@ -64,7 +77,9 @@ def serve(
         raise ValueError(f"--admission, --admit: {error}") from None
     output.status("loading the runtime ...")
     run(
-        _serve(directory, name, stages, admitted, client.Way(home, bootstrap, peer, swarm_key), output),
+        _serve(
+            directory, name, stages, admitted, draft, client.Way(home, bootstrap, peer, swarm_key), output
+        ),
         debug=debug,
     )
 
@@ -74,6 +89,7 @@ async def _serve(
     name: str,
     stages: int | None,
     admission: AdmissionSpec,
+    draft: Path | None,
     way: client.Way,
     output: Output,
 ) -> None:
@@ -90,6 +106,7 @@ async def _serve(
             links=await context.directory.links(),
             author=author,
             admission=admission,
+            draft=draft,
             say=output.status,
         )
         job = await offer(context, prepared, output)

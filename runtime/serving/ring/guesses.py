@@ -35,7 +35,9 @@ class RepeatDrafter:
     """The text goes on as it did after the longest match of its end with an earlier part (prompt lookup decoding): what is
     quoted, reformatted or renamed is guessed, and novel text hardly ever."""
 
-    def __init__(self, text: Sequence[int] = ()) -> None:
+    def __init__(self, text: Sequence[int] = (), *, least: int = LEAST_MATCH) -> None:
+        """`least`: tokens of a match; LEAST_MATCH or more."""
+        self._least = least
         self._text: list[int] = []
         self._ends: dict[
             tuple[int, ...], list[int]
@@ -76,7 +78,7 @@ class RepeatDrafter:
         """The distance to what followed the longest match, of equally long ones the newest; 0 where there is none."""
         ends = self._ends.get(tuple(self._text[-LEAST_MATCH:]), ())
         best = max(reversed(ends), key=self._length, default=0)
-        return len(self._text) - best if best else 0
+        return len(self._text) - best if best and self._length(best) >= self._least else 0
 
     def _length(self, end: int) -> int:
         """How many tokens before `end` are those at the end of the text, counted up to LONGEST_MATCH."""
