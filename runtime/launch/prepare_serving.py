@@ -42,7 +42,6 @@ def prepare_serving(
     """A Hugging Face model directory or one written by `jobs export`, as a job that serves it under `name`. A model
     whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact. `draft`:
     the directory of a small model of the same tokens that guesses for it."""
-    check_directory(directory)
     say("reading the model")
     model = _model(directory)
     about = model.about
@@ -84,6 +83,7 @@ def prepare_serving(
 
 
 def _model(directory: Path) -> sources.LanguageModel:
+    check_directory(directory)
     if is_exported_directory(directory):
         return sources.exported(directory)
     return sources.huggingface(HuggingFaceConfig(path=directory), training=False)
