@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fusion.runtime.serving.drafts.pace import Acceptance, Trips, worth_drafting
+from fusion.runtime.serving.drafts.pace import (
+    FIRST_DRAFTED,
+    HOPEFUL,
+    MOST_HOPED,
+    Acceptance,
+    Trips,
+    worth_drafting,
+)
 
 STEP_POSITIONS = 32  # that the model reads in one run; a token that comes meanwhile waits for them
 LEAST_REPEATED = 8  # tokens of a match from which on what repeats is guessed and nothing drafted
@@ -56,6 +63,7 @@ class ModelDrafter:
         self._version = 0
         self._repeating = False  # what was proposed last was a repeat
         self._stopped = len(text) >= capacity
+        self._worth = FIRST_DRAFTED  # how far it is worth drafting, when last asked
         self.acceptance = Acceptance()
         self.trips = Trips()
 
@@ -83,10 +91,17 @@ class ModelDrafter:
             return found
         return self._expected[len(ahead) : len(ahead) + most]
 
+    @property
+    def least(self) -> int:
+        """How many guesses may be under way whatever became of the last ones: that a share of them is wrong is reckoned with."""
+        hopeful = not (self._stopped or self._repeating) and self.acceptance.share >= HOPEFUL
+        return min(self._worth, MOST_HOPED) if hopeful else 0
+
     def next_step(self, most: int, room: int, step_seconds: float | None) -> DraftStep | None:
         """What to run so that `most` guesses, those under way among them, may be there: at most `room` positions. None where it is
         not worth a run of so many seconds, or nothing is to be guessed. Whoever asks runs it."""
-        most = min(most, worth_drafting(self.acceptance.share, self.trips.seconds.value, step_seconds))
+        self._worth = worth_drafting(self.acceptance.share, self.trips.seconds.value, step_seconds)
+        most = min(most, self._worth)
         end = len(self._text) + len(self._expected)
         if self._stopped or self._repeating or len(self._expected) >= most or end > self._capacity:
             return None

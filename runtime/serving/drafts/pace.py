@@ -13,7 +13,10 @@ FIRST_ACCEPTANCE = 0.7  # before anything is known
 LEAST_ACCEPTANCE = 0.05  # what is always wrong is tried now and then: a text changes
 RECENT = 0.1  # the share of the newest observation in what is believed
 STEPS_A_TRIP = 4.0  # that a guess has to save
+FIRST_DRAFTED = 4  # before the times are known
 MOST_DRAFTED = 64
+HOPEFUL = 0.3  # the share of right guesses from which on a wrong one changes nothing
+MOST_HOPED = 8  # guesses that are under way then, whatever became of the last ones, at most
 MOST_TIMED = 256  # chunks on their way whose time is taken
 
 
@@ -64,9 +67,10 @@ class Acceptance:
 
 
 def worth_drafting(acceptance: float, trip_seconds: float | None, step_seconds: float | None) -> int:
-    """How many tokens behind those that are known. `acceptance`: above 0, up to 1. Where a time is not known yet, as many as there
-    may be: it will be."""
-    if trip_seconds is None or step_seconds is None or step_seconds <= 0:
+    """How many tokens behind those that are known. `acceptance`: above 0, up to 1. Where a time is not known yet, a few: it will be."""
+    if trip_seconds is None or step_seconds is None:
+        return FIRST_DRAFTED
+    if step_seconds <= 0:
         return MOST_DRAFTED
     least = (
         STEPS_A_TRIP * step_seconds / max(trip_seconds, 1e-9)

@@ -24,6 +24,10 @@ LONGEST_SILENCE = 64  # tokens after which a text that could not be guessed is t
 class Drafter(Protocol):
     """Guesses how a text goes on."""
 
+    @property
+    def least(self) -> int:
+        """How many guesses may be under way, whatever became of the last ones."""
+
     def push(self, token: int) -> None:
         """The text has one token more."""
 
@@ -34,6 +38,8 @@ class Drafter(Protocol):
 class RepeatDrafter:
     """The text goes on as it did after the longest match of its end with an earlier part (prompt lookup decoding): what is
     quoted, reformatted or renamed is guessed, and novel text hardly ever."""
+
+    least = 0
 
     def __init__(self, text: Sequence[int] = (), *, least: int = LEAST_MATCH) -> None:
         """`least`: tokens of a match; LEAST_MATCH or more."""

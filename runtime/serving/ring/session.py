@@ -273,7 +273,8 @@ class Feed:
         answer is never fed."""
         if self._drafter is None or self._recompute or self._fed < self._prompt_length:
             return 0
-        return max(0, min(most, self._allowance.most, self._capacity - 1 - len(self._tokens)))
+        worth = max(self._allowance.most, self._drafter.least)
+        return max(0, min(most, worth, self._capacity - 1 - len(self._tokens)))
 
     def _next_number(self) -> int:
         if self._drafter is None:

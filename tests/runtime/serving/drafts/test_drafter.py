@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.runtime.serving.drafts.drafter import STEP_POSITIONS, DraftStep, ModelDrafter
+from fusion.runtime.serving.drafts.pace import FIRST_DRAFTED, MOST_HOPED
 from fusion.runtime.serving.ring.guesses import RepeatDrafter
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=80)
@@ -150,9 +151,25 @@ def test_guesses_that_are_wrong_are_drafted_less_far() -> None:
     assert drafter.next_step(9, 9, 0.001) is None
 
 
+def test_where_a_fair_share_of_guesses_is_right_a_wrong_one_changes_nothing() -> None:
+    drafter = drafter_of([1])
+    assert drafter.least == FIRST_DRAFTED
+    drafter.trips.fed(1, 0.0)
+    drafter.trips.came(1, 0.4)
+    for right in (True, False) * 20:
+        drafter.drafted(step_of(drafter), 5)
+        drafter.next_step(0, 9, 0.001)
+        drafter.push(5 if right else 6)
+    assert 1 < drafter.least <= MOST_HOPED
+    for _ in range(20):
+        drafter.drafted(step_of(drafter), 5)
+        drafter.push(6)
+    assert drafter.least == 0
+
+
 def test_one_that_was_stopped_drafts_no_more() -> None:
     drafter = drafter_of([1, 2, 3])
     step = step_of(drafter)
     drafter.stop()
     drafter.drafted(step, 4)
-    assert drafter.propose([], 9) == [] and drafter.next_step(9, 9, None) is None
+    assert drafter.propose([], 9) == [] and drafter.next_step(9, 9, None) is None and not drafter.least

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.runtime.serving.drafts.pace import (
+    FIRST_DRAFTED,
     LEAST_ACCEPTANCE,
     MOST_DRAFTED,
     STEPS_A_TRIP,
@@ -43,7 +44,7 @@ def test_on_a_fast_network_nothing_is_drafted_and_over_a_slow_one_a_lot() -> Non
 
 
 def test_what_is_not_known_yet_is_tried() -> None:
-    assert worth_drafting(0.5, None, 0.1) == worth_drafting(0.5, 0.1, None) == MOST_DRAFTED
+    assert worth_drafting(0.5, None, 0.1) == worth_drafting(0.5, 0.1, None) == FIRST_DRAFTED
 
 
 def test_the_acceptance_follows_what_becomes_of_guesses_and_is_never_given_up() -> None:
