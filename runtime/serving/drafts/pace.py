@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from math import log
 
-FIRST_ACCEPTANCE = 0.7  # before anything is known
+FIRST_ACCEPTANCE = 0.5  # before anything is known
+FIRST_COUNTS = 3  # guesses' worth of that: three wrong ones at the beginning are enough to hope no more
 LEAST_ACCEPTANCE = 0.05  # what is always wrong is tried now and then: a text changes
 RECENT = 0.1  # the share of the newest observation in what is believed
 STEPS_A_TRIP = 4.0  # that a guess has to save
@@ -23,8 +24,8 @@ MOST_TIMED = 256  # chunks on their way whose time is taken
 class Recent:
     """What was observed lately, on average; `value` is None before."""
 
-    def __init__(self, value: float | None = None) -> None:
-        self.value = value
+    def __init__(self) -> None:
+        self.value: float | None = None
 
     def add(self, observed: float) -> None:
         before = observed if self.value is None else self.value
@@ -52,18 +53,19 @@ class Trips:
 
 
 class Acceptance:
-    """How often the draft's guesses are right."""
+    """How often the draft's guesses are right: on average at first, lately on average later."""
 
     def __init__(self) -> None:
-        self._share = Recent(FIRST_ACCEPTANCE)
+        self._share = FIRST_ACCEPTANCE
+        self._counts = FIRST_COUNTS
 
     def add(self, right: bool) -> None:
-        self._share.add(float(right))
+        self._counts += 1
+        self._share += max(RECENT, 1 / self._counts) * (right - self._share)
 
     @property
     def share(self) -> float:
-        assert self._share.value is not None
-        return max(LEAST_ACCEPTANCE, self._share.value)
+        return max(LEAST_ACCEPTANCE, self._share)
 
 
 def worth_drafting(acceptance: float, trip_seconds: float | None, step_seconds: float | None) -> int:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fusion.runtime.serving.drafts.pace import (
     FIRST_DRAFTED,
+    HOPEFUL,
     LEAST_ACCEPTANCE,
     MOST_DRAFTED,
     STEPS_A_TRIP,
@@ -49,6 +50,11 @@ def test_what_is_not_known_yet_is_tried() -> None:
 
 def test_the_acceptance_follows_what_becomes_of_guesses_and_is_never_given_up() -> None:
     acceptance = Acceptance()
+    for _ in range(3):
+        acceptance.add(False)
+    assert acceptance.share < HOPEFUL
+    acceptance.add(True)
+    assert acceptance.share > HOPEFUL
     for _ in range(100):
         acceptance.add(False)
     assert acceptance.share == LEAST_ACCEPTANCE
