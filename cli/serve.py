@@ -62,6 +62,14 @@ def serve(
             "--admit", metavar="PEER", help="A peer id that may: for good (listed), or as invited (granted)."
         ),
     ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft",
+            metavar="DIR",
+            help="A small model of the same tokenizer that guesses for it over slow links: the same answers, sooner.",
+        ),
+    ] = None,
     peer: options.PeerAddress = None,
     swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
@@ -78,6 +86,11 @@ def serve(
         if once:
             raise ValueError("--once: goes with a job, not with a directory")
         check_directory(directory)
+    if draft is not None:
+        try:
+            check_directory(draft)
+        except ValueError as error:
+            raise ValueError(f"--draft: {error}") from None
     if not name.strip():
         raise ValueError("--name: a name, such as my-model")
     try:
@@ -85,7 +98,7 @@ def serve(
     except ValueError as error:
         raise ValueError(f"--admission, --admit: {error}") from None
     output.status("loading the runtime ...")
-    asked, way = Asked(name, stages, admitted), client.Way(home, bootstrap, peer, swarm_key)
+    asked, way = Asked(name, stages, admitted, draft), client.Way(home, bootstrap, peer, swarm_key)
     if job is None:
         run(_serve(directory, asked, way, output), debug=debug)
     else:
@@ -94,11 +107,12 @@ def serve(
 
 @dataclass(frozen=True)
 class Asked:
-    """What the model is to be called, over how many peers, and who may have a part in it."""
+    """What the model is to be called, over how many peers, who may have a part in it, and the model that guesses for it."""
 
     name: str
     stages: int | None
     admission: AdmissionSpec
+    draft: Path | None
 
 
 async def _serve(directory: Path, asked: Asked, way: client.Way, output: Output) -> None:
@@ -122,6 +136,7 @@ async def _hand_over(
         links=await context.directory.links(),
         author=author,
         admission=asked.admission,
+        draft=asked.draft,
         say=output.status,
     )
     job = await offer(context, prepared, output)

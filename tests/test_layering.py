@@ -51,7 +51,7 @@ ROOMS = {
     "compression": ("",),
     "runtime": (
         *("device", "job", "belief", "planes", "capture"),
-        *(f"serving/{room}" for room in ("requests", "grammar", "ring", "answers", "http")),
+        *(f"serving/{room}" for room in ("requests", "grammar", "drafts", "ring", "answers", "http")),
         *("serving", "placing"),
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),
         *("training", "launch", "hosting/jobs", "hosting", "peer"),

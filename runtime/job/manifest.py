@@ -106,7 +106,8 @@ class Manifest:
     serve: ServeConfig | None = None
     tokenizer: Digest | None = None  # blob: tokenizer.json; None with byte_level False: prompts are ids
     byte_level: bool = False  # token ids are the bytes of UTF-8 text
-    # What export writes beside the weights (config.json, ...); for gateways, how to chat with a served model.
+    # What export writes beside the weights (config.json, ...); of a served model, for gateways, how to chat with it, and for
+    # the first stage the draft model (`fusion.runtime.serving.drafts.draft_files`). Whoever does not know a name leaves it.
     files: tuple[tuple[str, Digest], ...] = ()
     author: PeerId  # the key of whoever launched it: the job's word begins, and may end, with that key
     admission: Admission = Admission()  # noqa: RUF009 - frozen

@@ -59,6 +59,14 @@ async def load_stages(
         raise Unsupported(f"the graph of {manifest.name}: {error}") from None
 
 
+def whole_stage(data: bytes, name: str) -> Stage:
+    """The stage of a graph in one piece. Raises Unsupported as `load_stages`."""
+    try:
+        return split(serialise.decode(data), ())[0]
+    except GraphError as error:
+        raise Unsupported(f"the graph of {name}: {error}") from None
+
+
 @dataclass(eq=False)
 class _Entry:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is read
@@ -82,12 +90,12 @@ class StageGraphs:
                 entry.stages = await load_stages(self._context, job, manifest, self._turn)
         return entry.stages
 
-    async def check(self, job: JobId, manifest: Manifest, stage: int) -> None:
-        """Understated where the stage needs clearly more memory than the manifest says, Unsupported where the job could not
-        be trained wherever it ran. Raises as `of`."""
+    async def check(self, job: JobId, manifest: Manifest, stage: int, beside_bytes: int = 0) -> None:
+        """Understated where the stage, and `beside_bytes`, needs clearly more memory than the manifest says, Unsupported where
+        the job could not be trained wherever it ran. Raises as `of`."""
         stages, _ = await self.of(job, manifest)
         _check_loss(stages, manifest)
-        needed = await asyncio.to_thread(needed_bytes, stages[stage], manifest)
+        needed = beside_bytes + await asyncio.to_thread(needed_bytes, stages[stage], manifest)
         declared = manifest.needed_bytes(stage)
         if manifest.memory_bytes and needed > declared * TOLERATED_RATIO + TOLERATED_BYTES:
             raise Understated(

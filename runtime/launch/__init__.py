@@ -2,6 +2,7 @@
 
 prepare            from a job file to blobs and a manifest
 prepare_serving    from a model's directory
+draft              the draft model that goes along
 pack               a job's text as blobs
 shard              from a placed graph to blobs and manifest
 launch             offered to the swarm, until the swarm holds all of it

@@ -12,11 +12,13 @@ from fusion.dag.ir.errors import UnsupportedModel
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.admission import AdmissionSpec
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.model_files import check_directory, is_exported_directory
 from fusion.runtime.job.spec import HuggingFaceConfig
+from fusion.runtime.launch.draft import prepare_draft
 from fusion.runtime.launch.shard import GraphJob, Prepared, Say, prepare_graph, silent
-from fusion.runtime.placing.place_job import place_job
+from fusion.runtime.placing.place_job import place_beside
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.identity import Identity
@@ -34,21 +36,23 @@ def prepare_serving(
     links: Sequence[LinkRecord] = (),
     author: Identity | None = None,
     admission: AdmissionSpec = OPEN,
+    draft: Path | None = None,
     say: Say = silent,
 ) -> Prepared:
     """A Hugging Face model directory or one written by `jobs export`, as a job that serves it under `name`. A model
-    whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact."""
-    check_directory(directory)
+    whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact. `draft`:
+    the directory of a small model of the same tokens that guesses for it."""
     say("reading the model")
-    if is_exported_directory(directory):
-        model = sources.exported(directory)
-    else:
-        model = sources.huggingface(HuggingFaceConfig(path=directory), training=False)
+    model = _model(directory)
     about = model.about
     say("rewriting its graph for decoding")
     try:
         graph, cached = serving_graph(model.inference, cache="kv", maximum_sequence=about.max_sequence), True
     except UnsupportedModel as reason:
+        if draft is not None:
+            raise JobError(
+                f"draft: nothing can be guessed for a model without a KV cache ({reason})"
+            ) from None
         say(f"no KV cache for this model ({reason}): each token will compute the whole prefix")
         graph, cached = serving_graph(model.inference, cache="recompute"), False
     config = ServeConfig(
@@ -57,17 +61,29 @@ def prepare_serving(
         vocabulary=about.vocabulary,
         end_tokens=about.end_tokens,
     )
+    drafted = None
+    if draft is not None:
+        say("reading its draft model")
+        drafted = prepare_draft(_model(draft), model, config)
     admitted = admission.among(peers, lambda peer: peer.peer)
     say(f"placing it on {len(admitted)} peers")
-    placed = place_job(graph, config, admitted, links, stages)
+    beside = 0 if drafted is None else drafted.memory_bytes
+    placed = place_beside(beside, graph, config, admitted, links, stages)
     job = GraphJob(
         name=name,
         graph=graph,
         variables=model.read,
-        files=dict(model.chat),
+        files={**model.chat, **(drafted.files if drafted is not None else {})},
         tokenizer=model.tokenizer,
         byte_level=about.byte_level,
         author=author or Identity.generate(),
         admission=admission,
     )
     return prepare_graph(job, placed, store, say)
+
+
+def _model(directory: Path) -> sources.LanguageModel:
+    check_directory(directory)
+    if is_exported_directory(directory):
+        return sources.exported(directory)
+    return sources.huggingface(HuggingFaceConfig(path=directory), training=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from fusion.compression.codec_speed import measure_families
 from fusion.dag.ir.graph import Graph
@@ -39,6 +40,24 @@ def place_job(
         return _serving(graph, config, peers, swarm, stages)
     except DoesNotFit as error:
         raise error.named({peer.peer: peer.name or peer.peer for peer in peers}) from None
+
+
+def place_beside(
+    draft_bytes: int,
+    graph: Graph,
+    config: ServeConfig,
+    peers: Sequence[PeerRecord],
+    links: Sequence[LinkRecord],
+    stages: int | None = None,
+) -> Placed:
+    """As `place_job`, for a model whose first stage needs so much more, for its draft model. Where the peer that it would have
+    offers less, the model is placed as if nobody had that much."""
+    placed = place_job(graph, config, peers, links, stages)
+    free = {peer.peer: peer.free_memory_bytes for peer in peers}
+    if placed.memory_bytes[0] + draft_bytes > free.get(placed.proposed[0], inf):
+        less = [replace(p, free_memory_bytes=max(0, p.free_memory_bytes - draft_bytes)) for p in peers]
+        placed = place_job(graph, config, less, links, stages)
+    return replace(placed, memory_bytes=(placed.memory_bytes[0] + draft_bytes, *placed.memory_bytes[1:]))
 
 
 def _serving(

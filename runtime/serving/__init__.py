@@ -2,9 +2,12 @@
 
 requests/      what a client asks, and what it gets
 grammar/       answers held to a JSON schema
+drafts/        a small model that guesses for a large one
 ring/          the stages' side of a session
 answers/       the gateway's side
 http/          OpenAI's API, for programs that are no peers
+draft_loader   draft models on their way into memory
+loaded_stage   a stage in memory
 stage_loader   stages on their way into memory
 service        serving on this peer: stages in memory, replicas, the gateway
 """

@@ -14,11 +14,11 @@ from fusion.runtime.job.errors import JobError, JobFailed, first_cause
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress, StageLoad
 from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE, RING
-from fusion.runtime.job.stage_graphs import weights_bytes
 from fusion.runtime.serving.answers.gateway import Gateway, GatewayConfig
+from fusion.runtime.serving.loaded_stage import LoadedStage
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, refusal, shown
 from fusion.runtime.serving.ring.stage import RingStage
-from fusion.runtime.serving.stage_loader import LoadedStage, StageLoader
+from fusion.runtime.serving.stage_loader import StageLoader
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError
@@ -129,8 +129,7 @@ class ServingService:
         if place not in self._hosted and place not in self._warm:
             try:
                 await self._loader.fetch(place, manifest)
-                stages = await self._loader.stages(job, manifest)
-                if self._keep(place, manifest, weights_bytes(stages[stage])):
+                if self._keep(place, manifest, await self._loader.weights_bytes(place, manifest)):
                     await self._warm_up(place, manifest)
             except (JobFailed, MemoryError) as error:
                 raise JobError(str(error)) from None
@@ -140,7 +139,9 @@ class ServingService:
         memory = self._context.memory
         try:
             loaded = await self._load(place, manifest)
-            if place not in self._hosted and memory.keeps(place):  # else promoted, or given up, meanwhile
+            # Else it was promoted, or given up, meanwhile, or has no room with its draft model.
+            kept = place not in self._hosted and memory.keeps(place)
+            if kept and self._keep(place, manifest, loaded.weights_bytes):
                 self._warm[place] = loaded
                 self._replicas[place] = asyncio.create_task(self._replicate(place, manifest, loaded))
         finally:
@@ -227,8 +228,9 @@ class ServingService:
             job=place[0], name=manifest.name, serve=manifest.serve, peer=context.peer_id, term=term
         )
         ring = RingStage(
-            *(context.transport, compute, loaded.plane, loaded.plan, seat),
-            lambda: self._account(place),
+            *(context.transport, compute),
+            loaded.runner(manifest.serve.max_sequence, lambda: self._account(place)),
+            *(loaded.plan, seat),
             doubt=(lambda peer: None) if links is None else links.doubt,
             clock=context.clock.monotonic,
             chain=context.access.chain,
@@ -323,15 +325,15 @@ class ServingService:
         hosted = self._hosted.get(place)
         if hosted is None:
             return
-        plane = hosted.loaded.plane
-        bytes_, retained = _used_bytes(hosted.manifest, hosted.loaded), plane.retained_bytes()
+        loaded = hosted.loaded
+        bytes_, retained = _used_bytes(hosted.manifest, loaded), loaded.plane.retained_bytes()
         least = max(hosted.manifest.needed_bytes(place[1]), bytes_ - retained)
         try:
             self._context.memory.resize(
                 *(place, bytes_, bytes_ - least),
                 lambda taken: self._loop.call_soon_threadsafe(hosted.stage.shed, taken),
             )
-            hosted.kv_bytes, hosted.retained_bytes = plane.used_bytes() - retained, retained
+            hosted.kv_bytes, hosted.retained_bytes = loaded.kv_bytes - retained, retained
         except MemoryError:
             sessions = sum(h.stage.sessions for h in list(self._hosted.values()))
             raise MemoryError(
@@ -384,4 +386,4 @@ async def _to_the_end(task: asyncio.Task[None]) -> None:
 
 def _used_bytes(manifest: Manifest, loaded: LoadedStage) -> int:
     """Weights and sessions, and no less than the launcher estimated."""
-    return max(manifest.needed_bytes(loaded.plan.index), loaded.weights_bytes + loaded.plane.used_bytes())
+    return max(manifest.needed_bytes(loaded.plan.index), loaded.weights_bytes + loaded.kv_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from pathlib import Path
 
 from cachetools import LRUCache
@@ -19,9 +18,11 @@ from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.model_files import CHAT_FILES
 from fusion.runtime.job.stage_graphs import StageGraphs, file_bytes, weights_bytes
 from fusion.runtime.job.text import MAX_TOKENIZER_BYTES
-from fusion.runtime.planes.plane import DecodingStage, Plane
+from fusion.runtime.planes.plane import Plane
+from fusion.runtime.serving.draft_loader import DraftLoader
 from fusion.runtime.serving.grammar.grammars import Grammars
-from fusion.runtime.serving.ring.frames import RingPlan, last_reader, plan_ring
+from fusion.runtime.serving.loaded_stage import LoadedStage
+from fusion.runtime.serving.ring.frames import last_reader, plan_ring
 from fusion.swarm.blobs.blobs import JobBlobs
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import BlobError, QuotaExceeded
@@ -33,16 +34,6 @@ REMEMBERED_RINGS = 8
 Place = tuple[JobId, int]
 
 
-@dataclass(eq=False)
-class LoadedStage:
-    """A stage in memory: hosted, or warm for when we have to."""
-
-    plan: RingPlan
-    plane: DecodingStage
-    weights: Digest
-    weights_bytes: int
-
-
 class StageLoader:
     """Loads each stage once, however many wait for it."""
 
@@ -51,6 +42,7 @@ class StageLoader:
         self.grammars = Grammars(context)  # for answers that follow a schema
         self._plane = plane
         self._graphs = graphs
+        self._drafts = DraftLoader(context, plane, graphs)
         self._loading: dict[Place, asyncio.Task[LoadedStage]] = {}
         # Of each ring, by its graph and cuts, what all its stages have in common: its last reader of token ids, or why it is
         # none. Worked out once and not beside another: of a stranger's job of thousands of stages dozens are loaded at once.
@@ -96,6 +88,8 @@ class StageLoader:
         if manifest.tokenizer is not None and stage in (0, manifest.stages - 1):
             # No stage reads it, any gateway may: the swarm has to hold it once the launcher is gone.
             wanted.append(blobs.fetch(manifest.tokenizer, max_bytes=MAX_TOKENIZER_BYTES))
+        if stage == 0:
+            wanted.append(self._drafts.fetch(job, manifest))
         if stage in (0, manifest.stages - 1):
             chat = [(digest, CHAT_FILES[name]) for name, digest in manifest.files if name in CHAT_FILES]
             wanted += (_if_there_is(blobs, digest, most_bytes) for digest, most_bytes in chat)
@@ -108,6 +102,10 @@ class StageLoader:
         stages, _ = await self._graphs.of(job, manifest)
         return stages
 
+    async def weights_bytes(self, place: Place, manifest: Manifest) -> int:
+        """Of the stage's own weights. Raises as `stages`."""
+        return weights_bytes((await self.stages(place[0], manifest))[place[1]])
+
     async def _load(self, place: Place, manifest: Manifest) -> LoadedStage:
         job, stage = place
         path = await self.fetch(place, manifest)
@@ -119,7 +117,8 @@ class StageLoader:
             )
         except (SafetensorError, ValueError, KeyError) as error:
             raise JobFailed(f"the weights of stage {stage} of {manifest.name}: {error}") from None
-        return LoadedStage(plan, plane, manifest.weights[stage], weights_bytes(stages[stage]))
+        draft = await self._drafts.load(job, manifest) if stage == 0 else None
+        return LoadedStage(plan, plane, manifest.weights[stage], weights_bytes(stages[stage]), draft)
 
     async def _last_reader(self, stages: tuple[Stage, ...], manifest: Manifest) -> int:
         """Raises JobFailed for a model that cannot be served in a ring."""

@@ -107,6 +107,16 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("draft", ["no/such/dir", "."])
+def test_a_draft_that_is_no_model_is_named_before_anything_is_loaded(
+    draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("fusion.json", "inference.graph", "model.safetensors"):
+        (tmp_path / name).touch()
+    assert main.main(["serve", str(tmp_path), "--name", "x", "--draft", draft]) == 2
+    assert one_line(capsys.readouterr().err).startswith(f"--draft: {draft} ")
+
+
 JOB = """
 name = "x"
 [model]

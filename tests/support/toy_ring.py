@@ -23,12 +23,14 @@ from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import Piece
+from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.requests.request import Sampling, pack_tokens
 from fusion.runtime.serving.ring.frames import plan_ring
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition
 from fusion.runtime.serving.ring.sampling import sample
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.runtime.serving.ring.stage import RingStage
+from fusion.runtime.serving.ring.stage_session import StageRunner
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
@@ -123,9 +125,12 @@ class ToyPlane:
                     f"the cache holds {old.shape[1]} positions: it cannot go on at position {start}"
                 )
             cache[name] = torch.cat([old[:, :start], value.clone()], 1)
-        whole = arithmetic(self.stage, cache)
+        whole = self._whole(cache)
         shown = -length if piece.singly else -1
         return {n: v[:, shown:] if n.startswith("result") else v[:, start:] for n, v in whole.items()}
+
+    def _whole(self, cache: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return arithmetic(self.stage, cache)
 
     def close(self, session: str) -> None:
         self.seen.pop(session, None)
@@ -164,6 +169,26 @@ class ToyPlane:
 
     def retained_bytes(self) -> int:
         return sum(map(_positions, self.retained.values()))
+
+
+class WholeModel(ToyPlane):
+    """All stages of a ring as one: a draft model that is always right; `wrong`: never."""
+
+    def __init__(self, stages: Sequence[Stage], *, wrong: bool = False) -> None:
+        self.runs = 0
+        super().__init__(make_stages(1)[0], self._ran)
+        self._stages = stages
+        self._wrong = wrong
+
+    def _ran(self, session: str, start: int, length: int) -> None:
+        self.runs += 1
+
+    def _whole(self, cache: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        values = dict(cache)
+        for stage in self._stages:
+            values |= arithmetic(stage, {i.name: values[i.name] for i in stage.graph.inputs})
+        logits = values["result/0"]
+        return {"result/0": logits.roll(1, -1) if self._wrong else logits}
 
 
 def _cut(cache: Mapping[str, torch.Tensor], positions: int) -> dict[str, torch.Tensor]:
@@ -280,6 +305,7 @@ async def ring_of(
     *,
     on_run: Callable[[int, str, int, int], None] = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
+    draft: DraftModel | None = None,
     **serve: Any,
 ) -> AsyncIterator[Ring]:
     settings: dict[str, Any] = {
@@ -295,7 +321,9 @@ async def ring_of(
         plane = ToyPlane(stages[i], lambda *run, i=i: on_run(i, *run))
         seat = RingPosition(job=JOB, name="toy", serve=ring.serve, peer=hop.peer, term=hop.term)
         workers.append(Worker())
-        stage = RingStage(transport, workers[-1], plane, plan_ring(stages, i), seat, clock=clock)
+        plan = plan_ring(stages, i)
+        runner = StageRunner(plane, plan, ring.serve.max_sequence, draft=draft if plan.first else None)
+        stage = RingStage(transport, workers[-1], runner, plan, seat, clock=clock)
 
         async def handler(stream: Stream, stage: RingStage = stage) -> None:
             ends = LinkEnds.from_hello(await hello(stream), PeerId("us"))

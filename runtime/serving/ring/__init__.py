@@ -13,6 +13,7 @@ schedule         which sessions are taken, what a turn runs; pure
 openings         how many sessions a gateway may open; pure
 retained         what is kept of sessions that have ended, and what of it gives way; pure
 stage_session    one session at one stage, in the worker thread
+drafting         the draft model of the first stage: when it runs, and for whom
 stage_memory     the memory of all of them: set aside, retained, freed
 stage_sessions   all of them: opened, failed, dropped
 gateways         what gateways say

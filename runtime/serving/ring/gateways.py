@@ -8,8 +8,8 @@ from collections.abc import Callable
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
 from fusion.runtime.serving.requests.request import unpack_tokens, whole
+from fusion.runtime.serving.ring.drafting import Drafting
 from fusion.runtime.serving.ring.frames import RingPlan
-from fusion.runtime.serving.ring.guesses import RepeatDrafter
 from fusion.runtime.serving.ring.links import RingPosition
 from fusion.runtime.serving.ring.prefix import checked_chain
 from fusion.runtime.serving.ring.session import Feed
@@ -30,12 +30,14 @@ class Gateways:
         sessions: StageSessions,
         fed: Callable[[StageSession], None],
         doubt: Callable[[PeerId], None],
+        drafting: Drafting,
     ) -> None:
         self._plan = plan
         self._position = position
         self._sessions = sessions
         self._fed = fed
         self._doubt = doubt
+        self._drafting = drafting
         self._streams: dict[QueuedStream, Callable[[], str | None]] = {}
         self._commands = {
             "open": self._open,
@@ -104,7 +106,7 @@ class Gateways:
         session.feed = Feed(
             tokens,
             recompute=serve.cache == "recompute",
-            drafter=RepeatDrafter(tokens) if frame.header.get("guesses") is True else None,
+            drafter=self._drafting.drafter(session, tokens) if frame.header.get("guesses") is True else None,
             start=start,
             capacity=session.opening.capacity,
         )

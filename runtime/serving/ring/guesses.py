@@ -24,6 +24,10 @@ LONGEST_SILENCE = 64  # tokens after which a text that could not be guessed is t
 class Drafter(Protocol):
     """Guesses how a text goes on."""
 
+    @property
+    def least(self) -> int:
+        """How many guesses may be under way, whatever became of the last ones."""
+
     def push(self, token: int) -> None:
         """The text has one token more."""
 
@@ -35,7 +39,11 @@ class RepeatDrafter:
     """The text goes on as it did after the longest match of its end with an earlier part (prompt lookup decoding): what is
     quoted, reformatted or renamed is guessed, and novel text hardly ever."""
 
-    def __init__(self, text: Sequence[int] = ()) -> None:
+    least = 0
+
+    def __init__(self, text: Sequence[int] = (), *, least: int = LEAST_MATCH) -> None:
+        """`least`: tokens of a match; LEAST_MATCH or more."""
+        self._least = least
         self._text: list[int] = []
         self._ends: dict[
             tuple[int, ...], list[int]
@@ -76,7 +84,7 @@ class RepeatDrafter:
         """The distance to what followed the longest match, of equally long ones the newest; 0 where there is none."""
         ends = self._ends.get(tuple(self._text[-LEAST_MATCH:]), ())
         best = max(reversed(ends), key=self._length, default=0)
-        return len(self._text) - best if best else 0
+        return len(self._text) - best if best and self._length(best) >= self._least else 0
 
     def _length(self, end: int) -> int:
         """How many tokens before `end` are those at the end of the text, counted up to LONGEST_MATCH."""

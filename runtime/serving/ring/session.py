@@ -244,7 +244,8 @@ class Feed:
             return self._next_known(known, most)
         ids = self._tokens[self._fed :]
         guessed = self._guess(guesses)
-        if not ids and len(guessed) < LEAST_ALONE:
+        least = LEAST_ALONE if self._ahead else min(LEAST_ALONE, max(1, self.allowed(guesses)))
+        if not ids and len(guessed) < least:
             return None  # there will be more when tokens come back
         self._ahead += guessed
         ids += guessed
@@ -264,11 +265,16 @@ class Feed:
 
     def _guess(self, most: int) -> list[int]:
         """Behind those that are under way, `most` with them. The last token of the answer is never fed."""
-        if self._drafter is None:
-            return []
-        room = self._capacity - 1 - len(self._tokens)
-        most = min(MAX_GUESSES, min(most, self._allowance.most, room) - len(self._ahead))
-        return self._drafter.propose(self._ahead, most) if most > 0 else []
+        most = min(MAX_GUESSES, self.allowed(most) - len(self._ahead))
+        return self._drafter.propose(self._ahead, most) if self._drafter is not None and most > 0 else []
+
+    def allowed(self, most: int) -> int:
+        """How many guesses may be under way, of at most so many: none before the ring has the prompt, and the last token of the
+        answer is never fed."""
+        if self._drafter is None or self._recompute or self._fed < self._prompt_length:
+            return 0
+        worth = max(self._allowance.most, self._drafter.least)
+        return max(0, min(most, worth, self._capacity - 1 - len(self._tokens)))
 
     def _next_number(self) -> int:
         if self._drafter is None:

@@ -10,28 +10,24 @@ Which sessions are taken and what a turn runs is decided in `fusion.runtime.serv
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.requests.request import pack_tokens, whole
 from fusion.runtime.serving.ring.constraint import Constrain, unconstrained
+from fusion.runtime.serving.ring.drafting import Drafting
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.gateways import Gateways
 from fusion.runtime.serving.ring.links import GATEWAY, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.schedule import Work
-from fusion.runtime.serving.ring.session import Chunk, FailedReason, guessed_tokens
+from fusion.runtime.serving.ring.session import Chunk, guessed_tokens
 from fusion.runtime.serving.ring.stage_session import Outcome, StageRunner, StageSession, Token
 from fusion.runtime.serving.ring.stage_sessions import StageSessions
 from fusion.swarm.errors import FrameError, StaleTerm
-from fusion.swarm.printable import error_line
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport
-
-log = logging.getLogger(__name__)
 
 SEE_OFF_SECONDS = 3.0  # for sessions to move when we leave
 
@@ -45,19 +41,18 @@ class RingStage:
         self,
         transport: Transport,
         worker: Worker,
-        plane: DecodingStage,
+        runner: StageRunner,
         plan: RingPlan,
         position: RingPosition,
-        account: Callable[[], None] = lambda: None,
         doubt: Callable[[PeerId], None] = lambda peer: None,
         clock: Callable[[], float] = time.monotonic,
         chain: ShownGrants = no_grants,
         constrain: Constrain = unconstrained,
     ) -> None:
-        """`constrain` opens answers that follow a schema; `chain`: the grants that we show other stages. `account` runs in the worker thread when sessions have come or gone: MemoryError (one line) where the peer
-        would hold more than it lends. `doubt` is told of a peer whose link may have become slow."""
+        """`constrain` opens answers that follow a schema; `chain`: the grants that we show other stages. `doubt` is told of a peer
+        whose link may have become slow."""
         self._worker = worker
-        self._runner = StageRunner(plane, plan, position.serve.max_sequence, account)
+        self._runner = runner
         self._plan = plan
         self._position = position
         self._incoming = {parcel.producer: parcel for parcel in plan.incoming}
@@ -65,7 +60,8 @@ class RingStage:
             transport, worker, self._runner, plan, position, clock, chain, constrain
         )
         self._schedule = self._sessions.schedule
-        self._gateways = Gateways(plan, position, self._sessions, self._advance, doubt)
+        self._drafting = Drafting(worker, runner, self._schedule, clock)
+        self._gateways = Gateways(plan, position, self._sessions, self._advance, doubt, self._drafting)
         self._arrived, self._room = asyncio.Event(), asyncio.Event()  # work came; some was taken
         self._leaving = False
         self._streams: set[Stream] = set()
@@ -191,7 +187,10 @@ class RingStage:
         for place, token in enumerate(tokens, position):
             session.feed.push(place, token)
         self._tokens += len(tokens)
+        self._drafting.came(session, position + len(tokens) - 1)
         self._advance(session)
+        if self._drafting.running:
+            self._arrived.set()  # more may be guessed now
 
     def _advance(self, session: StageSession) -> None:
         """Put in the session's next chunk, if the first stage knows one, and what it guesses behind it."""
@@ -201,6 +200,7 @@ class RingStage:
         while not session.closed and (step := feed.next(most, schedule.guesses(session))) is not None:
             chunk, ids = step
             schedule.add(Work(session, chunk, memoryview(pack_tokens(ids))))
+            self._drafting.fed(session, chunk)
             self._arrived.set()
             if not chunk.sample:
                 return  # the prompt's next chunk comes behind what others have waiting
@@ -209,25 +209,37 @@ class RingStage:
 
     async def _turn_for_ever(self, tasks: asyncio.TaskGroup) -> None:
         """What a turn gave is passed on while the next one runs."""
-        passing: asyncio.Task[None] | None = None
+        passing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        passing.set_result(None)
         while True:
-            turn = await self._next()
+            turn = await self._next(passing)
             outcomes = await self._worker.run(self._runner.run, turn)
             for work, outcome in zip(turn, outcomes, strict=True):
                 if isinstance(outcome, MemoryError):
                     self._schedule.hold(work.session)
-            if passing is not None:
-                await asyncio.wait([passing])
+            await asyncio.wait([passing])
             passing = tasks.create_task(self._pass_all_on(turn, outcomes))
+            if self._drafting.running:
+                passing.add_done_callback(lambda _: self._arrived.set())
 
-    async def _next(self) -> Turn:
+    async def _next(self, passing: asyncio.Future[None]) -> Turn:
+        """`passing`: what the turn before gave is on its way."""
         while True:
             turn = self._schedule.next_turn()
             self._room.set()
             if turn:
                 return turn
             self._arrived.clear()
-            await self._arrived.wait()
+            # What passes on may bring work of its own, which a step of the draft model would hold up.
+            if not passing.done() or not await self._draft():
+                await self._arrived.wait()
+
+    async def _draft(self) -> bool:
+        """Nothing else waits: let the draft model guess. Whether it ran."""
+        drafted = await self._drafting.step()
+        for session in drafted:
+            self._advance(session)
+        return bool(drafted)
 
     async def _pass_all_on(self, turn: Turn, outcomes: Sequence[Outcome | Exception]) -> None:
         for work, outcome in zip(turn, outcomes, strict=True):
@@ -239,12 +251,7 @@ class RingStage:
                 self._schedule.add(work, again=True)
                 self._arrived.set()
             else:
-                self._fail(work.session, outcome)
-
-    def _fail(self, session: StageSession, error: Exception) -> None:
-        log.warning("session %s: %s", session.id, error_line(error))
-        reason: FailedReason = "full" if isinstance(error, MemoryError) else "broken"
-        self._sessions.fail(session, f"{self._sessions.here}: {error_line(error)}", reason)
+                self._sessions.broke(work.session, outcome)
 
     async def _pass_on(self, work: Work[StageSession], outcome: Outcome) -> None:
         """What a chunk gave goes to the next stages; the last one's token around the ring."""

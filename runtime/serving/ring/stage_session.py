@@ -5,12 +5,14 @@ that a session has links to the stages it feeds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from fusion.runtime.planes.plane import DecodingStage, Piece
+from fusion.runtime.serving.drafts.draft_model import DraftModel
+from fusion.runtime.serving.drafts.drafter import DraftStep, ModelDrafter
 from fusion.runtime.serving.requests.request import Logprobs
 from fusion.runtime.serving.ring.constraint import TokenConstraint
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan
@@ -37,6 +39,7 @@ class StageSession:
     hops: list[tuple[Parcel, QueuedStream]] = field(default_factory=list)
     back: QueuedStream | None = None  # from the last stage to the first
     feed: Feed | None = None  # at the first stage
+    drafter: ModelDrafter | None = None  # there, where there is a draft model
     counts: TokenCounts | None = None  # at the last stage, where there are penalties
     verdicts: Verdicts = field(init=False)  # of the last stage, in the worker thread
     constraint: TokenConstraint | None = None  # there, where there is a schema
@@ -114,15 +117,31 @@ class Kept:
 
 
 class StageRunner:
-    """What the worker thread does for a stage. Every method runs there."""
+    """What the worker thread does for a stage, and for the draft model beside it. Every method runs there. `account` is called
+    when sessions have come or gone: MemoryError (one line) where the peer would hold more than it lends. What the draft keeps
+    gives way to sessions."""
 
     def __init__(
-        self, plane: DecodingStage, plan: RingPlan, max_sequence: int, account: Callable[[], None]
+        self,
+        plane: DecodingStage,
+        plan: RingPlan,
+        max_sequence: int,
+        account: Callable[[], None] = lambda: None,
+        draft: DraftModel | None = None,
     ) -> None:
         self._plane = plane
         self._plan = plan
         self._positions = torch.arange(max_sequence).unsqueeze(0)
-        self._account = account  # called when sessions have come or gone; MemoryError: one too many
+        self._account_all = account
+        self.draft = draft
+
+    def _account(self) -> None:
+        try:
+            self._account_all()
+        except MemoryError:
+            if self.draft is None or not self.draft.clear():
+                raise
+            self._account_all()
 
     @property
     def guesses(self) -> bool:
@@ -158,6 +177,7 @@ class StageRunner:
     def retain(self, kept: Sequence[Kept]) -> list[tuple[int, int]]:
         """How many positions there were of each, and their bytes."""
         found = [self._plane.retain(each.session, each.name, each.positions) for each in kept]
+        self._end_drafts(each.session for each in kept)
         self._account()
         return found
 
@@ -170,11 +190,25 @@ class StageRunner:
     def clear(self) -> None:
         """Free everything."""
         self._plane.clear()
+        if self.draft is not None:
+            self.draft.clear()
 
     def free(self, sessions: Sequence[SessionId]) -> None:
         for session in sessions:
             self._plane.close(session)
+        self._end_drafts(sessions)
         self._account()
+
+    def _end_drafts(self, sessions: Iterable[SessionId]) -> None:
+        if self.draft is not None:
+            for session in sessions:
+                self.draft.close(session)
+
+    def run_draft(self, steps: Sequence[DraftStep]) -> list[int | None]:
+        """What the draft model says follows each, of several sessions; None where there is no memory for that. Raises
+        PLANE_ERRORS where the model cannot be run."""
+        assert self.draft is not None, "nobody asks without one"
+        return self.draft.run(steps, self._account_all)
 
     def run(self, turn: Sequence[Work[StageSession]]) -> list[Outcome | Exception]:
         """What each chunk gave, or what went wrong with it: the others then go on without it. MemoryError: there is no

@@ -179,8 +179,7 @@ class StageSessions:
         try:
             await self._reserve(session)
         except PLANE_ERRORS as error:
-            reason: FailedReason = "full" if isinstance(error, MemoryError) else "broken"
-            self.fail(session, f"{self.here}: {error_line(error)}", reason)
+            self.broke(session, error)
             return
         for stage, link in links.items():
             if link.ended.is_set():  # while we waited for another
@@ -257,6 +256,12 @@ class StageSessions:
             self.drop(session)
         reason: FailedReason = "refused" if isinstance(error, JobError) else "moved"
         self.tell(gateway, frame.header.get("session"), str(error), reason)
+
+    def broke(self, session: StageSession, error: Exception) -> None:
+        """It could not be run here."""
+        log.warning("session %s: %s", session.id, error_line(error))
+        reason: FailedReason = "full" if isinstance(error, MemoryError) else "broken"
+        self.fail(session, f"{self.here}: {error_line(error)}", reason)
 
     def fail(
         self, session: StageSession, message: str, reason: FailedReason, stage: int | None = None

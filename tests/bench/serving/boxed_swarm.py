@@ -20,7 +20,7 @@ from fusion.cli.local.fleet import Fleet, LocalPeer, open_fleet
 from fusion.runtime.job.context import Context
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.requests.client import generate
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
 from fusion.swarm.transport import PeerId
 
 CLIENT = "client"
@@ -48,11 +48,13 @@ class BoxedSwarm:
     peers: list[LocalPeer]
     gateway: PeerId | None = None  # the first stage's, so that no prompt crosses a link
 
-    async def serve(self, path: Path, name: str) -> None:
-        """A stage of it on each peer."""
+    async def serve(self, path: Path, name: str, draft: Path | None = None) -> None:
+        """A stage of it on each peer, and a draft model with the first."""
+        drafted = () if draft is None else ("--draft", str(draft))
         await self.fleet.run(
             f"serve-{name}", "serve", str(path), "--name", name, "--stages", str(len(self.peers)),
-            "--home", str(self.fleet.root / "launcher"), "--peer", self.peers[0].address, prefix=self.box.prefix(CLIENT),
+            "--home", str(self.fleet.root / "launcher"), "--peer", self.peers[0].address, *drafted,
+            prefix=self.box.prefix(CLIENT),
         )  # fmt: skip
         answer = await self.ask(name, [1, 2, 3], 2)
         if len(set(answer.route)) < len(self.peers):
@@ -66,11 +68,14 @@ class BoxedSwarm:
         tokens: int,
         guesses: bool | None = None,
         seen: Callable[[float], None] = lambda now: None,
+        sampling: Sampling = Sampling(),  # noqa: B008 - frozen
     ) -> Asked:
         """`guesses`: whether the ring may guess, where it can; None: as it does by default. `seen` is called with the time
         of each token."""
         more: dict[str, Any] = {} if guesses is None or not HAS_GUESSES else {"guesses": guesses}
-        request = GenerateRequest(model=model, prompt_ids=tuple(prompt), max_tokens=tokens, **more)
+        request = GenerateRequest(
+            model=model, prompt_ids=tuple(prompt), max_tokens=tokens, sampling=sampling, **more
+        )
         found = Asked(Timed(time.perf_counter()), ())
         peer = self.gateway or PeerId(self.peers[0].peer_id)
         async for piece in generate(self.context.transport, peer, request):

@@ -10,19 +10,25 @@ from typing import Any
 
 from bench.baseline import baseline, say
 from bench.decode import make_model
+from bench.serving import code_model
 from bench.serving.bounds import RingBound
 from bench.serving.boxed_swarm import CLIENT, HAS_GUESSES, BoxedSwarm, boxed_swarm, network
 from bench.serving.compute import compute_seconds
 from bench.serving.copy_model import POSITIONS, STEPS, document, save_copy_model, share_copied
 from box.network import Box
 
+from fusion.runtime.serving.requests.request import Sampling
+
 STAGES, DELAY_MS, RATE_MBPS = 4, 50.0, 100.0
 TOKENS = 48
 WORDS = 60  # of a document that is copied
 PROMPT = [11, 7, 5, 3, 2, 19, 23]
-NOVEL, COPY, RENAME = "novel", "copy", "rename"
-MODELS = {NOVEL: "random", COPY: "copies", RENAME: "copies"}
-TARGETS = {"bound": 1.08, COPY: 4.0, RENAME: 4.0, NOVEL: 0.98}
+SOURCE = b"import os\nimport sys\n\n\nclass Reader:\n    def read(self"
+NOVEL, COPY, RENAME, CODE, DRAFTED = "novel", "copy", "rename", "code", "code (with a draft model)"
+# Small models that say what is likeliest repeat themselves at once, which is guessed without a draft.
+SAMPLINGS = {kind: Sampling(temperature=0.7, seed=2) for kind in (CODE, DRAFTED)}
+MODELS = {NOVEL: "random", COPY: "copies", RENAME: "copies", CODE: "code", DRAFTED: "drafted"}
+TARGETS = {"bound": 1.08, COPY: 4.0, RENAME: 4.0, NOVEL: 0.98, DRAFTED: 2.0}
 
 
 def measure_wan(rounds: int, stages: int = STAGES, delay_ms: float = DELAY_MS) -> dict[str, Any]:
@@ -35,9 +41,16 @@ async def _measure(box: Box, rounds: int, stages: int, delay_ms: float) -> dict[
         random, copies = swarm.fleet.root / "random", cached_copy_model()
         await swarm.fleet.in_thread(make_model, str(random))
         await swarm.fleet.in_thread(save_copy_model, copies)
-        paths = {"random": random, "copies": copies}
+        code, draft = cached_code_model("code"), cached_code_model("draft")
+        for path in (code, draft):
+            await swarm.fleet.in_thread(code_model.save_code_model, path, path.name)
+        paths = {"random": random, "copies": copies, "code": code}
         for name, path in paths.items():
             await swarm.serve(path, name)
+        await swarm.serve(code, "drafted", draft)
+        source = list(SOURCE)
+        said = await swarm.ask("code", source, TOKENS, False, sampling=SAMPLINGS[CODE])
+        coded = (source, said.timed.tokens)
         asked = {
             NOVEL: (PROMPT, await _expected(random, PROMPT)),
             **{
@@ -45,6 +58,8 @@ async def _measure(box: Box, rounds: int, stages: int, delay_ms: float) -> dict[
                 for kind in (COPY, RENAME)
                 for prompt, _ in [document(WORDS, 7, rename=kind == RENAME)]
             },
+            CODE: coded,
+            DRAFTED: coded,
         }
         found: dict[str, dict[str, list[float]]] = {kind: {"plain": [], "guessed": []} for kind in asked}
         for number in range(rounds):
@@ -81,6 +96,12 @@ def cached_copy_model() -> Path:
     return Path(tempfile.gettempdir()) / f"fusion-copy-model-{STEPS}-{POSITIONS}"
 
 
+def cached_code_model(size: str) -> Path:
+    """As `cached_copy_model`, the one that is served or the one that drafts for it."""
+    sizes = "-".join(map(str, code_model.SIZES[size]))
+    return Path(tempfile.gettempdir()) / f"fusion-code-model-{code_model.STEPS}-{sizes}" / size
+
+
 async def _expected(path: Path, prompt: list[int]) -> list[int]:
     found = await baseline("decode", {"path": str(path), "prompt": prompt, "tokens": TOKENS})
     return list(found["ids"])
@@ -89,9 +110,10 @@ async def _expected(path: Path, prompt: list[int]) -> list[int]:
 async def _token_seconds(
     swarm: BoxedSwarm, kind: str, prompt: list[int], expected: list[int], guesses: bool
 ) -> float:
-    timed = (await swarm.ask(MODELS[kind], prompt, TOKENS, guesses)).timed
+    sampling = SAMPLINGS.get(kind, Sampling())
+    timed = (await swarm.ask(MODELS[kind], prompt, TOKENS, guesses, sampling=sampling)).timed
     if timed.tokens != expected:
-        raise RuntimeError(f"{kind}, guesses {guesses}: the answer differs from generate()'s")
+        raise RuntimeError(f"{kind}, guesses {guesses}: the answer differs from what is expected")
     return timed.token_seconds
 
 
@@ -121,7 +143,7 @@ def wan_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
                 f"{1e3 * plain[kind]:.1f}",
                 f"{1e3 * statistics.median(guessed):.1f}" if guessed else "not built in",
                 f"{found['speed_up'][kind]:.2f}" if guessed else "",
-                f">= {TARGETS[kind]:.2f}",
+                f">= {TARGETS[kind]:.2f}" if kind in TARGETS else "",
             )
         )
     return rows

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from support.source_tokenizer import tokenizer_of_sources
 
 from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import PlacementError
@@ -19,9 +20,11 @@ from fusion.runtime.job import spec
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.spec import GPTConfig
+from fusion.runtime.job.stage_graphs import weights_bytes, whole_stage
 from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
 from fusion.runtime.placing.link_guess import SAME_MACHINE, SAME_NETWORK, guess_links
 from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.serving.drafts.draft_files import AboutDraft, draft_files
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, Pair, PeerRecord
 from fusion.swarm.identity import Identity, friendly_name
@@ -174,6 +177,64 @@ def test_a_directory_that_is_no_model_is_refused_in_one_line(tmp_path: Path, sto
     (tmp_path / "empty").mkdir()
     with pytest.raises(JobError, match=r"no config\.json"):
         prepare_serving(tmp_path / "empty", "x", [peer("A")], store)
+
+
+def exported_gpt(directory: Path, *, blocks: int = 2, sequence: int = 12, vocabulary: int = 256) -> Path:
+    """As `jobs export` writes a model that reads bytes."""
+    config = GPTConfig(blocks=blocks, width=16, heads=2, sequence=sequence, vocabulary=vocabulary)
+    model = sources.builtin(config, 0, byte_level=True, tokenizer=None)
+    directory.mkdir()
+    (directory / "fusion.json").write_bytes(model.about.to_json())
+    (directory / "inference.graph").write_bytes(serialise.encode(model.inference))
+    values = {name: value.clone() for name, value in GPT(config).state_dict().items()}
+    save_file(values, directory / "model.safetensors")
+    return directory
+
+
+def test_a_draft_goes_with_the_model_and_its_memory_with_the_first_stage(
+    store: BlobStore, tmp_path: Path
+) -> None:
+    directory, small = exported_gpt(tmp_path / "m"), exported_gpt(tmp_path / "d", blocks=1, sequence=8)
+    peers = [peer("A"), peer("B")]
+    plain = prepare_serving(directory, "m", peers, store, stages=2).manifest
+    drafted = prepare_serving(directory, "m", peers, store, stages=2, draft=small)
+    files = draft_files(drafted.manifest)
+    assert draft_files(plain) is None and files is not None
+    assert {files.graph, files.weights, files.about} <= {*drafted.blobs}
+    assert AboutDraft.from_json(store.path(files.about).read_bytes()).max_sequence == 8
+    whole = whole_stage(store.path(files.graph).read_bytes(), "d")
+    held = load_file(store.path(files.weights))
+    assert {v.name for v in whole.graph.variables} == set(held)
+    more = drafted.manifest.memory_bytes[0] - plain.memory_bytes[0]
+    assert more >= weights_bytes(whole) > 0 and drafted.manifest.memory_bytes[1:] == plain.memory_bytes[1:]
+
+
+def test_a_model_is_placed_where_its_first_stage_has_room_for_the_draft(
+    store: BlobStore, tmp_path: Path
+) -> None:
+    directory, small = exported_gpt(tmp_path / "m"), exported_gpt(tmp_path / "d", blocks=1)
+    both = prepare_serving(directory, "m", [peer("A")], store, draft=small).manifest.memory_bytes[0]
+    alone = prepare_serving(directory, "m", [peer("A")], store).manifest.memory_bytes[0]
+    assert prepare_serving(directory, "m", [peer("A", memory=alone)], store).manifest.proposed == ("A",)
+    peers = [peer("A", memory=alone), peer("B", memory=both)]
+    assert prepare_serving(directory, "m", peers, store, draft=small).manifest.proposed == ("B",)
+    with pytest.raises(PlacementError):
+        prepare_serving(directory, "m", peers[:1], store, stages=1, draft=small)
+
+
+def test_a_draft_that_cannot_guess_for_the_model_is_refused_in_one_line(
+    store: BlobStore, tmp_path: Path
+) -> None:
+    directory = exported_gpt(tmp_path / "m")
+    other = exported_gpt(tmp_path / "d", vocabulary=260)
+    with pytest.raises(JobError, match="draft: a model of the same vocabulary of 256 tokens, not of 260"):
+        prepare_serving(directory, "m", [peer("A")], store, draft=other)
+    spelled = exported_gpt(tmp_path / "e")
+    tokenizer_of_sources().save(str(spelled / "tokenizer.json"))
+    with pytest.raises(JobError, match="draft: a model with the same tokenizer"):
+        prepare_serving(directory, "m", [peer("A")], store, draft=spelled)
+    with pytest.raises(JobError, match="is not a directory"):
+        prepare_serving(directory, "m", [peer("A")], store, draft=tmp_path / "nowhere")
 
 
 def test_links_are_guessed_from_addresses() -> None:

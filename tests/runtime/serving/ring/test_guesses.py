@@ -32,6 +32,8 @@ tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 class Oracle:
     """Knows the answer, and says something else now and then."""
 
+    least = 0
+
     def __init__(
         self, prompt: Sequence[int], answer: Sequence[int], chance: random.Random, wrong: float
     ) -> None:

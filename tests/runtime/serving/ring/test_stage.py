@@ -33,6 +33,7 @@ from fusion.runtime.serving.requests.request import Sampling, pack_tokens
 from fusion.runtime.serving.ring.frames import ID_BYTES, hop_bytes, plan_ring
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition
 from fusion.runtime.serving.ring.stage import RingStage
+from fusion.runtime.serving.ring.stage_session import StageRunner
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
@@ -363,7 +364,8 @@ def test_a_stage_that_is_not_running_refuses_streams() -> None:
             term=1,
         )
         async with Worker() as worker:
-            stage = RingStage(transport, worker, ToyPlane(stages[0]), plan_ring(stages, 0), seat)
+            plan = plan_ring(stages, 0)
+            stage = RingStage(transport, worker, StageRunner(ToyPlane(stages[0]), plan, 8), plan, seat)
             with pytest.raises(StaleTerm, match="not served here now"):
                 await stage.attend(await _silent_stream(network), GATEWAY)
 

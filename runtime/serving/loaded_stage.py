@@ -1,0 +1,36 @@
+"""A stage in memory, with what lies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fusion.runtime.planes.plane import DecodingStage
+from fusion.runtime.serving.drafts.draft_model import DraftModel
+from fusion.runtime.serving.ring.frames import RingPlan
+from fusion.runtime.serving.ring.stage_session import StageRunner
+from fusion.swarm.directory.records import Digest
+
+
+@dataclass(eq=False)
+class LoadedStage:
+    """A stage in memory: hosted, or warm for when we have to. The first one may have a draft model beside it, whose memory
+    counts as the stage's."""
+
+    plan: RingPlan
+    plane: DecodingStage
+    weights: Digest
+    stage_bytes: int  # of its own weights
+    draft: DraftModel | None = None
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.stage_bytes + (0 if self.draft is None else self.draft.weights_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Set aside for sessions, and kept of those that have ended."""
+        return self.plane.used_bytes() + (0 if self.draft is None else self.draft.used_bytes())
+
+    def runner(self, max_sequence: int, account: Callable[[], None]) -> StageRunner:
+        return StageRunner(self.plane, self.plan, max_sequence, account, self.draft)
