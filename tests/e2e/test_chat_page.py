@@ -20,7 +20,7 @@ from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import PeerId
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 QUESTION, NEXT = "class Socket:", "def read(<b>self</b>):"
 STAGES, TOKENS, LONG, POSITIONS = 2, 24, 1200, 1600

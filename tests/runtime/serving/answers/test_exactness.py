@@ -31,7 +31,7 @@ from fusion.runtime.serving.grammar import worker
 from fusion.runtime.serving.requests.client import complete, generate
 from fusion.runtime.serving.requests.json_schema import checked_schema
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
-from fusion.runtime.serving.ring import gateways
+from fusion.runtime.serving.ring import drafting, gateways
 from fusion.runtime.serving.ring.guesses import RepeatDrafter
 from fusion.runtime.serving.ring.penalties import TokenCounts
 from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS
@@ -244,7 +244,7 @@ def watch(patch: pytest.MonkeyPatch, world: World) -> Seen:
     patch.setattr(RingStage, "_advance", unless_ahead)
     patch.setattr(StageRunner, "run", watched)
     patch.setattr(gateways.Gateways, "_prompt", prompted)
-    patch.setattr(gateways, "RepeatDrafter", drafter)
+    patch.setattr(drafting, "RepeatDrafter", drafter)
     if "leave" in world.events:
         turn = RingStage._pass_all_on
 
