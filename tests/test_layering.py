@@ -64,6 +64,7 @@ LIBRARY_LAYERS = {
     "safetensors": {"runtime"},
     "tokenizers": {"runtime"},
     "llguidance": {"runtime"},
+    "llvmlite": {"runtime"},
     "transformers": {"runtime"},
     "hivemind": {"swarm"},
     "libp2p": {"swarm"},
@@ -83,6 +84,7 @@ LIBRARY_FILES = {
     "transformers": {"runtime/capture/huggingface.py"},
     "jinja2": {"runtime/serving/requests/template_worker.py"},
     "llguidance": {"runtime/serving/grammar/worker.py"},
+    "llvmlite": {"runtime/planes/quantised_code.py"},
     **{
         library: {f"runtime/serving/http/{name}.py" for name in names}
         for library, names in {

@@ -17,6 +17,7 @@ from fusion.dag.ir import (
     opset_index,
     opset_make,
     opset_pointwise,
+    opset_quantised,
     opset_reduce,
     opset_views,
 )
@@ -37,6 +38,7 @@ _TABLES = (
     opset_index,
     opset_make,
     opset_pointwise,
+    opset_quantised,
     opset_reduce,
     opset_views,
 )

@@ -18,7 +18,7 @@ from fusion.dag.rewrites.positions import require_separate_positions, sequence_a
 
 _ALONE = frozenset({"pointwise", "contraction"})  # what may follow the cut to the last position
 # Products whose rows are those of one tensor along the sequence; others mix rows in ways that nobody has looked at.
-_ROW_PRODUCTS = frozenset({"aten.linear", "aten.addmm"})
+_ROW_PRODUCTS = frozenset({"aten.linear", "aten.addmm", "fusion.linear_int8", "fusion.linear_int4"})
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from fusion.dag.ir.graph import Graph, Ref
 from fusion.runtime.planes.packed import addmm, linear, pack, packable, row_by_row, rows_agree
 from fusion.runtime.planes.plane import Tensors
+from fusion.runtime.planes.quantised import StoredMatrices
 from fusion.runtime.planes.stage_values import checked
 
 
@@ -21,7 +22,8 @@ class Matrices:
         self._packed: set[str] = set()
         self.laid_out: dict[str, torch.Tensor] = {}
         self._wanted = wanted = packable(graph)
-        self.rows_agree = all(
+        self._stored = StoredMatrices(graph, device)
+        self.rows_agree = self._stored.rows_agree and all(
             isinstance(node.args[2], Ref) and node.args[2].name in wanted
             for node in graph.nodes
             if node.op == "aten.addmm"
@@ -38,7 +40,8 @@ class Matrices:
                 self.rows_agree &= agree[kind]
             if packed is not None:
                 self._packed.add(variable.name)
-            self.laid_out[variable.name] = value.contiguous() if packed is None else packed
+            own = self._stored.laid_out(variable.name, value.contiguous()) if packed is None else packed
+            self.laid_out[variable.name] = own
 
     def _agrees(self, matrix: torch.Tensor, packed: torch.Tensor | None) -> bool:
         product = torch._C._nn.linear if packed is None else linear
@@ -47,7 +50,7 @@ class Matrices:
 
     def products(self, *, together: bool) -> dict[str, Callable[..., torch.Tensor]]:
         """What computes which node; `together`: sequences are run end to end."""
-        found: dict[str, Callable[..., torch.Tensor]] = {}
+        found = dict(self._stored.products)
         for node in self._graph.nodes:
             match node.op, *node.args:
                 case "aten.linear", _, Ref() as matrix, _:

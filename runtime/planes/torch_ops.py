@@ -18,6 +18,7 @@ from fusion.dag.ir.opset import OPSET
 from fusion.dag.ir.opset_spec import OpSpec
 from fusion.runtime.planes.dropout import dropout, dropout_attention
 from fusion.runtime.planes.kv_cache import cached_attention
+from fusion.runtime.planes.quantised import embedding, linear
 
 Args = tuple[Any, ...]  # positional and complete, in the order of the op-set's parameters
 Call = tuple[Callable[..., Any], Args, dict[str, Any]]
@@ -107,6 +108,10 @@ _SPELLINGS: dict[str, Spelling] = {
     "fusion.gelu_tanh": lambda args: (torch._C._nn.gelu, args, {"approximate": "tanh"}),
     "fusion.div_floor": lambda args: (torch.div, args, {"rounding_mode": "floor"}),
     "fusion.div_trunc": lambda args: (torch.div, args, {"rounding_mode": "trunc"}),
+    "fusion.linear_int8": _plain(linear),
+    "fusion.linear_int4": _plain(linear),
+    "fusion.embedding_int8": _plain(embedding),
+    "fusion.embedding_int4": _plain(embedding),
     "aten.add.Tensor": _arithmetic(operator.add, torch.add),
     "aten.sub.Tensor": _arithmetic(operator.sub, torch.sub),
     "aten.mul.Tensor": _plain(operator.mul),

@@ -48,6 +48,14 @@ class D:
 
 
 X = f(B, S, 8)
+_LONG, _INT8, _INT4 = f(B, S, 32), T((4, 32), "int8"), T((4, 16), "uint8", 256)
+_HALVES, _IDS = T((4, 2), "float16"), i(B, S)
+QUANTISED: list[tuple[Any, ...]] = [
+    *[(f"fusion.linear_{n}", _LONG, w, f(4, 2), None, f(4)) for n, w in (("int8", _INT8), ("int4", _INT4))],
+    *[(f"fusion.linear_{n}", _LONG, w, _HALVES, _HALVES, None) for n, w in (("int8", _INT8), ("int4", _INT4))],
+    *[(f"fusion.embedding_{n}", w, f(4, 2), None, _IDS, D("float32")) for n, w in (("int8", _INT8), ("int4", _INT4))],
+    *[(f"fusion.embedding_{n}", w, _HALVES, _HALVES, _IDS, D("float16")) for n, w in (("int8", _INT8), ("int4", _INT4))],
+]  # fmt: skip
 SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments with defaults may be left out
     *[(f"aten.{n}", X) for n in ["relu", "neg", "abs", "sign", "exp", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh", "log", "log1p", "log2", "sin", "cos", "erf", "expm1", "silu", "mish", "hardswish", "hardsigmoid", "log_sigmoid", "relu6", "selu", "floor", "ceil", "round", "trunc", "logical_not", "isnan", "isinf", "isfinite", "square", "gelu", "softplus", "leaky_relu", "elu", "celu", "hardtanh", "numpy_T", "sum", "mean", "prod", "max", "min", "any", "all", "argmax", "argmin", "alias", "detach", "contiguous", "clone", "zeros_like", "ones_like", "sort", "argsort", "squeeze"]],
     *[(f"aten.{n}", i(B, S)) for n in ["exp", "sqrt", "neg", "sigmoid", "sum", "prod", "bitwise_not", "relu", "abs", "any", "all", "argmax", "floor", "cos", "log", "isnan"]],
@@ -109,7 +117,7 @@ SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments wi
     ("aten.scaled_dot_product_attention", f(B, 4, S, 8), f(B, 4, S, 8), f(B, 4, S, 2)), ("aten.scaled_dot_product_attention", f(B, 4, S, 8), f(B, 4, 7, 8), f(B, 4, 7, 8), b(B, 1, S, 7), 0.0, False, 0.5),
     ("aten.scaled_dot_product_attention", f(B, 4, S, 8), f(B, 2, S, 8), f(B, 2, S, 8), None, 0.0, True, None, True), ("fusion.dropout_attention", f(B, 4, S, 8), f(B, 4, S, 8), f(B, 4, S, 8), f(S, S), 0.1, False, None, False),
     ("fusion.cached_attention", f(B, 4, S, 8), f(B, 2, S, 8), f(B, 2, S, 4), 0, 0.25, None),
-    ("aten.conv1d", f(B, 4, S), f(8, 4, 3), f(8), (1,), (1,)), ("aten.conv1d", f(B, 4, S), f(8, 4, 1)), ("aten.conv1d", f(B, 4, 16), f(8, 4, 3), None, (2,)), ("aten.conv2d", f(B, 4, 16, 12), f(8, 2, 3, 3), f(8), (2, 2), (1, 1), (1, 1), 2),
+    *QUANTISED, ("aten.conv1d", f(B, 4, S), f(8, 4, 3), f(8), (1,), (1,)), ("aten.conv1d", f(B, 4, S), f(8, 4, 1)), ("aten.conv1d", f(B, 4, 16), f(8, 4, 3), None, (2,)), ("aten.conv2d", f(B, 4, 16, 12), f(8, 2, 3, 3), f(8), (2, 2), (1, 1), (1, 1), 2),
     ("aten.conv2d", f(4, 16, 12), f(8, 4, 3, 3), None, (1, 2), (2,), (2, 2)), ("aten.conv3d", f(B, 2, 4, 4, 4), f(4, 2, 2, 2, 2)), ("aten.conv_transpose1d", f(B, 4, S), f(4, 8, 3), f(8), (2,), (1,), (1,)), ("aten.conv_transpose2d.input", f(B, 4, 6, 6), f(4, 2, 2, 2), f(4), (2, 2), (0, 0), (0, 0), 2),
     ("aten.max_pool1d", f(B, 4, 16), (2,)), ("aten.max_pool2d", f(B, 4, 16, 15), (3, 3), (2, 2), (1, 1), (1, 1), True), ("aten.avg_pool1d", f(B, 4, 7), (2,), (2,), (0,), True), ("aten.avg_pool2d", f(B, 4, 7, 8), (2, 2)), ("aten.adaptive_avg_pool1d", f(B, 4, 8), (2,)), ("aten.adaptive_avg_pool2d", f(B, 4, 8, 8), (1, 1)),
     ("aten.cross_entropy_loss", f(B * S, 16), i(B * S)), ("aten.cross_entropy_loss", f(B, 4, S), i(B, S), f(4), 0), ("aten.cross_entropy_loss", f(4), i()), ("aten.cross_entropy_loss", f(B, 4), f(B, 4)), ("aten.nll_loss_nd", f(B, 4, S), i(B, S)), ("aten.nll_loss", f(B, 4), i(B)),
@@ -143,7 +151,24 @@ def overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), rest[0] if rest else "default")
 
 
+def matrix(
+    weight: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None, middle: int
+) -> torch.Tensor:
+    """What a stored matrix stands for, in float32; `middle`: what is taken from each number of a symmetric kind."""
+    if weight.dtype == torch.uint8:
+        weight = torch.stack([weight & 15, weight >> 4], -1).flatten(1)
+    each = weight.shape[1] // scales.shape[1]
+    numbers, wide = weight.float(), scales.float().repeat_interleave(each, 1)
+    if minimums is None:
+        return wide * (numbers - middle)
+    return wide * numbers + minimums.float().repeat_interleave(each, 1)
+
+
 OURS = {
+    "fusion.linear_int8": lambda x, w, s, m, b: F.linear(x, matrix(w, s, m, 0), b),
+    "fusion.linear_int4": lambda x, w, s, m, b: F.linear(x, matrix(w, s, m, 8), b),
+    "fusion.embedding_int8": lambda w, s, m, ids, dtype: F.embedding(ids, matrix(w, s, m, 0)).to(dtype),
+    "fusion.embedding_int4": lambda w, s, m, ids, dtype: F.embedding(ids, matrix(w, s, m, 8)).to(dtype),
     "fusion.gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "fusion.div_floor": lambda a, b: torch.div(a, b, rounding_mode="floor"),
     "fusion.div_trunc": lambda a, b: torch.div(a, b, rounding_mode="trunc"),

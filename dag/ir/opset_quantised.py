@@ -1,0 +1,99 @@
+"""Products and look-ups whose matrix is stored quantised, in groups along its second dimension.
+
+A group is that many neighbours of a row which share a scale and, in kinds that are not symmetric, a minimum. What a
+number q stands for is, in float32:
+
+    int8                       scale * q                  q in -128 .. 127
+    int4                       scale * (q - 8)            q in 0 .. 15
+    either, with minimums      scale * q + minimum
+
+Two neighbours of int4 share a byte, the first in its lower half. This takes the blocks of GGUF as they are: Q8_0, Q6_K
+and Q4_0 without minimums, Q4_1, Q4_K, Q5_K and Q8_1's kin with them. Products are of float32 numbers and summed in
+float32, whatever the dtype of the input, which the result has as well.
+"""
+
+from __future__ import annotations
+
+from fusion.dag.ir.graph import TensorType
+from fusion.dag.ir.opset_shapes import Shape, same
+from fusion.dag.ir.opset_spec import Call, Infer, Mixed, OpSpec, Types, elements, op, plain
+
+LEAST_GROUP = 8  # elements; all groups have a multiple of it
+INPUTS = ("float32", "bfloat16", "float16")
+SCALES = ("float32", "float16")
+
+
+def stored_shape(call: Call, dtype: str, per_byte: int) -> Shape:
+    """(rows, columns) of the matrix that weight, scales and minimums stand for."""
+    weight, scales, minimums = call["weight"], call["scales"], call["minimums"]
+    if weight.dtype != dtype or len(weight.shape) != 2 or len(scales.shape) != 2:
+        raise call.fail(f"weight {weight} and scales {scales} are not {dtype} and floats, each of rank 2")
+    if scales.dtype not in SCALES:
+        raise call.fail(f"scales {scales} are not float32 or float16")
+    rows, stored = weight.shape
+    groups = scales.shape[1]
+    if not isinstance(stored, int) or not isinstance(groups, int) or groups < 1:
+        raise call.fail(f"weight {weight} and scales {scales}: sizes that are not known, or no group")
+    columns = stored * per_byte
+    if columns == 0 or columns % (groups * LEAST_GROUP):
+        raise call.fail(
+            f"{groups} groups of {columns} columns: each of a multiple of {LEAST_GROUP}, at least one"
+        )
+    same(call, rows, scales.shape[0], "rows of weight and scales")
+    if minimums is not None and minimums != scales:
+        raise call.fail(f"minimums {minimums} do not fit scales {scales}")
+    return (rows, columns)
+
+
+def quantised_linear(dtype: str, per_byte: int) -> Infer:
+    def infer(call: Call) -> Types:
+        """input (..., in) with the matrix (out, in) that is stored, and bias (out)."""
+        x, bias = call["input"], call["bias"]
+        rows, columns = stored_shape(call, dtype, per_byte)
+        if not x.shape or x.dtype not in INPUTS:
+            raise call.fail(f"input {x} is not of {', '.join(INPUTS)} with dimensions")
+        same(call, x.shape[-1], columns, "input features")
+        if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype):
+            raise call.fail(f"bias {bias} does not fit {rows} rows and input {x}")
+        return (TensorType((*x.shape[:-1], rows), x.dtype),)
+
+    return infer
+
+
+def quantised_embedding(dtype: str, per_byte: int) -> Infer:
+    def infer(call: Call) -> Types:
+        """The rows `indices` (...) of the matrix that is stored, as `dtype`."""
+        _, columns = stored_shape(call, dtype, per_byte)
+        indices, wanted = call["indices"], call["dtype"].name
+        if indices.dtype not in ("int32", "int64") or wanted not in INPUTS:
+            raise call.fail(f"indices {indices}, result of {wanted}: int32 or int64, and {', '.join(INPUTS)}")
+        return (TensorType((*indices.shape, columns), wanted),)
+
+    return infer
+
+
+def _linear_mixes(call: Call) -> Mixed:
+    mixed = {"input": {len(call["input"].shape) - 1}, "weight": {1}, "scales": {1}, "minimums": {1}}
+    return {name: dims for name, dims in mixed.items() if call[name] is not None}
+
+
+def _embedding_mixes(call: Call) -> Mixed:
+    return {name: {0, 1} for name in ("weight", "scales", "minimums") if call[name] is not None}
+
+
+def _linear_flops(call: Call, results: Types) -> int:
+    return elements(results[0]) * (2 * plain(call["input"].shape[-1]) + (call["bias"] is not None))
+
+
+def _both(dtype: str, name: str, per_byte: int) -> list[OpSpec]:
+    return [
+        op(f"fusion.linear_{name}", "input: tensor, weight: tensor, scales: tensor, minimums: tensor?, bias: tensor?",
+           quantised_linear(dtype, per_byte), "contraction",
+           kind="parametric", mixes=_linear_mixes, flops=_linear_flops, differentiable=False, since=2),
+        op(f"fusion.embedding_{name}", "weight: tensor, scales: tensor, minimums: tensor?, indices: tensor, dtype: dtype",
+           quantised_embedding(dtype, per_byte), "move",
+           kind="parametric", mixes=_embedding_mixes, differentiable=False, since=2),
+    ]  # fmt: skip
+
+
+SPECS: list[OpSpec] = [*_both("int8", "int8", 1), *_both("uint8", "int4", 2)]

@@ -1,0 +1,228 @@
+"""Products and look-ups of matrices that are stored as int8 or int4 (`fusion.dag.ir.opset_quantised`).
+
+Where LLVM makes code for this machine (`quantised_code`), a matrix is laid out for that when a stage is loaded, in the bytes
+that it has; elsewhere, and on CUDA, tiles of it become float32 as they are needed. Both count in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import torch
+
+from fusion.dag.ir.graph import Graph, Node, Ref, TensorType
+from fusion.dag.ir.opset_spec import plain
+from fusion.runtime.planes.packed import rows_agree
+from fusion.runtime.planes.quantised_code import LANES, Product, product
+
+Tensor = torch.Tensor
+
+TILE_ELEMENTS = 1 << 22  # of a matrix, that are float32 at once
+_THREAD_PRODUCTS = 1 << 22  # for fewer another thread does not pay
+_MIDDLE = 8  # what a number of 4 bits without a minimum is counted from
+
+
+# --- any device
+
+
+def dequantised(weight: Tensor, scales: Tensor, minimums: Tensor | None) -> Tensor:
+    """(rows, columns) float32 of weight (rows, columns) int8 or (rows, columns / 2) uint8, scales and minimums (rows, groups)."""
+    if weight.dtype == torch.uint8:
+        numbers = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).float()
+        if minimums is None:
+            numbers -= _MIDDLE
+    else:
+        numbers = weight.float()
+    grouped = numbers.view(*scales.shape, -1)
+    grouped *= scales.float().unsqueeze(-1)
+    if minimums is not None:
+        grouped += minimums.float().unsqueeze(-1)
+    return grouped.flatten(-2)
+
+
+def linear(
+    rows: Tensor, weight: Tensor, scales: Tensor, minimums: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """rows (..., in) with the matrix (out, in), a tile of it at a time: (..., out)."""
+    flat = rows.reshape(-1, rows.shape[-1]).float()
+    made = flat.new_empty(flat.shape[0], weight.shape[0])
+    tile = max(1, TILE_ELEMENTS // flat.shape[1])
+    for at in range(0, weight.shape[0], tile):
+        part = slice(at, at + tile)
+        matrix = dequantised(weight[part], scales[part], None if minimums is None else minimums[part])
+        made[:, part] = torch.mm(flat, matrix.t())
+    return _finished(made, rows, bias)
+
+
+def embedding(
+    weight: Tensor, scales: Tensor, minimums: Tensor | None, ids: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The rows `ids` (...) as (..., columns)."""
+    at = ids.flatten()
+    parts = [None if part is None else part.index_select(0, at) for part in (weight, scales, minimums)]
+    numbers, shares, offsets = parts
+    assert numbers is not None and shares is not None
+    return dequantised(numbers, shares, offsets).to(dtype).view(*ids.shape, -1)
+
+
+def _finished(made: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+    """Products (rows, out) float32 as (..., out) in the dtype of the rows, with the bias."""
+    if bias is not None:
+        made = made + bias.float()
+    return made.to(rows.dtype).view(*rows.shape[:-1], made.shape[1])
+
+
+# --- laid out for machine code
+
+
+def in_blocks(stored: Tensor) -> Tensor:
+    """(rows, n) as (blocks, n, 16): the last block filled up with zeros."""
+    rows, width = stored.shape
+    filled = torch.nn.functional.pad(stored, (0, 0, 0, -rows % LANES))
+    return filled.view(-1, LANES, width).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """The same operators for a stored matrix of so many rows each of whose tensors is laid out with `in_blocks`."""
+
+    code: Product
+    rows: int
+
+    def linear(
+        self, rows: Tensor, weight: Tensor, scales: Tensor, minimums: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        flat = rows.reshape(-1, rows.shape[-1]).float().contiguous()
+        count, columns = flat.shape
+        blocks, groups, _ = scales.shape
+        assert columns == weight.shape[1] * (1 if weight.dtype == torch.int8 else 2)
+        made = torch.empty(count, blocks * LANES)
+        offsets = 0 if minimums is None else minimums.data_ptr()
+        given = flat.data_ptr(), weight.data_ptr(), scales.data_ptr(), offsets, made.data_ptr()
+        sizes = count, groups, columns // groups, blocks * LANES
+        threads = min(torch.get_num_threads(), made.numel() * columns // _THREAD_PRODUCTS)
+        if threads < 2:
+            self.code(*given, 0, blocks, *sizes)
+            return _finished(made[:, : self.rows], rows, bias)
+        bounds = [blocks * part // threads for part in range(threads + 1)]
+        for part in [
+            _threads(threads).submit(self.code, *given, first, last, *sizes)
+            for first, last in pairwise(bounds)
+        ]:
+            part.result()
+        return _finished(made[:, : self.rows], rows, bias)
+
+    def embedding(
+        self, weight: Tensor, scales: Tensor, minimums: Tensor | None, ids: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        at = ids.flatten()
+        if bool((at < 0).any()) or bool((at >= self.rows).any()):
+            raise IndexError(f"a row of a table of {self.rows} rows that it does not have")
+        block, lane = at // LANES, at % LANES
+        parts = [None if part is None else part[block, :, lane] for part in (weight, scales, minimums)]
+        numbers, shares, offsets = parts
+        assert numbers is not None and shares is not None
+        return dequantised(numbers, shares, offsets).to(dtype).view(*ids.shape, -1)
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "products")
+
+
+# --- of a stage
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The variables that a stored matrix consists of."""
+
+    weight: str
+    scales: str
+    minimums: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight, self.scales, *([] if self.minimums is None else [self.minimums]))
+
+
+class StoredMatrices:
+    """The quantised matrices of a stage that decodes: in blocks, where there is machine code for them here and nothing else
+    reads them. `products`: what computes the nodes that read those; `rows_agree`: whether a row's product has the same bits
+    in any company."""
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self.products: dict[str, Callable[..., Tensor]] = {}
+        self.rows_agree = True
+        self._in_blocks: set[str] = set()
+        readers: dict[_Stored, list[Node]] = {}
+        for node in graph.nodes:
+            if (stored := _stored(graph, node)) is not None:
+                readers.setdefault(stored, []).append(node)
+        tried: dict[object, bool] = {}
+        for stored, nodes in readers.items():
+            weight, scales = graph.types[Ref(stored.weight)], graph.types[Ref(stored.scales)]
+            apart = all(len(graph.uses[Ref(name)]) == len(nodes) for name in stored.names)
+            made = None
+            if apart and device.type == "cpu" and not {Ref(name) for name in stored.names} & {*graph.outputs}:
+                bits = 8 if weight.dtype == "int8" else 4
+                code = product(bits, scales.dtype == "float16", stored.minimums is not None)
+                made = None if code is None else InBlocks(code, plain(weight.shape[0]))
+            if made is not None:
+                self._in_blocks.update(stored.names)
+                for node in nodes:
+                    self.products[node.name] = made.linear if node.op in _LINEAR else made.embedding
+            if any(node.op in _LINEAR for node in nodes):
+                # The code is the same for all sizes; a library may take another way for each.
+                sort = weight.dtype, scales.dtype, stored.minimums is not None
+                kind = sort if made is not None else (*sort, weight.shape, scales.shape)
+                if kind not in tried:
+                    tried[kind] = _rows_agree(made, weight, scales, stored.minimums is not None, device)
+                self.rows_agree &= tried[kind]
+
+    def laid_out(self, name: str, value: Tensor) -> Tensor:
+        """A variable of the stage as `products` reads it."""
+        return in_blocks(value) if name in self._in_blocks else value
+
+
+_LINEAR = frozenset({"fusion.linear_int8", "fusion.linear_int4"})
+_EMBEDDING = frozenset({"fusion.embedding_int8", "fusion.embedding_int4"})
+
+
+def _stored(graph: Graph, node: Node) -> _Stored | None:
+    """What a node reads a stored matrix from; None for another one, or where that is not made of variables."""
+    if node.op not in _LINEAR | _EMBEDDING:
+        return None
+    at = 1 if node.op in _LINEAR else 0
+    names = [arg.name if isinstance(arg, Ref) else None for arg in node.args[at : at + 3]]
+    weight, scales, minimums = names
+    if weight is None or scales is None:
+        return None
+    stored, read = _Stored(weight, scales, minimums), [ref.name for ref in node.refs()]
+    once = all(read.count(name) == 1 for name in stored.names)
+    return stored if once and graph.variable_names.issuperset(stored.names) else None
+
+
+def _rows_agree(
+    made: InBlocks | None, weight: TensorType, scales: TensorType, minimums: bool, device: torch.device
+) -> bool:
+    """`rows_agree` for a random matrix of this type, or a tile of it."""
+    chance = torch.Generator().manual_seed(0)
+    held, groups = plain(weight.shape[1]), plain(scales.shape[1])
+    columns = held if weight.dtype == "int8" else 2 * held
+    rows = min(plain(weight.shape[0]), max(1, TILE_ELEMENTS // columns))
+    least, dtype = (-128, torch.int8) if weight.dtype == "int8" else (0, torch.uint8)
+    numbers = torch.randint(least, least + 256, (rows, held), generator=chance, dtype=dtype)
+    shares = torch.rand(rows, groups, generator=chance).to(
+        torch.float16 if scales.dtype == "float16" else torch.float32
+    )
+    parts = [numbers, shares, *([shares] if minimums else [])]
+    stored = [(in_blocks(part) if made is not None else part).to(device) for part in parts]
+    given = (*stored, None)[:3]
+    multiply = linear if made is None else InBlocks(made.code, rows).linear
+    like = torch.empty(0, device=device)
+    return rows_agree(lambda each: multiply(each, *given, None), columns, like)
