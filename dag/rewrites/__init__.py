@@ -6,5 +6,6 @@ masks           what an attention mask lets a position see, by evaluating it
 kv_cache        attention that reads earlier positions from a cache
 last_position   logits of the last position only
 end_to_end      whether several sequences may run as one
+quantise        matrices stored as int8 or int4
 fuse            one op for what exports spell out
 """

@@ -6,5 +6,6 @@ huggingface     a causal language model in a directory
 capture         a module as a graph, through torch.export, without its weights
 lower           an exported program in the op-set
 aten_names      torch's names for operators and constants, in ours
+quantised_weights  matrices as int8 and int4, made as they are read
 serving_graph   the graph that is served: KV cache, last position, fused norms
 """

@@ -1,0 +1,157 @@
+"""Large matrices stored as int8 or int4: what decoding reads of a model in a quarter or a seventh of the bytes.
+
+For what is served. The graph alone is rewritten: `sources` says of which tensor of the model the numbers are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType, Variable
+from fusion.dag.ir.validation import MAX_NAME
+
+Kind = Literal["int8", "int4"]
+Use = Literal["linear", "addmm", "embedding"]
+
+GROUP = 32  # columns that share a scale, as in GGUF's kinds
+LEAST_ELEMENTS = 1 << 12  # of a matrix: what is smaller saves nothing
+SCALES = "float16"
+_FLOATS = frozenset({"float32", "bfloat16", "float16"})
+
+
+@dataclass(frozen=True)
+class Source:
+    """A variable of the model, and how the graph has it instead: (rows, columns), each row along the inputs of a product."""
+
+    variable: Variable
+    kind: Kind
+    transposed: bool  # the variable is (columns, rows)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = (d for d in self.variable.type.shape if isinstance(d, int))
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what it is stored as: numbers, scales and, for int4, minimums."""
+        parts = (self.kind, "scales", "minimums")
+        return tuple(f"{self.variable.name}:{part}" for part in parts[: 2 if self.kind == "int8" else 3])
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """Under `names`."""
+        rows, columns = self.shape
+        numbers = TensorType((rows, columns), "int8")
+        if self.kind == "int4":
+            numbers = TensorType((rows, columns // 2), "uint8")
+        shares = TensorType((rows, columns // GROUP), SCALES)
+        return tuple(
+            Variable(name, type_, trainable=False)
+            for name, type_ in zip(self.names, (numbers, shares, shares), strict=False)
+        )
+
+
+@dataclass(frozen=True)
+class Quantised:
+    graph: Graph
+    sources: tuple[Source, ...]
+
+
+def quantise(graph: Graph, kind: Kind) -> Quantised:
+    """Every matrix of rows with `aten.linear` or a plain `aten.addmm`, and every table of `aten.embedding`, that is used for
+    nothing else and is large enough. With "int4" tables, and matrices that the outputs are made with, are stored as int8:
+    they are read least, a row a token and once, and what is lost there is lost last."""
+    late = _last_matrices(graph)
+    taken = {*graph.input_names, *graph.node_index}
+    taken.update(name for v in graph.variables for name in (v.name, *v.aliases))
+    sources = {}
+    for variable in graph.variables:
+        uses = _uses(graph, variable.name)
+        if not uses or (source := _source(variable, kind, uses, late)) is None:
+            continue
+        if not taken.intersection(source.names) and all(len(name) <= MAX_NAME for name in source.names):
+            sources[variable.name] = source
+            taken.update(source.names)
+    variables = tuple(
+        each for v in graph.variables for each in (sources[v.name].variables if v.name in sources else (v,))
+    )
+    nodes = tuple(_rewritten(node, sources) for node in graph.nodes)
+    return Quantised(replace(graph, variables=variables, nodes=nodes), tuple(sources.values()))
+
+
+def _source(variable: Variable, kind: Kind, uses: frozenset[Use], late: frozenset[str]) -> Source | None:
+    shape = variable.type.shape
+    transposed = "addmm" in uses
+    if variable.type.dtype not in _FLOATS or (transposed and len(uses) > 1):
+        return None
+    careful = "embedding" in uses or variable.name in late
+    source = Source(variable, "int8" if careful else kind, transposed)
+    rows, columns = source.shape
+    if len(shape) != 2 or columns % GROUP or rows * columns < LEAST_ELEMENTS:
+        return None
+    return source
+
+
+def _uses(graph: Graph, name: str) -> frozenset[Use]:
+    """How a variable is used; nothing where it is read in another way too."""
+    ref, found = Ref(name), set[Use]()
+    if ref in graph.outputs or len(graph.types[ref].shape) != 2:
+        return frozenset()
+    for at in graph.uses.get(ref, ()):
+        use = _use(graph, graph.nodes[at], ref)
+        if use is None:
+            return frozenset()
+        found.add(use)
+    return frozenset(found)
+
+
+def _use(graph: Graph, node: Node, ref: Ref) -> Use | None:
+    if sum(each == ref for each in node.refs()) != 1:
+        return None
+    match node.op, node.args:
+        case "aten.linear", (_, matrix, _) if matrix == ref:
+            return "linear"
+        case "aten.embedding", (table, *_) if table == ref:
+            return "embedding"
+        case "aten.addmm", (Ref() as bias, _, matrix, 1, 1) if matrix == ref:
+            return "addmm" if len(graph.types[bias].shape) == 1 else None
+    return None
+
+
+def _last_matrices(graph: Graph) -> frozenset[str]:
+    """The variables that are matrices of products from which an output comes without another product with a variable."""
+    waiting, seen, found = list(graph.outputs), set[Ref](), set[str]()
+    while waiting:
+        ref = waiting.pop()
+        at = graph.node_index.get(ref.name)
+        if ref in seen or at is None:
+            continue
+        seen.add(ref)
+        node = graph.nodes[at]
+        matrices = [r.name for r in node.refs() if r.name in graph.variable_names and _use(graph, node, r)]
+        found.update(matrices)
+        if not matrices:
+            waiting.extend(node.refs())
+    return frozenset(found)
+
+
+def _rewritten(node: Node, sources: Mapping[str, Source]) -> Node:
+    source = next((sources[ref.name] for ref in node.refs() if ref.name in sources), None)
+    if source is None:
+        return node
+    stored: list[Arg] = [Ref(name) for name in source.names]
+    numbers, scales, minimums = (*stored, None)[:3]
+    args: tuple[Arg, ...]
+    if node.op == "aten.embedding":
+        dtype = DType(node.results[0].dtype)
+        return replace(
+            node,
+            op=f"fusion.embedding_{source.kind}",
+            args=(numbers, scales, minimums, node.args[1], dtype),
+        )
+    given, bias = (node.args[0], node.args[2]) if node.op == "aten.linear" else (node.args[1], node.args[0])
+    args = (given, numbers, scales, minimums, bias)
+    return replace(node, op=f"fusion.linear_{source.kind}", args=args)

@@ -1,0 +1,97 @@
+"""Matrices of a model as int8 and int4 in groups, made where the model is read, a matrix at a time. It needs no data.
+
+int8: the largest absolute value of a group is 127 of its scale. int4: 16 values from the least to the largest of a group, or
+over a share of that range, whichever leaves the least squared error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fusion.dag.ir.graph import Variable
+from fusion.dag.rewrites.quantise import GROUP, Kind, Source
+from fusion.runtime.capture.sources import Read
+from fusion.runtime.job.errors import JobError
+
+Tensor = torch.Tensor
+
+_SHARES = tuple(1 - step / 40 for step in range(13))
+_TILE_ELEMENTS = 1 << 22  # of a matrix, that are looked at together
+
+
+def quantised_read(read: Read, sources: Sequence[Source]) -> Read:
+    """Reads the variables of a quantised graph: those that `sources` tell of out of the tensors that `read` gives, one of
+    which is in memory at a time. JobError for a tensor that has other numbers than finite ones of float16's range."""
+
+    def found(variables: Iterable[Variable]) -> dict[str, Tensor]:
+        wanted = {v.name: v for v in variables}
+        asked = [source for source in sources if not wanted.keys().isdisjoint(source.names)]
+        stored = {name for source in asked for name in source.names}
+        values = read([v for name, v in wanted.items() if name not in stored])
+        for source in asked:
+            (whole,) = read([source.variable]).values()
+            parts = quantised(whole.t() if source.transposed else whole, source.kind)
+            if not all(bool(part.isfinite().all()) for part in parts):
+                name = source.variable.name
+                raise JobError(
+                    f"--quantization: {name} has weights that are no numbers, or larger than 60000"
+                )
+            named = zip(source.names, parts, strict=True)
+            values.update((name, part) for name, part in named if name in wanted)
+        return values
+
+    return found
+
+
+def quantised(matrix: Tensor, kind: Kind) -> tuple[Tensor, ...]:
+    """(rows, columns) floats as what `fusion.dag.ir.opset_quantised` reads: int8 numbers (rows, columns) and scales
+    (rows, groups), or uint8 (rows, columns / 2), scales and minimums. Where a scale is not finite, a weight of its group was
+    not, or is too large for float16."""
+    tiles = matrix.split(max(1, _TILE_ELEMENTS // matrix.shape[1]))
+    stored = [_int8(tile.float()) if kind == "int8" else _int4(tile.float()) for tile in tiles]
+    return tuple(torch.cat(parts) for parts in zip(*stored, strict=True))
+
+
+def _int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    grouped = matrix.unflatten(1, (-1, GROUP))
+    scales = _up(grouped.abs().amax(-1) / 127)
+    return _nearest(grouped, scales, None, -127, 127).to(torch.int8).flatten(1), scales
+
+
+def _int4(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grouped = matrix.unflatten(1, (-1, GROUP))
+    least, most = grouped.aminmax(dim=-1)
+    middle, radius = (most + least) / 2, (most - least) / 2
+    best: tuple[Tensor, ...] | None = None
+    for share in _SHARES:
+        scales, minimums = (radius * (share * 2 / 15)).half(), (middle - radius * share).half()
+        numbers = _nearest(grouped, scales, minimums, 0, 15)
+        off = numbers * scales.float()[..., None] + minimums.float()[..., None] - grouped
+        tried = (off.square().sum(-1), scales, minimums, numbers)
+        if best is None:
+            best = tried
+        else:
+            better = tried[0] < best[0]
+            best = tuple(
+                torch.where(better if new.dim() == 2 else better[..., None], new, old)
+                for new, old in zip(tried, best, strict=True)
+            )
+    assert best is not None
+    _, scales, minimums, numbers = best
+    flat = numbers.to(torch.uint8).flatten(1)
+    return flat[:, 0::2] | flat[:, 1::2] << 4, scales, minimums
+
+
+def _up(scales: Tensor) -> Tensor:
+    """In float16, none smaller: the largest number of a group is not cut off."""
+    near = scales.half()
+    return torch.where(near.float() < scales, torch.nextafter(near, near.new_tensor(torch.inf)), near)
+
+
+def _nearest(grouped: Tensor, scales: Tensor, minimums: Tensor | None, least: int, most: int) -> Tensor:
+    """The whole numbers that stand for these, as floats."""
+    shares = scales.float()[..., None]
+    from_least = grouped if minimums is None else grouped - minimums.float()[..., None]
+    return torch.where(shares > 0, from_least / shares, 0.0).round_().clamp_(least, most)
