@@ -70,9 +70,14 @@ def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> Huggi
     """
     check_huggingface(directory, weights=weights)
     config = _config(directory)
-    if weights and getattr(config, "quantization_config", None) is not None:
+    said = getattr(config, "quantization_config", None)
+    if weights and said is not None:
         # Read as plain numbers, they would make a model that answers, and answers nonsense.
-        raise JobError(f"{directory} holds quantised weights, which are not supported")
+        method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
+        raise JobError(
+            f"{directory} holds weights that are quantised already ({method or 'no method named'!s:.40}), which are not "
+            "read; serve the model in full precision, with --quantization int8 or int4"
+        )
     text = config.get_text_config()
     tokenizer = directory / "tokenizer.json"
     module = _hollow_module(config, directory) if weights else _random_module(config, directory, seed)

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusion.dag.ir.errors import UnsupportedModel
+from fusion.dag.rewrites.quantise import Kind, quantise
 from fusion.runtime.capture import sources
+from fusion.runtime.capture.quantised_weights import quantised_read
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.job.errors import JobError
@@ -17,7 +19,7 @@ from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.model_files import check_directory, is_exported_directory
 from fusion.runtime.job.spec import HuggingFaceConfig
 from fusion.runtime.launch.draft import prepare_draft
-from fusion.runtime.launch.shard import GraphJob, Prepared, Say, prepare_graph, silent
+from fusion.runtime.launch.shard import GraphJob, Prepared, Say, parameter_count, prepare_graph, silent
 from fusion.runtime.placing.place_job import place_beside
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
@@ -37,11 +39,13 @@ def prepare_serving(
     author: Identity | None = None,
     admission: AdmissionSpec = OPEN,
     draft: Path | None = None,
+    quantization: Kind | None = None,
     say: Say = silent,
 ) -> Prepared:
     """A Hugging Face model directory or one written by `jobs export`, as a job that serves it under `name`. A model
     whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact. `draft`:
-    the directory of a small model of the same tokens that guesses for it."""
+    the directory of a small model of the same tokens that guesses for it. `quantization`: how its large matrices are stored;
+    JobError for a model without any."""
     say("reading the model")
     model = _model(directory)
     about = model.about
@@ -55,6 +59,15 @@ def prepare_serving(
             ) from None
         say(f"no KV cache for this model ({reason}): each token will compute the whole prefix")
         graph, cached = serving_graph(model.inference, cache="recompute"), False
+    read, parameters = model.read, parameter_count(graph)
+    if quantization is not None:
+        stored = quantise(graph, quantization)
+        if not stored.sources:
+            raise JobError(
+                f"--quantization: {directory} has no matrix that could be stored as {quantization}"
+            )
+        say(f"storing {len(stored.sources)} of its matrices as {quantization}")
+        graph, read = stored.graph, quantised_read(model.read, stored.sources)
     config = ServeConfig(
         cache="kv" if cached else "recompute",
         max_sequence=about.max_sequence,
@@ -72,7 +85,8 @@ def prepare_serving(
     job = GraphJob(
         name=name,
         graph=graph,
-        variables=model.read,
+        variables=read,
+        parameters=parameters,
         files={**model.chat, **(drafted.files if drafted is not None else {})},
         tokenizer=model.tokenizer,
         byte_level=about.byte_level,

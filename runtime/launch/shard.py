@@ -52,6 +52,7 @@ class GraphJob:
     author: Identity = field(default_factory=Identity.generate)  # whose key may end the job
     admission: AdmissionSpec = field(default_factory=AdmissionSpec)
     limits: LimitsSpec = field(default_factory=LimitsSpec)
+    parameters: int | None = None  # of the model, where its graph stores them in another way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,20 +111,23 @@ def prepare_graph(
     blobs += [d for d in (manifest.tokenizer, data and data.train, data and data.held_out) if d]
     if manifest.admission.kind != "open":
         store.keep_for(digest, [each for each in dict.fromkeys(blobs) if each != Digest(digest)])
-    trained = {v.name: v for v in graph.variables if v.kind == "parameter"}
     return Prepared(
         job=digest,
         manifest=manifest,
         author=job.author,
         blobs=tuple(dict.fromkeys(blobs)),
         predicted_seconds=placed.predicted_seconds,
-        parameters=sum(
-            math.prod(int(d) for d in v.type.shape if isinstance(d, int)) for v in trained.values()
-        ),
+        parameters=parameter_count(graph) if job.parameters is None else job.parameters,
         plan=placed.plan,
         stage_count=placed.stage_count,
         invited=job.admission.invited,
     )
+
+
+def parameter_count(graph: Graph) -> int:
+    """Elements of its parameters, tied ones once."""
+    trained = (v.type.shape for v in graph.variables if v.kind == "parameter")
+    return sum(math.prod(d for d in shape if isinstance(d, int)) for shape in trained)
 
 
 def _check_limits(manifest: Manifest) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
+
 from fusion.dag.cutting.cuts import split, tie_groups
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
@@ -82,6 +84,14 @@ class Line:
         """The validation loss of the state of `step`."""
         losses = await asyncio.gather(*(rad.evaluate(ATTEMPT, step) for rad in self._rads))
         return next(loss for loss in losses if loss is not None)
+
+    def variables(self) -> dict[str, torch.Tensor]:
+        """The values of all variables, as the last step left them."""
+        states = [plane.state() for plane in self._planes]
+        found = {name: value for state in states for name, value in state.items()}
+        return {
+            name.removeprefix("variable/"): v for name, v in found.items() if name.startswith("variable/")
+        }
 
     def _send_from(self, source: int) -> Callable[[int, str, Mapping[str, Any], Sequence[Buffer]], None]:
         def send(target: int, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> None:

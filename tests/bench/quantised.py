@@ -1,0 +1,306 @@
+"""What int8 and int4 cost and give: perplexity on held-out text, bytes of weights, tokens a second, against float32.
+
+    python tests/bench/quantised.py [--folder DIR] [--steps 600] [--rounds 5] [--only perplexity,decode,matrices] [--json]
+
+The model is the one that `fusion-peer demo` trains, trained here in one process as long as there (an hour of one busy
+core; it is kept in DIR and not trained again), and for speed also the Llama of `make bench ARGS="--only decode"`. Decoding is of one stage
+on one thread, for one session and for four together; the three take turns, and each has its best round. Perplexity is that
+of the graph that is served, on windows of the held-out files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.convergence_run import Line
+from bench.decode import make_model
+from bench.text_table import text_of
+
+from fusion.cli.demo import DEFAULT_STEPS, SEQUENCE, job_text
+from fusion.dag.cutting.costs import type_bytes
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.graph import Graph
+from fusion.dag.rewrites.clean import clean
+from fusion.dag.rewrites.quantise import Kind, quantise
+from fusion.runtime.capture import sources
+from fusion.runtime.capture.quantised_weights import quantised, quantised_read
+from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.capture.sources import LanguageModel
+from fusion.runtime.job.manifest import TrainConfig
+from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig, parse
+from fusion.runtime.launch.export_files import export_files
+from fusion.runtime.launch.pack import pack_data
+from fusion.runtime.planes.packed import linear, pack
+from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.quantised import InBlocks, in_blocks
+from fusion.runtime.planes.quantised_code import product
+from fusion.runtime.planes.torch_decoding import TorchDecodingStage
+from fusion.runtime.training.snapshots import snapshot
+from fusion.swarm.blobs.store import BlobStore
+
+KINDS: tuple[Kind | None, ...] = (None, "int8", "int4")
+WINDOWS = 400
+TOKENS = 64
+MATRICES = ((4096, 4096), (11008, 4096), (4096, 11008))
+
+
+def name_of(kind: Kind | None) -> str:
+    return kind or "float32"
+
+
+# --- the demo's model
+
+
+def trained(folder: Path, steps: int) -> tuple[LanguageModel, torch.Tensor]:
+    """The demo's model after so many steps, as it is exported, and windows of the held-out text (windows, sequence + 1)."""
+    spec = parse(job_text(["peer"], steps), folder)
+    assert isinstance(spec.model, GPTConfig)
+    model = sources.builtin(spec.model, spec.train.seed, byte_level=True, tokenizer=None)
+    store = BlobStore(folder / "blobs", 1 << 30)
+    data = pack_data(spec.data, None, model.about.vocabulary, SEQUENCE, store)
+    assert data.held_out is not None
+    directory = folder / f"exported-{steps}"
+    if not directory.is_dir():
+        values = _train(model, spec, data, store)
+        directory.mkdir(parents=True)
+        for name, content in export_files(model).items():
+            (directory / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+        named = {
+            n: values[v.name].clone() for v in clean(model.inference).variables for n in (v.name, *v.aliases)
+        }
+        snapshot.save(named, directory / "model.safetensors", {"format": "pt"})
+    text = torch.frombuffer(bytearray(store.path(data.held_out).read_bytes()), dtype=torch.uint8).long()
+    windows = text[: (len(text) - 1) // SEQUENCE * SEQUENCE + 1].unfold(0, SEQUENCE + 1, SEQUENCE)
+    return sources.exported(directory), windows[:: max(1, len(windows) // WINDOWS)]
+
+
+def _train(model: LanguageModel, spec: Any, data: Any, store: BlobStore) -> dict[str, torch.Tensor]:
+    train = spec.train
+    config = TrainConfig(
+        steps=train.steps,
+        microbatches=train.microbatches,
+        microbatch_size=train.microbatch_size,
+        sequence=train.sequence,
+        seed=train.seed,
+        optimizer=spec.optimizer,
+        data=data,
+        evaluate_every=train.evaluate_every,
+        evaluate_batches=train.evaluate_batches,
+    )
+    assert model.training is not None
+    line = Line(
+        clean(model.training), (), model.read, config, store.path(data.train), store.path(data.held_out)
+    )
+
+    async def steps() -> None:
+        for step in range(train.steps):
+            loss = await line.step(step)
+            if step % 50 == 49:
+                print(f"step {step + 1}: loss {loss:.3f}", file=sys.stderr, flush=True)
+
+    asyncio.run(steps())
+    return line.variables()
+
+
+# --- what is measured
+
+
+def stage_of(graph: Graph, read: sources.Read, kind: Kind | None) -> tuple[TorchDecodingStage, int]:
+    """The graph as one stage, and the bytes that its variables have by their types."""
+    if kind is not None:
+        found = quantise(graph, kind)
+        graph, read = found.graph, quantised_read(read, found.sources)
+    stage = TorchDecodingStage(split(graph, ())[0], read(graph.variables))
+    return stage, sum(type_bytes(v.type) for v in graph.variables)
+
+
+def perplexity(stage: TorchDecodingStage, windows: torch.Tensor) -> float:
+    total = 0.0
+    for number, window in enumerate(windows):
+        name = str(number)
+        stage.open(name, SEQUENCE)
+        inputs = {"input_ids": window[None, :-1], "position_ids": torch.arange(SEQUENCE)[None]}
+        (made,) = stage.run([Piece(name, 0, inputs)])
+        stage.close(name)
+        total += float(functional.cross_entropy(made["result/0"][0].double(), window[1:], reduction="sum"))
+    return math.exp(total / windows[:, 1:].numel())
+
+
+def rate(stage: TorchDecodingStage, sessions: int) -> float:
+    """Tokens a second of greedy answers, all sessions together, after a prompt of 7."""
+    names = [str(n) for n in range(sessions)]
+    tokens = {name: list(range(n + 1, n + 8)) for n, name in enumerate(names)}
+    for name in names:
+        stage.open(name, SEQUENCE)
+    at, started = 0, 0.0
+    for turn in range(TOKENS + 1):
+        if turn == 1:
+            started = time.perf_counter()  # the prompt is done
+        pieces = []
+        for name in names:
+            ids = torch.tensor([tokens[name][at:]])
+            positions = torch.arange(at, at + ids.shape[1])[None]
+            pieces.append(Piece(name, at, {"input_ids": ids, "position_ids": positions}))
+        at = len(tokens[names[0]])
+        for name, made in zip(names, stage.run(pieces), strict=True):
+            tokens[name].append(int(made["result/0"][0, -1].argmax()))
+    seconds = time.perf_counter() - started
+    for name in names:
+        stage.close(name)
+    return sessions * TOKENS / seconds
+
+
+def best_rates(stages: Mapping[str, TorchDecodingStage], rounds: int) -> dict[int, dict[str, float]]:
+    """By how many sessions decode together."""
+    return {
+        count: _best({name: partial(rate, stage, count) for name, stage in stages.items()}, rounds)
+        for count in (1, 4)
+    }
+
+
+def _best(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """The largest figure of each, measured in turn."""
+    found = dict.fromkeys(measures, 0.0)
+    for _ in range(rounds):
+        for name, measure in measures.items():
+            found[name] = max(found[name], measure())
+    return found
+
+
+def of_model(model: LanguageModel, windows: torch.Tensor | None, rounds: int) -> dict[str, Any]:
+    graph = serving_graph(model.inference, maximum_sequence=model.about.max_sequence)
+    made = {name_of(kind): stage_of(graph, model.read, kind) for kind in KINDS}
+    results: dict[str, Any] = {
+        "parameter_bytes": {name: bytes_ for name, (_, bytes_) in made.items()},
+        "held_bytes": {name: sum(v.nbytes for v in stage._variables) for name, (stage, _) in made.items()},
+    }
+    if windows is not None:
+        whole = clean(model.inference)
+        results["perplexity"] = {
+            name_of(kind): perplexity(stage_of(whole, model.read, kind)[0], windows) for kind in KINDS
+        }
+    if rounds:
+        stages = {name: stage for name, (stage, _) in made.items()}
+        results["tokens_per_second"] = best_rates(stages, rounds)
+    return results
+
+
+def of_matrices(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Products a second of 4 rows, which is what one session runs, and of 64 with matrices that no cache holds."""
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for rows, columns in MATRICES:
+        matrix = torch.randn(rows, columns) * 0.02
+        packed = pack(matrix)
+        assert packed is not None
+        ways: dict[str, partial[torch.Tensor]] = {"float32": partial(linear, matrix=packed, bias=None)}
+        kinds: tuple[Kind, ...] = ("int8", "int4")
+        for kind in kinds:
+            stored = [in_blocks(part) for part in quantised(matrix, kind)]
+            weight, scales, minimums = (*stored, None)[:3]
+            code = product(8 if kind == "int8" else 4, True, minimums is not None)
+            assert code is not None
+            way = InBlocks(code, rows).linear
+            ways[kind] = partial(way, weight=weight, scales=scales, minimums=minimums, bias=None)
+        for count in (4, 64):
+            given = torch.randn(1, count, columns)
+            measures = {name: partial(_per_second, way, given) for name, way in ways.items()}
+            results.setdefault(f"{rows} x {columns}", {})[f"{count}"] = _best(measures, rounds)
+    return results
+
+
+def _per_second(way: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> float:
+    started = time.perf_counter()
+    way(given)
+    return 1 / (time.perf_counter() - started)
+
+
+# --- the command
+
+
+def llama(folder: Path) -> LanguageModel:
+    directory = folder / "llama"
+    if not directory.is_dir():
+        make_model(str(directory))
+    return sources.huggingface(HuggingFaceConfig(path=directory), training=False)
+
+
+def measure(folder: Path, steps: int, rounds: int, only: set[str]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    if only & {"perplexity", "decode"}:
+        model, windows = trained(folder, steps)
+        decoded = rounds if "decode" in only else 0
+        results["demo"] = of_model(model, windows if "perplexity" in only else None, decoded)
+    if "decode" in only:
+        results["llama"] = of_model(llama(folder), None, rounds)
+    if "matrices" in only:
+        results["matrices"] = of_matrices(rounds)
+    return results
+
+
+def table(results: Mapping[str, Any]) -> str:
+    rows = [("what", *map(name_of, KINDS), "target")]
+    for name in ("demo", "llama"):
+        if found := results.get(name):
+            rows += _rows(name, found)
+    for shape, counts in results.get("matrices", {}).items():
+        for count, rates in counts.items():
+            rows.append(
+                (f"{count} rows x {shape}: ms", *_against(rates, lambda rate: f"{1e3 / rate:.2f}"), "")
+            )
+    return text_of(rows)
+
+
+def _rows(name: str, found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows = []
+    if values := found.get("perplexity"):
+        off = {kind: 100 * (value / values["float32"] - 1) for kind, value in values.items()}
+        cells = [f"{value:.4f} ({off[kind]:+.2f} %)" for kind, value in values.items()]
+        rows.append((f"{name}: perplexity, held-out text", *cells, "<= +0.5 %, +3 %"))
+    sizes = found["parameter_bytes"]
+    cells = [f"{size / 2**20:.2f} ({size / sizes['float32']:.3f})" for size in sizes.values()]
+    rows.append((f"{name}: weights as the graph counts them, MiB", *cells, ""))
+    held = [f"{size / 2**20:.2f}" for size in found["held_bytes"].values()]
+    rows.append((f"{name}: weights that the stage holds, MiB", *held, "the same"))
+    for sessions, rates in found.get("tokens_per_second", {}).items():
+        cells = _against(rates, lambda rate: f"{rate:.0f}")
+        rows.append((f"{name}: tokens/s, {sessions} session(s)", *cells, ">= 1.00, int8 1.30"))
+    return rows
+
+
+def _against(rates: Mapping[str, float], text: Callable[[float], str]) -> list[str]:
+    return [f"{text(rate)} (x {rate / rates['float32']:.2f})" for rate in rates.values()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="perplexity,decode,matrices")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="fusion-bench-") as made:
+        folder = given.folder or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        results = measure(folder, given.steps, given.rounds, set(given.only.split(",")))
+    print(json.dumps(results) if given.json else table(results))
+
+
+if __name__ == "__main__":
+    main()
