@@ -9,6 +9,9 @@ import psutil
 import torch
 
 MEASURE_SECONDS = 0.05
+LEAST_PRODUCTS = (
+    12  # also where that takes longer: on a busy machine one that nothing interrupts is among so many
+)
 # A volunteer who says nothing lends half of what is free now: the machine stays usable.
 LENT_SHARE = 0.5
 
@@ -44,11 +47,9 @@ def _matrix_flops_per_second(device: str, width: int) -> float:
             torch.cuda.synchronize(device)
 
     product()  # the first call sets up the library
-    best, until = float("inf"), time.perf_counter() + MEASURE_SECONDS
-    while True:
+    seconds, until = list[float](), time.perf_counter() + MEASURE_SECONDS
+    while len(seconds) < LEAST_PRODUCTS or time.perf_counter() < until:
         began = time.perf_counter()
         product()
-        ended = time.perf_counter()
-        best = min(best, ended - began)
-        if ended >= until:  # once at least, also on a machine that was busy meanwhile
-            return 2.0 * width**3 / best
+        seconds.append(time.perf_counter() - began)
+    return 2.0 * width**3 / min(seconds)

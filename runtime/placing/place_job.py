@@ -22,6 +22,9 @@ from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.links.view import link_view
 from fusion.swarm.transport import PeerId
 
+# Answers at once, for which the busiest stage is what counts: the most of these whose placement one answer alone can bear.
+AT_ONCE = (8, 2)
+
 
 def place_job(
     graph: Graph,
@@ -73,12 +76,13 @@ def _serving(
     memory = replace(serving_memory(config), positions=sizes["sequence"])
     found: dict[Candidate, Placement] = {}
 
-    def over(count: int | None) -> Candidate:
-        placement = place(graph, swarm.network, running, 1, stages=count, training=False, memory=memory)
-        links = placement.predicted_seconds - sum(placement.stage_seconds)
+    def over(count: int | None, answers: int = 1) -> Candidate:
+        placement = place(graph, swarm.network, running, answers, stages=count, training=False, memory=memory)
+        token_seconds = placement.prediction.fill_seconds
+        links = token_seconds - sum(placement.stage_seconds)
         candidate = Candidate(
             peers=placement.owners,
-            token_seconds=placement.predicted_seconds,
+            token_seconds=token_seconds,
             link_seconds=max(0.0, links) if len(placement.owners) > 1 else 0.0,
         )
         found[candidate] = placement
@@ -88,10 +92,15 @@ def _serving(
         choice = StageChoice(chosen=over(stages), asked=True)
     else:
         choice = choose_stages(over)
+    if choice.chosen.stages > 1:
+        # Of what one answer takes as long with, that which lets most through: all on the fastest peer but for one small
+        # operator would be as good a place for one.
+        alike = (over(choice.chosen.stages, answers) for answers in AT_ONCE)
+        choice = replace(choice, chosen=next((c for c in alike if c.near(choice.chosen)), choice.chosen))
     best = found[choice.chosen]
     replicas = [list(map(PeerId, others[:MAX_REPLICAS])) for others in best.replicas]
     placed = as_asked(graph, config, best.cuts, tuple(map(PeerId, best.owners)), peers, replicas)
-    return replace(placed, predicted_seconds=best.predicted_seconds, stage_count=choice)
+    return replace(placed, predicted_seconds=choice.chosen.token_seconds, stage_count=choice)
 
 
 def _training(

@@ -32,6 +32,10 @@ class Candidate:
     def stages(self) -> int:
         return len(self.peers)
 
+    def near(self, fastest: Candidate) -> bool:
+        """Whether it is nearly as fast."""
+        return self.token_seconds <= fastest.token_seconds * (1 + NEAR)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageChoice:
@@ -60,8 +64,8 @@ class StageChoice:
 
 def fewest(candidates: Sequence[Candidate]) -> Candidate:
     """The one with the fewest stages of those that are nearly as fast as the fastest. There has to be one."""
-    limit = min(each.token_seconds for each in candidates) * (1 + NEAR)
-    near = [each for each in candidates if each.token_seconds <= limit]
+    fastest = min(candidates, key=lambda each: each.token_seconds)
+    near = [each for each in candidates if each.near(fastest)]
     return min(near, key=lambda each: (each.stages, each.token_seconds))
 
 

@@ -16,7 +16,7 @@ from fusion.runtime.job.progress import Progress, StageLoad
 from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE, RING
 from fusion.runtime.serving.answers.gateway import Gateway, GatewayConfig
 from fusion.runtime.serving.loaded_stage import LoadedStage
-from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, refusal, shown
+from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, refusal, shown, takes_batches
 from fusion.runtime.serving.ring.stage import RingStage
 from fusion.runtime.serving.stage_loader import StageLoader
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
@@ -198,7 +198,10 @@ class ServingService:
         ends = LinkEnds.from_hello(said, self._context.peer_id)
         grants = shown(said)
         hosted = await self._running(stream, ends)
-        await hosted.stage.attend(stream, ends.sender, lambda: refusal(access, stream.remote, ends, grants))
+        await hosted.stage.attend(
+            *(stream, ends.sender, lambda: refusal(access, stream.remote, ends, grants)),
+            batches=takes_batches(said),
+        )
 
     async def _running(self, stream: Stream, ends: LinkEnds) -> _Hosted:
         """The stage that the stream is for. One that is ours and not in memory yet is worth waiting for: whoever asks

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from fusion.runtime.planes.plane import Piece
 from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.requests.request import Sampling, pack_tokens
 from fusion.runtime.serving.ring.frames import plan_ring
-from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition
+from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, takes_batches
 from fusion.runtime.serving.ring.sampling import sample
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.runtime.serving.ring.stage import RingStage
@@ -231,11 +231,14 @@ class Ring:
         self.tasks: list[asyncio.Task[None]] = []
         self._names = itertools.count()
 
-    async def connect(self, transport: MemoryTransport | None = None) -> list[Stream]:
+    async def connect(
+        self, transport: MemoryTransport | None = None, said: Mapping[str, Any] | None = None
+    ) -> list[Stream]:
+        """`said`: in the hello beside what has to be."""
         streams: list[Stream] = []
         for i, hop in enumerate(self.route):
             stream = await (transport or self.gateway).open(hop.peer, RING.name)
-            await stream.send("hello", LinkEnds(JOB, GATEWAY, i, hop.peer).to_header())
+            await stream.send("hello", {**LinkEnds(JOB, GATEWAY, i, hop.peer).to_header(), **(said or {})})
             streams.append(stream)
         return streams
 
@@ -306,8 +309,10 @@ async def ring_of(
     on_run: Callable[[int, str, int, int], None] = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
     draft: DraftModel | None = None,
+    older: Collection[int] = (),
     **serve: Any,
 ) -> AsyncIterator[Ring]:
+    """`older`: stages that know nothing of several frames in one."""
     settings: dict[str, Any] = {
         "cache": "kv",
         "max_sequence": 64,
@@ -325,9 +330,10 @@ async def ring_of(
         runner = StageRunner(plane, plan, ring.serve.max_sequence, draft=draft if plan.first else None)
         stage = RingStage(transport, workers[-1], runner, plan, seat, clock=clock)
 
-        async def handler(stream: Stream, stage: RingStage = stage) -> None:
-            ends = LinkEnds.from_hello(await hello(stream), PeerId("us"))
-            await stage.attend(stream, ends.sender)
+        async def handler(stream: Stream, stage: RingStage = stage, old: bool = i in older) -> None:
+            said = await hello(stream)
+            ends = LinkEnds.from_hello(said, PeerId("us"))
+            await stage.attend(stream, ends.sender, batches=not old and takes_batches(said))
 
         await transport.serve(RING.name, handler)
         ring.planes.append(plane)

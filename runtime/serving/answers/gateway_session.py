@@ -18,6 +18,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.failover import Fault, Faulted
 from fusion.runtime.serving.requests.request import Logprobs, pack_tokens, whole
+from fusion.runtime.serving.ring.batches import frames_of
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks, ShownGrants, no_grants
 from fusion.runtime.serving.ring.prefix import PrefixHash, positions_of
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
@@ -167,6 +168,10 @@ class GatewaySessions:
                 session.heard[ends.stage] = self._clock()
                 if frame.kind == "leaving":
                     session.events.put_nowait(Event(session, ends.stage, frame))
+            return
+        if frame.kind == "tokens":
+            for each in frames_of(frame):
+                self._heard(ends, each)
             return
         name = frame.header.get("session")
         found = self._sessions.get(SessionId(name)) if isinstance(name, str) else None

@@ -5,6 +5,7 @@ guesses          tokens that are guessed, and what becomes of that; pure
 session          one generation as the stages see it: what it is told once, what runs next; pure
 links            the long-lived streams of the ring
 frames           what one stage sends another
+batches          what a turn has to say over a link, in one frame
 penalties        what settings and the tokens so far do to the logits
 constraint       which tokens a schema allows next
 sampling         from logits to a token

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.dims import bind, symbols_of
 from fusion.dag.ir.graph import DTYPE_BYTES
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.serving.requests.request import whole
+from fusion.swarm.errors import FrameError
 
 ID_BYTES = 8
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -46,6 +49,13 @@ class Parcel:
 
     def size_bytes(self, length: int) -> int:
         return length * ID_BYTES * self.ids + sum(size for _, _, size in self.layout(length))
+
+    def size_of(self, header: Mapping[str, Any]) -> int:
+        """Of the payload that a `chunk` frame of this header has. FrameError, JobError where it says no length."""
+        length = whole(header, "length", 0)
+        if length < 1:
+            raise FrameError(f"a chunk of {length} positions")
+        return self.size_bytes(length)
 
     def pack(self, outputs: Mapping[str, torch.Tensor], ids: memoryview) -> list[memoryview]:
         """Buffers of the payload; `ids` are the bytes of the chunk's token ids. Copies only what is not already

@@ -55,10 +55,14 @@ class Gateways:
     async def aclose(self) -> None:
         await asyncio.gather(*(stream.aclose() for stream in self._streams))
 
-    async def attend(self, incoming: Stream, refusal: Callable[[], str | None] = lambda: None) -> None:
-        """`refusal`: why the gateway may not prompt the model, if so."""
+    async def attend(
+        self, incoming: Stream, refusal: Callable[[], str | None] = lambda: None, *, batches: bool = False
+    ) -> None:
+        """`refusal`: why the gateway may not prompt the model, if so; `batches`: it takes several frames in one."""
         incoming.allow(MAX_PROMPT_BYTES)
         stream = QueuedStream(incoming, on_frame=lambda frame: self._command(stream, checked(frame)))
+        if batches:
+            self._sessions.taking.add(stream)
         self._streams[stream] = refusal
         try:
             await stream.wait()

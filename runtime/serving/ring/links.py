@@ -1,6 +1,6 @@
 """Long-lived streams of the ring: who is at which end, and one link for each neighbour.
 
-/fusion/ring/1   first frame `hello` {job, from, to}; `from` is a stage, or GATEWAY. Then
+/fusion/ring/1   first frame `hello` {job, from, to}, {batches} (`fusion.runtime.serving.ring.batches`); `from` is a stage, or GATEWAY. Then
     gateway -> stage   open, prompt (to the first stage), ping, slow, close
     stage -> gateway   opened, token, pong, failed {message, reason, stage}; for all sessions: loading, leaving
     stage -> later stage   chunk                                     last stage -> first stage   token
@@ -12,12 +12,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.serving.requests.request import whole
+from fusion.runtime.serving.ring.batches import BATCHES
 from fusion.swarm.authority.access import Access, chain_of
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.identity import friendly_name
@@ -61,6 +62,11 @@ def shown(hello: Mapping[str, Any]) -> tuple[bytes, ...]:
     return chain_of(hello.get("grants"))
 
 
+def takes_batches(hello: Mapping[str, Any]) -> bool:
+    """Whether its dialler takes several frames in one."""
+    return hello.get(BATCHES) is True
+
+
 def refusal(access: Access, peer: PeerId, ends: LinkEnds, grants: tuple[bytes, ...]) -> str | None:
     """Why the peer may not prompt the model, or run a stage of it; None where it may."""
     if ends.sender == GATEWAY:
@@ -96,6 +102,7 @@ class RingLinks:
         chain: ShownGrants = no_grants,
     ) -> None:
         """`chain`: the grants that we show in a job."""
+        self.taking = WeakSet[QueuedStream]()  # whose far ends take several frames in one
         self._transport = transport
         self._chain = chain
         self._on_frame = on_frame
@@ -112,16 +119,22 @@ class RingLinks:
             if known is not None and not known.ended.is_set():
                 return known
             link = QueuedStream(
-                await dial(self._transport, ends.peer, RING, {**ends.to_header(), **self._grants(ends.job)}),
-                on_frame=lambda frame: self._on_frame(ends, checked(frame)),
+                await dial(self._transport, ends.peer, RING, self._hello(ends)),
+                on_frame=lambda frame: self._heard(ends, link, checked(frame)),
                 on_end=lambda ended: self._ended(ends, link, ended.reason),
             )
             self._links[ends] = link
             return link
 
-    def _grants(self, job: JobId) -> dict[str, object]:
-        chain = self._chain(job)
-        return {"grants": list(chain)} if chain else {}
+    def _hello(self, ends: LinkEnds) -> dict[str, object]:
+        chain = self._chain(ends.job)
+        return {**ends.to_header(), BATCHES: True, **({"grants": list(chain)} if chain else {})}
+
+    def _heard(self, ends: LinkEnds, link: QueuedStream, frame: Frame) -> None:
+        if frame.kind == BATCHES:
+            self.taking.add(link)
+        else:
+            self._on_frame(ends, frame)
 
     def _ended(self, ends: LinkEnds, link: QueuedStream, reason: str) -> None:
         if self._links.get(ends) is link:

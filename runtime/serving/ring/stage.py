@@ -17,9 +17,10 @@ from typing import Any
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.requests.request import pack_tokens, whole
+from fusion.runtime.serving.ring.batches import BATCHES, BY_ITSELF, TurnFrames, frames_of
 from fusion.runtime.serving.ring.constraint import Constrain, unconstrained
 from fusion.runtime.serving.ring.drafting import Drafting
-from fusion.runtime.serving.ring.frames import RingPlan
+from fusion.runtime.serving.ring.frames import Parcel, RingPlan
 from fusion.runtime.serving.ring.gateways import Gateways
 from fusion.runtime.serving.ring.links import GATEWAY, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.schedule import Work
@@ -118,29 +119,43 @@ class RingStage:
         emptied.cancel()
 
     async def attend(
-        self, stream: Stream, sender: int, refusal: Callable[[], str | None] = lambda: None
+        self,
+        stream: Stream,
+        sender: int,
+        refusal: Callable[[], str | None] = lambda: None,
+        *,
+        batches: bool = False,
     ) -> None:
         """Answer one incoming stream of a gateway or of another stage until it ends. `refusal`: why the other end may not
-        take part in the job, if so; it is asked again before each session."""
+        take part in the job, if so; it is asked again before each session. `batches`: it takes several frames in one."""
         if (refused := refusal()) is not None:
             raise JobError(f"{self._position.name}: {refused}")
         if not self.running:
             raise StaleTerm(f"stage {self._plan.index} of {self._position.name} is not served here now")
         if sender == GATEWAY:
-            await self._gateways.attend(stream, refusal)
+            await self._gateways.attend(stream, refusal, batches=batches)
             return
+        if batches:
+            await stream.send(BATCHES, {})
         if sender in self._incoming:
             stream.allow(self._incoming[sender].size_bytes(self._position.serve.max_sequence))
         self._streams.add(stream)
         try:
             while True:
                 frame = await stream.receive()
-                if frame.kind == "chunk":
-                    await self._take_chunk(sender, stream.remote, frame)
-                elif frame.kind == "token":
-                    self._take_token(stream.remote, frame.header)
-                else:
-                    raise FrameError(f"stages send chunks and tokens, not {frame.kind!r:.40}")
+                match frame.kind:
+                    case "chunk":
+                        await self._take_chunk(sender, stream.remote, frame)
+                    case "chunks":
+                        for each in frames_of(frame, self._parcel(sender).size_of):
+                            await self._take_chunk(sender, stream.remote, each)
+                    case "token":
+                        self._take_token(stream.remote, frame.header)
+                    case "tokens":
+                        for each in frames_of(frame):
+                            self._take_token(stream.remote, each.header)
+                    case _:
+                        raise FrameError(f"stages send chunks and tokens, not {frame.kind!r:.40}")
         finally:
             self._streams.discard(stream)
 
@@ -150,9 +165,9 @@ class RingStage:
         session = self._sessions.named(frame.header)
         if session is None or not session.ready:
             return  # closed while the frame was under way
-        parcel = self._incoming.get(sender)
-        if parcel is None or session.opening.route[sender].peer != remote:
-            raise StaleTerm(f"stage {sender} does not feed stage {self._plan.index} in this session")
+        parcel = self._parcel(sender)
+        if session.opening.route[sender].peer != remote:
+            raise self._not_fed_by(sender)
         chunk = Chunk.from_header(frame.header, session.opening.capacity, self._position.serve.vocabulary)
         if len(frame.payload) != parcel.size_bytes(chunk.length):
             raise FrameError(f"{len(frame.payload)} bytes; {parcel.size_bytes(chunk.length)} were to come")
@@ -168,6 +183,16 @@ class RingStage:
             await self._room.wait()
         self._schedule.add(Work(session, chunk, memoryview(b""), parts))
         self._arrived.set()
+
+    def _parcel(self, sender: int) -> Parcel:
+        """What the stage sends us. StaleTerm where it sends nothing."""
+        parcel = self._incoming.get(sender)
+        if parcel is None:
+            raise self._not_fed_by(sender)
+        return parcel
+
+    def _not_fed_by(self, sender: int) -> StaleTerm:
+        return StaleTerm(f"stage {sender} does not feed stage {self._plan.index} in this session")
 
     def _take_token(self, remote: PeerId, header: Mapping[str, Any]) -> None:
         session = self._sessions.named(header)
@@ -242,31 +267,42 @@ class RingStage:
         return bool(drafted)
 
     async def _pass_all_on(self, turn: Turn, outcomes: Sequence[Outcome | Exception]) -> None:
+        """What the chunks gave goes to the next stages; the last one's tokens around the ring, and to the gateways."""
+        tokens, chunks = (TurnFrames(kind, self._sessions.taking) for kind in ("token", "chunk"))
+        failed: list[tuple[Work[StageSession], Exception]] = []
         for work, outcome in zip(turn, outcomes, strict=True):
             if work.session.closed:
                 continue
-            if not isinstance(outcome, Exception):
-                await self._pass_on(work, outcome)
-            elif isinstance(outcome, MemoryError) and await self._sessions.make_room(work.session):
+            if isinstance(outcome, Exception):
+                failed.append((work, outcome))
+            else:
+                self._pass_on(work, outcome, tokens, chunks)
+        tokens.post()
+        await chunks.send()
+        for work, error in failed:
+            if work.session.closed:
+                continue
+            if isinstance(error, MemoryError) and await self._sessions.make_room(work.session):
                 self._schedule.add(work, again=True)
                 self._arrived.set()
             else:
-                self._sessions.broke(work.session, outcome)
+                self._sessions.broke(work.session, error)
 
-    async def _pass_on(self, work: Work[StageSession], outcome: Outcome) -> None:
-        """What a chunk gave goes to the next stages; the last one's token around the ring."""
+    def _pass_on(
+        self, work: Work[StageSession], outcome: Outcome, tokens: TurnFrames, chunks: TurnFrames
+    ) -> None:
         session, chunk = work.session, work.chunk
         self._sessions.heard(session, ran=chunk.end)
         if outcome.tokens:
-            self._answer(session, outcome.tokens)
+            self._answer(session, outcome.tokens, tokens)
         if session.hops:
             header = {"session": session.id, **chunk.to_header()}
-            for (_, link), payload in zip(session.hops, outcome.sends, strict=True):
-                await link.send("chunk", header, payload)
+            for (parcel, link), payload in zip(session.hops, outcome.sends, strict=True):
+                chunks.put(link, header, payload, parcel.size_bytes(chunk.length))
         if session.feed is not None and not chunk.sample:
             self._advance(session)  # the prompt's next chunk, behind what others have waiting
 
-    def _answer(self, session: StageSession, tokens: Sequence[Token]) -> None:
+    def _answer(self, session: StageSession, tokens: Sequence[Token], frames: TurnFrames) -> None:
         """The last stage chose these: to the first stage first, it is what the ring waits for."""
         opening, serve = session.opening, self._position.serve
         finishes = [
@@ -279,7 +315,7 @@ class RingStage:
         elif session.back is not None:
             header = {"session": session.id, "id": tokens[0].id, "position": tokens[0].position}
             more = {"more": [token.id for token in tokens[1:]]} if len(tokens) > 1 else {}
-            session.back.post("token", {**header, **more})
+            frames.put(session.back, {**header, **more})
         elif session.feed is not None:
             self._feed(session, tokens[0].position, [token.id for token in tokens])
         for token, finish in zip(tokens, finishes, strict=False):
@@ -288,4 +324,5 @@ class RingStage:
                 header["guessed"] = True
             if token.logprobs is not None:
                 header |= token.logprobs.to_header()
-            session.gateway.post("token", header, (token.logits,) if token.logits else ())
+            logits = (token.logits,) if token.logits else ()
+            frames.put(session.gateway, header, logits, BY_ITSELF if logits else 0)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
@@ -89,6 +90,11 @@ class StageSessions:
     @property
     def running(self) -> bool:
         return self._tasks is not None
+
+    @property
+    def taking(self) -> WeakSet[QueuedStream]:
+        """The streams whose far ends take several frames in one: ours to other stages, and those of gateways."""
+        return self._links.taking
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Take sessions; what they need runs in `tasks`."""

@@ -164,6 +164,26 @@ def test_the_number_that_was_asked_for_is_taken() -> None:
     assert choice.asked and choice.chosen.stages == 3 and not choice.others
 
 
+def cut_sizes(*speeds: float) -> list[int]:
+    """Nodes of each of two stages on peers of these FLOPs a second."""
+    peers = [peer(f"peer-{i}", 4 * WEIGHTS, flops) for i, flops in enumerate(speeds)]
+    config = ServeConfig(cache="kv", max_sequence=64, vocabulary=VOCABULARY, prefill_chunk=8)
+    found = place_job(model(), config, peers, links(peers, 1e-4), 2)
+    return sorted(len(part.graph.nodes) for part in found.parts)
+
+
+@pytest.mark.parametrize("speeds", [(1e8, 1e8), (1e8, 1.02e8)])
+def test_stages_take_equal_time_where_one_answer_alone_can_bear_that(speeds: tuple[float, float]) -> None:
+    """One answer takes as long wherever the cut is: several at once want every peer busy."""
+    less, more = cut_sizes(*speeds)
+    assert more <= 1.2 * less
+
+
+def test_a_slow_peer_gets_no_more_than_one_answer_alone_can_bear() -> None:
+    less, more = cut_sizes(1e6, 1e8)
+    assert more > 4 * less
+
+
 def test_the_longest_session_has_to_fit() -> None:
     """Though a token alone would."""
     peers = [peer(name, WEIGHTS + (20 << 10)) for name in "ab"]

@@ -1,0 +1,93 @@
+"""What one turn has to say over a link, in one frame: a frame costs both ends and what is between them the same with one
+row of activations or one token as with those of all sessions.
+
+    hello {batches: true}      says that its dialler takes such frames; a stage that does too answers `batches` {}
+    chunks {of}, tokens {of}   the headers of several `chunk` or `token` frames, and the payloads one behind the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+from fusion.swarm.errors import FrameError
+from fusion.swarm.streams.queued_stream import QueuedStream
+from fusion.swarm.transport import Buffer, Frame
+
+BATCHES = "batches"
+MAX_FRAMES = 1024  # in one
+# Of payload in one frame: what takes longer on its way is better begun by itself.
+MAX_BYTES = 32 << 10
+BY_ITSELF = MAX_BYTES + 1
+
+Header = Mapping[str, Any]
+
+
+@dataclass
+class _Waiting:
+    headers: list[Header] = field(default_factory=list)
+    payload: list[Buffer] = field(default_factory=list)
+    size_bytes: int = 0
+
+
+class TurnFrames:
+    """The frames of one kind that a turn gives, for links of which `taking` take several in one. Nothing goes out before
+    `post` or `send`, and then in the order in which it was put in for each link. Payloads in a frame of several have the
+    size that `frames_of` is told; others are put in as BY_ITSELF."""
+
+    def __init__(self, kind: str, taking: WeakSet[QueuedStream]) -> None:
+        self._kind = kind
+        self._taking = taking
+        self._frames: dict[QueuedStream, list[_Waiting]] = {}
+
+    def put(
+        self, link: QueuedStream, header: Header, payload: Sequence[Buffer] = (), size_bytes: int = 0
+    ) -> None:
+        frames = self._frames.setdefault(link, [])
+        joins = bool(frames) and link in self._taking
+        if (
+            not joins
+            or frames[-1].size_bytes + size_bytes > MAX_BYTES
+            or len(frames[-1].headers) == MAX_FRAMES
+        ):
+            frames.append(_Waiting())
+        last = frames[-1]
+        last.headers.append(header)
+        last.payload += payload
+        last.size_bytes += size_bytes
+
+    def post(self) -> None:
+        for link, kind, header, payload in self._made():
+            link.post(kind, header, payload)
+
+    async def send(self) -> None:
+        """As `post`, and waits for links on which much is under way."""
+        for link, kind, header, payload in self._made():
+            await link.send(kind, header, payload)
+
+    def _made(self) -> Iterator[tuple[QueuedStream, str, Header, Sequence[Buffer]]]:
+        for link, frames in self._frames.items():
+            for each in frames:
+                if len(each.headers) == 1:
+                    yield link, self._kind, each.headers[0], each.payload
+                else:
+                    yield link, f"{self._kind}s", {"of": each.headers}, each.payload
+
+
+def frames_of(frame: Frame, size_of: Callable[[Header], int] = lambda header: 0) -> Iterator[Frame]:
+    """The frames that one of several is made of. `size_of`: bytes of the payload of each, by its header; raises for a header
+    that is none. FrameError where they are not what `of` says."""
+    headers = frame.header.get("of")
+    if not isinstance(headers, list) or not 1 <= len(headers) <= MAX_FRAMES:
+        raise FrameError(f"{frame.kind}: 1 to {MAX_FRAMES} in one frame")
+    if not all(isinstance(header, dict) for header in headers):
+        raise FrameError(f"{frame.kind}: a table for each")
+    kind, sizes = frame.kind[:-1], [size_of(header) for header in headers]
+    if sum(sizes) != len(frame.payload):
+        raise FrameError(f"{len(frame.payload)} bytes; {sum(sizes)} were to come")
+    at = 0
+    for header, size in zip(headers, sizes, strict=True):
+        yield Frame(kind, header, frame.payload[at : at + size])
+        at += size
