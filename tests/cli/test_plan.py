@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.captured_once import capture_once
 
 from fusion.cli import main
 from fusion.cli.plan import show, summary
 from fusion.cli.terminal.output import Output
+from fusion.runtime.placing import offline_plan
 from fusion.runtime.placing.plan import Plan, PlannedLine, PlannedLink, PlannedStage
 
 NETWORKS = Path(__file__).resolve().parents[1] / "box" / "networks"
@@ -41,6 +43,11 @@ gflops = 2
 memory = "1GiB"
 up_mbps = 1
 """
+
+
+@pytest.fixture(autouse=True)
+def _each_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_once(monkeypatch, offline_plan)
 
 
 @pytest.fixture

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import transformers
 
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.capture.capture import capture_language_model
+from fusion.runtime.capture.serving_graph import serving_graph
+
 VOCABULARY = 256
 POSITIONS = 256
+RECOMPUTED = frozenset({"bloom", "gemma2"})  # their attention is not recognised
 WINDOW = 16  # of "mistral-windowed": far fewer positions than an answer has
 
 # Weights this wide make answers that vary (twice as wide, and rounding alone moves float32 logits by 1e-4, whoever
@@ -55,6 +61,21 @@ def build(configuration: Any, seed: int = 1) -> Any:
     torch.manual_seed(seed)
     module = transformers.AutoModelForCausalLM.from_config(configuration)  # type: ignore[no-untyped-call]
     return module.eval()
+
+
+@functools.cache
+def exported(family: str) -> tuple[Graph, Any]:
+    """The whole graph of a small model of this family, and the model: made once in a process, and changed by nobody."""
+    model = build(config(family))
+    return capture_language_model(model, training=False, maximum_sequence=POSITIONS), model
+
+
+@functools.cache
+def made(family: str, cache: str = "", positions: int = POSITIONS) -> tuple[Graph, Any]:
+    """As `exported`, rewritten for answers of at most so many positions; by default with the cache that the family has."""
+    graph, model = exported(family)
+    kind = cache or ("recompute" if family in RECOMPUTED else "kv")
+    return serving_graph(graph, cache=kind, maximum_sequence=positions), model  # type: ignore[arg-type]
 
 
 def greedy(model: Any, prompt: list[int], new: int, **settings: Any) -> tuple[list[int], torch.Tensor]:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
-from support.families import build, config, greedy
+from support.families import exported, greedy, made
 
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.errors import UnsupportedModel
-from fusion.runtime.capture.capture import capture_language_model, variables_from_module
-from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
-NEW = 64
+NEW = 32
 LONGEST = 200
 
 
-def staged(model: Any, cache: str, cuts: int) -> list[TorchDecodingStage]:
-    captured = capture_language_model(model, training=False, maximum_sequence=256)
-    graph = serving_graph(captured, cache=cache, maximum_sequence=256)  # type: ignore[arg-type]
+def staged(family: str, cache: str, cuts: int) -> list[TorchDecodingStage]:
+    graph, model = made(family, cache)
     at = sorted(random.Random(0).sample(range(1, len(graph.nodes)), cuts))
     variables = variables_from_module(model)
     return [TorchDecodingStage(s, variables) for s in split(graph, at)]
@@ -40,8 +37,9 @@ def run(stages: list[TorchDecodingStage], start: int, tokens: torch.Tensor) -> t
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral", "mistral-windowed", "phi", "neox"])
 def test_cached_decoding_is_token_identical_to_generate(family: str) -> None:
-    model = build(config(family))
-    stages = staged(model, "kv", cuts=2)
+    _, model = exported(family)
+    torch.manual_seed(1)
+    stages = staged(family, "kv", cuts=2)
     answers = []
     for length in (1, 7, 100):
         prompt = torch.randint(0, 256, (1, length))
@@ -65,11 +63,12 @@ def test_cached_decoding_is_token_identical_to_generate(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["bloom", "gemma2"])
 def test_an_attention_that_is_not_recognised_is_refused_and_recomputed_exactly(family: str) -> None:
-    model = build(config(family))
+    _, model = exported(family)
+    torch.manual_seed(1)
     with pytest.raises(UnsupportedModel, match="no KV cache for this model") as refusal:
-        staged(model, "kv", cuts=0)
+        staged(family, "kv", cuts=0)
     assert "\n" not in str(refusal.value)
-    stages = staged(model, "recompute", cuts=2)
+    stages = staged(family, "recompute", cuts=2)
     for stage in stages:
         stage.open("s", LONGEST)
     tokens = torch.randint(0, 256, (1, 9))

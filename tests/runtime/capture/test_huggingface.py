@@ -66,11 +66,12 @@ def test_without_weights_a_seed_says_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"has no \*\.safetensors"):
         open_model(tmp_path)
 
-    def weights(seed: int) -> dict[str, torch.Tensor]:
-        opened = open_model(tmp_path, weights=False, seed=seed)
-        return opened.read(opened.capture().variables)
-
     torch.manual_seed(7)
+    variables = open_model(tmp_path, weights=False).capture().variables
+
+    def weights(seed: int) -> dict[str, torch.Tensor]:
+        return open_model(tmp_path, weights=False, seed=seed).read(variables)
+
     one, same, other = weights(1), weights(1), weights(2)
     assert all(torch.equal(one[n], same[n]) for n in one)
     assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])

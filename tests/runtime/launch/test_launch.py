@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.captured_once import capture_once
 from support.source_tokenizer import tokenizer_of_sources
 
 from fusion.dag.ir import serialise
@@ -57,6 +58,11 @@ def peer(name: str, address: str = "/ip4/127.0.0.1/tcp/1", memory: int = 1 << 30
 
 
 ME = Identity.generate()
+
+
+@pytest.fixture(autouse=True)
+def _each_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_once(monkeypatch, sources)
 
 
 @pytest.fixture

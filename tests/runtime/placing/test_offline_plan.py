@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.captured_once import capture_once
 
 from fusion.dag.ir import serialise
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.job import spec
+from fusion.runtime.placing import offline_plan
 from fusion.runtime.placing.offline_plan import plan_training, training_graph
 from fusion.runtime.placing.swarm_file import parse
 
@@ -49,10 +51,16 @@ SWARM = "".join(f'[[peers]]\nname = "p{i}"\ngflops = 1\nmemory = {{memory}}\n' f
 LAN = "[default]\nmbps = 1000\nrtt_ms = 1\n"
 
 
+@pytest.fixture
+def captured_once(monkeypatch):
+    capture_once(monkeypatch, offline_plan)
+
+
 def placed(asked, memory):
     return plan_training(asked, parse(SWARM.format(memory=memory) + LAN), "equal-flops")
 
 
+@pytest.mark.usefixtures("captured_once")
 def test_as_deep_as_by_default_or_deeper_where_memory_permits(job):
     asked = job(blocks=3, width=64)
     roomy = placed(asked, 1 << 30)
@@ -62,6 +70,7 @@ def test_as_deep_as_by_default_or_deeper_where_memory_permits(job):
     assert all(stage.memory_bytes <= stage.lent_bytes for stage in tight.stages)
 
 
+@pytest.mark.usefixtures("captured_once")
 def test_gpipe_is_for_the_job_to_ask(job):
     asked = job(blocks=3, width=64)
     assert placed(asked, 1 << 30).schedule == "1f1b"
@@ -69,6 +78,7 @@ def test_gpipe_is_for_the_job_to_ask(job):
     assert placed(asked, 1 << 30).schedule == "gpipe"
 
 
+@pytest.mark.usefixtures("captured_once")
 def test_what_is_sent_is_what_the_links_carry(job):
     found = placed(job(blocks=3, width=64), 1 << 30)
     dense = 8 * 4 * 32 * 64 * 4  # microbatches x (batch, sequence, width) float32

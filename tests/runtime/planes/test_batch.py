@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 import torch
-from support.families import build, config
+from support import families
 
 from fusion.dag.cutting.cuts import legal_cuts, split
 from fusion.dag.cutting.positional import keeps_last
@@ -21,16 +21,18 @@ from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 CACHED = ["llama", "gpt2", "mistral-windowed", "qwen3", "mistral", "phi", "neox"]
 QUICK = {"llama", "gpt2", "mistral-windowed"}
+LIKE_OTHERS = {"mistral", "phi"}  # as the windowed one without a window, as gpt2 with a rotary part
+FAMILIES = [
+    pytest.param(f, marks=() if f in QUICK else pytest.mark.slow if f in LIKE_OTHERS else pytest.mark.heavy)
+    for f in CACHED
+]
 POSITIONS = 96
 
 Values = dict[str, torch.Tensor]
 
 
 def stages_of(family: str, count: int) -> list[TorchDecodingStage]:
-    module = build(config(family))
-    cache = "kv" if family in CACHED else "recompute"
-    captured = capture_language_model(module, training=False, maximum_sequence=POSITIONS)
-    graph = serving_graph(captured, cache=cache, maximum_sequence=POSITIONS)  # type: ignore[arg-type]
+    graph, module = families.made(family, positions=POSITIONS)
     variables = variables_from_module(module)
     cuts = [len(graph.nodes) * i // count for i in range(1, count)]
     return [TorchDecodingStage(stage, variables) for stage in split(graph, cuts)]
@@ -54,9 +56,7 @@ def run(
     return values
 
 
-@pytest.mark.parametrize(
-    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.heavy) for f in CACHED]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_is_the_same_in_any_company(family: str) -> None:
     """Eight unlike sessions that come and go, prefilled in chunks of their own, over two stages."""
     stages = stages_of(family, 2)
@@ -92,9 +92,7 @@ def test_a_row_is_the_same_in_any_company(family: str) -> None:
     assert all(stage.together for stage in stages)
 
 
-@pytest.mark.parametrize(
-    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.heavy) for f in CACHED]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_positions_that_run_singly_are_those_of_runs_of_one(family: str) -> None:
     """What guesses rest on: any number of positions, cut back anywhere, beside others."""
     stages = stages_of(family, 2)
@@ -128,12 +126,11 @@ def test_positions_that_run_singly_are_those_of_runs_of_one(family: str) -> None
 
 def test_stages_run_sessions_together_wherever_they_are_cut() -> None:
     """Next to nothing crosses a cut behind the last position, so a placement would choose it."""
-    module = build(config("llama"))
-    graph = serving_graph(capture_language_model(module, training=False, maximum_sequence=POSITIONS))
+    graph, module = families.made("llama", positions=POSITIONS)
+    variables = variables_from_module(module)
     last = next(i for i, node in enumerate(graph.nodes) if keeps_last(graph, node))
     cuts = legal_cuts(graph)
     assert max(cuts) == last < len(graph.nodes) - 1
-    variables = variables_from_module(module)
     assert all(TorchDecodingStage(stage, variables).together for stage in split(graph, (cuts[0], cuts[-1])))
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.families import build, config, greedy
+from support.families import greedy, made
 
 from fusion.dag.cutting.cuts import split
-from fusion.runtime.capture.capture import capture_language_model, variables_from_module
-from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 CACHED = ["llama", "gpt2", "mistral-windowed", "qwen3", "mistral", "phi", "neox"]
 QUICK = {"llama", "mistral-windowed"}
+LIKE_OTHERS = {"mistral", "phi"}  # as the windowed one without a window, as gpt2 with a rotary part
+FAMILIES = [
+    pytest.param(f, marks=() if f in QUICK else pytest.mark.slow if f in LIKE_OTHERS else pytest.mark.heavy)
+    for f in CACHED
+]
 POSITIONS = 128
 BLOCK = 16
 
@@ -33,14 +37,9 @@ def answer(stages: list[TorchDecodingStage], name: str, tokens: list[int], start
     return tokens[-new:]
 
 
-@pytest.mark.parametrize(
-    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.heavy) for f in CACHED]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_three_turns_of_a_chat_and_another_that_begins_alike(family: str) -> None:
-    module = build(config(family))
-    graph = serving_graph(
-        capture_language_model(module, training=False, maximum_sequence=POSITIONS), maximum_sequence=POSITIONS
-    )
+    graph, module = made(family, positions=POSITIONS)
     variables = variables_from_module(module)
     stages = [TorchDecodingStage(part, variables) for part in split(graph, [len(graph.nodes) // 2])]
     tokens = [(13 * i) % 256 for i in range(37)]
@@ -64,9 +63,7 @@ def test_three_turns_of_a_chat_and_another_that_begins_alike(family: str) -> Non
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", ["bloom", "gemma2"])
 def test_without_a_cache_nothing_is_retained(family: str) -> None:
-    module = build(config(family))
-    captured = capture_language_model(module, training=False, maximum_sequence=POSITIONS)
-    graph = serving_graph(captured, cache="recompute", maximum_sequence=POSITIONS)
+    graph, module = made(family, positions=POSITIONS)
     [part] = split(graph, [])
     stage = TorchDecodingStage(part, variables_from_module(module))
     stage.open("a", POSITIONS)

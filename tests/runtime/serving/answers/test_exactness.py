@@ -19,13 +19,10 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
-from support.families import POSITIONS, build, config
+from support.families import POSITIONS, made
 from support.served import Peer, Swarm, swarm_of
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from fusion.dag.ir.graph import Graph
-from fusion.runtime.capture.capture import capture_language_model
-from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.grammar import worker
 from fusion.runtime.serving.requests.client import complete, generate
@@ -123,14 +120,6 @@ class World:
         who = "all" if len(self.asked) > 1 else f"answer {self.asked[0].number}"
         said = f"{self.family}, {self.events}, {who}, reused {self.reused}, chunk {self.chunk}"
         return said.replace(", ", "-").replace(" ", "_")
-
-
-@functools.cache
-def made(family: str) -> tuple[Graph, Any]:
-    module = build(config(family))
-    captured = capture_language_model(module, training=False, maximum_sequence=POSITIONS)
-    cache = "kv" if family in CACHED else "recompute"
-    return serving_graph(captured, cache=cache, maximum_sequence=POSITIONS), module  # type: ignore[arg-type]
 
 
 # --- what `generate()` gives

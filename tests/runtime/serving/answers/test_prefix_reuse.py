@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.families import build, config, greedy
+from support.families import POSITIONS, greedy, made
 from support.served import Peer, Swarm, swarm_of
 
 from fusion.dag.cutting.cuts import legal_cuts, split
-from fusion.dag.ir.graph import Graph
-from fusion.runtime.capture.capture import capture_language_model
-from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import complete
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS
 
-POSITIONS = 256
 SERVE = {"vocabulary": 256, "max_sequence": POSITIONS, "prefill_chunk": 50}
 PATIENT = FailoverConfig(recover_seconds=20)
 HISTORY = [(13 * i) % 256 for i in range(120)]
-
-
-@functools.cache
-def made(family: str, cache: str = "kv") -> tuple[Graph, torch.nn.Module]:
-    module = build(config(family))
-    captured = capture_language_model(module, training=False, maximum_sequence=POSITIONS)
-    return serving_graph(captured, cache=cache, maximum_sequence=POSITIONS), module  # type: ignore[arg-type]
 
 
 async def serve(swarm: Swarm, family: str, stages: int, cache: str = "kv", **options: Any) -> Any:
