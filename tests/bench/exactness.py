@@ -28,8 +28,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-sys.path.insert(0, str(Path(__file__).parents[1]))
+if __name__ == "__main__":  # before torch is loaded
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from support.jobs import run_to_end
