@@ -96,17 +96,15 @@ def test_who_has_no_key_or_another_one_is_told_so_in_one_line(
     assert missing.returncode == 2 and "swarm-key new" in missing.stderr and missing.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("which", ["no key", "another key"])
-def test_a_stranger_gets_nothing_and_leaves_nothing(
-    peers: Peers, tmp_path: Path, key: Path, which: str
+def test_a_stranger_without_a_key_or_with_another_gets_nothing_and_leaves_nothing(
+    peers: Peers, tmp_path: Path, key: Path
 ) -> None:
     member = peers.start("member", "--swarm-key", str(key))
     there = PeerId(member.peer_id)
-    other = new_key(tmp_path / "other.key") if which == "another key" else None
     place = key_id(peers_key(0)).to_bytes(20, "big")
 
-    async def main() -> None:
-        store = BlobStore(tmp_path / "blobs", 1 << 20)
+    async def visit(name: str, other: Identity | None) -> None:
+        store = BlobStore(tmp_path / name, 1 << 20)
         async with (
             asyncio.timeout(SECONDS),
             open_network(
@@ -143,6 +141,7 @@ def test_a_stranger_gets_nothing_and_leaves_nothing(
                     await call
             assert here.directory.neighbours() == ()
 
-    asyncio.run(main())
+    asyncio.run(visit("without", None))
+    asyncio.run(visit("with another", new_key(tmp_path / "other.key")))
     said = (peers.root / "member.log").read_text()
     assert "Traceback" not in said

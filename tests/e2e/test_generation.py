@@ -16,6 +16,7 @@ from support.source_tokenizer import tokenizer_of_sources
 
 from fusion.cli.client import working_peers
 from fusion.cli.job_client import find_job, stop
+from fusion.cli.local.fleet import LocalPeer
 from fusion.runtime.job.context import Context
 from fusion.runtime.launch.launch import launch, prepare_serving, wait_until_held
 from fusion.runtime.serving.requests.client import generate
@@ -75,13 +76,22 @@ async def ask(
     return answer, torch.stack(rows)
 
 
-@pytest.mark.parametrize(
-    "families", [GATE, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["one of each kind", "others"]
-)
-def test_answers_of_three_processes_are_those_of_generate(
-    peers: Any, tmp_path: Path, families: tuple[str, ...]
+def test_answers_of_three_processes_are_those_of_generate_and_those_of_the_commands_too(
+    peers: Any, tmp_path: Path
 ) -> None:
     swarm = peers.swarm(STAGES)
+    compare_families(peers, swarm, tmp_path, GATE)
+    compare_commands(peers, swarm, tmp_path / "small")
+
+
+@pytest.mark.slow
+def test_answers_of_other_families(peers: Any, tmp_path: Path) -> None:
+    compare_families(peers, peers.swarm(STAGES), tmp_path, OTHERS)
+
+
+def compare_families(
+    peers: Any, swarm: Sequence[LocalPeer], tmp_path: Path, families: tuple[str, ...]
+) -> None:
     ids = [PeerId(peer.peer_id) for peer in swarm]
     errors: dict[str, float] = {}
     answers: dict[tuple[str, int], list[int]] = {}
@@ -111,8 +121,8 @@ def test_answers_of_three_processes_are_those_of_generate(
         assert all(answers["mistral", length] != answers["mistral-windowed", length] for length in PROMPTS)
 
 
-def test_the_commands_serve_a_model_and_answer_text_and_token_ids(peers: Any, tmp_path: Path) -> None:
-    swarm = peers.swarm(STAGES)
+def compare_commands(peers: Any, swarm: Sequence[LocalPeer], folder: Path) -> None:
+    """They serve a model and answer text and token ids."""
     ids = {peer.peer_id for peer in swarm}
     tokenizer, text = tokenizer_of_sources(), "def open("
     prompt = tokenizer.encode(text).ids
@@ -123,12 +133,12 @@ def test_the_commands_serve_a_model_and_answer_text_and_token_ids(peers: Any, tm
     # An end token that comes in the middle of the answer to the text.
     end = next(t for i, t in enumerate(endless) if i >= NEW // 3 and t not in endless[:i])
     model.config.eos_token_id = model.generation_config.eos_token_id = end
-    model.save_pretrained(tmp_path)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
     began = time.monotonic()
     records = peers.run(
-        "serve", str(tmp_path), "--name", "small", "--stages", "3", "--home", str(swarm[0].home)
+        "serve", str(folder), "--name", "small", "--stages", "3", "--home", str(swarm[0].home)
     )
     print(f"serve: {time.monotonic() - began:.1f} s")
     assert [record["event"] for record in records] == ["launched", "held", "serving"]

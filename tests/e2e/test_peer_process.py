@@ -47,25 +47,14 @@ def refused(traces: str, home: Path, *arguments: str) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_starts_and_stops_in_time(peers: Peers, number: int) -> None:
-    peer = peers.start("alone")
-    assert peer.ready["name"] and peer.ready["flops_per_second"] > 0
-    assert peers.stop(peer, number) < 5.0
-    assert peer.process.returncode == 0
-
-
-def test_others_see_it(peers: Peers) -> None:
+def test_it_starts_is_seen_by_others_and_stops_in_time(peers: Peers) -> None:
     first, second = peers.swarm(2)
     [status] = peers.run("status", "--home", str(second.home))
     assert {each["peer"] for each in status["peers"]} == {first.peer_id, second.peer_id}
-
-
-def test_killed_outright_it_takes_its_daemon_along(peers: Peers) -> None:
-    """The `traces` fixture looks for what is left."""
-    peer = peers.start("alone")
-    assert daemons(peer), "no daemon?"
-    peers.stop(peer, signal.SIGKILL)
+    for peer, number in ((second, signal.SIGINT), (first, signal.SIGTERM)):
+        assert peer.ready["name"] and peer.ready["flops_per_second"] > 0
+        assert peers.stop(peer, number) < 5.0
+        assert peer.process.returncode == 0
 
 
 def daemon_of(peer: LocalPeer) -> psutil.Process:
@@ -112,9 +101,14 @@ def test_a_peer_whose_daemon_was_killed_is_back_at_the_same_address(peers: Peers
         assert peers.stop(peer) < 5.0 and peer.process.returncode == 0
 
 
-def test_an_unreachable_bootstrap_does_not_stop_it(peers: Peers) -> None:
+def test_an_unreachable_bootstrap_does_not_stop_it_and_killed_outright_it_takes_its_daemon_along(
+    peers: Peers,
+) -> None:
+    """The `traces` fixture looks for what is left."""
     peer = peers.start("alone", bootstrap=(NOBODY,))
     assert peer.process.returncode is None
+    assert daemons(peer), "no daemon?"
+    peers.stop(peer, signal.SIGKILL)
 
 
 def test_a_taken_port_is_named(traces: str, tmp_path: Path) -> None:
