@@ -13,6 +13,8 @@ removes the trap.
     snapshot     a shard being written; a copy being fetched from the neighbour
     recovery     gradients of a step under way being dropped
     takeover     a stage beginning here
+
+With FUSION_SWEEP_READ_SECONDS in its environment its disk is slow: a microbatch takes at least so long to be read.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any
 
 POLL_SECONDS = 0.02
 FILE = "arm.json"
+READ_SECONDS = "FUSION_SWEEP_READ_SECONDS"
 
 
 class Trap:
@@ -137,9 +140,23 @@ def install() -> None:
     wrap(TrainingService, "host", "takeover")
 
 
+def slow_disk(seconds: float) -> None:
+    from fusion.runtime.training.data.batches import Batches
+
+    inner = Batches.read
+
+    @functools.wraps(inner)
+    def read(batches: Batches, indices: list[int]) -> Any:
+        time.sleep(seconds)
+        return inner(batches, indices)
+
+    Batches.read = read  # type: ignore[method-assign]
+
+
 def main() -> int:
     home = Path(sys.argv[sys.argv.index("--home") + 1])
     install()
+    slow_disk(float(os.environ.get(READ_SECONDS, 0.0)))
     threading.Thread(target=TRAP.watch, args=(home,), name="trap", daemon=True).start()
     from fusion.cli.main import main as fusion_peer
 

@@ -1,12 +1,15 @@
 """The training kill sweep: every role killed in every phase of a step, in real processes, against a quiet run.
 
     python tests/sweeps/training.py [--kills 40] [--seed 1] [--stages 4] [--standbys 2] [--json FILE]
-        [--roles lead,last] [--phases fp,commit] [--run-seconds 60]
+        [--roles lead,last] [--phases fp,commit] [--run-seconds 60] [--read-seconds 0.05]
 
 A GPT on Python's standard library trains in runs of one plan, each by a fresh swarm with a launcher and a bootstrap
 peer of its own, while the kills of `kills.py` are done one after the other by traps in the peers (`armed.py`). Every
 snapshot of every run must equal the quiet run's of that step, bit for bit. Exit 0 where all did and every kill was
 recovered from, 1 otherwise.
+
+With `--read-seconds` the runs with kills go at the pace of a slow disk and leave the machine to others; the quiet run, of
+as many steps, does not.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from armed import READ_SECONDS
 from kills import PHASES, ROLES, Kill, kills, trap_phase
 from reports import tell
 from support.endings import interruptible
@@ -79,7 +83,8 @@ async def sweep(options: argparse.Namespace) -> dict[str, Any]:
     async with open_fleet("fusion-sweep-plan-") as fleet:
         plan = await fleet.in_thread(prepare, fleet.root / "plan", stages, seed=options.seed)
         found = Sweep(plan)
-        await quiet_truth(found, options.stages, options.run_seconds)
+        rate = 1.0 / (options.read_seconds * chaos_job.MICROBATCHES) if options.read_seconds else None
+        await quiet_truth(found, options.stages, options.run_seconds, rate)
         left = list(every)
         attempts = 0
         while left and attempts < len(every) + 3:
@@ -96,13 +101,15 @@ async def sweep(options: argparse.Namespace) -> dict[str, Any]:
     return _report(found, options, time.monotonic() - began)
 
 
-async def quiet_truth(found: Sweep, peers: int, run_seconds: int) -> None:
-    """The speed of this machine, then the truth: the shards of every snapshot of a quiet run."""
+async def quiet_truth(found: Sweep, peers: int, run_seconds: int, rate: float | None = None) -> None:
+    """The speed of this machine, where no `rate` (steps a second) is given, then the truth: the shards of every snapshot of
+    a quiet run."""
     async with open_fleet("fusion-sweep-") as fleet:
         swarm = Swarm(fleet, command=ARMED)
         await swarm.start(peers)
-        trial = await _train_quietly(found, swarm, "trial", TRIAL_STEPS, 1000)
-        rate = trial.timeline.rate(WARM_UP)
+        if rate is None:
+            trial = await _train_quietly(found, swarm, "trial", TRIAL_STEPS, 1000)
+            rate = trial.timeline.rate(WARM_UP)
         found.steps = max(TRIAL_STEPS, int(rate * run_seconds))
         found.plan = another(found.plan, "plan", found.steps, [""] * found.plan.stages,
                              snapshot_every=max(5, int(rate * SNAPSHOT_SECONDS)))  # fmt: skip
@@ -134,7 +141,8 @@ async def _run(found: Sweep, options: argparse.Namespace, left: list[Kill], name
     """One run: as many of the kills `left` as fit, taken out of the list."""
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(open_fleet("fusion-sweep-"))
-        swarm = Swarm(fleet, command=ARMED, replace_seconds=1.0)
+        command = ("env", f"{READ_SECONDS}={options.read_seconds}", *ARMED)
+        swarm = Swarm(fleet, command=command, replace_seconds=1.0)
         stack.push_async_callback(swarm.aclose)
         bootstrap = await swarm.start_one("--memory", "1KiB")
         await swarm.start(options.stages + options.standbys)
@@ -161,7 +169,7 @@ async def _run(found: Sweep, options: argparse.Namespace, left: list[Kill], name
                     left.remove(kill)
             await swarm.until(
                 lambda: timeline.ended_at is not None,
-                found.steps / max(found.quiet_rate, 0.1) * 3 + RECOVER_SECONDS,
+                max(found.steps / max(found.quiet_rate, 0.1), options.run_seconds) * 3 + RECOVER_SECONDS,
                 f"the end of {name}, which stands at step {timeline.step}",
             )
             if timeline.last["state"] != "done":
@@ -368,6 +376,9 @@ def main() -> int:
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--standbys", type=int, default=2)
     parser.add_argument("--run-seconds", type=int, default=60, help="of quiet training in each run")
+    parser.add_argument(
+        "--read-seconds", type=float, default=0.0, help="for a microbatch, of runs with kills"
+    )
     parser.add_argument("--roles", default=",".join(ROLES))
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--json", type=Path, help="write the report, every kill in it, to this file")
