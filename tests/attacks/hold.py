@@ -52,9 +52,11 @@ async def hold(
     quiet_seconds: float = QUIET_SECONDS,
     quiet_before: Span | None = None,
     seconds: float | None = None,
+    settle_seconds: float = SETTLE_SECONDS,
 ) -> tuple[Verdict, Span]:
     """Run `attack` (of that name in `attacks.catalog`) against the ground; the quiet seconds after it come back with the
-    verdict. They may be the `quiet_before` of the next attack, which then begins at once. `seconds`: instead of the attack's."""
+    verdict. They may be the `quiet_before` of the next attack, which then begins at once. `seconds`: instead of the attack's. `settle_seconds`: 0
+    where nobody judges what was got afterwards."""
     verdict, seconds = Verdict(attack=name), seconds or attack.seconds
     await ground.look()
     async with _honest(ground, verdict):
@@ -70,7 +72,7 @@ async def hold(
         ended = time.time()
         verdict.seconds = ended - began
         verdict.during = _rates(ground, began, ended)
-        await asyncio.sleep(SETTLE_SECONDS)
+        await asyncio.sleep(settle_seconds)
         settled = time.time()
         await asyncio.sleep(quiet_seconds)
         quiet_after = settled, time.time()

@@ -17,7 +17,7 @@ GATE = ("extensions", "dictionary", "refused_streams")
 GATE_SECONDS, GATE_QUIET_SECONDS = 2.0, 1.0
 
 
-def verdicts(names: Sequence[str], quiet_seconds: float, seconds: float | None = None) -> list[Verdict]:
+def verdicts(names: Sequence[str], quiet_seconds: float, **how: float) -> list[Verdict]:
     async def scenario() -> list[Verdict]:
         found = []
         async with open_ground(closed=any(ATTACKS[name].closed for name in names)) as ground:
@@ -29,7 +29,7 @@ def verdicts(names: Sequence[str], quiet_seconds: float, seconds: float | None =
                     ATTACKS[name],
                     quiet_seconds=quiet_seconds,
                     quiet_before=quiet,
-                    seconds=seconds,
+                    **how,
                 )
                 found.append(verdict)
         return found
@@ -38,7 +38,7 @@ def verdicts(names: Sequence[str], quiet_seconds: float, seconds: float | None =
 
 
 def test_the_short_ones_do_no_harm() -> None:
-    for verdict in verdicts(GATE, GATE_QUIET_SECONDS, GATE_SECONDS):
+    for verdict in verdicts(GATE, GATE_QUIET_SECONDS, seconds=GATE_SECONDS, settle_seconds=0.0):
         assert not verdict.harm, str(verdict.to_json())
         assert verdict.during.steps > 0 and verdict.during.tokens > 0 and verdict.honest > 0
 
