@@ -7,13 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
-import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
-from schemathesis import GenerationMode
 from support.http_api import TEMPLATE, served_over_http
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
@@ -55,6 +54,9 @@ def served(home: Path) -> Iterator[str]:
 
 
 def test_two_thousand_cases(tmp_path: Path) -> None:
+    import schemathesis  # for seconds of the collection of every run that leaves this test out
+    from schemathesis import GenerationMode
+
     with served(tmp_path) as url:
         described = requests.get(f"{url}/openapi.json", timeout=30).json()
         schema = schemathesis.openapi.from_dict(described)
@@ -84,7 +86,7 @@ def _ask(strategy: object, url: str, count: int, found: dict[int, int]) -> None:
         suppress_health_check=list(HealthCheck),
     )
     @given(strategy)  # type: ignore[arg-type]
-    def one(case: schemathesis.Case) -> None:
+    def one(case: Any) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model", ""), str):
             case.body |= {"model": "llama", "max_tokens": 4}  # else hardly any would be answered
         if case.path_parameters and len(found) % 2:
