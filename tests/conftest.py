@@ -36,6 +36,14 @@ HEAVY = (
     *("runtime/training/test_training.py", "runtime/serving/answers/test_gateway.py"),
     "runtime/serving/answers/test_prefix_reuse.py",
 )
+# Of those that start processes the longest: first, so that no worker is left with one of them in the end.
+LONG = (
+    "e2e/test_chaos.py",
+    "attacks/",
+    "e2e/test_demo_run.py",
+    "e2e/test_thin_client.py",
+    "e2e/test_releases.py",
+)
 TURNS = "FUSION_PEER_TEST_TURNS"  # the folder of the locks that the workers of a run share
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
@@ -76,10 +84,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_order)
 
 
-def _order(item: pytest.Item) -> int:
+def _order(item: pytest.Item) -> tuple[int, bool]:
     """Those that must be alone come while all workers are about to begin anyway, then what takes long."""
     marks = ("alone", "program", "process", "heavy")
-    return next((n for n, mark in enumerate(marks) if item.get_closest_marker(mark)), len(marks))
+    mark = next((n for n, mark in enumerate(marks) if item.get_closest_marker(mark)), len(marks))
+    return mark, not item.path.relative_to(TESTS).as_posix().startswith(LONG)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
