@@ -179,6 +179,7 @@ def test_what_needs_the_extra_says_so(thin: Thin, tmp_path: Path) -> None:
         assert (process.returncode, process.stdout, process.stderr) == (2, "", line)
 
 
+@pytest.mark.slow
 def test_a_closed_swarm_and_a_model_that_is_not_for_everybody(
     peers: Peers, thin: Thin, tmp_path: Path
 ) -> None:
