@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.hosting import Peer, Swarm, swarm, until
+from support.instant_loop import run
 
 from fusion.runtime.hosting.owner_probe import GONE, SILENT, OwnerProbe, Sign
 from fusion.runtime.hosting.takeover import Takeovers, judge
@@ -121,7 +122,7 @@ def test_an_owner_that_does_not_speak_the_protocol_is_not_gone(tmp_path: Path) -
             assert await witness.context.succession.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
             assert (job, 0) in owner.service.running and heir.service.begun == []
 
-    asyncio.run(main())
+    run(main())
 
 
 # --- a killed owner
@@ -143,7 +144,7 @@ def test_who_sees_the_owner_vanish_gets_the_claim_of_its_heir(tmp_path: Path) ->
             assert {c.peer: c.term for c in await second.context.directory.claims(job, 0)}[owner.id] == 1
             assert not first.hosting._pool.covers((job, 0))
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_many_reports_make_one_takeover(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_many_reports_make_one_takeover(tmp_path: Path) -> None:
             assert {(claim.peer, claim.term) for claim in claims if claim is not None} == {(first.id, 2)}
             assert None not in claims and first.service.begun == [(job, 0)] and second.service.begun == []
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_the_next_standby_takes_over_when_the_best_died_as_well(tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def test_the_next_standby_takes_over_when_the_best_died_as_well(tmp_path: Path) 
             assert claim is not None and claim.peer == second.id
             await until(lambda: (job, 0) in second.service.running)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_heirs_may_die_one_after_the_other(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_heirs_may_die_one_after_the_other(tmp_path: Path) -> None:
             vanish(made, owner)
             assert await witness.context.succession.suspect(job, 0, owner.id, 3) is None  # type: ignore[union-attr]
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_late_report_is_answered_with_who_followed_already(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_a_late_report_is_answered_with_who_followed_already(tmp_path: Path) -> 
             assert claim.peer == again.peer == first.id
             assert first.service.begun == [(job, 0)]
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_standbys_asked_at_the_same_moment_leave_one_owner_and_never_two_of_one_term(tmp_path: Path) -> None:
@@ -245,7 +246,7 @@ def test_standbys_asked_at_the_same_moment_leave_one_owner_and_never_two_of_one_
             for job in jobs:
                 assert sum(peer.hosting.holds(job, 0) > 0 for peer in idle) == 1
 
-    asyncio.run(main())
+    run(main())
 
 
 # --- reports that are wrong
@@ -262,7 +263,7 @@ def test_an_owner_that_lives_keeps_its_stage(tmp_path: Path) -> None:
             assert await witness.context.succession.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
             assert first.service.begun == [] and (job, 0) in owner.service.running
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize("breaks", [1, 2, 4])
@@ -287,7 +288,7 @@ def test_an_owner_that_the_standby_alone_does_not_reach_keeps_its_stage(tmp_path
             # Twice each is gone: for the standby that is asked, and for the neighbour that has a word.
             assert (claim is None) == (first.service.begun == []) == (breaks < 4)
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize("lie", [{"peer": Identity.generate().peer_id}, {"term": 900}, {"term": 2**31 - 1}])
@@ -299,7 +300,7 @@ def test_a_lie_about_who_owned_the_stage_takes_nothing(tmp_path: Path, lie: dict
             reply = await call(made.client(), first.id, HOLD.name, "suspect", header)
             assert reply.kind in ("alive", "no") and first.service.begun == []
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_nobody_can_use_the_terms_up(tmp_path: Path) -> None:
@@ -312,7 +313,7 @@ def test_nobody_can_use_the_terms_up(tmp_path: Path) -> None:
             claim = first.context.leases.holds(job, 0)
             assert reply.kind == "owner" and claim is not None and claim.term == 2
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_peer_that_does_not_stand_by_takes_nothing_over(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_a_peer_that_does_not_stand_by_takes_nothing_over(tmp_path: Path) -> Non
             reply = await call(made.client(), other.id, HOLD.name, "suspect", header)
             assert reply.kind == "no" and "standby" in reply.header["message"]
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize(
@@ -348,7 +349,7 @@ def test_nonsense_is_refused_in_one_line(tmp_path: Path, kind: str, header: dict
             reply = await stream.receive()
             assert reply.kind == "error" and "\n" not in reply.header["message"]
 
-    asyncio.run(main())
+    run(main())
 
 
 # --- a frozen owner
@@ -382,7 +383,7 @@ def test_a_frozen_owner_is_followed_when_its_claim_has_run_out_and_rejoins_when_
             claims = {c.peer: (c.role, c.term) for c in await first.context.leases.claims(job, 0)}
             assert (claims[first.id], claims[owner.id]) == (("owner", 2), ("standby", 2))
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_without_a_witness_the_best_standby_notices_by_itself(tmp_path: Path) -> None:
@@ -399,7 +400,7 @@ def test_without_a_witness_the_best_standby_notices_by_itself(tmp_path: Path) ->
             await until(lambda: (job, 0) in first.service.running)
             assert second.service.begun == [] and first.service.terms[job, 0] == 2
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_an_owner_whose_claim_ran_out_but_who_answers_is_left_alone(tmp_path: Path) -> None:
@@ -415,7 +416,7 @@ def test_an_owner_whose_claim_ran_out_but_who_answers_is_left_alone(tmp_path: Pa
             await first.look()
             await until(lambda: (job, 0) in first.service.running)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_an_owner_that_finds_a_higher_claim_shown_to_it_gives_way_at_once(tmp_path: Path) -> None:
@@ -437,7 +438,7 @@ def test_an_owner_that_finds_a_higher_claim_shown_to_it_gives_way_at_once(tmp_pa
             await until(lambda: owner.hosting.hosted == ())
             assert owner.context.leases.mine() == () and owner.hosting.holds(job, 0) == 0
 
-    asyncio.run(main())
+    run(main())
 
 
 # --- a leave
@@ -457,7 +458,7 @@ def test_an_owner_that_leaves_hands_over_what_it_says(tmp_path: Path) -> None:
             assert claims[first.id] == ("owner", 2) and claims[owner.id] == ("released", 1)
             await owner.hosting.leave()  # once more does nothing
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_only_the_owner_can_hand_a_stage_over(tmp_path: Path) -> None:
@@ -476,7 +477,7 @@ def test_only_the_owner_can_hand_a_stage_over(tmp_path: Path) -> None:
             assert reply.kind == "no" and "16384" in reply.header["message"]
             assert first.service.begun == []
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_whoever_cannot_hand_over_releases(tmp_path: Path) -> None:
@@ -490,7 +491,7 @@ def test_whoever_cannot_hand_over_releases(tmp_path: Path) -> None:
             [claim] = [c for c in await owner.context.directory.claims(job, 0) if c.peer == owner.id]
             assert claim.role == "released"
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_whoever_leaves_takes_nothing_over(tmp_path: Path) -> None:
@@ -503,7 +504,7 @@ def test_whoever_leaves_takes_nothing_over(tmp_path: Path) -> None:
             claim = await second.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
             assert claim is not None and claim.peer == second.id and first.service.begun == []
 
-    asyncio.run(main())
+    run(main())
 
 
 # --- the pure decision
@@ -552,4 +553,4 @@ def test_a_client_may_ask_and_is_never_asked_in_vain(tmp_path: Path) -> None:
             claim = await asking.suspect(job, 0, owner.id, 1)
             assert claim is not None and claim.peer == first.id
 
-    asyncio.run(main())
+    run(main())
