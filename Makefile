@@ -40,7 +40,8 @@ demo: $(VENV)/.installed
 	@exec $(BIN)/fusion-peer demo --stop-with $$PPID $(ARGS)
 
 # A test a core, those that start processes among them; lint and types are tests as well (tests/test_lint.py).
-PYTEST = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
+WORKERS ?= logical
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 check: $(VENV)/.installed-dev .typing/fusion
 	@exec $(PYTEST) -m "not process and not heavy and not slow" $(ARGS)
