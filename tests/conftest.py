@@ -34,7 +34,7 @@ HEAVY = (
     *("runtime/placing/test_plan.py", "runtime/placing/test_offline_plan.py", "bench/", "cli/test_start.py"),
     *("runtime/training/test_compressed.py", "runtime/training/test_takeover.py"),
     *("runtime/training/test_training.py", "runtime/serving/answers/test_gateway.py"),
-    "runtime/serving/answers/test_prefix_reuse.py",
+    *("runtime/serving/answers/test_prefix_reuse.py", "families/", "runtime/capture/test_rope.py"),
 )
 TURNS = "FUSION_PEER_TEST_TURNS"  # the folder of the locks that the workers of a run share
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
