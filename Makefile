@@ -9,6 +9,7 @@
 #   make chaos    train on peers of this machine that are killed meanwhile, and compare with a quiet run
 #   make worlds   simulate the protocol in 100 000 worlds with faults (WORLDS=, SEED=)
 #   make pictures  draw docs/pictures anew, from real runs: the demo, a status, a minute of chaos (about ten minutes)
+#   make models   how every text family of transformers is served: writes docs/models.md (about ten minutes)
 #   make sweep    every way to go, in every phase: kills, frozen peers, cold starts, departures, a partition; placements
 # PYTHON=python3.12 picks an interpreter (3.11 or newer). PIP_ARGS is handed to pip, for a mirror or an index of its own.
 
@@ -30,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SEED ?= 1
 WORLDS ?= 100000
 
-.PHONY: help demo check test test-all bench bench-serve bench-network chaos pictures sweep worlds lint format clean install
+.PHONY: help demo check test test-all bench bench-serve bench-network chaos pictures models sweep worlds lint format clean install
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -76,6 +77,10 @@ bench-network: $(VENV)/.installed-dev
 chaos: $(VENV)/.installed
 	@exec $(BIN)/fusion-peer chaos --stop-with $$PPID $(ARGS)
 
+# For example: make models ARGS="--only llama,bloom"; what is known already, in models.json, is not tried again.
+models: $(VENV)/.installed-dev
+	@exec $(BIN)/python tests/families $(ARGS)
+
 pictures: $(VENV)/.installed
 	@exec $(BIN)/python docs/pictures.py $(ARGS)
 
@@ -96,7 +101,7 @@ worlds: $(VENV)/.installed-dev
 install: $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results.json bench-serve.json sweep-*.json
+	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results.json bench-serve.json models.json sweep-*.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after pip has finished, so an interrupted install is taken up again.

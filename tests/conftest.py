@@ -34,7 +34,7 @@ HEAVY = (
     *("runtime/placing/test_plan.py", "runtime/placing/test_offline_plan.py", "bench/", "cli/test_start.py"),
     *("runtime/training/test_compressed.py", "runtime/training/test_takeover.py"),
     *("runtime/training/test_training.py", "runtime/serving/answers/test_gateway.py"),
-    "runtime/serving/answers/test_prefix_reuse.py",
+    *("runtime/serving/answers/test_prefix_reuse.py", "families/", "runtime/capture/test_rope.py"),
 )
 # Of those that start processes the longest: first, so that no worker is left with one of them in the end.
 LONG = (

@@ -81,7 +81,7 @@ def mixed_dims(
         dims = frozenset(mixed.get(parameter.name, ()))
         for ref in arg if isinstance(arg, tuple) else (arg,):
             if isinstance(ref, Ref):
-                result.append((ref, dims))
+                result.append((ref, dims & frozenset(range(len(types[ref].shape)))))
     return tuple(result)
 
 

@@ -17,7 +17,7 @@ from fusion.dag.ir.opset_shapes import (
     volume,
 )
 from fusion.dag.ir.opset_spec import MAX_RANK, Call, Infer, Mixed, Mixes, OpSpec, Types, no_mixing, op
-from fusion.dag.ir.opset_views import along
+from fusion.dag.ir.opset_views import along, select, slice_
 
 
 def _like(t: TensorType, shape: Shape) -> Types:
@@ -117,6 +117,42 @@ def index_add(call: Call) -> Types:
         raise call.fail("needs a row of integers and a source of the same dtype")
     if source.shape != splice(t.shape, at, i.shape[0]):
         raise call.fail(f"source {source} does not fit {t}")
+    return (t,)
+
+
+def index_put(call: Call) -> Types:
+    """self with `values`, which broadcast to what the indices look up, written there. Instead of integers one tensor of
+    booleans may say where one value goes: over the first dimensions of self."""
+    t, given, values = call["self"], call["indices"], call["values"]
+    if values.dtype != t.dtype:
+        raise call.fail(f"values {values} are not of the dtype of {t}")
+    masks = [entry for entry in given if entry is not None and entry.dtype == "bool"]
+    if masks:
+        (mask, *more), at = masks, given.index(masks[0])
+        if (
+            more
+            or at
+            or any(e is not None for e in given[1:])
+            or values.shape not in ((), (1,))
+            or call["accumulate"]
+        ):
+            raise call.fail("a mask goes with one value, and with no other index")
+        same_lead = mask.shape == t.shape[: len(mask.shape)]
+        if not same_lead or not mask.shape:
+            raise call.fail(f"mask {mask} does not fit {t}")
+        return (t,)
+    looked_up = index(call)[0].shape
+    if broadcast(call, values.shape, looked_up) != looked_up:
+        raise call.fail(f"values {values} do not fit {TensorType(looked_up, t.dtype)}")
+    return (t,)
+
+
+def written_part(call: Call) -> Types:
+    """self with `src` in place of a part of it, which has its shape: one position of `dim`, or a slice of it."""
+    t, src = call["self"], call["src"]
+    (part,) = select(call) if call.op == "aten.select_scatter" else slice_(call)
+    if src != part:
+        raise call.fail(f"{src} does not fit {part}")
     return (t,)
 
 
@@ -229,7 +265,27 @@ def _everything_along(call: Call) -> Mixed:
                 dims.add(i)
     if "source" in mixed:
         mixed["index"] = {0}
+    if call.op == "aten.gather":  # each element of the result reads its own of the index
+        mixed["index"] = set()
     return mixed
+
+
+def _index_put_mixes(call: Call) -> Mixed:
+    """Where a value goes is looked up: every dimension of what is looked up, and of the values, is moved."""
+    written = {i for i, entry in enumerate(call["indices"]) if entry is not None}
+    ranks = [len(entry.shape) for entry in call["indices"] if entry is not None]
+    if any(entry is not None and entry.dtype == "bool" for entry in call["indices"]):
+        return {"values": set(range(len(call["values"].shape)))}
+    return {
+        "self": written,
+        "indices": set(range(max(ranks))),
+        "values": set(range(len(call["values"].shape))),
+    }
+
+
+def _everything_written(call: Call) -> Mixed:
+    at = axis(call, call["dim"], len(call["self"].shape))
+    return {"self": {at}, "src": {at} if len(call["src"].shape) == len(call["self"].shape) else set()}
 
 
 def _roll_mixes(call: Call) -> Mixed:
@@ -266,6 +322,9 @@ SPECS: list[OpSpec] = [
     _m("aten.scatter.src", "self: tensor, dim: int, index: tensor, src: tensor", scatter, _everything_along, "index"),
     _m("aten.scatter.value", "self: tensor, dim: int, index: tensor, value: number", scatter, _everything_along, "index"),
     _m("aten.index_add", "self: tensor, dim: int, index: tensor, source: tensor, alpha: number = 1", index_add, _everything_along, "index"),
+    op("aten.index_put", "self: tensor, indices: maybe_tensors, values: tensor, accumulate: bool = False", index_put, "move", mixes=_index_put_mixes, saves=("indices",), since=2),
+    op("aten.select_scatter", "self: tensor, src: tensor, dim: int, index: dim", written_part, "move", mixes=_everything_written, since=2),
+    op("aten.slice_scatter", "self: tensor, src: tensor, dim: int = 0, start: dim? = None, end: dim? = None, step: dim = 1", written_part, "move", mixes=_everything_written, since=2),
     _m("aten.flip", "self: tensor, dims: ints", flip, lambda c: {"self": set(_flipped(c))}),
     _m("aten.roll", "self: tensor, shifts: dims, dims: ints = ()", roll, _roll_mixes),
     _m("aten.tril", "self: tensor, diagonal: dim = 0", triangle, _triangle_mixes),

@@ -101,6 +101,17 @@ def like_other(call: Call) -> Types:
     return (TensorType(call["self"].shape, call["other"].dtype),)
 
 
+def overwritten(call: Call) -> Types:
+    """Another value in the shape and dtype of self."""
+    t = call["self"]
+    given = call["src"] if "src" in call.values else call["value"]
+    if isinstance(given, TensorType) and broadcast(call, t.shape, given.shape) != t.shape:
+        raise call.fail(f"{given} does not fit {t}")
+    if call.op == "aten.fill.Tensor" and given.shape:
+        raise call.fail(f"needs a value without dimensions, not {given}")
+    return (t,)
+
+
 def evaluation_dropout(call: Call) -> Types:
     if call["train"]:
         raise call.fail("draws from a global generator when training: use fusion.dropout")
@@ -121,11 +132,18 @@ def prelu(call: Call) -> Types:
 
 
 def _p(
-    name: str, parameters: str, infer: Infer, saves: str = "", flops: int = 1, smooth: bool = True
+    name: str,
+    parameters: str,
+    infer: Infer,
+    saves: str = "",
+    flops: int = 1,
+    smooth: bool = True,
+    since: int = 1,
 ) -> OpSpec:
     return op(
         name, parameters, infer, "pointwise",
         saves=tuple(saves.split()), bilinear=saves == "self other", flops=flops_per_result(flops), differentiable=smooth,
+        since=since,
     )  # fmt: skip
 
 
@@ -220,6 +238,9 @@ SPECS: list[OpSpec] = [
         3,
     ),
     _p("aten.to.dtype", "self: tensor, dtype: dtype", to_dtype),
+    _p("aten.copy", "self: tensor, src: tensor", overwritten, since=2),
+    _p("aten.fill.Scalar", "self: tensor, value: number", overwritten, since=2),
+    _p("aten.fill.Tensor", "self: tensor, value: tensor", overwritten, since=2),
     _p("aten.type_as", BOTH, like_other),
     _p("aten.dropout", "input: tensor, p: float, train: bool", evaluation_dropout, flops=0),
     _p("fusion.dropout", "self: tensor, p: float", our_dropout, "copy", 2),

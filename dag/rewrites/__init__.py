@@ -3,6 +3,7 @@
 clean           drop what changes no value; write views one way
 positions       whether each position is treated by itself
 masks           what an attention mask lets a position see, by evaluating it
+own_positions   positions that a model counts itself, from its input
 kv_cache        attention that reads earlier positions from a cache
 last_position   logits of the last position only
 end_to_end      whether several sequences may run as one

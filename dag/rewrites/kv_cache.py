@@ -14,6 +14,7 @@ from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref, TensorType
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.masks import Evaluate, visible_window
+from fusion.dag.rewrites.own_positions import given_positions
 from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions
 
 ATTENTION = "aten.scaled_dot_product_attention"
@@ -38,7 +39,7 @@ def cache_attention(graph: Graph, evaluate: Evaluate, maximum_sequence: int | No
                 window = None
             nodes[i] = _cached(graph, node, slot, window)
             slot += 1
-    cached = clean(replace(graph, nodes=tuple(nodes)))
+    cached = clean(given_positions(clean(replace(graph, nodes=tuple(nodes))), evaluate))
     require_separate_positions(cached)
     for ref in cached.outputs:
         if symbol(SEQUENCE) not in cached.types[ref].shape:

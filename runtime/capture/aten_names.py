@@ -64,6 +64,10 @@ def operators(exported: ExportedProgram) -> Iterator[fx.Node]:
                 yield node
 
 
+def writes_in_place(exported: ExportedProgram) -> bool:
+    return any(node.target._schema.is_mutable for node in operators(exported))  # type: ignore[union-attr]
+
+
 def supported(node: fx.Node) -> bool:
     """Whether there is a spelling for the operator that `node` calls."""
     name = op_name(node.target)
@@ -139,6 +143,10 @@ def _matrix_transpose(_: fx.Node, values: Values) -> tuple[str, Values]:
     return "aten.transpose.int", {**values, "dim0": -2, "dim1": -1}
 
 
+def _reshape(node: fx.Node, values: Values) -> tuple[str, Values]:
+    return "aten.reshape", {"self": values["self"], "shape": tuple(node.meta["val"].shape)}
+
+
 _CASTS = frozenset({
     "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten._to_copy",
 })  # fmt: skip
@@ -151,6 +159,8 @@ _RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     "aten.div.Scalar_mode": _division("aten.div.Scalar"),
     "aten.pad": _pad,
     "aten.mT": _matrix_transpose,
+    "aten.reshape_as": _reshape,
+    "aten.view_as": _reshape,
     "aten.clamp_min.Tensor": _renamed("aten.maximum", other="min"),
     "aten.clamp_max.Tensor": _renamed("aten.minimum", other="max"),
 }

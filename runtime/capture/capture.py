@@ -20,11 +20,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 
 from fusion.dag.ir.graph import Graph
-from fusion.runtime.capture.aten_names import op_name, operators, supported
+from fusion.runtime.capture.aten_names import op_name, operators, supported, writes_in_place
 from fusion.runtime.capture.lower import lower
+from fusion.runtime.capture.model_code import fixed_size, line_of_error, line_of_node
+from fusion.runtime.capture.rope import fix_frequencies
 from fusion.runtime.job.errors import CaptureError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +58,9 @@ def capture_language_model(module: nn.Module, *, training: bool, maximum_sequenc
     if maximum_sequence < 8:
         raise CaptureError(f"maximum sequence: at least 8, not {maximum_sequence}")
     batch, sequence = Dim("batch", max=MAX_BATCH), Dim("sequence", max=maximum_sequence)
-    wrapped = _LanguageModel(_hollow(module), training)
+    hollow = _hollow(module)
+    fix_frequencies(hollow, maximum_sequence)
+    wrapped = _LanguageModel(hollow, training)
     dims = tuple({0: batch, 1: sequence} for _ in example)
     return _capture(module, wrapped, example, dims, training)
 
@@ -193,7 +198,23 @@ def _capture(
 ) -> Graph:
     names = {f"module.{original}": name for original, name in _names(module).items()}
     wrapped.train(training)
-    exported = _decomposed(_export(wrapped, tuple(example.values()), dims))
+    exported = _export(wrapped, tuple(example.values()), dims)
+    try:
+        return _lowered(exported, tuple(example), dims, names)
+    except CaptureError:
+        if not writes_in_place(exported):
+            raise
+    # Only now: it also takes apart what training needs whole (dropout, batch normalisation), and writes views another way.
+    return _lowered(exported.run_decompositions({}), tuple(example), dims, names)
+
+
+def _lowered(
+    exported: ExportedProgram,
+    inputs: tuple[str, ...],
+    dims: tuple[dict[int, Any], ...],
+    names: Mapping[str, str],
+) -> Graph:
+    exported = _decomposed(exported)
     symbols = {
         str(node.meta["val"].shape[at].node.expr): dim.__name__
         for node, where in zip(_user_inputs(exported), dims, strict=True)
@@ -213,38 +234,47 @@ def _capture(
                 f"the model's code makes a constant of {value.numel()} elements: register it as a buffer"
             )
         constants[name] = value
-    return lower(exported, tuple(example), names, constants, symbols)
+    return lower(exported, inputs, names, constants, symbols)
 
 
 def _export(
     wrapped: nn.Module, example: tuple[torch.Tensor, ...], dims: tuple[dict[int, Any], ...]
 ) -> ExportedProgram:
-    # Where export fails, torch writes the graph it has so far to stderr: our one line says what there is to say.
-    logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.ERROR)
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), fixed_size() as fixed:
         warnings.simplefilter("ignore")
         try:
             exported: ExportedProgram = torch.export.export(
                 wrapped, example, dynamic_shapes=(dims,), strict=False
             )
+        except GuardOnDataDependentSymNode as error:
+            raise CaptureError(
+                f"the model's code decides by values of tensors{line_of_error(error)}: use torch.where or a mask there"
+            ) from error
         except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
             held = re.match(r"Constraints violated \((\w+)", str(error))
             if held:
-                raise CaptureError(f"the model does not leave the size of {held[1]} free") from error
-            raise CaptureError(f"torch.export cannot capture the model: {_line(error)}") from error
+                raise CaptureError(
+                    f"the model does not leave the size of {held[1]} free{fixed.line}: "
+                    "no loop over it there, and no number made of it"
+                ) from error
+            raise CaptureError(
+                f"torch.export cannot capture the model{line_of_error(error)}: {_line(error)}"
+            ) from error
     return exported
 
 
 def _decomposed(exported: ExportedProgram) -> ExportedProgram:
     """Ops that the op-set does not have, taken apart where torch knows how; the others are left whole."""
-    unknown = {n.target for n in operators(exported) if not supported(n)}
+    unknown = {n.target: n for n in operators(exported) if not supported(n)}
     if not unknown:
         return exported
     table = torch.export.default_decompositions()
     known = {target: table[target] for target in unknown if target in table}
     if len(known) < len(unknown):
-        name = op_name(next(t for t in unknown if t not in known))
-        raise CaptureError(f"the op-set has no operator {name}")
+        target, node = next((t, n) for t, n in unknown.items() if t not in known)
+        raise CaptureError(
+            f"the op-set has no operator {op_name(target)}, which the model calls{line_of_node(node)}"
+        )
     logger.debug("decomposing %s", sorted(map(op_name, known)))
     decomposed: ExportedProgram = exported.run_decompositions(known)
     return decomposed

@@ -19,6 +19,7 @@ from torch import nn
 
 from fusion.dag.ir.graph import Graph, Variable
 from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
+from fusion.runtime.capture.rope import fixed_length
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import check_huggingface, indexed_files, json_object
 from fusion.runtime.planes.codegen import TORCH_DTYPES
@@ -86,7 +87,7 @@ def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> Huggi
         directory=directory,
         module=module,
         vocabulary=int(text.vocab_size),
-        max_sequence=int(getattr(text, "max_position_embeddings", 0) or 2048),
+        max_sequence=_longest(text),
         end_tokens=_end_tokens(directory, text),
         tokenizer=tokenizer if tokenizer.is_file() else None,
         files=files,
@@ -151,6 +152,12 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _longest(config: Any) -> int:
+    """The most positions of a text, all of which the model treats in one way."""
+    longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+    return min(longest, fixed_length(config) or longest)
 
 
 def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:

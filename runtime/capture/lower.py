@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
 from fusion.dag.ir.dims import Dim, poly
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
@@ -29,11 +29,13 @@ from fusion.runtime.capture.aten_names import (
     passed_on,
     respell,
 )
+from fusion.runtime.capture.model_code import line_of_node
 from fusion.runtime.job.errors import CaptureError
 
 Value = Ref | tuple[Ref, ...]
 
 _DTYPES = {getattr(torch, name): name for name in DTYPE_BYTES}
+_COUNTER = "num_batches_tracked"  # of a batch normalisation: it changes nothing that the model computes
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -127,10 +129,9 @@ class _Lowering:
         numbers = value.flatten().tolist()
         dtype = DType(_dtype(value.dtype))
         shape = tuple(value.shape)
-        if len(set(map(repr, numbers))) == 1:
-            return self.emit(name, "aten.full", (shape, numbers[0], dtype), (TensorType(shape, dtype.name),))[
-                0
-            ]
+        if len(set(map(repr, numbers))) <= 1:
+            fill = numbers[0] if numbers else 0
+            return self.emit(name, "aten.full", (shape, fill, dtype), (TensorType(shape, dtype.name),))[0]
         one = (TensorType((1,), dtype.name),)
         pieces = tuple(self.emit(name, "aten.full", ((1,), n, dtype), one)[0] for n in numbers)
         row = (TensorType((len(pieces),), dtype.name),)
@@ -138,17 +139,16 @@ class _Lowering:
         return self.emit(name, "aten.reshape", (joined, shape), (TensorType(shape, dtype.name),))[0]
 
     def outputs(self, exported: ExportedProgram) -> tuple[Ref, ...]:
-        wanted = set()
-        for spec in exported.graph_signature.output_specs:
-            if spec.kind is OutputKind.USER_OUTPUT:
-                if not isinstance(spec.arg, TensorArgument):
-                    raise CaptureError("the model returns something that is not a tensor")
-                wanted.add(spec.arg.name)
         (final,) = (n for n in exported.graph.nodes if n.op == "output")
         found: list[Ref] = []
-        for node in _flat(final.args):
-            if node.name in wanted:
-                value = self.env.get(node)
+        for spec, node in zip(exported.graph_signature.output_specs, final.args[0], strict=True):
+            counts = str(spec.target).endswith(_COUNTER)
+            if spec.kind is OutputKind.BUFFER_MUTATION and not counts:
+                raise CaptureError(
+                    f"the model writes to {spec.target} each time it runs, which a stage cannot keep"
+                )
+            if spec.kind is OutputKind.USER_OUTPUT:
+                value = self.env.get(node) if isinstance(node, fx.Node) else None
                 if not isinstance(value, Ref):
                     raise CaptureError("the model returns something that is not a tensor")
                 found.append(value)
@@ -165,7 +165,10 @@ class _Lowering:
                 elif name in _REGIONS:
                     self.nested(node, name, module)
                 elif not is_dropped(name):
-                    self.call(node, name)
+                    try:
+                        self.call(node, name)
+                    except CaptureError as error:
+                        raise CaptureError(f"{error}{line_of_node(node)}") from error
 
     def nested(self, node: fx.Node, name: str, module: fx.GraphModule) -> None:
         """A region run without gradients, or with autocast off: its nodes join ours."""
@@ -229,9 +232,9 @@ class _Lowering:
             self.memory[node] = written
 
     def counts_batches(self, node: fx.Node, target: fx.Node) -> bool:
-        """How many batches a normalisation has seen changes nothing that the model computes: that write is dropped."""
+        """How many batches a normalisation has seen: that write is dropped."""
         value = self.env[target]
-        if not isinstance(value, Ref) or not value.name.endswith("num_batches_tracked"):
+        if not isinstance(value, Ref) or not value.name.endswith(_COUNTER):
             return False
         self.env[node] = value
         return True

@@ -297,11 +297,6 @@ def embedded(b):
     return b("aten.embedding", Ref("table"), Ref("input_ids"), -1, False)
 
 
-def own_positions(b):
-    place = b("aten.arange", S, None)
-    return b("aten.add.Tensor", embedded(b), b("aten.embedding", Ref("place"), place, -1, False), 1)
-
-
 def table_of_positions(b):
     return b("aten.add.Tensor", embedded(b), b("aten.slice.Tensor", Ref("place"), 0, 0, S, 1), 1)
 
@@ -356,7 +351,7 @@ def interleaved(b):
 
 @pytest.mark.parametrize(
     "make",
-    [own_positions, table_of_positions, by_length, running_total, average, backwards, previous, scrambled, convolved,
+    [table_of_positions, by_length, running_total, average, backwards, previous, scrambled, convolved,
      softmax_over_positions, gathered, mixed_by_weights, interleaved],
 )  # fmt: skip
 def test_whatever_else_reaches_across_positions_is_refused(make, build, evaluate):

@@ -1,0 +1,86 @@
+"""Which line of a model's code a message is about, for whoever has to change it.
+
+torch.export runs the model's forward: an error that it meets has that line on its traceback, an operator of the exported
+graph remembers it, and a size that turned out not to be free was fixed while it ran.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import fx
+
+# Code that runs a model, or between it and torch, and that nobody would have to change.
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+_STANDARD = str(Path(logging.__file__).parents[1])
+_TRACED = re.compile(r'File "([^"]+)", line (\d+)')
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+
+def line_of_node(node: fx.Node) -> str:
+    """ ", at FILE:LINE", where the model calls the operator; empty where that is not known."""
+    return _last([(file, int(number)) for file, number in _TRACED.findall(node.stack_trace or "")])
+
+
+def line_of_error(error: BaseException) -> str:
+    """ ", at FILE:LINE", of the innermost line of the model's code on the traceback; empty where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _last([(frame.filename, frame.lineno or 0) for frame in frames])
+
+
+class FixedSize(logging.Filter):
+    """`line`: where the model's code first fixed a size that was to be free, or else last asked something of one. Lets no
+    record of torch through: what it would write beside our one line is the graph it has so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = ""
+        self._fixed = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not self._fixed and "[guard added]" in str(record.msg) and isinstance(record.args, tuple):
+            self._fixed = re.fullmatch(r"Eq\(\w+, \d+\)", str(record.args[1])) is not None
+            self.line = _last(_running()) or self.line
+        return False
+
+
+@contextmanager
+def fixed_size() -> Iterator[FixedSize]:
+    """Watch torch while it exports a model."""
+    log, watch = logging.getLogger(_SHAPES), FixedSize()
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addFilter(watch)
+    try:
+        yield watch
+    finally:
+        log.removeFilter(watch)
+        log.setLevel(level)
+
+
+def _running() -> list[tuple[str, int]]:
+    """The lines that run now, from the outermost, less those of this module."""
+    frames = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def _last(lines: list[tuple[str, int]]) -> str:
+    """The innermost one that lies within the run of the model: behind our own code, and neither torch's nor Python's."""
+    ours = max((i for i, (file, _) in enumerate(lines) if file.startswith(_OURS)), default=-1)
+    for file, number in reversed(lines[ours + 1 :]):
+        if not file.startswith((_TORCH, "<")) and (not file.startswith(_STANDARD) or "site-packages" in file):
+            return f", at {file.rpartition('site-packages/')[2]}:{number}"
+    return ""

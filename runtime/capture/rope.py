@@ -1,0 +1,47 @@
+"""Rotary positions whose frequencies depend on the length of the text, as transformers writes them.
+
+Dynamic NTK scaling changes the frequencies of all positions once a text outgrows `max_position_embeddings`; longrope takes other
+factors beyond `original_max_position_embeddings`. Up to there the frequencies are fixed, and attention may be cached; beyond, keys
+that were computed before would be wrong. So a model is captured for the lengths at which its frequencies stay what they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_LONGER = "longrope"
+_DYNAMIC = "dynamic"
+
+
+def fixed_length(config: Any) -> int | None:
+    """The longest text for which a configuration's frequencies are those of a short one; None where they never change."""
+    lengths = [
+        config.max_position_embeddings if _DYNAMIC in kind else parameters["original_max_position_embeddings"]
+        for kind, parameters in _kinds(getattr(config, "rope_parameters", None))
+        if _DYNAMIC in kind or kind == _LONGER
+    ]
+    return min(lengths, default=None)
+
+
+def fix_frequencies(module: nn.Module, maximum_sequence: int) -> None:
+    """Have no rotary embedding of a module, which is ours to change, look at the length, as far as that makes no difference
+    up to `maximum_sequence`."""
+    for part in module.modules():
+        config, kind = getattr(part, "config", None), getattr(part, "rope_type", None)
+        if kind is None or config is None or not isinstance(part, nn.Module):
+            continue
+        fixed = fixed_length(config)
+        if fixed is not None and maximum_sequence <= fixed:
+            # transformers asks the module, each time it runs, whether its kind is one that changes.
+            part.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+
+
+def _kinds(parameters: Any) -> list[tuple[str, Any]]:
+    """Kind and parameters, of each sort of layer where these differ."""
+    if not isinstance(parameters, dict):
+        return []
+    if "rope_type" in parameters:
+        return [(str(parameters["rope_type"]), parameters)]
+    return [(str(p["rope_type"]), p) for p in parameters.values() if isinstance(p, dict) and "rope_type" in p]

@@ -1,0 +1,80 @@
+"""Positions that a model counts itself come from the input; what only looks like it stays as it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dag.rewrites.test_kv_cache import model, sdpa, weights
+
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.errors import UnsupportedModel
+from fusion.dag.ir.graph import DType
+from fusion.dag.ir.serialise import validate
+from fusion.dag.rewrites.kv_cache import cache_attention
+from fusion.dag.rewrites.own_positions import given_positions
+
+B, S = symbol("batch"), symbol("sequence")
+
+
+def counted(b):
+    return b("aten.arange", S, None)
+
+
+def counted_from_two(b):
+    return b("aten.add.Tensor", counted(b), 2, 1)
+
+
+def summed(b):
+    """As OPT does: a running sum of an attention mask of ones, for each row."""
+    ones = b("aten.ones", (B, S), DType("int64"))
+    return b("aten.sub.Tensor", b("aten.mul.Tensor", b("aten.cumsum", ones, 1, None), ones), 1, 1)
+
+
+def doubled(b):
+    return b("aten.mul.Tensor", counted(b), 2)
+
+
+def squared(b):
+    return b("aten.mul.Tensor", counted(b), counted(b))
+
+
+def backwards(b):
+    """From the end: another position when more follow."""
+    return b("aten.sub.Tensor", b("aten.full", (S,), S, DType("int64")), counted(b), 1)
+
+
+def capped(b):
+    return b("aten.clamp_max", counted(b), 4)
+
+
+def built(build, count):
+    b = build(**SHAPES)
+    positions = count(b)
+    return b.graph(model(b, lambda b, q, k, v: sdpa(b, q, k, v, is_causal=True), positions.name))
+
+
+SHAPES = {
+    "table": (11, 12), "place": (256, 12), "q": (12, 12), "k": (12, 12), "v": (12, 12), "head": (11, 12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [counted, counted_from_two, summed, doubled, capped])
+def test_a_sequence_in_pieces_is_as_the_whole(build, execute, evaluate, count):
+    graph = built(build, count)
+    cached = cache_attention(graph, evaluate)
+    validate(cached)
+    assert not any(n.op in ("aten.arange", "aten.cumsum") for n in cached.nodes)
+    values = weights(graph)
+    tokens = np.random.default_rng(1).integers(0, 11, (2, 9))
+    whole = execute(graph, values, tokens)
+    cache = {}
+    pieces = [execute(cached, values, tokens[:, a:b], a, cache) for a, b in ((0, 4), (4, 5), (5, 9))]
+    np.testing.assert_allclose(np.concatenate(pieces, 1), whole, atol=1e-9)
+
+
+@pytest.mark.parametrize("count", [squared, backwards])
+def test_what_is_no_count_of_positions_stays_and_is_refused(build, evaluate, count):
+    graph = built(build, count)
+    assert given_positions(graph, evaluate) == graph
+    with pytest.raises(UnsupportedModel, match=r"depends on the length|makes positions"):
+        cache_attention(graph, evaluate)

@@ -1,0 +1,71 @@
+"""docs/models.md from the outcomes. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from families.trial import Outcome
+
+HOW = {
+    "cached": "KV cache", "recomputed": "recomputed", "refused": "refused", "wrong": "WRONG", "not tried": "not tried",
+}  # fmt: skip
+
+
+def text(outcomes: Sequence[Outcome], version: str) -> str:
+    rows = [
+        f"| {o.family} | {HOW[o.served]} | {_error(o)} | {_cell(o.why)} |"
+        for o in outcomes
+        if o.served != "not tried"
+    ]
+    missing = [f"| {o.family} | {_cell(o.why)} |" for o in outcomes if o.served == "not tried"]
+    return "\n".join([
+        "# Models",
+        "",
+        f"Every text family of transformers {version}, and how a directory of it is served. `make models` writes this page: for",
+        "each family a tiny model with random weights is saved, opened as a user's directory is, cut into three stages, decoded",
+        "greedily after prompts of 1, 7 and 50 tokens, and held against `generate()` and against the logits of the whole",
+        "sequence. **KV cache**: a token runs one position. **Recomputed**: each token computes the whole sequence anew, which is",
+        "exact for any model that can be captured. **Refused**: `serve` says why, in the line shown, and serves nothing. The",
+        "error is that of the worst logit, as a share of the largest logit where that exceeds 1.",
+        "",
+        counts(outcomes),
+        "",
+        "| family | served | worst logit error | why not with a KV cache |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        "## Not tried",
+        "",
+        "For these no tiny configuration could be made that transformers itself runs as a language model of one sequence.",
+        "",
+        "| family | why |",
+        "|---|---|",
+        *missing,
+        "",
+    ])  # fmt: skip
+
+
+def counts(outcomes: Sequence[Outcome]) -> str:
+    found = Counter(o.served for o in outcomes)
+    tried = len(outcomes) - found["not tried"]
+    exact = found["cached"] + found["recomputed"]
+    share = f"{exact / tried:.0%}" if tried else "none"
+    return (
+        f"{tried} families tried, {exact} served exactly ({share}): {found['cached']} with a KV cache, {found['recomputed']} "
+        f"recomputed; {found['refused']} refused, {found['wrong']} wrong; {found['not tried']} not tried."
+    )
+
+
+def short(outcome: Mapping[str, Any]) -> str:
+    found = Outcome(**outcome)
+    return f"{found.family:24} {HOW[found.served]:10} {_error(found):8} {found.tokens:3} {found.why}"
+
+
+def _error(outcome: Outcome) -> str:
+    return "" if outcome.error is None else f"{outcome.error:.0e}"
+
+
+def _cell(why: str) -> str:
+    return why.replace("|", "\\|").removeprefix("no KV cache for this model: ")

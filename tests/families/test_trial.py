@@ -1,0 +1,62 @@
+"""The trial of a family finds what is wrong, and the page says what the trials found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from families import page, trial  # noqa: E402
+from families.tiny import LAYERS, MIXED_LAYERS, tiny  # noqa: E402
+from families.trial import Outcome, outcome  # noqa: E402
+
+from fusion.dag.ir.graph import Graph  # noqa: E402
+
+
+def test_a_configuration_is_small_and_keeps_what_makes_a_family_different() -> None:
+    plain = tiny(transformers.LlamaConfig)
+    assert (plain.num_hidden_layers, plain.hidden_size, plain.vocab_size) == (LAYERS, 64, 256)
+    mixed = tiny(transformers.Gemma3TextConfig)
+    assert mixed.num_hidden_layers == len(mixed.layer_types) == MIXED_LAYERS
+    assert set(mixed.layer_types) == {"sliding_attention", "full_attention"}
+    assert mixed.sliding_window == 16 < max(trial.PROMPTS)
+
+
+def test_a_family_is_served_as_transformers_runs_it(tmp_path: Path) -> None:
+    found = outcome("gpt_neox", tmp_path)
+    assert (found.served, found.why) == ("cached", "")
+    assert found.error is not None and found.error < trial.TOLERANCE
+    assert found.tokens >= 5
+
+
+def test_what_would_answer_otherwise_is_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving_graph = trial.serving_graph
+
+    def narrowed(captured: Graph, **how: Any) -> Graph:
+        graph = serving_graph(captured, **how)
+        nodes = [
+            replace(n, args=(*n.args[:-1], 20)) if n.op == "fusion.cached_attention" else n
+            for n in graph.nodes
+        ]
+        return replace(graph, nodes=tuple(nodes))
+
+    monkeypatch.setattr(trial, "serving_graph", narrowed)
+    assert outcome("llama", tmp_path).served == "wrong"
+
+
+def test_the_page() -> None:
+    found = [
+        Outcome(family="a", served="cached", error=1e-6, tokens=9),
+        Outcome(family="b", served="recomputed", why="no KV cache for this model: x | y", error=2e-6),
+        Outcome(family="c", served="refused", why="the op-set has no operator aten.z"),
+        Outcome(family="d", served="not tried", why="needs timm"),
+    ]
+    text = page.text(found, "5.0")
+    assert "| a | KV cache | 1e-06 |  |" in text
+    assert "| b | recomputed | 2e-06 | x \\| y |" in text
+    assert "| d | needs timm |" in text.partition("## Not tried")[2]
+    assert page.counts(found).startswith("3 families tried, 2 served exactly (67%)")

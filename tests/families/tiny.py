@@ -1,0 +1,135 @@
+"""A small configuration of any family of transformers, made from the fields that its configuration class has.
+
+Nothing is known of a family but what its fields are called: layers, widths, heads, experts, vocabulary and windows are
+made small, all else stays as the family has it, so that what makes it different stays too. A few families tie numbers to
+each other in a way that no name tells; they have a line in `TIED`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+LAYERS = 2
+MIXED_LAYERS = 4  # of a family of several sorts of layers, which has each of them
+VOCABULARY = 256
+POSITIONS = 128
+MAX_PARAMETERS = 20_000_000
+
+# The first pattern that fits the whole name says how large the number may be.
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"(num_|n_)?(hidden_|encoder_|decoder_)?layers?|n_layer|num_hidden_layers|depth|num_blocks|num_mem_blocks", LAYERS),
+    (r".*vocab_size.*", VOCABULARY),
+    (r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|.*max_(source|target)_positions|max_sequence_length", POSITIONS),
+    (r".*(sliding_window|window_size|attention_window|local_window).*", 16),
+    (r".*chunk_size|.*chunk_length|block_size|index_block_size", 16),
+    (r".*(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|dff|d_inner|mlp_dim|inner_dim)", 96),
+    (r"rotary_dim|.*rotary_ndims", 8),
+    (r"num_kv_shared_layers", 0),
+    (r".*lora_rank|.*low_rank_dim|.*_rank", 16),
+    (r"(num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_heads|.*_num_key_heads|.*num_key_value_heads)", 2),
+    (r".*(num_attention_heads|attention_heads|n_heads?|num_heads|num_value_heads)", 4),
+    (r".*(head_dim|kv_channels|head_size|d_kv|head_width)", 16),
+    (r"(mamba_|ssm_)?(d_state|state_size|ssm_state_size)", 8),
+    (r"(mamba_)?(dt_rank|time_step_rank)", 8),
+    (r"(mamba_)?n_groups|mamba_n_groups", 1),
+    (r"n_group", 2),
+    (r"topk_group", 1),
+    (r"(num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_local_experts|n_experts)", 8),
+    (r"(num_experts_per_tok(en)?|moe_top_?k|top_k|moe_k|moe_topk|num_selected_experts|num_experts_per_token|experts_per_token)", 2),
+    (r"(num_|n_)shared_experts", 1),
+    (r"first_k_dense_replace|moe_layer_start_index|num_dense_layers", 1),
+    (r"num_nextn_predict_layers|num_mtp_layers", 0),
+    (r"(hidden_size|n_embd|d_model|dim|dim_model|embedding_size|emb_dim|word_embed_proj_dim|hidden_dim|lru_width|embedding_dim|model_dim|.*_hidden_size|n_embed|attention_hidden_size)", 64),
+)  # fmt: skip
+# Numbers that have to fit each other, where names do not say so.
+TIED: Mapping[str, Mapping[str, Any]] = {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "doge": {
+        "keep_window_size": 2048
+    },  # beyond it attention is sparse, and no text of this many positions gets there
+    "nemotron": {"num_key_value_heads": 2},
+    "longcat_flash": {"qk_head_dim": 32},
+    "mamba2": {"num_heads": 8},
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_offset": 0,
+    },
+}
+
+
+def tiny(config_class: Any, family: str = "") -> Any:
+    """An instance of a configuration class of transformers, small. Whatever the class refuses with goes through."""
+    found = _small(config_class, family)
+    return config_class(**{**found, **TIED.get(family, {})})
+
+
+def _small(config_class: Any, family: str) -> dict[str, Any]:
+    default = config_class()
+    subs = getattr(config_class, "sub_configs", {})
+    values = {field.name: vars(default).get(field.name) for field in fields(config_class)}
+    depth = max(
+        (v for n, v in values.items() if isinstance(v, int) and re.fullmatch(SIZES[0][0], n)), default=0
+    )
+    by_layer = {n: v for n, v in values.items() if depth and _is_by_layer(n, v, depth)}
+    layers = MIXED_LAYERS if any(len(set(map(repr, v))) > 1 for v in by_layer.values()) else LAYERS
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in subs:
+            kind = type(value)
+            if hasattr(kind, "model_type"):
+                found[name] = {**_small(kind, family), "model_type": kind.model_type}
+        elif name == "is_decoder":
+            found[name] = True  # else it reads a text from both sides
+        elif name in ("bos_token_id", "eos_token_id"):
+            found[name] = None if _takes_none(config_class, name) else 0
+        elif name.endswith("token_id") and isinstance(value, int):
+            found[name] = min(value, VOCABULARY - 1)
+        elif name in by_layer:
+            found[name] = _each_kind(value, layers)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            small = _smaller(name, value, layers)
+            if small is not None:
+                found[name] = small
+        elif name == "initializer_range" and isinstance(value, float):
+            found[name] = 0.2
+    if "kv_lora_rank" in values and values.get(
+        "num_key_value_heads"
+    ):  # latent attention has as many keys as queries
+        found["num_key_value_heads"] = found.get("num_attention_heads", values.get("num_attention_heads"))
+    return found
+
+
+def _is_by_layer(name: str, value: Any, depth: int) -> bool:
+    listed = isinstance(value, (list, tuple)) or (isinstance(value, str) and "pattern" in name)
+    return listed and len(value) == depth > MIXED_LAYERS
+
+
+def _takes_none(config_class: Any, name: str) -> bool:
+    field = next(f for f in fields(config_class) if f.name == name)
+    return "None" in str(field.type) or field.default in (None, MISSING)
+
+
+def _smaller(name: str, value: int, layers: int) -> int | None:
+    for pattern, size in SIZES:
+        if re.fullmatch(pattern, name):
+            size = layers if pattern == SIZES[0][0] else size
+            return size if value > size else None
+    return None
+
+
+def _each_kind(values: Any, layers: int) -> Any:
+    """The first ones of a list by layer, in their order, with each kind that occurs among them if there is room."""
+    kinds = sorted({repr(v): i for i, v in reversed(list(enumerate(values)))}.values())[:layers]
+    rest = [i for i in range(len(values)) if i not in kinds][: layers - len(kinds)]
+    chosen = [values[i] for i in sorted(kinds + rest)]
+    return "".join(chosen) if isinstance(values, str) else chosen

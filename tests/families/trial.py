@@ -1,0 +1,187 @@
+"""One family, tried as a user's directory would be: a small model with random weights is saved, opened and captured by our
+code, cut into three stages, decoded greedily, and held against transformers' own `generate()` and logits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from families.tiny import MAX_PARAMETERS, POSITIONS, VOCABULARY, tiny
+
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.errors import GraphError, UnsupportedModel
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.capture import sources
+from fusion.runtime.capture.huggingface import parameters_on_meta
+from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.capture.sources import LanguageModel
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.spec import HuggingFaceConfig
+from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.torch_decoding import TorchDecodingStage
+
+Served = Literal["cached", "recomputed", "refused", "wrong", "not tried"]
+
+PROMPTS = (1, 7, 50)  # the last is longer than every window and chunk of a tiny model
+PIECE = 24  # positions of a prompt that run at once
+NEW = {"cached": 24, "recomputed": 6}
+TOLERANCE = 1e-4  # of a logit, over the largest logit there is where that exceeds 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """`error`: the largest difference of a logit to those that the model computes over the whole sequence at once, as a
+    share of the largest logit where that exceeds 1. `tokens`: how many different ones there are in the longest answer."""
+
+    family: str
+    served: Served
+    why: str = ""
+    error: float | None = None
+    tokens: int = 0
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def outcome(family: str, directory: Path) -> Outcome:
+    """Everything that can go wrong with our part is in the outcome; an exception that is not foreseen is "wrong"."""
+    try:
+        written(family, directory)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        # Tokens that a family forces or keeps down are chosen by whoever asks, not by the model.
+        theirs.generation_config = transformers.GenerationConfig()
+        wanted(theirs, torch.zeros(1, 12, dtype=torch.int64))
+    except Exception as error:  # whatever transformers raises for a configuration that does not fit together
+        return Outcome(family=family, served="not tried", why=line(error))
+    try:
+        ours = sources.huggingface(HuggingFaceConfig(path=directory), training=False)
+        graph, served, why = rewritten(ours.inference, ours.about.max_sequence)
+    except (JobError, GraphError) as error:
+        return Outcome(family=family, served="refused", why=line(error).replace(f"{directory}", "DIR"))
+    except Exception as error:  # a bug: a user would see a traceback
+        return Outcome(family=family, served="wrong", why=f"{type(error).__name__}: {line(error)}")
+    try:
+        error, tokens, differs = compared(theirs, ours, graph, served)
+    except Exception as failure:
+        return Outcome(family=family, served="wrong", why=f"{type(failure).__name__}: {line(failure)}")
+    if error > TOLERANCE or differs:
+        return Outcome(family=family, served="wrong", why=differs or why, error=error, tokens=tokens)
+    return Outcome(family=family, served=served, why=why, error=error, tokens=tokens)
+
+
+def written(family: str, directory: Path) -> None:
+    """Save a small model of the family. Weights are random and large enough that answers vary; also those that models
+    begin with at a fixed value (norms, biases), so that none of them can be left out unnoticed."""
+    config = tiny(transformers.CONFIG_MAPPING[family], family)
+    with parameters_on_meta():
+        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"its smallest configuration that could be guessed has {size:,} parameters")
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if isinstance(module, torch.nn.Embedding):
+                    # Small, or a model whose head is tied to it says the last token again.
+                    parameter.normal_(std=0.05)
+                elif parameter.dim() < 2:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+                elif parameter.std() < 0.18:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.18)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and name.endswith("bias"):
+                    buffer.add_(torch.randn_like(buffer), alpha=0.1)
+    model.save_pretrained(directory)
+
+
+def rewritten(captured: Graph, longest: int) -> tuple[Graph, Literal["cached", "recomputed"], str]:
+    """As `prepare_serving` does it."""
+    try:
+        return serving_graph(captured, cache="kv", maximum_sequence=longest), "cached", ""
+    except UnsupportedModel as why:
+        return serving_graph(captured, cache="recompute"), "recomputed", line(why)
+
+
+def wanted(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits (length, vocabulary) of transformers over the whole sequence."""
+    with torch.inference_mode():
+        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    if found.shape != (1, ids.shape[1], found.shape[-1]):
+        raise ValueError(
+            f"its logits have shape {tuple(found.shape)}: it is no language model of one sequence"
+        )
+    return found[0]
+
+
+def compared(
+    theirs: Any, ours: LanguageModel, graph: Graph, served: Literal["cached", "recomputed"]
+) -> tuple[float, int, str]:
+    """The largest error over all prompts, how much the longest answer varies, and the first answer that is another one."""
+    cuts = sorted(random.Random(0).sample(range(1, len(graph.nodes)), 2))
+    stages = [TorchDecodingStage(s, ours.read(s.graph.variables)) for s in split(graph, cuts)]
+    draw = torch.Generator().manual_seed(2)
+    worst, most, differs = 0.0, 0, ""
+    vocabulary = min(ours.about.vocabulary, VOCABULARY)
+    for length in PROMPTS:
+        prompt = torch.randint(3, vocabulary, (1, length), generator=draw)
+        answer, logits = generated(theirs, prompt, NEW[served])
+        found = decoded(stages, prompt, answer, served)
+        largest = max(1.0, float(logits.abs().max()))
+        worst = max(worst, float((found - logits).abs().max()) / largest)
+        chosen = found.argmax(-1).tolist()
+        if chosen != answer and not differs:
+            differs = f"after {length} tokens it answers {chosen[:8]}, generate() {answer[:8]}"
+        most = max(most, len(set(answer)))
+    return worst, most, differs
+
+
+def generated(model: Any, prompt: torch.Tensor, new: int) -> tuple[list[int], torch.Tensor]:
+    """What `generate()` answers, and the logits (new, vocabulary) after the prompt and each of these tokens but the last."""
+    with torch.inference_mode():
+        whole = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+            pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+    start = prompt.shape[1]
+    # From each beginning by itself: a model need not say the same of a position when more positions follow.
+    logits = [wanted(model, whole[:, :end])[-1] for end in range(start, whole.shape[1])]
+    return whole[0, start:].tolist(), torch.stack(logits)
+
+
+def decoded(
+    stages: list[TorchDecodingStage], prompt: torch.Tensor, answer: list[int], served: str
+) -> torch.Tensor:
+    """Logits (new, vocabulary) of the stages, which are told the tokens of `answer` one after the other."""
+    for stage in stages:
+        stage.close("s")
+        stage.open("s", POSITIONS)
+    whole = torch.cat([prompt, torch.tensor([answer])], 1)
+    found = []
+    start = 0
+    for end in range(prompt.shape[1], whole.shape[1]):
+        if served == "recomputed":
+            start = 0
+        while start < end:
+            stop = min(end, start + PIECE) if served == "cached" else end
+            logits = run(stages, start, whole[:, start:stop])
+            start = stop
+        found.append(logits)
+    return torch.stack(found)
+
+
+def run(stages: list[TorchDecodingStage], start: int, tokens: torch.Tensor) -> torch.Tensor:
+    values = {"input_ids": tokens, "position_ids": torch.arange(start, start + tokens.shape[1])[None]}
+    for stage in stages:
+        values.update(*stage.run([Piece("s", start, values)]))
+    return values["result/0"][0, -1]
+
+
+def line(error: BaseException) -> str:
+    """Its first line that says something."""
+    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
