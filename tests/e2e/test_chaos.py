@@ -39,7 +39,7 @@ def test_kills_at_exact_instants_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
     done = subprocess.run(
         [sys.executable, str(SWEEPS / "training.py"), "--kills", "3", "--stages", "2", "--standbys", "1",
-         "--seed", "4", "--run-seconds", "15", "--read-seconds", "0.05",
+         "--seed", "4", "--run-seconds", "20", "--read-seconds", "0.05",
          "--roles", "lead,last,standby", "--phases", "commit", "--json", str(path)],
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
