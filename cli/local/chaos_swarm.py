@@ -83,16 +83,8 @@ class Swarm:
         """Start a peer that joins through those that joined last."""
         self._count += 1
         known = [peer.address for peer in self.peers[-BOOTSTRAPS:]]
-        return await self._open(f"peer-{self._count}", arguments, bootstrap=known)
+        name = f"peer-{self._count}"
 
-    async def restart(self, peer: LocalPeer) -> LocalPeer:
-        """Start a peer that has ended, with its home and its port. It is told nobody's address."""
-        self.fleet.forget(peer)
-        for timeline in self.timelines.values():
-            timeline.restarted(peer.name)
-        return await self._open(peer.name, (), listen=peer.address.partition("/p2p/")[0])
-
-    async def _open(self, name: str, arguments: Sequence[str], **where: Any) -> LocalPeer:
         def hear(record: Record) -> None:
             timeline = self.timelines.get(str(record.get("job")))
             if timeline is not None and timeline.see(name, record):
@@ -102,7 +94,7 @@ class Swarm:
             self.on_record(name, record)
 
         return await self.fleet.start_peer(
-            name, *self.arguments, *arguments, command=self.command, on_record=hear, **where
+            name, *self.arguments, *arguments, command=self.command, on_record=hear, bootstrap=known
         )
 
     # --- watching

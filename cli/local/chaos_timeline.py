@@ -74,10 +74,6 @@ class Timeline:
                 )
         return True
 
-    def restarted(self, lead: str) -> None:
-        """This peer begins anew: its next attempt is another one, whatever its number."""
-        self._open.pop(lead, None)
-
     @property
     def step(self) -> int:
         """The highest committed step."""

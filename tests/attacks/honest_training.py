@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,11 +67,6 @@ class Committed:
             max((step for at, step in self.steps if at <= limit), default=0) for limit in (since, until)
         ]
         return (reached[1] - reached[0]) / (until - since)
-
-    def longest_wait(self, since: float, until: float) -> float:
-        """Seconds without a commit."""
-        times = [since, *(at for at, _ in self.steps if since < at < until), until]
-        return max(late - early for early, late in pairwise(times))
 
     async def begun(self, step: int) -> None:
         while not self.steps or self.steps[-1][1] < step:

@@ -135,19 +135,6 @@ def test_the_frozen_wake_when_their_time_is_over_or_the_run_ends(
     assert swarm_of(command, 2, work) == []
 
 
-def test_a_peer_comes_back_with_its_home_and_its_port(command: tuple[str, ...]) -> None:
-    async def work(swarm: Swarm, timeline: Timeline) -> None:
-        before = len(timeline.attempts)
-        peer = swarm.peers[0]
-        peer.process.kill()
-        await peer.process.wait()
-        again = await swarm.restart(peer)
-        assert (again.name, again.home, again.address) == (peer.name, peer.home, peer.address)
-        await swarm.until(lambda: len(timeline.attempts) > before, 20, "its words are of a new attempt")
-
-    assert swarm_of(command, 2, work) == []
-
-
 def test_what_does_not_happen_is_said(command: tuple[str, ...]) -> None:
     async def work(swarm: Swarm, timeline: Timeline) -> None:
         with pytest.raises(FleetError, match="the moon: not within 0 s"):
