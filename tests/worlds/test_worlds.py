@@ -67,7 +67,11 @@ def test_liars_are_not_believed(count: int) -> None:
 # From a seed shortly before the first world that shows it: of those before, none did.
 @pytest.mark.parametrize(
     ("plant", "told", "seed"),
-    [("proof", "deposed", 150), ("words", "deposed", 260), ("belief", "durable", 1)],
+    [
+        ("proof", "deposed", 150),
+        pytest.param("words", "deposed", 260, marks=pytest.mark.slow),  # as long as the other two together
+        ("belief", "durable", 1),
+    ],
 )
 def test_a_check_that_is_left_out_is_found_by_liars(plant: str, told: str, seed: int) -> None:
     found = worlds(
