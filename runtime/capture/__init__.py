@@ -1,13 +1,13 @@
 """Somebody's model as a graph, on the launching machine alone. Peers need none of it.
 
-sources         where a model comes from: the built-in GPT, a Hugging Face directory, an exported job
-models          the built-in GPT
-huggingface     a causal language model in a directory
-capture         a module as a graph, through torch.export, without its weights
-lower           an exported program in the op-set
-rope            rotary positions whose frequencies depend on the length
-model_code      which line of the model's code a message is about
-aten_names      torch's names for operators and constants, in ours
-quantised_weights  matrices as int8 and int4, made as they are read
-serving_graph   the graph that is served: KV cache, last position, fused norms
+sources             where a model comes from: the built-in GPT, a Hugging Face directory, an exported job
+models              the built-in GPT
+huggingface         a causal language model in a directory
+capture             a module as a graph, through torch.export, without its weights
+lower               an exported program in the op-set
+rope                rotary positions whose frequencies depend on the length
+model_code          which line of the model's code a message is about
+aten_names          torch's names for operators and constants, in ours
+quantised_weights   matrices as int8 and int4, made as they are read
+serving_graph       the graph that is served: KV cache, last position, fused norms
 """
