@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from fusion.dag.ir.graph import Variable
-from fusion.dag.rewrites.quantise import GROUP, Kind, Source
+from fusion.dag.ir.graph import Graph, Variable
+from fusion.dag.rewrites.quantise import GROUP, Kind, Source, quantise
 from fusion.runtime.capture.sources import Read
 from fusion.runtime.job.errors import JobError
 
@@ -19,6 +19,17 @@ Tensor = torch.Tensor
 
 _SHARES = tuple(1 - step / 40 for step in range(13))
 _TILE_ELEMENTS = 1 << 22  # of a matrix, that are looked at together
+
+
+def quantised_model(graph: Graph, read: Read, kind: Kind) -> tuple[Graph, Read]:
+    """A graph that is to be served, with its large matrices stored as `kind`, and what reads its variables. JobError for one
+    without any."""
+    found = quantise(graph, kind)
+    if not found.sources:
+        raise JobError(
+            f"--quantization: the model has no matrix that can be stored as {kind}; serve it without"
+        )
+    return found.graph, quantised_read(read, found.sources)
 
 
 def quantised_read(read: Read, sources: Sequence[Source]) -> Read:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from fusion.dag.ir.errors import UnsupportedModel
-from fusion.dag.rewrites.quantise import Kind, quantise
 from fusion.runtime.capture import sources
-from fusion.runtime.capture.quantised_weights import quantised_read
+from fusion.runtime.capture.quantised_weights import quantised_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.job.errors import JobError
@@ -39,7 +39,7 @@ def prepare_serving(
     author: Identity | None = None,
     admission: AdmissionSpec = OPEN,
     draft: Path | None = None,
-    quantization: Kind | None = None,
+    quantization: Literal["int8", "int4"] | None = None,
     say: Say = silent,
 ) -> Prepared:
     """A Hugging Face model directory or one written by `jobs export`, as a job that serves it under `name`. A model
@@ -61,13 +61,8 @@ def prepare_serving(
         graph, cached = serving_graph(model.inference, cache="recompute"), False
     read, parameters = model.read, parameter_count(graph)
     if quantization is not None:
-        stored = quantise(graph, quantization)
-        if not stored.sources:
-            raise JobError(
-                f"--quantization: {directory} has no matrix that could be stored as {quantization}"
-            )
-        say(f"storing {len(stored.sources)} of its matrices as {quantization}")
-        graph, read = stored.graph, quantised_read(model.read, stored.sources)
+        say(f"storing its matrices as {quantization}")
+        graph, read = quantised_model(graph, model.read, quantization)
     config = ServeConfig(
         cache="kv" if cached else "recompute",
         max_sequence=about.max_sequence,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 try:
@@ -92,18 +92,19 @@ class _Writer:
         self.columns = code.mul(self.groups, self.group)
         self.held = self.columns if self.bits == 8 else code.lshr(self.columns, self.number(1))
 
-        def block(at: Any) -> None:
+        def block(at: Any, _: Sequence[Any]) -> Sequence[Any]:
             done: Any = self.number(0)
             for count in _ROWS:  # so many at once while there are as many
                 end = code.sub(rows, code.urem(code.sub(rows, done), self.number(count)))
-                self.loop(done, end, count, (), lambda row, _, n=count: self.rows(at, row, n) or ())
+                self.loop(done, end, count, (), partial(self.rows, at, count))
                 done = end
+            return ()
 
-        self.loop(first, last, 1, (), lambda at, _: block(at) or ())
+        self.loop(first, last, 1, (), block)
         code.ret_void()
         return str(self.module)
 
-    def rows(self, block: Any, row: Any, count: int) -> None:
+    def rows(self, block: Any, count: int, row: Any, _: Sequence[Any]) -> Sequence[Any]:
         """`count` rows of the input, from `row`, with one block of the matrix."""
         code = self.code
         zeros, zero = ir.Constant(self.floats, [0.0] * LANES), ir.Constant(self.float, 0.0)
@@ -152,6 +153,7 @@ class _Writer:
                 code.mul(code.add(row, self.number(r)), self.width), code.mul(block, self.number(LANES))
             )
             code.store(total, code.gep(self.output, [place], source_etype=self.float)).align = 4
+        return ()
 
     def numbers(self, stored: Any) -> list[Any]:
         """The numbers in 16 bytes as floats: of one column, or of two with 4 bits."""

@@ -36,9 +36,9 @@ from fusion.dag.cutting.costs import type_bytes
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.dag.rewrites.quantise import Kind, quantise
+from fusion.dag.rewrites.quantise import Kind
 from fusion.runtime.capture import sources
-from fusion.runtime.capture.quantised_weights import quantised, quantised_read
+from fusion.runtime.capture.quantised_weights import quantised, quantised_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.capture.sources import LanguageModel
 from fusion.runtime.job.manifest import TrainConfig
@@ -123,8 +123,7 @@ def _train(model: LanguageModel, spec: Any, data: Any, store: BlobStore) -> dict
 def stage_of(graph: Graph, read: sources.Read, kind: Kind | None) -> tuple[TorchDecodingStage, int]:
     """The graph as one stage, and the bytes that its variables have by their types."""
     if kind is not None:
-        found = quantise(graph, kind)
-        graph, read = found.graph, quantised_read(read, found.sources)
+        graph, read = quantised_model(graph, read, kind)
     stage = TorchDecodingStage(split(graph, ())[0], read(graph.variables))
     return stage, sum(type_bytes(v.type) for v in graph.variables)
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.captured_once import capture_once
 from support.source_tokenizer import tokenizer_of_sources
 
+from fusion.dag.cutting.cuts import split
 from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.placement.network import UNKNOWN_LINK
@@ -185,9 +186,11 @@ def test_a_directory_that_is_no_model_is_refused_in_one_line(tmp_path: Path, sto
         prepare_serving(tmp_path / "empty", "x", [peer("A")], store)
 
 
-def exported_gpt(directory: Path, *, blocks: int = 2, sequence: int = 12, vocabulary: int = 256) -> Path:
+def exported_gpt(
+    directory: Path, *, blocks: int = 2, sequence: int = 12, vocabulary: int = 256, width: int = 16
+) -> Path:
     """As `jobs export` writes a model that reads bytes."""
-    config = GPTConfig(blocks=blocks, width=16, heads=2, sequence=sequence, vocabulary=vocabulary)
+    config = GPTConfig(blocks=blocks, width=width, heads=2, sequence=sequence, vocabulary=vocabulary)
     model = sources.builtin(config, 0, byte_level=True, tokenizer=None)
     directory.mkdir()
     (directory / "fusion.json").write_bytes(model.about.to_json())
@@ -317,3 +320,32 @@ def test_sources_read_only_what_a_stage_asks_for(tmp_path: Path) -> None:
     )
     wanted = [v for v in model.inference.variables if v.name.startswith("blocks.0")]
     assert set(model.read(wanted)) == {v.name for v in wanted}
+
+
+def test_a_model_is_served_quantised(store: BlobStore, tmp_path: Path) -> None:
+    directory = exported_gpt(tmp_path / "m", width=64)
+    peers = [replace(peer(name), opset=2) for name in "ABC"]
+    plain = prepare_serving(directory, "m", peers, store, stages=3)
+    found = {
+        kind: prepare_serving(directory, "m", peers, store, stages=3, quantization=kind)
+        for kind in ("int8", "int4")
+    }
+    assert plain.manifest.opset == 1
+    sizes = {}
+    for kind, prepared in found.items():
+        manifest = prepared.manifest
+        assert manifest.opset == 2 and prepared.parameters == plain.parameters
+        graph = serialise.decode(store.path(manifest.graph).read_bytes())
+        assert any(node.op == f"fusion.linear_{kind}" for node in graph.nodes)
+        for stage, digest in zip(split(graph, manifest.cuts), manifest.weights, strict=True):
+            held = load_file(store.path(digest))
+            assert {v.name: v.type.shape for v in stage.graph.variables} == {
+                n: tuple(v.shape) for n, v in held.items()
+            }
+        assert sum(manifest.memory_bytes) < sum(plain.manifest.memory_bytes)
+        sizes[kind] = sum(store.size(digest) for digest in manifest.weights)
+    assert sizes["int4"] < sizes["int8"] < 0.4 * sum(store.size(digest) for digest in plain.manifest.weights)
+    with pytest.raises(
+        JobError, match=r"^--quantization: the model has no matrix that can be stored as int8[^\n]*$"
+    ):
+        prepare_serving(exported_gpt(tmp_path / "s"), "m", peers, store, quantization="int8")
