@@ -221,8 +221,8 @@ def _rows_agree(
         torch.float16 if scales.dtype == "float16" else torch.float32
     )
     parts = [numbers, shares, *([shares] if minimums else [])]
-    stored = [(in_blocks(part) if made is not None else part).to(device) for part in parts]
-    given = (*stored, None)[:3]
+    laid = [(in_blocks(part) if made is not None else part).to(device) for part in parts]
+    given = laid[0], laid[1], laid[2] if minimums else None, None
     multiply = linear if made is None else InBlocks(made.code, rows).linear
     like = torch.empty(0, device=device)
-    return rows_agree(lambda each: multiply(each, *given, None), columns, like)
+    return rows_agree(lambda each: multiply(each, *given), columns, like)
