@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cachetools import LRUCache
@@ -84,7 +84,7 @@ class Shares(Generic[Item]):
         """It did something. Harmless where it is not held."""
         held = self._held.pop(item, None)
         if held is not None:
-            self._held[item] = replace(held, used_at=self._clock())
+            self._held[item] = _Held(held.holder, held.amount, self._clock())
 
     def release(self, item: Item, *, completed: bool = False) -> None:
         """Harmless where it is not held. `completed`: it served its purpose, which speaks for its holder."""

@@ -138,15 +138,15 @@ def _check(header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:
         raise FrameError(f"a payload of {payload_bytes} bytes; at most {limits.payload_bytes} are allowed")
 
 
-def _check_keys(value: Any, depth: int) -> None:
-    if isinstance(value, (dict, list)):
-        if depth == 0:
-            raise FrameError(f"a header nested deeper than {_MAX_DEPTH}")
-        if isinstance(value, dict):
-            for key in value:
-                if not isinstance(key, str):
-                    raise FrameError("a header with a key that is not text")
-        for item in value.values() if isinstance(value, dict) else value:
+def _check_keys(value: dict[Any, Any] | list[Any], depth: int) -> None:
+    if depth == 0:
+        raise FrameError(f"a header nested deeper than {_MAX_DEPTH}")
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise FrameError("a header with a key that is not text")
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (dict, list)):
             _check_keys(item, depth - 1)
 
 

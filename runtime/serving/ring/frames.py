@@ -7,7 +7,7 @@ each edge's tensor in the order of the plan, row-major. Its size follows from th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -22,11 +22,15 @@ from fusion.runtime.serving.requests.request import whole
 from fusion.swarm.errors import FrameError
 
 ID_BYTES = 8
+KEPT_LAYOUTS = 64  # positions of a chunk, of which a parcel remembers how it is laid out
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
     "int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8,
     "bool": torch.bool,
 }  # fmt: skip
+
+
+Layout = tuple[Edge, tuple[int, ...], int]  # shape, bytes
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,22 @@ class Parcel:
     consumer: int
     edges: tuple[Edge, ...]
     ids: bool  # the token ids of the chunk come first
+    # By the length of a chunk that decodes: a parcel is laid out three times for each token.
+    _layouts: dict[int, tuple[Layout, ...]] = field(default_factory=dict, compare=False, repr=False)
 
-    def layout(self, length: int) -> list[tuple[Edge, tuple[int, ...], int]]:
+    def layout(self, length: int) -> tuple[Layout, ...]:
         """Shape and size in bytes of each edge for `length` positions of one sequence."""
+        if (known := self._layouts.get(length)) is not None:
+            return known
         sizes = {"batch": 1, "sequence": length}
         found = []
         for edge in self.edges:
             shape = tuple(bind(dim, sizes) for dim in edge.type.shape)
             found.append((edge, shape, prod(shape) * DTYPE_BYTES[edge.type.dtype]))
-        return found
+        made = tuple(found)
+        if length <= KEPT_LAYOUTS:
+            self._layouts[length] = made
+        return made
 
     def size_bytes(self, length: int) -> int:
         return length * ID_BYTES * self.ids + sum(size for _, _, size in self.layout(length))
@@ -62,8 +73,10 @@ class Parcel:
         contiguous on the CPU."""
         buffers = [ids] if self.ids else []
         for edge in self.edges:
-            flat = outputs[edge.name].detach().cpu().contiguous().reshape(-1)
-            buffers.append(flat.view(torch.uint8).numpy().data)
+            value = outputs[edge.name]
+            if not value.is_cpu or value.requires_grad:
+                value = value.detach().cpu()
+            buffers.append(value.contiguous().view(-1).view(torch.uint8).numpy().data)
         return buffers
 
     def unpack(self, payload: memoryview, length: int, inputs: dict[str, torch.Tensor]) -> memoryview | None:

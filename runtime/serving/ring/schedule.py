@@ -9,12 +9,12 @@ that one has run, behind what others have waiting.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.ring.fair_turns import fair_rows, in_turns
+from fusion.runtime.serving.ring.fair_turns import PromptTurns, TurnTimes, fair_rows
 from fusion.runtime.serving.ring.session import Chunk, SessionId
 
 if TYPE_CHECKING:  # it holds tensors' layouts
@@ -64,6 +64,8 @@ class Schedule(Generic[Session]):
         self._waiting: list[Work[Session]] = []
         self._positions = 0  # that wait
         self._decoding: set[SessionId] = set()  # sessions whose newest chunk is a short one
+        self._prompts = PromptTurns()
+        self._times = TurnTimes()
         self._held: set[SessionId] = set()  # sessions of which a chunk that had its turn comes again
 
     def admit(self, session: Session) -> bool:
@@ -83,6 +85,9 @@ class Schedule(Generic[Session]):
         self._decoding.discard(session.id)
         self._held.discard(session.id)
         self._keep([work for work in self._waiting if work.session is not session])
+        user = self._user_of(session)
+        if not any(self._user_of(other) == user for other in self.sessions.values()):
+            self._prompts.forget(user)
         return True
 
     @property
@@ -130,17 +135,26 @@ class Schedule(Generic[Session]):
         share = -(-len(self._decoding) // self._stages)
         users = Counter(self._user_of(self.sessions[each]) for each in self._decoding)
         tokens = [work for work in first.values() if work.chunk.length <= SHORT_POSITIONS]
-        tokens = fair_rows(tokens, self._of, users)[: max(1, share)]
-        prompts = in_turns([work for work in first.values() if work.chunk.length > SHORT_POSITIONS], self._of)
+        more = self._times.more_rows(min(users.values(), default=1))
+        tokens = fair_rows(tokens, self._of, users, more)[: max(1, share)]
+        long = [work for work in first.values() if work.chunk.length > SHORT_POSITIONS]
+        prompts = self._prompts.ranked(long, self._of)
         chosen: list[Work[Session]] = []
         room = TURN_POSITIONS
         for work in (*tokens, *(prompts[:1] if tokens else prompts)):
             if not chosen or work.chunk.length <= room:
                 chosen.append(work)
                 room -= work.chunk.length
+                if work.chunk.length > SHORT_POSITIONS:
+                    self._prompts.ran(self._of(work))
         taken = set(map(id, chosen))
         self._keep([work for work in self._waiting if id(work) not in taken])
         return tuple(chosen)
+
+    def took(self, turn: Sequence[Work[Session]], seconds: float) -> None:
+        """How long a turn has run."""
+        if all(work.chunk.length <= SHORT_POSITIONS for work in turn):
+            self._times.took(sum(work.chunk.length for work in turn), seconds)
 
     def _of(self, work: Work[Session]) -> Hashable:
         return self._user_of(work.session)

@@ -53,6 +53,7 @@ class RingStage:
         """`constrain` opens answers that follow a schema; `chain`: the grants that we show other stages. `doubt` is told of a peer
         whose link may have become slow."""
         self._worker = worker
+        self._clock = clock
         self._runner = runner
         self._plan = plan
         self._position = position
@@ -238,7 +239,9 @@ class RingStage:
         passing.set_result(None)
         while True:
             turn = await self._next(passing)
+            began = self._clock()
             outcomes = await self._worker.run(self._runner.run, turn)
+            self._schedule.took(turn, self._clock() - began)
             for work, outcome in zip(turn, outcomes, strict=True):
                 if isinstance(outcome, MemoryError):
                     self._schedule.hold(work.session)

@@ -42,6 +42,7 @@ class StageSession:
     drafter: ModelDrafter | None = None  # there, where there is a draft model
     counts: TokenCounts | None = None  # at the last stage, where there are penalties
     verdicts: Verdicts = field(init=False)  # of the last stage, in the worker thread
+    user: tuple[PeerId, int] = field(init=False)  # whose it is: one of its gateway's clients'
     constraint: TokenConstraint | None = None  # there, where there is a schema
     parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # order of chunk -> sender -> its share
     ran: int = 0  # chunks
@@ -52,6 +53,7 @@ class StageSession:
 
     def __post_init__(self) -> None:
         self.verdicts = Verdicts(self.opening.prompt_length)
+        self.user = self.gateway_peer, self.opening.user
 
     @property
     def id(self) -> SessionId:
@@ -60,11 +62,6 @@ class StageSession:
     @property
     def gateway_peer(self) -> PeerId:
         return self.gateway.stream.remote
-
-    @property
-    def user(self) -> tuple[PeerId, int]:
-        """Whose it is: one of its gateway's clients'."""
-        return self.gateway_peer, self.opening.user
 
     def share(self, chunk: Chunk, sender: int, frame: Frame, senders: int) -> Mapping[int, Frame] | None:
         """Keep what `sender` sent for a chunk; what all of `senders` sent once they have. Chunks before one that is whole do

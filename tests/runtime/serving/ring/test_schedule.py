@@ -160,3 +160,20 @@ def test_who_sends_chunks_waits_while_enough_of_them_wait_here() -> None:
     assert not schedule.has_room
     schedule.next_turn()
     assert schedule.has_room
+
+
+def test_prompts_of_many_sessions_of_one_user_let_anothers_through() -> None:
+    schedule: Schedule[Named] = Schedule(stages=1, bounded=False, user_of=lambda each: each.id[0])
+    many, (one, token) = [session(f"a{i}") for i in range(8)], (session("b"), session("c"))
+    assert all(schedule.admit(each) for each in (*many, one, token))
+    for each in many:
+        schedule.add(work(each, 0, SHARED_POSITIONS))
+    ran: list[str] = []
+    for turn in range(6):
+        schedule.add(work(token, turn))
+        if turn == 2:
+            schedule.add(work(one, 0, SHARED_POSITIONS))
+        _, prompt = schedule.next_turn()
+        ran.append(prompt.session.id)
+        schedule.add(work(prompt.session, SHARED_POSITIONS, SHARED_POSITIONS))  # behind the others
+    assert ran == ["a0", "a1", "b", "a2", "b", "a3"]
