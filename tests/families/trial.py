@@ -138,7 +138,8 @@ def compared(
         largest = max(1.0, float(logits.abs().max()))
         worst = max(worst, float((found - logits).abs().max()) / largest)
         chosen = found.argmax(-1).tolist()
-        if chosen != answer and not differs:
+        # Where transformers' own cache makes another answer than its logits, ours is that of the logits.
+        if chosen != answer and chosen != logits.argmax(-1).tolist() and not differs:
             at = next(i for i, (a, b) in enumerate(zip(chosen, answer, strict=True)) if a != b)
             differs = f"token {at + 1} after {length} is {chosen[at]}, that of generate() {answer[at]}"
         most = max(most, len(set(answer)))
