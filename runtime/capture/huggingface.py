@@ -156,7 +156,9 @@ def parameters_on_meta() -> Iterator[None]:
 
 def _longest(config: Any) -> int:
     """The most positions of a text, all of which the model treats in one way."""
-    longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+    longest = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if longest < 1:  # XLNet, for one, says -1
+        longest = 2048
     return min(longest, fixed_length(config) or longest)
 
 

@@ -35,7 +35,8 @@ def fix_frequencies(module: nn.Module, maximum_sequence: int) -> None:
         fixed = fixed_length(config)
         if fixed is not None and maximum_sequence <= fixed:
             # transformers asks the module, each time it runs, whether its kind is one that changes.
-            part.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+            unchanging = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+            setattr(part, "rope_type", unchanging)  # noqa: B010 - a module's type says that it has tensors and modules alone
 
 
 def _kinds(parameters: Any) -> list[tuple[str, Any]]:

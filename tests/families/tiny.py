@@ -56,6 +56,12 @@ TIED: Mapping[str, Mapping[str, Any]] = {
         "keep_window_size": 2048
     },  # beyond it attention is sparse, and no text of this many positions gets there
     "nemotron": {"num_key_value_heads": 2},
+    "reformer": {
+        "axial_pos_embds_dim": [32, 32],
+        "axial_pos_shape": [16, 16],
+        "attn_layers": ["local", "lsh"],
+    },
+    "xmod": {"default_language": "en_XX"},
     "longcat_flash": {"qk_head_dim": 32},
     "mamba2": {"num_heads": 8},
     "jamba": {

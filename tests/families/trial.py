@@ -3,6 +3,7 @@ code, cut into three stages, decoded greedily, and held against transformers' ow
 
 from __future__ import annotations
 
+import inspect
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,9 +109,12 @@ def rewritten(captured: Graph, longest: int) -> tuple[Graph, Literal["cached", "
 
 
 def wanted(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits (length, vocabulary) of transformers over the whole sequence."""
+    """Logits (length, vocabulary) of transformers over the whole sequence, with the positions that `generate()` says where a
+    model takes them."""
+    takes = inspect.signature(model.forward).parameters
+    positions = {"position_ids": torch.arange(ids.shape[1])[None]} if "position_ids" in takes else {}
     with torch.inference_mode():
-        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        found: torch.Tensor = model(input_ids=ids, **positions, use_cache=False).logits
     if found.shape != (1, ids.shape[1], found.shape[-1]):
         raise ValueError(
             f"its logits have shape {tuple(found.shape)}: it is no language model of one sequence"
@@ -134,8 +138,10 @@ def compared(
         largest = max(1.0, float(logits.abs().max()))
         worst = max(worst, float((found - logits).abs().max()) / largest)
         chosen = found.argmax(-1).tolist()
-        if chosen != answer and not differs:
-            differs = f"after {length} tokens it answers {chosen[:8]}, generate() {answer[:8]}"
+        # Where transformers' own cache makes another answer than its logits, ours is that of the logits.
+        if chosen != answer and chosen != logits.argmax(-1).tolist() and not differs:
+            at = next(i for i, (a, b) in enumerate(zip(chosen, answer, strict=True)) if a != b)
+            differs = f"token {at + 1} after {length} is {chosen[at]}, that of generate() {answer[at]}"
         most = max(most, len(set(answer)))
     return worst, most, differs
 
