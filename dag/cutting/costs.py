@@ -170,4 +170,8 @@ def _read_bytes(found: OpSpec, call: Call, results: tuple[TensorType, ...]) -> i
     """Look-ups by index read as much as they write; everything else reads its arguments."""
     if found.family == "move" or found.family == "make":
         return sum(map(type_bytes, results)) if found.family == "move" else 0
-    return sum(map(type_bytes, call.tensors()))
+    shares = found.reads(call)
+    if not shares:
+        return sum(map(type_bytes, call.tensors()))
+    given = ((name, value) for name, value in call.values.items() if isinstance(value, TensorType))
+    return sum(int(type_bytes(value) * shares.get(name, 1.0)) for name, value in given)

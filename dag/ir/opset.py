@@ -14,6 +14,7 @@ from types import MappingProxyType
 from fusion.dag.ir import (
     opset_contract,
     opset_convolution,
+    opset_experts,
     opset_index,
     opset_make,
     opset_pointwise,
@@ -35,6 +36,7 @@ OPSET_VERSION = 2  # raised where operators are added; what one of them computes
 _TABLES = (
     opset_contract,
     opset_convolution,
+    opset_experts,
     opset_index,
     opset_make,
     opset_pointwise,

@@ -75,6 +75,8 @@ Infer = Callable[[Call], Types]
 Mixes = Callable[[Call], Mixed]
 # Floating-point operations of the forward pass; every shape in the call and in the results is of plain integers.
 Flops = Callable[[Call, Types], int]
+# The share that is read of an argument, by parameter name, for those that are not read whole; of plain integers too.
+Reads = Callable[[Call], Mapping[str, float]]
 
 
 def no_mixing(_: Call) -> Mixed:
@@ -83,6 +85,10 @@ def no_mixing(_: Call) -> Mixed:
 
 def no_flops(_: Call, __: Types) -> int:
     return 0
+
+
+def all_read(_: Call) -> Mapping[str, float]:
+    return {}
 
 
 def elements(type_: TensorType) -> int:
@@ -112,6 +118,7 @@ class OpSpec:
     kind: Kind = "nonparametric"
     mixes: Mixes = no_mixing
     flops: Flops = no_flops
+    reads: Reads = all_read
     backward: Mapping[str, float] | None = None
     saves: tuple[str, ...] = ()
     bilinear: bool = False  # each saved argument is read again only for the gradient of another one

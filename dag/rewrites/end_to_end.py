@@ -12,22 +12,28 @@ from dataclasses import dataclass, replace
 from fusion.dag.cutting.positional import keeps_last
 from fusion.dag.cutting.references import substitute
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
-from fusion.dag.ir.graph import Graph, Node, Ref
+from fusion.dag.ir.graph import Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import infer, spec
-from fusion.dag.rewrites.positions import require_separate_positions, sequence_axis
+from fusion.dag.rewrites.positions import require_separate_positions, rows_per_position, sequence_axis
 
 _ALONE = frozenset({"pointwise", "contraction"})  # what may follow the cut to the last position
 # Products whose rows are those of one tensor along the sequence; others mix rows in ways that nobody has looked at.
-_ROW_PRODUCTS = frozenset({"aten.linear", "aten.addmm", "fusion.linear_int8", "fusion.linear_int4"})
+_ROW_PRODUCTS = frozenset({
+    "aten.linear", "aten.addmm", "fusion.linear_int8", "fusion.linear_int4", "fusion.expert_linear",
+})  # fmt: skip
+
+
+Along = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class EndToEnd:
-    """`inputs` and `outputs`: the dimension along the sequence of each; `last`: the nodes that keep the last position of a
-    sequence; `ends`: for each output whether it holds one position a sequence, the last."""
+    """`inputs` and `outputs`: the dimension along the sequence of each, and how many rows a position has there; `last`: the
+    nodes that keep the last position of a sequence; `ends`: for each output whether it holds one position a sequence, the
+    last."""
 
-    inputs: Mapping[str, int]
-    outputs: tuple[int, ...]
+    inputs: Mapping[str, Along]
+    outputs: tuple[Along, ...]
     last: frozenset[str]
     ends: tuple[bool, ...]
 
@@ -38,15 +44,20 @@ def end_to_end(graph: Graph) -> EndToEnd | None:
     try:
         whole, short = _every_position(graph, last)
         require_separate_positions(whole)
-        inputs = {given.name: sequence_axis(given.type) for given in whole.inputs}
-        outputs = [sequence_axis(whole.types[ref]) for ref in whole.outputs]
+        inputs = {given.name: _along(given.type) for given in whole.inputs}
+        outputs = [_along(whole.types[ref]) for ref in whole.outputs]
     except (UnsupportedModel, GraphError, ValueError):
         return None
-    axes = {name: axis for name, axis in inputs.items() if axis is not None}
-    found = tuple(axis for axis in outputs if axis is not None)
-    if len(axes) < len(inputs) or len(found) < len(outputs) or not axes or not _rows_apart(whole):
+    given = {name: along for name, along in inputs.items() if along is not None}
+    made = tuple(along for along in outputs if along is not None)
+    if len(given) < len(inputs) or len(made) < len(outputs) or not given or not _rows_apart(whole):
         return None
-    return EndToEnd(axes, found, last, tuple(ref in short for ref in graph.outputs))
+    return EndToEnd(given, made, last, tuple(ref in short for ref in graph.outputs))
+
+
+def _along(type_: TensorType) -> Along | None:
+    axis = sequence_axis(type_)
+    return None if axis is None else (axis, rows_per_position(type_, axis))
 
 
 def _every_position(graph: Graph, last: frozenset[str]) -> tuple[Graph, frozenset[Ref]]:

@@ -1,7 +1,7 @@
 """Whether a graph may be given a sequence in pieces: each position by itself, but for cached attention.
 
 Refused by default: a value is accepted when its one dimension along the sequence plainly comes, position by position,
-from that of an input.
+from that of an input. A position may have several rows there, one behind the other, as where each goes to several experts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _UNIFORM = frozenset({"aten.expand", "aten.zeros", "aten.ones", "aten.full"})
 _RESHAPES = frozenset({
     "aten.reshape", "aten.view", "aten._unsafe_view", "aten.flatten.using_ints", "aten.unflatten.int", "aten.squeeze",
 })  # fmt: skip
+REPEATS = "aten.repeat_interleave.self_int"  # a position's rows stay together
 _SHAPES = frozenset(
     {"size", "shape", "sizes"}
 )  # parameters that give the shape of the result and nothing else
@@ -44,11 +45,18 @@ def sequence_axis(type_: TensorType) -> int | None:
     return axes[0] if axes else None
 
 
+def rows_per_position(type_: TensorType, axis: int) -> int:
+    """How many elements of the dimension along the sequence belong to one position."""
+    dim = type_.shape[axis]
+    assert isinstance(dim, Poly)
+    return dim.terms[0][1]
+
+
 def _plain(dim: Dim) -> bool:
-    """The sequence, or the batch and the sequence merged; not two of it, nor one longer or shorter."""
+    """The sequence, or the batch and the sequence merged, perhaps times a number; not two of it, nor one longer or shorter."""
     assert isinstance(dim, Poly)
     (monomial, coefficient), *more = dim.terms
-    return not more and coefficient == 1 and monomial.count(SEQUENCE) == 1
+    return not more and coefficient >= 1 and monomial.count(SEQUENCE) == 1
 
 
 def _check_results(_: Graph, node: Node) -> None:
@@ -65,7 +73,7 @@ def _check_flow(graph: Graph, node: Node) -> None:
         if SEQUENCE in argument_symbols((arg,)) and parameter.name not in _SHAPES:
             raise ValueError("depends on the length of the sequence")
     for ref, dims in mixed_dims(node.op, node.args, types):
-        if along.get(ref) in dims:
+        if along.get(ref) in dims and node.op != REPEATS:
             raise ValueError("combines or moves values of different positions")
     if not along:
         if any(axis is not None for axis in results) and node.op not in _UNIFORM:
@@ -73,13 +81,19 @@ def _check_flow(graph: Graph, node: Node) -> None:
         return
     if any(axis is None for axis in results):
         raise ValueError("loses track of the positions")
-    if node.op in _RESHAPES:
+    if node.op in _RESHAPES or node.op == REPEATS:
         (source,) = along
-        # Row-major order: a position keeps its place if as many elements lie behind one step along the sequence.
-        if _behind(types[source], along[source]) != _behind(node.results[0], results[0]):
+        # Row-major order: a position keeps its place if as many elements lie behind one step along the sequence, or as many
+        # more as its own are repeated.
+        wanted = _behind(types[source], along[source])
+        if node.op == REPEATS:
+            assert isinstance(node.args[1], int | Poly)
+            wanted = wanted * node.args[1]
+        if _behind(node.results[0], results[0]) != wanted:
             raise ValueError("reshapes across positions")
 
 
 def _behind(type_: TensorType, axis: int | None) -> Dim:
+    """Elements from one position to the next."""
     assert axis is not None
-    return size(type_.shape[axis + 1 :])
+    return rows_per_position(type_, axis) * size(type_.shape[axis + 1 :])

@@ -3,6 +3,7 @@
 sources             where a model comes from: the built-in GPT, a Hugging Face directory, an exported job
 models              the built-in GPT
 huggingface         a causal language model in a directory
+stored_weights      where its files hold each tensor, whole or in pieces
 capture             a module as a graph, through torch.export, without its weights
 lower               an exported program in the op-set
 rope                rotary positions whose frequencies depend on the length

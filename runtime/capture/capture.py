@@ -33,6 +33,7 @@ from fusion.runtime.job.errors import CaptureError
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 1 << 16
+EXPERTS = "batched_mm"  # an implementation of experts in transformers
 MAX_CONSTANT = 64  # elements of a tensor that the code makes; it travels as nodes
 CONSTANT = "constant:"  # prefix of variables that no state_dict of the module has: they are not exported
 _VARIABLE_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
@@ -58,7 +59,7 @@ def capture_language_model(module: nn.Module, *, training: bool, maximum_sequenc
     if maximum_sequence < 8:
         raise CaptureError(f"maximum sequence: at least 8, not {maximum_sequence}")
     batch, sequence = Dim("batch", max=MAX_BATCH), Dim("sequence", max=maximum_sequence)
-    hollow = _hollow(module)
+    hollow = _exportable(_hollow(module))
     fix_frequencies(hollow, maximum_sequence)
     wrapped = _LanguageModel(hollow, training)
     dims = tuple({0: batch, 1: sequence} for _ in example)
@@ -153,6 +154,18 @@ def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return [*named, *attributes]
+
+
+def _exportable(module: nn.Module) -> nn.Module:
+    """A copy that is ours, set to what can be captured where it has a choice, as transformers' models have: experts as products
+    of batches, without data-dependent control flow (`fusion.dag.rewrites.experts` makes one op of them), and no cache."""
+    choose = getattr(module, "set_experts_implementation", None)
+    if choose is not None:
+        choose(EXPERTS)
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", False) is True:
+        config.use_cache = False  # type: ignore[union-attr] # not every forward takes it as an argument
+    return module
 
 
 def _names(module: nn.Module) -> dict[str, str]:

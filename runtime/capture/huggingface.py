@@ -7,22 +7,22 @@ module gives them. No code that came with the model is run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fusion.dag.ir.graph import Graph, Variable
+from fusion.dag.rewrites.expert_groups import part_of
 from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
 from fusion.runtime.capture.rope import fixed_length
+from fusion.runtime.capture.stored_weights import StoredWeights, no_weights, stored_weights
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.model_files import check_huggingface, indexed_files, json_object
-from fusion.runtime.planes.codegen import TORCH_DTYPES
+from fusion.runtime.job.model_files import check_huggingface, json_object
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class HuggingFaceModel:
     max_sequence: int
     end_tokens: tuple[int, ...]
     tokenizer: Path | None  # tokenizer.json
-    files: Mapping[str, Path]  # stored tensor -> the file that holds it
-    stored: Mapping[str, str]  # tensor of the module -> its name in the files
+    weights: StoredWeights
 
     def capture(self, *, training: bool = False, maximum_sequence: int | None = None) -> Graph:
         """See `capture_language_model`; at most the model's own `max_sequence` positions."""
@@ -47,21 +46,19 @@ class HuggingFaceModel:
         """The values of these variables, in the dtype of the graph. JobError names one that no file has, or that has
         another shape there."""
         attributes = variables_from_module(self.module)
-        places: dict[Path, list[tuple[Variable, str]]] = {}
+        stored: list[tuple[Variable, str]] = []
         found: dict[str, torch.Tensor] = {}
         for variable in variables:
-            names = (variable.name, *variable.aliases) if is_exported(variable.name) else ()
-            name = next((self.stored[n] for n in names if n in self.stored), None)
+            name = self.weights.name_of(variable) if is_exported(variable.name) else None
             if name is not None:
-                places.setdefault(self.files[name], []).append((variable, name))
+                stored.append((variable, name))
                 continue
-            value = attributes.get(variable.name)
+            part = part_of(variable.name)
+            value = attributes.get(variable.name if part is None else part.name)
             if value is None or value.is_meta:
                 raise JobError(f"{self.directory}: no safetensors file has the weight {variable.name}")
-            found[variable.name] = value.clone()
-        for path, wanted in places.items():
-            found.update(_read(path, wanted))
-        return found
+            found[variable.name] = (value if part is None else value[part.start : part.stop]).clone()
+        return {**found, **self.weights.read(stored)}
 
 
 def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> HuggingFaceModel:
@@ -82,7 +79,6 @@ def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> Huggi
     text = config.get_text_config()
     tokenizer = directory / "tokenizer.json"
     module = _hollow_module(config, directory) if weights else _random_module(config, directory, seed)
-    files = _files(directory) if weights else {}
     return HuggingFaceModel(
         directory=directory,
         module=module,
@@ -90,8 +86,7 @@ def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> Huggi
         max_sequence=_longest(text),
         end_tokens=_end_tokens(directory, text),
         tokenizer=tokenizer if tokenizer.is_file() else None,
-        files=files,
-        stored=_stored_names(module, files, directory),
+        weights=stored_weights(directory, module) if weights else no_weights(module),
     )
 
 
@@ -170,59 +165,3 @@ def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
     if found is None:
         return ()
     return tuple(int(token) for token in (found if isinstance(found, list) else [found]))
-
-
-def _files(directory: Path) -> dict[str, Path]:
-    found = indexed_files(directory)
-    if found is not None:
-        return found
-    files: dict[str, Path] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                files.update(dict.fromkeys(tensors.keys(), path))
-        except (SafetensorError, OSError) as error:
-            raise JobError(f"{path} is not a safetensors file: {error}") from error
-    return files
-
-
-def _stored_names(module: Any, files: Iterable[str], directory: Path) -> dict[str, str]:
-    """What the files call each tensor of the module: often the same, but files keep the names of old versions, and
-    those of a base model (GPT-2's, say) leave out the name under which the causal model holds it."""
-    own = module.state_dict()
-    prefix = str(getattr(module, "base_model_prefix", ""))
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:  # before version 5 the names of the files were those of the module
-        return {(f"{prefix}.{name}" if f"{prefix}.{name}" in own else name): name for name in files}
-    ways = get_model_conversion_mapping(module)
-    renamings = [way for way in ways if isinstance(way, WeightRenaming)]
-    converters = [way for way in ways if isinstance(way, WeightConverter)]
-    stored = {}
-    for name in files:
-        new, conversion = rename_source_key(name, renamings, converters, prefix, own)
-        if new not in own and name in own:
-            new, conversion = name, None
-        if conversion is not None and new in own:
-            raise JobError(
-                f"{directory}: transformers rearranges {name} when it loads it, which is not supported"
-            )
-        stored[new] = name
-    return stored
-
-
-def _read(path: Path, wanted: Iterable[tuple[Variable, str]]) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            for variable, name in wanted:
-                value = tensors.get_tensor(name)
-                if tuple(value.shape) != variable.type.shape:
-                    raise JobError(
-                        f"{path}: {name} has shape {tuple(value.shape)}, not {variable.type.shape}"
-                    )
-                found[variable.name] = value.to(TORCH_DTYPES[variable.type.dtype])
-    except (SafetensorError, OSError) as error:
-        raise JobError(f"{path} cannot be read: {error}") from error
-    return found

@@ -13,6 +13,7 @@ from fusion.dag.ir.dims import Poly, bind
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Graph, Input, Node, TensorType
 from fusion.dag.rewrites.clean import clean
+from fusion.dag.rewrites.experts import name_experts, require_named_experts
 from fusion.dag.rewrites.fuse import fuse
 from fusion.dag.rewrites.kv_cache import cache_attention
 from fusion.dag.rewrites.last_position import last_position
@@ -27,9 +28,12 @@ def serving_graph(
     """`graph` as `capture_language_model(training=False)` gives it, rewritten for decoding.
 
     With "kv" every attention reads a cache: UnsupportedModel (one line) for a model in which that would change what
-    it computes. With "recompute" the whole prefix is run for each token, which is exact for any model.
+    it computes. With "recompute" the whole prefix is run for each token, which is exact for any model; UnsupportedModel only
+    for experts that could run in no other way than with weights copied for each position.
     """
-    graph = cache_attention(graph, evaluate, maximum_sequence) if cache == "kv" else clean(graph)
+    graph = name_experts(clean(graph))
+    require_named_experts(graph)
+    graph = cache_attention(graph, evaluate, maximum_sequence) if cache == "kv" else graph
     return fuse(last_position(graph))
 
 

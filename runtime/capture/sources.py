@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph, Variable
+from fusion.dag.rewrites.expert_groups import part_of
 from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
 from fusion.runtime.capture.huggingface import open_model
 from fusion.runtime.capture.models import GPT
@@ -133,9 +134,15 @@ def _read(directory: Path, variables: Iterable[Variable]) -> dict[str, torch.Ten
             with safe_open(directory / name, framework="pt") as file:
                 held = set(file.keys())
                 for variable in chosen:
-                    if variable.name not in held:
-                        raise JobError(f"{directory / name} has no {variable.name}")
-                    found[variable.name] = file.get_tensor(variable.name)
+                    part = part_of(variable.name)
+                    whole = variable.name if part is None else part.name
+                    if whole not in held:
+                        raise JobError(f"{directory / name} has no {whole}")
+                    found[variable.name] = (
+                        file.get_tensor(whole)
+                        if part is None
+                        else file.get_slice(whole)[part.start : part.stop]
+                    )
         except (SafetensorError, OSError) as error:
             raise JobError(f"{directory / name}: {error}") from None
     return found

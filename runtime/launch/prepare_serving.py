@@ -20,7 +20,7 @@ from fusion.runtime.job.model_files import check_directory, is_exported_director
 from fusion.runtime.job.spec import HuggingFaceConfig
 from fusion.runtime.launch.draft import prepare_draft
 from fusion.runtime.launch.shard import GraphJob, Prepared, Say, parameter_count, prepare_graph, silent
-from fusion.runtime.placing.place_job import place_beside
+from fusion.runtime.placing.place_experts import place_model
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.identity import Identity
@@ -76,7 +76,7 @@ def prepare_serving(
     admitted = admission.among(peers, lambda peer: peer.peer)
     say(f"placing it on {len(admitted)} peers")
     beside = 0 if drafted is None else drafted.memory_bytes
-    placed = place_beside(beside, graph, config, admitted, links, stages)
+    graph, placed = place_model(beside, graph, config, admitted, links, stages)
     job = GraphJob(
         name=name,
         graph=graph,

@@ -19,10 +19,10 @@ _TRIED_ROWS = (4, 5, 6, 8, 12, 16, 24, 40)
 _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 
-def padded(rows: int) -> int:
-    """How many rows are run for `rows`: four at least, and only eight counts between one power of two and the next, because
+def padded(rows: int, parts: int = 4) -> int:
+    """How many rows are run for `rows`: four at least, and only so many counts between one power of two and the next, because
     the library makes code for each count that it meets, which takes milliseconds."""
-    step = max(2, 1 << max(0, (rows - 1).bit_length() - 3))
+    step = max(2, (1 << (rows - 1).bit_length()) // (2 * parts))
     return max(4, -(-rows // step) * step)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph, Ref
-from fusion.dag.rewrites.end_to_end import EndToEnd, end_to_end
+from fusion.dag.rewrites.end_to_end import Along, EndToEnd, end_to_end
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.codegen import TORCH_DTYPES, compile_graph
 from fusion.runtime.planes.kv_cache import SessionCache, SlotShape
@@ -40,7 +40,7 @@ class TorchDecodingStage:
             last=layout.last if layout is not None else frozenset(),
         )
         self._variables = tuple(matrices.laid_out[v.name] for v in stage.graph.variables)
-        if self._slots or layout is not None:
+        if self._slots and layout is None:
             self._program.require("sequence")
         self._keys = output_keys(stage)
         self.caches = bool(self._slots)
@@ -92,14 +92,17 @@ class TorchDecodingStage:
         self, layout: EndToEnd, pieces: Sequence[Piece], caches: Sequence[SessionCache]
     ) -> list[dict[str, torch.Tensor]]:
         given = [selected(self._program, piece.inputs, self.device) for piece in pieces]
-        lengths = [self._program.size(each, "sequence") for each in given]
+        along = [layout.inputs[name] for name in self._program.inputs]
+        lengths = [_positions(each, along, self._program.inputs) for each in given]
         if self._slots:
             for piece, cache, length in zip(pieces, caches, lengths, strict=True):
                 cache.begin(piece.start, length, singly=piece.singly)
         total = sum(lengths)
         rows = padded(total)
-        axes = [layout.inputs[name] for name in self._program.inputs]
-        joined = [_joined(parts, axis, rows - total) for axis, *parts in zip(axes, *given, strict=True)]
+        joined = [
+            _joined(parts, axis, each, rows - total)
+            for (axis, each), *parts in zip(along, *given, strict=True)
+        ]
         shown = [length if piece.singly else 1 for piece, length in zip(pieces, lengths, strict=True)]
         ends = [
             end - n
@@ -113,10 +116,12 @@ class TorchDecodingStage:
             for cache in caches:
                 cache.commit()
         found: list[dict[str, torch.Tensor]] = [{} for _ in pieces]
-        for key, value, axis, end in zip(self._keys, outputs, layout.outputs, layout.ends, strict=True):
+        for key, value, (axis, each), end in zip(
+            self._keys, outputs, layout.outputs, layout.ends, strict=True
+        ):
             at = 0
             for result, count in zip(found, shown if end else lengths, strict=True):
-                result[key] = value.narrow(axis, at, count)
+                result[key] = value.narrow(axis, at * each, count * each)
                 at += count
         return found
 
@@ -160,12 +165,24 @@ class TorchDecodingStage:
         return sum(cache.bytes for cache in self._retained.values())
 
 
-def _joined(parts: Sequence[torch.Tensor], axis: int, padding: int) -> torch.Tensor:
-    """The pieces one behind the other, and the last position again as often as rows are missing."""
+def _positions(values: Sequence[torch.Tensor], along: Sequence[Along], names: Sequence[str]) -> int:
+    """How many positions a piece has. ValueError where its values do not agree, or one has a part of a position."""
+    found = set()
+    for value, (axis, each), name in zip(values, along, names, strict=True):
+        if value.dim() <= axis or value.shape[axis] % each:
+            raise ValueError(f"input {name} has shape {tuple(value.shape)}: not {each} rows a position")
+        found.add(value.shape[axis] // each)
+    if len(found) > 1:
+        raise ValueError(f"the inputs are of {min(found)} and of {max(found)} positions")
+    return found.pop()
+
+
+def _joined(parts: Sequence[torch.Tensor], axis: int, each: int, padding: int) -> torch.Tensor:
+    """The pieces one behind the other, and the last position, of `each` rows, again as often as positions are missing."""
     if padding:
-        last = parts[-1].narrow(axis, -1, 1)
-        sizes = [padding if dim == axis else -1 for dim in range(last.dim())]
-        parts = [*parts, last.expand(sizes)]
+        length = parts[-1].shape[axis]
+        last = parts[-1].narrow(axis, length - each, each)
+        parts = [*parts, *[last] * padding]
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from fusion.dag.ir.opset import OPSET
 from fusion.dag.ir.opset_spec import OpSpec
 from fusion.runtime.planes.dropout import dropout, dropout_attention
+from fusion.runtime.planes.experts import expert_linear
 from fusion.runtime.planes.kv_cache import cached_attention
 from fusion.runtime.planes.quantised import embedding, linear
 
@@ -103,6 +104,7 @@ _SPELLINGS: dict[str, Spelling] = {
     "aten.rms_norm": _plain(torch.rms_norm),
     "aten.matmul": _plain(torch.matmul),
     "aten.scaled_dot_product_attention": _attention,
+    "fusion.expert_linear": _plain(expert_linear),
     "aten.silu": _plain(torch._C._nn.silu),
     "aten.gelu": _plain(torch._C._nn.gelu),
     "fusion.gelu_tanh": lambda args: (torch._C._nn.gelu, args, {"approximate": "tanh"}),

@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": POSITIONS,
 }  # fmt: skip
 GROUPED: dict[str, Any] = {**SMALL, "num_key_value_heads": 2}
+EXPERTS: dict[str, Any] = {**GROUPED, "intermediate_size": 48}
 
 
 def config(family: str) -> Any:
@@ -53,6 +54,23 @@ def config(family: str) -> Any:
             )
         case "gemma2":  # caps its attention scores
             return transformers.Gemma2Config(**GROUPED, head_dim=16, tie_word_embeddings=False)
+        case "mixtral":
+            return transformers.MixtralConfig(**EXPERTS, num_local_experts=6, num_experts_per_tok=2)
+        case "qwen3-moe":
+            return transformers.Qwen3MoeConfig(
+                **EXPERTS, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3
+            )
+        case "qwen2-moe":  # an expert that every position goes to
+            return transformers.Qwen2MoeConfig(
+                **EXPERTS, moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=8,
+                num_experts_per_tok=3,
+            )  # fmt: skip
+        case "olmoe":
+            return transformers.OlmoeConfig(**EXPERTS, num_experts=8, num_experts_per_tok=3)
+        case "granite-moe":
+            return transformers.GraniteMoeConfig(
+                **EXPERTS, num_local_experts=6, num_experts_per_tok=2, logits_scaling=4.0
+            )
     raise ValueError(family)
 
 

@@ -39,6 +39,18 @@ class Diamond(nn.Module):
         return functional.relu(self.d(b + c)) + a
 
 
+def mixtral(vocabulary: int = 32, positions: int = 16) -> nn.Module:
+    """A tiny Mixtral: two layers of four experts, two of them for each position."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=vocabulary, hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=positions,
+        initializer_range=0.2,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return,no-untyped-call]
+
+
 def gpt2(vocabulary: int = 32, positions: int = 16) -> nn.Module:
     """A tiny GPT-2 with tied embeddings and its usual dropout of 0.1, attention included."""
     import transformers

@@ -37,6 +37,8 @@ _TYPES = {
     Ref("w"): TensorType((4, 8), "float32"),
     Ref("n"): TensorType((3,), "int64"),
     Ref("big"): TensorType((2**40,), "float32"),
+    Ref("ids"): TensorType((4,), "int64"),
+    Ref("experts"): TensorType((3, 5, 8), "float32"),
 }
 _X, _W, _N, _BIG = Ref("x"), Ref("w"), Ref("n"), Ref("big")
 
@@ -82,6 +84,13 @@ _X, _W, _N, _BIG = Ref("x"), Ref("w"), Ref("n"), Ref("big")
         ("aten.index.Tensor", (_X, (None, _X)), "integers"),
         ("aten.cross_entropy_loss", (_W, Ref("n"), None, 1, -100, 0.0), "target"),
         ("aten.mse_loss", (_W, _W, 3), "reduction"),
+        ("fusion.expert_linear", (_W, _N, Ref("experts"), None, 0, 3, False), "id for each row"),
+        ("fusion.expert_linear", (_W, Ref("ids"), _W, None, 0, 3, False), "in numbers"),
+        ("fusion.expert_linear", (_W, Ref("ids"), Ref("experts"), None, 0, 3, True), "input features"),
+        ("fusion.expert_linear", (_W, Ref("ids"), Ref("experts"), _W, 0, 3, False), "bias"),
+        ("fusion.expert_linear", (_W, Ref("ids"), Ref("experts"), None, 2, 4, False), "experts 2 to 4 of 4"),
+        ("fusion.expert_linear", (_W, Ref("ids"), Ref("experts"), None, -1, 4, False), "experts -1"),
+        ("fusion.expert_linear", (_W, Ref("ids"), Ref("experts"), None, 2**62, 2**63, False), "at most"),
     ],
 )  # fmt: skip
 def test_wrong_uses_are_refused_in_one_line(op: str, args: tuple[Any, ...], message: str) -> None:

@@ -120,6 +120,7 @@ SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments wi
     ("aten.scaled_dot_product_attention", f(B, 4, S, 8), f(B, 4, S, 8), f(B, 4, S, 2)), ("aten.scaled_dot_product_attention", f(B, 4, S, 8), f(B, 4, 7, 8), f(B, 4, 7, 8), b(B, 1, S, 7), 0.0, False, 0.5),
     ("aten.scaled_dot_product_attention", f(B, 4, S, 8), f(B, 2, S, 8), f(B, 2, S, 8), None, 0.0, True, None, True), ("fusion.dropout_attention", f(B, 4, S, 8), f(B, 4, S, 8), f(B, 4, S, 8), f(S, S), 0.1, False, None, False),
     ("fusion.cached_attention", f(B, 4, S, 8), f(B, 2, S, 8), f(B, 2, S, 4), 0, 0.25, None),
+    ("fusion.expert_linear", f(B * S, 8), i(B * S), f(2, 4, 8), f(2, 4), 0, 2, False), ("fusion.expert_linear", f(B * S, 8), i(B * S, high=6), f(3, 8, 4), None, 2, 6, True),
     *QUANTISED, ("aten.conv1d", f(B, 4, S), f(8, 4, 3), f(8), (1,), (1,)), ("aten.conv1d", f(B, 4, S), f(8, 4, 1)), ("aten.conv1d", f(B, 4, 16), f(8, 4, 3), None, (2,)), ("aten.conv2d", f(B, 4, 16, 12), f(8, 2, 3, 3), f(8), (2, 2), (1, 1), (1, 1), 2),
     ("aten.conv2d", f(4, 16, 12), f(8, 4, 3, 3), None, (1, 2), (2,), (2, 2)), ("aten.conv3d", f(B, 2, 4, 4, 4), f(4, 2, 2, 2, 2)), ("aten.conv_transpose1d", f(B, 4, S), f(4, 8, 3), f(8), (2,), (1,), (1,)), ("aten.conv_transpose2d.input", f(B, 4, 6, 6), f(4, 2, 2, 2), f(4), (2, 2), (0, 0), (0, 0), 2),
     ("aten.max_pool1d", f(B, 4, 16), (2,)), ("aten.max_pool2d", f(B, 4, 16, 15), (3, 3), (2, 2), (1, 1), (1, 1), True), ("aten.avg_pool1d", f(B, 4, 7), (2,), (2,), (0,), True), ("aten.avg_pool2d", f(B, 4, 7, 8), (2, 2)), ("aten.adaptive_avg_pool1d", f(B, 4, 8), (2,)), ("aten.adaptive_avg_pool2d", f(B, 4, 8, 8), (1, 1)),
@@ -179,10 +180,23 @@ OURS = {
     "fusion.dropout_attention": lambda q, k, v, m, p, c, s, g: F.scaled_dot_product_attention(
         q, k, v, m, 0.0, c, scale=s, enable_gqa=g
     ),
+    "fusion.expert_linear": lambda *args: _experts(*args),
     "fusion.cached_attention": lambda q, k, v, slot, scale, window: F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=True
     ),
 }
+
+
+def _experts(x: Any, ids: Any, w: Any, b: Any, first: int, of: int, transposed: bool) -> torch.Tensor:
+    """Every row with every matrix, and of these the one that it has chosen."""
+    every = (x[:, None, None] * (w.mT if transposed else w)).sum(-1)
+    every = every if b is None else every + b
+    chosen = (
+        F.one_hot(ids.clamp(0, of - 1), of)[:, first : first + len(w)]
+        if x.device.type != "meta"
+        else ids[:, None]
+    )
+    return (every * chosen[:, :, None]).sum(1)
 
 
 def run(name: str, args: list[Any]) -> tuple[torch.Tensor, ...]:

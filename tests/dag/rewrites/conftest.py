@@ -55,6 +55,20 @@ def attention(q, k, v, mask, dropout, is_causal, scale, grouped):
     return attend(q, k, v, visible, scale)
 
 
+def expert_linear(x, ids, w, b, first, of, transposed):
+    out = np.zeros((len(x), w.shape[2 if transposed else 1]), x.dtype)
+    for row, chosen in enumerate(ids - first):
+        if 0 <= chosen < len(w):
+            matrix = w[chosen].T if transposed else w[chosen]
+            out[row] = matrix @ x[row] + (0 if b is None else b[chosen])
+    return out
+
+
+def topk(x, k, dim, largest, ordered):
+    order = np.argsort(-x, dim)[..., :k]
+    return [np.take_along_axis(x, order, dim), order]
+
+
 OPS = {
     "aten.add.Tensor": lambda a, b, alpha: a + alpha * b,
     "aten.sub.Tensor": lambda a, b, alpha: a - alpha * b,
@@ -98,6 +112,14 @@ OPS = {
     "aten.where.Scalar": lambda c, a, b: np.where(c, np.float32(a), np.float32(b)),
     "aten.masked_fill.Scalar": lambda x, m, value: np.where(m, np.float32(value), x),
     "aten.scaled_dot_product_attention": attention,
+    "fusion.expert_linear": expert_linear,
+    "aten.topk": topk,
+    "aten.index.Tensor": lambda x, indices: x[tuple(indices)],
+    "aten.bmm": lambda a, b: a @ b,
+    "aten.squeeze.dim": lambda x, dim: np.squeeze(x, dim),
+    "aten.repeat_interleave.self_int": lambda x, times, dim: np.repeat(x, times, dim),
+    "aten.sum.dim_IntList": lambda x, dims, keepdim, dtype: x.sum(tuple(dims), keepdims=keepdim),
+    "aten.chunk": lambda x, chunks, dim: np.split(x, chunks, dim),
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ def graph(*steps: tuple[str, tuple[object, ...]], given: TensorType = HIDDEN) ->
     return Graph((Input("x", given),), (), tuple(nodes), (at,))
 
 
+BY_HEAD = TensorType((BATCH, 2, SEQUENCE), "float32")
 LAST = ("aten.slice.Tensor", ("x", 1, -1, END, 1))
 TANH = ("aten.tanh", ("x",))
 
@@ -35,13 +36,48 @@ TANH = ("aten.tanh", ("x",))
 def test_positions_apart_may_lie_end_to_end() -> None:
     found = end_to_end(graph(TANH))
     assert found is not None
-    assert (found.inputs, found.outputs, found.last, found.ends) == ({"x": 1}, (1,), frozenset(), (False,))
+    assert (found.inputs, found.outputs, found.last, found.ends) == (
+        {"x": (1, 1)},
+        ((1, 1),),
+        frozenset(),
+        (False,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "along"),
+    [
+        (("aten.repeat_interleave.self_int", ("x", 2, 1)), (1, 2)),
+        (("aten.repeat_interleave.self_int", ("x", 2, None)), (0, 8)),
+        (("aten.reshape", ("x", (BATCH, SEQUENCE * 2, 2))), (1, 2)),
+        (("aten.reshape", ("x", (-1, 4))), (0, 1)),
+    ],
+)
+def test_a_position_may_have_several_rows_one_behind_the_other(
+    step: tuple[str, tuple[object, ...]], along: tuple[int, int]
+) -> None:
+    found = end_to_end(graph(step))
+    assert found is not None and found.outputs == (along,)
+    again = end_to_end(graph(TANH, given=graph(step).nodes[0].results[0]))
+    assert again is not None and again.inputs == {"x": along}
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        ("aten.reshape", ("x", (BATCH, SEQUENCE * 2))),
+        ("aten.repeat_interleave.self_int", ("x", 2, None)),
+        ("aten.repeat", ("x", (1, 1, 2))),
+    ],
+)
+def test_rows_of_a_position_that_lie_apart_run_alone(step: tuple[str, tuple[object, ...]]) -> None:
+    assert end_to_end(graph(step, given=BY_HEAD)) is None
 
 
 def test_the_cut_to_the_last_position_is_found_whatever_its_name() -> None:
     found = end_to_end(graph(TANH, LAST, TANH))
     assert found is not None
-    assert (found.outputs, found.last, found.ends) == ((1,), {"n1"}, (True,))
+    assert (found.outputs, found.last, found.ends) == (((1, 1),), {"n1"}, (True,))
 
 
 @pytest.mark.parametrize(

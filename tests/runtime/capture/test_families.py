@@ -6,11 +6,13 @@ import random
 
 import pytest
 import torch
-from support.families import exported, greedy, made
+from support.families import build, config, exported, greedy, made
 
-from fusion.dag.cutting.cuts import split
+from fusion.dag.cutting.cuts import crossings, split
 from fusion.dag.ir.errors import UnsupportedModel
-from fusion.runtime.capture.capture import variables_from_module
+from fusion.dag.rewrites.expert_groups import group_experts, part_of
+from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
@@ -35,7 +37,16 @@ def run(stages: list[TorchDecodingStage], start: int, tokens: torch.Tensor) -> t
     return values["result/0"][0, -1]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral", "mistral-windowed", "phi", "neox"])
+SLOW = ["qwen3-moe", "qwen2-moe", "olmoe", "granite-moe"]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "qwen3", "gpt2", "mistral", "mistral-windowed", "phi", "neox", "mixtral"),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW),
+    ],
+)
 def test_cached_decoding_is_token_identical_to_generate(family: str) -> None:
     _, model = exported(family)
     torch.manual_seed(1)
@@ -59,6 +70,43 @@ def test_cached_decoding_is_token_identical_to_generate(family: str) -> None:
         assert found == wanted
         answers.append(found)
     assert max(len(set(answer)) for answer in answers) >= 10
+
+
+@pytest.mark.parametrize("peers", [2, 4])
+def test_a_layer_cut_by_its_experts_gives_the_same_tokens_and_sends_what_is_counted(peers: int) -> None:
+    configuration = config("mixtral")
+    configuration.num_hidden_layers, configuration.num_local_experts = 1, 16
+    model = build(configuration)
+    captured = capture_language_model(model, training=False, maximum_sequence=256)
+    graph = group_experts(serving_graph(captured, maximum_sequence=256), peers)
+    repeats = [i for i, node in enumerate(graph.nodes) if node.op == "aten.repeat_interleave.self_int"]
+    cuts = repeats[1:]  # the rows are repeated where each group begins
+    variables = variables_from_module(model)
+    for variable in graph.variables:
+        if (part := part_of(variable.name)) is not None:
+            variables[variable.name] = variables[part.name][part.start : part.stop]
+    stages = [TorchDecodingStage(stage, variables) for stage in split(graph, cuts)]
+    assert len(stages) == peers and all(stage.together for stage in stages)
+    held = [[v for v in s.stage.graph.variables if part_of(v.name) is not None] for s in stages]
+    assert [[v.type.shape[0] for v in each] for each in held] == [[16 // peers] * 2] * peers
+    for stage in stages:
+        stage.open("s", LONGEST)
+    prompt = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))
+    wanted, _ = greedy(model, prompt[0].tolist(), 16)
+    found: list[int] = []
+    tokens, at = prompt, 0
+    for _ in wanted:
+        count = tokens.shape[1]
+        values = {"input_ids": tokens, "position_ids": torch.arange(at, at + count)[None]}
+        for stage in stages:
+            values.update(*stage.run([Piece("s", at, values)]))
+        sizes = {"batch": 1, "sequence": count}
+        for i, cut in enumerate(cuts):
+            over = [e for s in stages for e in s.stage.sends if e.producer <= i < max(e.consumers)]
+            assert sum(values[e.name].nbytes for e in over) == crossings(graph, sizes)[0][cut]
+        found.append(int(values["result/0"][0, -1].argmax()))
+        at, tokens = at + count, torch.tensor([found[-1:]])
+    assert found == wanted
 
 
 @pytest.mark.parametrize("family", ["bloom", "gemma2"])

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from fusion.dag.cutting.cuts import split
+from fusion.dag.rewrites.expert_groups import group_experts, part_of
 from fusion.runtime.capture.capture import is_exported, variables_from_module
 from fusion.runtime.capture.huggingface import open_model
+from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.errors import JobError
 
 transformers = pytest.importorskip("transformers")
@@ -54,7 +57,7 @@ def test_files_of_a_base_model_and_half_precision_are_read(tmp_path: Path) -> No
     wanted = variables_from_module(model)
     model.transformer.half().save_pretrained(tmp_path)  # names without the prefix "transformer."
     opened = open_model(tmp_path)
-    assert "wte.weight" in opened.files
+    assert "wte.weight" in opened.weights.files
     found = opened.read(opened.capture().variables)
     assert found["transformer.wte.weight"].dtype == torch.float32
     for name, value in found.items():
@@ -84,20 +87,78 @@ def test_files_that_keep_the_names_of_older_versions_are_read(tmp_path: Path) ->
     model = saved(tmp_path, tiny)
     opened = open_model(tmp_path)
     found = opened.read(opened.capture().variables)
-    assert "lm_head.weight" in found and "embed_out.weight" in opened.files
+    assert "lm_head.weight" in found and "embed_out.weight" in opened.weights.files
     wanted = variables_from_module(model)
     assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
-def test_weights_that_would_have_to_be_rearranged_or_unpacked_are_refused(tmp_path: Path) -> None:
-    experts = transformers.MixtralConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        num_local_experts=2, vocab_size=64,
+def mixtral(**more: Any) -> Any:
+    """More experts than ten: the files' names are not in the order of their numbers."""
+    return transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=12, vocab_size=64, max_position_embeddings=48, **more,
     )  # fmt: skip
-    saved(tmp_path / "experts", experts)
-    with pytest.raises(JobError, match=r"transformers rearranges .*experts\.0\.w1\.weight") as error:
-        open_model(tmp_path / "experts")
-    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_experts_that_files_hold_one_by_one_are_read(tmp_path: Path, groups: int) -> None:
+    """Those of a stage alone, and of a part of a layer no others."""
+    model = saved(tmp_path, mixtral(), max_shard_size="2KB")  # a file for each tensor
+    opened = open_model(tmp_path)
+    assert "model.layers.0.block_sparse_moe.experts.11.w1.weight" in opened.weights.files
+    graph = group_experts(serving_graph(opened.capture()), groups)
+    wanted = variables_from_module(model)
+    for stage in split(graph, [len(graph.nodes) // 2]):
+        found = opened.read(stage.graph.variables)
+        assert found.keys() == {v.name for v in stage.graph.variables}
+        for name, value in found.items():
+            part = part_of(name)
+            whole = wanted[name] if part is None else wanted[part.name][part.start : part.stop]
+            assert torch.equal(value, whole), name
+    if groups == 3:
+        for name, path in opened.weights.files.items():
+            if ".experts." in name and int(name.split(".experts.")[1].split(".")[0]) not in range(4, 8):
+                path.unlink()
+        name = "model.layers.0.mlp.experts.gate_up_proj:4-8"
+        (variable,) = (v for v in graph.variables if v.name == name)
+        assert torch.equal(opened.read([variable])[name], wanted[name.split(":")[0]][4:8])
+
+
+def test_experts_that_do_not_make_a_layer_are_refused_in_one_line(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved(tmp_path, mixtral())
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    name = "model.layers.0.block_sparse_moe.experts.7.w1.weight"
+    for damaged in ({k: v for k, v in weights.items() if k != name}, {**weights, name: torch.zeros(3)}):
+        save_file(damaged, path)
+        opened = open_model(tmp_path)
+        with pytest.raises(
+            JobError, match=r"model\.safetensors: .*experts\.0\.w1\.weight and others"
+        ) as error:
+            opened.read(opened.capture().variables)
+        assert "\n" not in str(error.value)
+
+
+def test_an_export_of_experts_is_loaded_by_transformers(tmp_path: Path) -> None:
+    """`jobs export` writes the module's own names: a layer's experts in one tensor."""
+    from safetensors.torch import save_file
+
+    model = saved(tmp_path / "own", mixtral())
+    (tmp_path / "exported").mkdir()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in values
+    save_file(values, tmp_path / "exported" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "exported" / "config.json").write_bytes((tmp_path / "own" / "config.json").read_bytes())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    assert loaded.keys() == values.keys() and all(torch.equal(loaded[name], values[name]) for name in values)
+    opened = open_model(tmp_path / "exported")
+    found = opened.read(opened.capture().variables)
+    assert all(torch.equal(found[name], values[name]) for name in values)
+
+
+def test_weights_that_would_have_to_be_unpacked_are_refused(tmp_path: Path) -> None:
     saved(tmp_path / "quantised", gpt2())
     path = tmp_path / "quantised" / "config.json"
     path.write_text(

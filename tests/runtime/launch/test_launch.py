@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.captured_once import capture_once
@@ -244,6 +245,25 @@ def test_a_draft_that_cannot_guess_for_the_model_is_refused_in_one_line(
         prepare_serving(directory, "m", [peer("A")], store, draft=spelled)
     with pytest.raises(JobError, match="is not a directory"):
         prepare_serving(directory, "m", [peer("A")], store, draft=tmp_path / "nowhere")
+
+
+def test_a_layer_of_experts_that_fits_no_peer_lies_on_several(store: BlobStore, tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=16, vocab_size=256, max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    layer_bytes = 16 * 3 * 128 * 64 * 4
+    plain = prepare_serving(tmp_path, "m", [replace(peer("A"), opset=2)], store).manifest
+    assert plain.stages == 1
+    small = [replace(peer(name, memory=layer_bytes // 2), opset=2) for name in "ABCD"]
+    manifest = prepare_serving(tmp_path, "m", small, store).manifest
+    assert manifest.stages > 2 and max(manifest.memory_bytes) <= layer_bytes // 2
+    held = [load_file(store.path(digest)) for digest in manifest.weights]
+    ups = sorted(name for values in held for name in values if "gate_up_proj:" in name)
+    assert [name.rpartition(":")[2] for name in ups] == ["0-8", "8-16"]
+    with pytest.raises(PlacementError, match="does not fit"):
+        prepare_serving(tmp_path, "m", [replace(each, free_memory_bytes=1 << 15) for each in small], store)
 
 
 def test_links_are_guessed_from_addresses() -> None:

@@ -19,7 +19,7 @@ from fusion.runtime.planes.packed import addmm, linear, pack, packable, padded, 
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
-CACHED = ["llama", "gpt2", "mistral-windowed", "qwen3", "mistral", "phi", "neox"]
+CACHED = ["llama", "gpt2", "mistral-windowed", "qwen3", "mistral", "phi", "neox", "mixtral"]
 QUICK = {"llama", "gpt2", "mistral-windowed"}
 LIKE_OTHERS = {"mistral", "phi"}  # as the windowed one without a window, as gpt2 with a rotary part
 FAMILIES = [

@@ -1,0 +1,241 @@
+"""Experts in groups, so that a cut may lie between them: a layer whose experts fit no peer runs on several.
+
+Each group holds a part of every expert variable, runs the rows that have chosen it, and gives zeros for the others, so the
+groups' results add up to the layer's. They are added behind the sum over each row's experts where nothing but linear ops lies
+between, so that one row a position crosses a cut, not one for each expert that it has chosen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from fusion.dag.cutting.references import substitute
+from fusion.dag.ir.dims import Poly
+from fusion.dag.ir.graph import Arg, Graph, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import mixed_dims, spec
+from fusion.dag.rewrites.experts import EXPERT_LINEAR
+
+_PART = re.compile(r"(.+):([0-9]{1,9})-([0-9]{1,9})")
+_REPEAT = "aten.repeat_interleave.self_int"
+# Ops that give zeros for zeros and sums for sums in their first argument, whatever the others are.
+_LINEAR = frozenset(
+    {"aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar", "aten.sum.dim_IntList"}
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The experts [start, stop) of the variable `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.start}-{self.stop}"
+
+
+def part_of(variable: str) -> Part | None:
+    """What a variable that `group_experts` has made is a part of; None for any other."""
+    found = _PART.fullmatch(variable)
+    return None if found is None else Part(found[1], int(found[2]), int(found[3]))
+
+
+def group_experts(graph: Graph, groups: int) -> Graph:
+    """The graph with the experts of every layer in so many groups of neighbours, one behind the other, or as many as it has
+    experts. The same products, with the sums over a position's experts in another order. A layer that is not plainly
+    rows -> products -> ops by row -> products stays whole; so does one whose variables something else reads."""
+    by_ids: dict[Ref, list[int]] = {}
+    for i, node in enumerate(graph.nodes):
+        ids = node.args[1] if node.op == EXPERT_LINEAR else None
+        if isinstance(ids, Ref):
+            by_ids.setdefault(ids, []).append(i)
+    layers = [layer for products in by_ids.values() if (layer := _layer(graph, products)) is not None]
+    for layer in layers if groups > 1 else ():
+        graph = _grouped(graph, layer, groups)
+    return graph
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Names of the nodes that are repeated in each group, in order; the last one gives what is added up."""
+
+    nodes: tuple[str, ...]
+    experts: int
+
+
+def _layer(graph: Graph, products: Sequence[int]) -> _Layer | None:
+    nodes, last = graph.nodes, products[-1]
+    held = {nodes[i].args[5] for i in products}
+    if len(held) != 1 or any(not _whole(graph, nodes[i]) for i in products):
+        return None
+    own = {nodes[i].name for i in products}
+    between = _between(graph, own, last)
+    rows = nodes[last].results[0].shape[0]
+    # What a group makes for rows that have chosen others is nobody's: rows must stay apart, and nothing else look at them.
+    for name in between - {nodes[last].name}:
+        node = graph.nodes[graph.node_index[name]]
+        if name not in own and not _by_row(graph, node, between, rows):
+            return None
+        if not _readers(graph, node) <= between:
+            return None
+    repeats = {ref.name for i in products for ref in nodes[i].refs()} - between
+    for name in repeats & graph.node_index.keys():
+        node = graph.nodes[graph.node_index[name]]
+        if node.op == _REPEAT and _readers(graph, node) <= between:
+            between.add(name)
+    found = sorted(graph.node_index[name] for name in between)
+    ends = [*_linear_chain(graph, last)]
+    end = min(range(len(ends)), key=lambda i: (_weight(nodes[ends[i]].results[0]), i))
+    experts = next(iter(held))
+    assert isinstance(experts, int)
+    return _Layer(tuple(nodes[i].name for i in (*found, *ends[1 : end + 1])), experts)
+
+
+def _whole(graph: Graph, node: Node) -> bool:
+    """Whether the product has all experts, from variables that nothing else reads."""
+    _, _, weight, bias, first, of, _ = node.args
+    variables = [a for a in (weight, bias) if isinstance(a, Ref)]
+    return (
+        isinstance(weight, Ref)
+        and (first, graph.types[weight].shape[0]) == (0, of)
+        and all(
+            ref.name in graph.variable_names and len(graph.uses[ref]) == 1 and ref not in graph.outputs
+            for ref in variables
+        )
+    )
+
+
+def _between(graph: Graph, products: Collection[str], last: int) -> set[str]:
+    """The nodes on a way from one of the products to the last one, these included."""
+    after: set[str] = set(products)
+    for node in graph.nodes[:last]:
+        if any(ref.name in after for ref in node.refs()):
+            after.add(node.name)
+    found, todo = set[str](), [graph.nodes[last].name]
+    while todo:
+        name = todo.pop()
+        if name in after and name not in found:
+            found.add(name)
+            todo.extend(ref.name for ref in graph.nodes[graph.node_index[name]].refs())
+    return found | set(products)
+
+
+def _by_row(graph: Graph, node: Node, between: Collection[str], rows: object) -> bool:
+    """Whether it treats the rows of what comes from the products one by one."""
+    if any(t.shape[:1] != (rows,) for t in node.results):
+        return False
+    mixed = mixed_dims(node.op, node.args, graph.types)
+    return all(
+        graph.types[ref].shape[:1] == (rows,) and 0 not in dims for ref, dims in mixed if ref.name in between
+    )
+
+
+def _readers(graph: Graph, node: Node) -> set[str]:
+    refs = [Ref(node.name, i) for i in range(len(node.results))]
+    outputs = {""} if any(ref in graph.outputs for ref in refs) else set[str]()
+    return {graph.nodes[i].name for ref in refs for i in graph.uses.get(ref, ())} | outputs
+
+
+def _linear_chain(graph: Graph, last: int) -> Iterator[int]:
+    """The node and those behind it, each the only reader of the one before and linear in it."""
+    while True:
+        yield last
+        node = graph.nodes[last]
+        value, readers = Ref(node.name), graph.uses.get(Ref(node.name), ())
+        if len(readers) != 1 or value in graph.outputs:
+            return
+        reader = graph.nodes[readers[0]]
+        view = spec(reader.op).family == "view" and list(reader.refs()) == [value]
+        first = reader.op in _LINEAR and reader.args[0] == value and list(reader.refs()).count(value) == 1
+        factor = reader.op == "aten.mul.Tensor" and list(reader.refs()).count(value) == 1
+        if not (view or first or factor) or len(reader.results) != 1:
+            return
+        if reader.results[0].dtype != node.results[0].dtype:
+            return
+        last = readers[0]
+
+
+def _weight(type_: TensorType) -> int:
+    """How many elements there are for a position, as far as plain numbers tell."""
+    total = 1
+    for dim in type_.shape:
+        total *= dim.terms[0][1] if isinstance(dim, Poly) else dim
+    return total
+
+
+def _grouped(graph: Graph, layer: _Layer, groups: int) -> Graph:
+    count = min(groups, layer.experts)
+    bounds = [*pairwise(layer.experts * g // count for g in range(count + 1))]
+    if count < 2:
+        return graph
+    taken = {*graph.node_index, *graph.variable_names, *graph.input_names}
+    repeated = [graph.nodes[graph.node_index[name]] for name in layer.nodes]
+    end = repeated[-1].name
+    parts = {
+        ref.name: [Part(ref.name, *bound) for bound in bounds]
+        for node in repeated
+        if node.op == EXPERT_LINEAR
+        for ref in node.args[2:4]
+        if isinstance(ref, Ref)
+    }
+    copies = [_copy(graph, repeated, g, bounds[g], parts, taken) for g in range(count)]
+    inside = {node.name: copy for node, copy in zip(repeated, copies[0], strict=True)}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        nodes.append(inside.get(node.name, node))
+        if node.name != end:
+            continue
+        total = Ref(copies[0][-1].name)
+        for g, copy in enumerate(copies[1:], 1):
+            nodes += copy
+            name = end if g == count - 1 else _fresh(f"{end}_to_{g}", taken)
+            nodes.append(Node(name, "aten.add.Tensor", (total, Ref(copy[-1].name), 1), node.results))
+            total = Ref(name)
+    variables = [part for v in graph.variables for part in _parted(v, parts.get(v.name))]
+    return replace(graph, nodes=tuple(nodes), variables=tuple(variables))
+
+
+def _copy(
+    graph: Graph,
+    repeated: Sequence[Node],
+    group: int,
+    bound: tuple[int, int],
+    parts: Mapping[str, Sequence[Part]],
+    taken: set[str],
+) -> list[Node]:
+    """The nodes of one group. Those of the first keep their names, but for the last: that is the name of the whole sum."""
+    renamed: dict[Ref, Ref] = {Ref(name): Ref(str(own[group])) for name, own in parts.items()}
+    made = []
+    for node in repeated:
+        name = node.name if group == 0 and node is not repeated[-1] else _fresh(f"{node.name}_{group}", taken)
+        renamed.update({Ref(node.name, i): Ref(name, i) for i in range(len(node.results))})
+        args: tuple[Arg, ...] = substitute(node.args, renamed)
+        if node.op == EXPERT_LINEAR:
+            args = (*args[:4], bound[0], *args[5:])
+        made.append(replace(node, name=name, args=args))
+    return made
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def _parted(variable: Variable, parts: Sequence[Part] | None) -> list[Variable]:
+    if parts is None:
+        return [variable]
+    return [
+        replace(
+            variable,
+            name=str(part),
+            type=replace(variable.type, shape=(part.stop - part.start, *variable.type.shape[1:])),
+            aliases=(),
+        )
+        for part in parts
+    ]

@@ -1,0 +1,194 @@
+"""Where the files of a Hugging Face directory hold each tensor of a module: under its own name, under another one, or in
+pieces that transformers joins when it loads them, as it does with experts that files hold one by one.
+
+What it would do with the whole model, its own operations do here with the tensors that are asked for, one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fusion.dag.ir.graph import Variable
+from fusion.dag.rewrites.expert_groups import Part, part_of
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.model_files import indexed_files
+from fusion.runtime.planes.codegen import TORCH_DTYPES
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What makes a tensor of the module. `pieces`: names in the files, each with the pattern of the converter that it fits;
+    `converter`: transformers' own, or None for a single piece that is the tensor; `first`: the first tensor that it makes."""
+
+    pieces: tuple[tuple[str, str], ...]
+    converter: Any = None
+    first: str = ""
+
+    def part(self, part: Part | None) -> Stored | None:
+        """What makes some of the experts alone, where the files hold these one by one; None where they do not."""
+        if part is None or self.converter is None:
+            return None
+        first, *rest = self.converter.operations
+        if type(first).__name__ != "MergeModulelist" or first.dim != 0 or not all(map(_within_experts, rest)):
+            return None
+        by_pattern: dict[str, list[tuple[str, str]]] = {}
+        for pattern, name in self.pieces:
+            by_pattern.setdefault(pattern, []).append((pattern, name))
+        kept = (piece for pieces in by_pattern.values() for piece in pieces[part.start : part.stop])
+        return replace(self, pieces=tuple(kept))
+
+
+def _within_experts(operation: Any) -> bool:
+    """Whether it does to some experts what it does to all."""
+    dims = {getattr(operation, name, None) for name in ("dim", "dim0", "dim1")} - {None}
+    plain = type(operation).__name__ in ("Concatenate", "Chunk", "Transpose", "Interleave")
+    # One that looks at the shape of the whole would take a part for the other way round.
+    return plain and bool(dims) and all(d > 0 for d in dims) and not getattr(operation, "check_dims", False)
+
+
+class StoredWeights:
+    """`files`: the file of each stored tensor; `stored`: what makes each tensor of the module."""
+
+    def __init__(self, module: Any, files: Mapping[str, Path], stored: Mapping[str, Stored]) -> None:
+        self.files = files
+        self._module = module
+        self._stored = stored
+
+    def name_of(self, variable: Variable) -> str | None:
+        """Under which of the variable's names the files have it; None where they do not."""
+        part = part_of(variable.name)
+        names = (variable.name, *variable.aliases) if part is None else (part.name,)
+        return next((name for name in names if name in self._stored), None)
+
+    def read(self, wanted: Iterable[tuple[Variable, str]]) -> dict[str, torch.Tensor]:
+        """The values of variables, each with its name here, in the dtype of the graph. JobError, in one line, for one of
+        another shape, or that cannot be read or put together."""
+        found: dict[str, torch.Tensor] = {}
+        made: dict[
+            str, torch.Tensor
+        ] = {}  # all that a converter made at last: what it made beside may be asked for next
+        with ExitStack() as opened:
+            handles: dict[Path, Any] = {}
+
+            def read(name: str, part: Part | None = None) -> torch.Tensor:
+                path = self.files[name]
+                try:
+                    if path not in handles:
+                        handles[path] = opened.enter_context(safe_open(path, framework="pt"))
+                    stored = handles[path]
+                    value: torch.Tensor = (
+                        stored.get_tensor(name)
+                        if part is None
+                        else stored.get_slice(name)[part.start : part.stop]
+                    )
+                except (SafetensorError, OSError) as error:
+                    raise JobError(f"{path} cannot be read: {error}") from error
+                return value
+
+            for variable, name in wanted:
+                part, stored = part_of(variable.name), self._stored[name]
+                if stored.converter is None:
+                    value = read(stored.pieces[0][1], part)
+                elif (fewer := stored.part(part)) is not None:
+                    value = self._converted(fewer, name, read)[name]
+                else:
+                    if name not in made:
+                        made = self._converted(stored, name, read)
+                    value = made[name] if part is None else made[name][part.start : part.stop].clone()
+                where = stored.pieces[0][1]
+                if tuple(value.shape) != variable.type.shape:
+                    raise JobError(
+                        f"{self.files[where]}: {where} has shape {tuple(value.shape)}, not {variable.type.shape}"
+                        if stored.converter is None
+                        else f"{self.files[where]}: {where} and others make {tuple(value.shape)} of {name}, "
+                        f"not {variable.type.shape}"
+                    )
+                found[variable.name] = value.to(TORCH_DTYPES[variable.type.dtype])
+        return found
+
+    def _converted(self, stored: Stored, name: str, read: Any) -> dict[str, torch.Tensor]:
+        """What transformers makes of the pieces, by the names of the module."""
+        converter = copy.deepcopy(stored.converter)
+        for pattern, piece in stored.pieces:
+            converter.add_tensor(stored.first, piece, pattern, read(piece))
+        try:
+            made = converter.convert(stored.first, model=self._module, config=self._module.config)
+            found = {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+            if name not in found:
+                raise ValueError(f"they make {', '.join(found)}")
+            return found
+        except (ValueError, RuntimeError, KeyError, AttributeError, IndexError) as error:
+            path, piece = self.files[stored.pieces[0][1]], stored.pieces[0][1]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise JobError(f"{path}: {piece} and others cannot be made into {name}: {reason}") from error
+
+
+def stored_weights(directory: Path, module: Any) -> StoredWeights:
+    """Of the module of a directory; its files are looked into, not read. JobError for one that is no safetensors file."""
+    files = _files(directory)
+    return StoredWeights(module, files, _stored(module, files))
+
+
+def no_weights(module: Any) -> StoredWeights:
+    """Of a module that no files are for."""
+    return StoredWeights(module, {}, {})
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    found = indexed_files(directory)
+    if found is not None:
+        return found
+    files: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                files.update(dict.fromkeys(tensors.keys(), path))
+        except (SafetensorError, OSError) as error:
+            raise JobError(f"{path} is not a safetensors file: {error}") from error
+    return files
+
+
+def _stored(module: Any, files: Iterable[str]) -> dict[str, Stored]:
+    """What the files call each tensor of the module: often the same, but files keep the names of old versions, and those of a
+    base model (GPT-2's, say) leave out the name under which the causal model holds it."""
+    own = module.state_dict()
+    prefix = str(getattr(module, "base_model_prefix", ""))
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError:  # before version 5 the names of the files were those of the module
+        named = {(f"{prefix}.{name}" if f"{prefix}.{name}" in own else name): name for name in files}
+        return {own_name: Stored((("", name),)) for own_name, name in named.items()}
+    ways = get_model_conversion_mapping(module)
+    renamings = [way for way in ways if isinstance(way, WeightRenaming)]
+    converters = [way for way in ways if isinstance(way, WeightConverter)]
+    by_pattern = {pattern: way for way in converters for pattern in way.source_patterns}
+    stored: dict[str, Stored] = {}
+    for name in sorted(
+        files, key=dot_natural_key
+    ):  # experts in the order of their numbers, not of their digits
+        new, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        if new not in own and name in own:
+            new, pattern = name, None
+        if pattern is None or new not in own:
+            stored[new] = Stored((("", name),))
+            continue
+        before = stored.get(new)
+        pieces = before.pieces if before is not None and before.converter is not None else ()
+        found = Stored((*pieces, (pattern, name)), by_pattern[pattern], new)
+        targets = by_pattern[pattern].target_patterns
+        stored.update({new.replace(targets[0], target): found for target in targets})
+    return stored

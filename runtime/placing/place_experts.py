@@ -1,0 +1,36 @@
+"""Where to run a model whose layers may be larger than any peer: where it does not fit, its experts go in groups, and a stage
+may then hold a part of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.misfit import DoesNotFit
+from fusion.dag.rewrites.expert_groups import group_experts
+from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.placing.place_job import place_beside
+from fusion.runtime.placing.placed_job import Placed
+from fusion.swarm.directory.records import LinkRecord, PeerRecord
+
+
+def place_model(
+    draft_bytes: int,
+    graph: Graph,
+    config: ServeConfig,
+    peers: Sequence[PeerRecord],
+    links: Sequence[LinkRecord],
+    stages: int | None = None,
+) -> tuple[Graph, Placed]:
+    """The graph as it is, or with its experts in 2, 4, 8, ... groups, as few as it needs to fit; `place_beside` says where.
+    DoesNotFit, as for the whole layers, where that does not help."""
+    try:
+        return graph, place_beside(draft_bytes, graph, config, peers, links, stages)
+    except DoesNotFit as misfit:
+        groups, before = 2, graph
+        while (grouped := group_experts(graph, groups)) != before:
+            with suppress(DoesNotFit):
+                return grouped, place_beside(draft_bytes, grouped, config, peers, links, stages)
+            groups, before = 2 * groups, grouped
+        raise misfit
