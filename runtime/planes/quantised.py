@@ -82,8 +82,8 @@ def _finished(made: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
 def in_blocks(stored: Tensor) -> Tensor:
     """(rows, n) as (blocks, n, 16): the last block filled up with zeros."""
     rows, width = stored.shape
-    filled = torch.nn.functional.pad(stored, (0, 0, 0, -rows % LANES))
-    return filled.view(-1, LANES, width).transpose(1, 2).contiguous()
+    filled = torch.constant_pad_nd(stored, (0, 0, 0, -rows % LANES))
+    return filled.view(len(filled) // LANES, LANES, width).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class InBlocks:
             return _finished(made[:, : self.rows], rows, bias)
         bounds = [blocks * part // threads for part in range(threads + 1)]
         for part in [
-            _threads(threads).submit(self.code, *given, first, last, *sizes)
+            _threads(torch.get_num_threads()).submit(self.code, *given, first, last, *sizes)
             for first, last in pairwise(bounds)
         ]:
             part.result()
