@@ -7,9 +7,9 @@ number q stands for is, in float32:
     int4                       scale * (q - 8)            q in 0 .. 15
     either, with minimums      scale * q + minimum
 
-Two neighbours of int4 share a byte, the first in its lower half. This takes the blocks of GGUF as they are: Q8_0, Q6_K
-and Q4_0 without minimums, Q4_1, Q4_K, Q5_K and Q8_1's kin with them. Products are of float32 numbers and summed in
-float32, whatever the dtype of the input, which the result has as well.
+Two neighbours of int4 share a byte, the first in its lower half. These are GGUF's blocks without quantising anew: Q8_0, Q6_K
+and Q4_0 have no minimums, Q4_1, Q5_1, Q4_K and Q5_K have them. Products are of float32 numbers and summed in float32, whatever
+the dtype of the input, which the result has as well.
 """
 
 from __future__ import annotations
