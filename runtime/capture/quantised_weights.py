@@ -42,7 +42,7 @@ def quantised_read(read: Read, sources: Sequence[Source]) -> Read:
         values = read([v for name, v in wanted.items() if name not in stored])
         for source in asked:
             (whole,) = read([source.variable]).values()
-            parts = quantised(whole.t() if source.transposed else whole, source.kind)
+            parts = quantised(whole.t() if source.transposed else whole, source.layout.kind)
             if not all(bool(part.isfinite().all()) for part in parts):
                 name = source.variable.name
                 raise JobError(
