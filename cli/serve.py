@@ -1,5 +1,5 @@
-"""`fusion-peer serve DIR --name NAME`: put a model on the swarm, for anyone to ask. With a job instead of a directory: its
-newest snapshot, and each newer one in its place."""
+"""`fusion-peer serve DIR --name NAME`: put a model on the swarm, for anyone to ask; a GGUF file likewise. With a job instead:
+its newest snapshot, and each newer one in its place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
 from fusion.runtime.job.admission import AdmissionSpec
-from fusion.runtime.job.model_files import check_directory
+from fusion.runtime.job.model_files import check_model
 
 if TYPE_CHECKING:
     from fusion.runtime.belief.naming import Known
@@ -42,9 +42,9 @@ def serve(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="DIR|JOB",
-            help="A Hugging Face model directory, one written by `jobs export`, or a training job: its newest snapshot, and "
-            "each newer one in its place.",
+            metavar="DIR|GGUF|JOB",
+            help="A Hugging Face model directory, one written by `jobs export`, a GGUF file, or a training job: its newest "
+            "snapshot, and each newer one in its place.",
         ),
     ],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="What to call the model.")],
@@ -78,7 +78,7 @@ def serve(
         Path | None,
         typer.Option(
             "--draft",
-            metavar="DIR",
+            metavar="DIR|GGUF",
             help="A small model of the same tokenizer that guesses for it over slow links: the same answers, sooner.",
         ),
     ] = None,
@@ -92,15 +92,15 @@ def serve(
     """Serve a model across the swarm. It returns once the peers hold the model."""
     need_peer_extra("serve")
     output = Output(as_json=json)
-    directory = Path(source)
-    job = source if not directory.exists() and directory.name == source else None
+    path = Path(source)
+    job = source if not path.exists() and path.name == source else None
     if job is None:
         if once:
-            raise ValueError("--once: goes with a job, not with a directory")
-        check_directory(directory)
+            raise ValueError("--once: goes with a job, not with a model's files")
+        _check_files(path)
     if draft is not None:
         try:
-            check_directory(draft)
+            _check_files(draft)
         except ValueError as error:
             raise ValueError(f"--draft: {error}") from None
     if not name.strip():
@@ -113,9 +113,18 @@ def serve(
     asked = Asked(name, stages, admitted, draft, None if quantization is None else quantization.value)
     way = client.Way(home, bootstrap, peer, swarm_key)
     if job is None:
-        run(_serve(directory, asked, way, output), debug=debug)
+        run(_serve(path, asked, way, output), debug=debug)
     else:
         run(_follow(job, asked, way, output, once=once, said=admission is not None), debug=debug)
+
+
+def _check_files(path: Path) -> None:
+    """ValueError, in one line and before anybody is asked, where no model can be read from here."""
+    check_model(path)
+    if path.is_file():
+        from fusion.runtime.capture.gguf_header import read_header
+
+        read_header(path)
 
 
 @dataclass(frozen=True)
@@ -130,23 +139,23 @@ class Asked:
     quantization: Literal["int8", "int4"] | None
 
 
-async def _serve(directory: Path, asked: Asked, way: client.Way, output: Output) -> None:
+async def _serve(path: Path, asked: Asked, way: client.Way, output: Output) -> None:
     async with client.join(way) as context:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         context.access.hold(author)
-        await _hand_over(context, directory, asked, author, output)
+        await _hand_over(context, path, asked, author, output)
 
 
 async def _hand_over(
-    context: Context, directory: Path, asked: Asked, author: Identity, output: Output, step: int | None = None
+    context: Context, path: Path, asked: Asked, author: Identity, output: Output, step: int | None = None
 ) -> Prepared:
-    """What serves the model of this directory, once the peers hold it. `step`: of the snapshot that it is."""
+    """What serves the model of this directory or file, once the peers hold it. `step`: of the snapshot that it is."""
     from fusion.runtime.launch.launch import prepare_serving
 
     peers = await client.working_peers(context)
     prepared = await asyncio.to_thread(
         prepare_serving,
-        *(directory, asked.name, peers, context.blobs.store),
+        *(path, asked.name, peers, context.blobs.store),
         stages=asked.stages,
         links=await context.directory.links(),
         author=author,
@@ -179,7 +188,7 @@ async def _follow(
         from fusion.runtime.launch.served_snapshots import Hands, serve_snapshots
 
         known = await job_client.find_known(context, wanted)
-        _check(known, said)
+        _check_job(known, said)
         hands = Hands(
             hand_over=lambda folder, step: _hand_over(context, folder, asked, author, output, step),
             stop=lambda record: job_client.stop(context, record, author),
@@ -190,7 +199,7 @@ async def _follow(
         await serve_snapshots(context, known, hands, once=once)
 
 
-def _check(known: Known, said: bool) -> None:
+def _check_job(known: Known, said: bool) -> None:
     """ValueError where this is no job whose snapshots can be served, or it has to be said to whom."""
     name, manifest = known.record.name, known.manifest
     if manifest is None:

@@ -1,11 +1,12 @@
-"""Large matrices stored as int8 or int4: what decoding reads of a model in a quarter or a seventh of the bytes.
+"""Large matrices stored as int8 or int4: what decoding reads of a model in a quarter or a seventh of the bytes. Quantised
+when they are read, or as the file has them already.
 
 For what is served. The graph alone is rewritten: `sources` says of which tensor of the model the numbers are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,11 +23,24 @@ _FLOATS = frozenset({"float32", "bfloat16", "float16"})
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How a matrix is stored."""
+
+    kind: Kind
+    group: int = GROUP
+    scales: str = SCALES
+    minimums: bool = False
+
+
+LAYOUTS: Mapping[Kind, Layout] = {"int8": Layout("int8"), "int4": Layout("int4", minimums=True)}
+
+
+@dataclass(frozen=True)
 class Source:
     """A variable of the model, and how the graph has it instead: (rows, columns), each row along the inputs of a product."""
 
     variable: Variable
-    kind: Kind
+    layout: Layout
     transposed: bool  # the variable is (columns, rows)
 
     @property
@@ -36,18 +50,18 @@ class Source:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of what it is stored as: numbers, scales and, for int4, minimums."""
-        parts = (self.kind, "scales", "minimums")
-        return tuple(f"{self.variable.name}:{part}" for part in parts[: 2 if self.kind == "int8" else 3])
+        """Of what it is stored as: numbers, scales and perhaps minimums."""
+        parts = (self.layout.kind, "scales", "minimums")
+        return tuple(f"{self.variable.name}:{part}" for part in parts[: 3 if self.layout.minimums else 2])
 
     @property
     def variables(self) -> tuple[Variable, ...]:
         """Under `names`."""
         rows, columns = self.shape
         numbers = TensorType((rows, columns), "int8")
-        if self.kind == "int4":
+        if self.layout.kind == "int4":
             numbers = TensorType((rows, columns // 2), "uint8")
-        shares = TensorType((rows, columns // GROUP), SCALES)
+        shares = TensorType((rows, columns // self.layout.group), self.layout.scales)
         return tuple(
             Variable(name, type_, trainable=False)
             for name, type_ in zip(self.names, (numbers, shares, shares), strict=False)
@@ -61,16 +75,25 @@ class Quantised:
 
 
 def quantise(graph: Graph, kind: Kind) -> Quantised:
-    """Every matrix of rows with `aten.linear` or a plain `aten.addmm`, and every table of `aten.embedding`, that is used for
-    nothing else and is large enough. With "int4" tables, and matrices that the outputs are made with, are stored as int8:
-    they are read least, a row a token and once, and what is lost there is lost last."""
+    """Every matrix that can be stored so and is large enough. With "int4" tables, and matrices that the outputs are made
+    with, are stored as int8: they are read least, a row a token and once, and what is lost there is lost last."""
     late = _last_matrices(graph)
+
+    def choose(variable: Variable, uses: frozenset[Use]) -> Layout:
+        return LAYOUTS["int8" if "embedding" in uses or variable.name in late else kind]
+
+    return store_matrices(graph, choose)
+
+
+def store_matrices(graph: Graph, choose: Callable[[Variable, frozenset[Use]], Layout | None]) -> Quantised:
+    """With the matrices of rows with `aten.linear` or a plain `aten.addmm`, and the tables of `aten.embedding`, that are used
+    for nothing else, are large enough, and for which `choose` says how they are stored."""
     taken = {*graph.input_names, *graph.node_index}
     taken.update(name for v in graph.variables for name in (v.name, *v.aliases))
     sources = {}
     for variable in graph.variables:
         uses = _uses(graph, variable.name)
-        if not uses or (source := _source(variable, kind, uses, late)) is None:
+        if not uses or (source := _source(variable, uses, choose)) is None:
             continue
         if not taken.intersection(source.names) and all(len(name) <= MAX_NAME for name in source.names):
             sources[variable.name] = source
@@ -82,15 +105,19 @@ def quantise(graph: Graph, kind: Kind) -> Quantised:
     return Quantised(replace(graph, variables=variables, nodes=nodes), tuple(sources.values()))
 
 
-def _source(variable: Variable, kind: Kind, uses: frozenset[Use], late: frozenset[str]) -> Source | None:
+def _source(
+    variable: Variable, uses: frozenset[Use], choose: Callable[[Variable, frozenset[Use]], Layout | None]
+) -> Source | None:
     shape = variable.type.shape
     transposed = "addmm" in uses
     if variable.type.dtype not in _FLOATS or (transposed and len(uses) > 1):
         return None
-    careful = "embedding" in uses or variable.name in late
-    source = Source(variable, "int8" if careful else kind, transposed)
+    layout = choose(variable, uses)
+    if layout is None:
+        return None
+    source = Source(variable, layout, transposed)
     rows, columns = source.shape
-    if len(shape) != 2 or columns % GROUP or rows * columns < LEAST_ELEMENTS:
+    if len(shape) != 2 or columns % layout.group or rows * columns < LEAST_ELEMENTS:
         return None
     return source
 
@@ -149,9 +176,9 @@ def _rewritten(node: Node, sources: Mapping[str, Source]) -> Node:
         dtype = DType(node.results[0].dtype)
         return replace(
             node,
-            op=f"fusion.embedding_{source.kind}",
+            op=f"fusion.embedding_{source.layout.kind}",
             args=(numbers, scales, minimums, node.args[1], dtype),
         )
     given, bias = (node.args[0], node.args[2]) if node.op == "aten.linear" else (node.args[1], node.args[0])
     args = (given, numbers, scales, minimums, bias)
-    return replace(node, op=f"fusion.linear_{source.kind}", args=args)
+    return replace(node, op=f"fusion.linear_{source.layout.kind}", args=args)

@@ -1,14 +1,20 @@
 """Somebody's model as a graph, on the launching machine alone. Peers need none of it.
 
-sources             where a model comes from: the built-in GPT, a Hugging Face directory, an exported job
+sources             where a model comes from: the built-in GPT, a Hugging Face directory, a GGUF file, an exported job
 models              the built-in GPT
 huggingface         a causal language model in a directory
 stored_weights      where its files hold each tensor, whole or in pieces
+gguf_model          a causal language model in a GGUF file
+gguf_header         what the file says, and where its tensors lie, within bounds
+gguf_config         what it says of its model, as transformers' configuration
+gguf_weights        its tensors as the module's parameters
+gguf_blocks         its quantised blocks as our operators read them
+gguf_tokenizer      its tokenizer as a tokenizer.json; its chat template
 capture             a module as a graph, through torch.export, without its weights
 lower               an exported program in the op-set
 rope                rotary positions whose frequencies depend on the length
 model_code          which line of the model's code a message is about
 aten_names          torch's names for operators and constants, in ours
-quantised_weights   matrices as int8 and int4, made as they are read
+quantised_weights   matrices as int8 and int4, made as they are read, or as a file has them
 serving_graph       the graph that is served: KV cache, last position, fused norms
 """

@@ -7,7 +7,7 @@ module gives them. No code that came with the model is run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +78,7 @@ def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> Huggi
         )
     text = config.get_text_config()
     tokenizer = directory / "tokenizer.json"
-    module = _hollow_module(config, directory) if weights else _random_module(config, directory, seed)
+    module = hollow_module(config, directory) if weights else _random_module(config, directory, seed)
     return HuggingFaceModel(
         directory=directory,
         module=module,
@@ -102,12 +102,23 @@ def _config(directory: Path) -> Any:
             directory, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, OSError, KeyError) as error:
-        raise JobError(
-            f"{directory}/config.json cannot be used: {str(error).strip().splitlines()[0][:200]}"
-        ) from error
+        raise JobError(f"{directory}/config.json cannot be used: {_line(error)}") from error
 
 
-def _hollow_module(config: Any, directory: Path) -> nn.Module:
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def config_for(model_type: str, values: Mapping[str, Any], model: Path) -> Any:
+    """The configuration of a kind of model, with these values. JobError where transformers knows none such."""
+    try:
+        return _transformers().AutoConfig.for_model(model_type, **values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise JobError(f"{model}: transformers knows no such {model_type} model: {_line(error)}") from error
+
+
+def hollow_module(config: Any, directory: Path) -> nn.Module:
+    """The model without memory for its parameters. `directory`: where it comes from, for what is said of it."""
     with parameters_on_meta():
         return _module(config, directory)
 
@@ -124,9 +135,8 @@ def _module(config: Any, directory: Path) -> nn.Module:
             config, dtype=torch.float32, trust_remote_code=False
         )
     except (ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
         raise JobError(
-            f"{directory} is not a causal language model that transformers knows: {reason}"
+            f"{directory} is not a causal language model that transformers knows: {_line(error)}"
         ) from error
     return module.eval()
 

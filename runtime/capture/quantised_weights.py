@@ -6,13 +6,13 @@ Shares of that range with less squared error cost perplexity: what they cut off 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from fusion.dag.ir.graph import Graph, Variable
-from fusion.dag.rewrites.quantise import GROUP, Kind, Source, quantise
-from fusion.runtime.capture.sources import Read
+from fusion.dag.rewrites.quantise import GROUP, Kind, Source, quantise, store_matrices
+from fusion.runtime.capture.sources import Read, StoredBlocks
 from fusion.runtime.job.errors import JobError
 
 Tensor = torch.Tensor
@@ -32,8 +32,29 @@ def quantised_model(graph: Graph, read: Read, kind: Kind) -> tuple[Graph, Read]:
 
 
 def quantised_read(read: Read, sources: Sequence[Source]) -> Read:
-    """Reads the variables of a quantised graph: those that `sources` tell of out of the tensors that `read` gives, one of
-    which is in memory at a time. JobError for a tensor that has other numbers than finite ones of float16's range."""
+    """Reads the variables of a quantised graph: those that `sources` tell of out of the tensors that `read` gives. JobError
+    for a tensor that has other numbers than finite ones of float16's range."""
+
+    def made(source: Source) -> tuple[Tensor, ...]:
+        (whole,) = read([source.variable]).values()
+        parts = quantised(whole.t() if source.transposed else whole, source.layout.kind)
+        if not all(bool(part.isfinite().all()) for part in parts):
+            name = source.variable.name
+            raise JobError(f"--quantization: {name} has weights that are no numbers, or larger than 60000")
+        return parts
+
+    return stored_read(read, sources, made)
+
+
+def stored_model(graph: Graph, read: Read, blocks: StoredBlocks) -> tuple[Graph, Read]:
+    """A graph that is to be served, with the matrices that the model's files have quantised as they are there, and what
+    reads its variables."""
+    found = store_matrices(graph, blocks.layout)
+    return found.graph, stored_read(read, found.sources, blocks.read)
+
+
+def stored_read(read: Read, sources: Sequence[Source], made: Callable[[Source], tuple[Tensor, ...]]) -> Read:
+    """Reads the variables of a graph in which `sources` are stored in parts, which `made` gives, one source at a time."""
 
     def found(variables: Iterable[Variable]) -> dict[str, Tensor]:
         wanted = {v.name: v for v in variables}
@@ -41,14 +62,7 @@ def quantised_read(read: Read, sources: Sequence[Source]) -> Read:
         stored = {name for source in asked for name in source.names}
         values = read([v for name, v in wanted.items() if name not in stored])
         for source in asked:
-            (whole,) = read([source.variable]).values()
-            parts = quantised(whole.t() if source.transposed else whole, source.kind)
-            if not all(bool(part.isfinite().all()) for part in parts):
-                name = source.variable.name
-                raise JobError(
-                    f"--quantization: {name} has weights that are no numbers, or larger than 60000"
-                )
-            named = zip(source.names, parts, strict=True)
+            named = zip(source.names, made(source), strict=True)
             values.update((name, part) for name, part in named if name in wanted)
         return values
 

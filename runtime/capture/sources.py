@@ -1,5 +1,5 @@
-"""Where a language model that is to be launched comes from: the built-in GPT, a Hugging Face directory, or a directory
-that `jobs export` wrote. Only the launching machine reads one; what it hands on are graphs and tensors by name.
+"""Where a language model that is to be launched comes from: the built-in GPT, a Hugging Face directory, a GGUF file, or a
+directory that `jobs export` wrote. Only the launching machine reads one; what it hands on are graphs and tensors by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph, Variable
 from fusion.dag.rewrites.expert_groups import part_of
+from fusion.dag.rewrites.quantise import Layout, Source, Use
 from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
+from fusion.runtime.capture.gguf_model import open_gguf
 from fusion.runtime.capture.huggingface import open_model
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
@@ -55,13 +57,22 @@ class About:
         return about
 
 
+@dataclass(frozen=True)
+class StoredBlocks:
+    """Matrices that the files of a model have quantised already, and that are served as they are."""
+
+    layout: Callable[[Variable, frozenset[Use]], Layout | None]  # how one is stored, by how the graph uses it
+    read: Callable[[Source], tuple[torch.Tensor, ...]]  # its parts
+
+
 @dataclass(frozen=True, kw_only=True)
 class LanguageModel:
     about: About
     inference: Graph
     read: Read  # values of variables, by name; a stage's at a time
+    blocks: StoredBlocks | None = None
     training: Graph | None = None
-    tokenizer: Path | None = None
+    tokenizer: Path | bytes | None = None  # tokenizer.json, or what would stand in it
     config: tuple[Path, ...] = ()  # files that an export repeats
     chat: Mapping[str, bytes] = field(
         default_factory=dict
@@ -100,6 +111,24 @@ def huggingface(config: HuggingFaceConfig, *, training: bool, seed: int = 0) -> 
         tokenizer=model.tokenizer,
         config=tuple(path for path in files if path.is_file()),
         chat=chat_files(config.path),
+    )
+
+
+def gguf(path: Path) -> LanguageModel:
+    """A GGUF file, to be served in float32, with its quantised matrices as `blocks`. Raises JobError, CaptureError."""
+    model = open_gguf(path)
+    return LanguageModel(
+        about=About(
+            vocabulary=model.vocabulary,
+            max_sequence=model.max_sequence,
+            byte_level=False,
+            end_tokens=model.tokenizer.end_tokens,
+        ),
+        inference=model.capture(),
+        read=model.read,
+        blocks=StoredBlocks(model.layout, model.read_stored),
+        tokenizer=model.tokenizer.file,
+        chat=model.tokenizer.chat,
     )
 
 

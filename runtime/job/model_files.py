@@ -1,8 +1,9 @@
-"""What must lie in a model's directory, looked at before anything slow is loaded or anybody is asked: whoever names the
-wrong directory hears of it at once. Loads no library."""
+"""What must lie in a model's directory or file, looked at before anything slow is loaded or anybody is asked: whoever names
+the wrong one hears of it at once. Loads no library."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,17 +21,36 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 CHAT_FILES = {CHAT_TEMPLATE_FILE: 256 << 10, SPECIAL_TOKENS_FILE: 16 << 10}  # the most bytes of each
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+GGUF_MAGIC = b"GGUF"
+GGUF_VERSIONS = (2, 3)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-def check_directory(directory: Path) -> None:
-    """JobError in one line unless this looks like a directory that can be served."""
-    if not directory.is_dir():
-        raise JobError(f"{directory} is not a directory")
-    if not is_exported_directory(directory):
-        check_huggingface(directory)
-    elif not (directory / WEIGHTS_FILE).is_file():
-        raise JobError(f"{directory} has no {WEIGHTS_FILE}")
+def check_model(path: Path) -> None:
+    """JobError in one line unless this looks like a directory or a GGUF file that can be served."""
+    if path.is_file():
+        check_gguf(path)
+    elif not path.is_dir():
+        raise JobError(f"{path} is not a directory or a GGUF file")
+    elif not is_exported_directory(path):
+        check_huggingface(path)
+    elif not (path / WEIGHTS_FILE).is_file():
+        raise JobError(f"{path} has no {WEIGHTS_FILE}")
+
+
+def check_gguf(path: Path) -> None:
+    """JobError in one line unless the file begins as a GGUF file that can be read, and what reads it is installed."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror}") from error
+    if start[:4] != GGUF_MAGIC:
+        raise JobError(f"{path} is not a GGUF file; of other formats the directory is served, not one file")
+    version = int.from_bytes(start[4:], "little")
+    if len(start) < 8 or version not in GGUF_VERSIONS:
+        raise JobError(f"{path} is a GGUF file of version {version}; 2 and 3 are read, little-endian")
+    _need("reading a GGUF file", "transformers", "gguf")
 
 
 def is_exported_directory(directory: Path) -> bool:
@@ -40,18 +60,30 @@ def is_exported_directory(directory: Path) -> bool:
 def check_huggingface(directory: Path, *, weights: bool = True) -> None:
     """JobError in one line unless a Hugging Face model can be read from here, as far as its files' names tell."""
     if not (directory / CONFIG_FILE).is_file():
-        raise JobError(f"{directory} has no {CONFIG_FILE}: it is not a Hugging Face model directory")
+        held = next(iter(sorted(directory.glob("*.gguf"))), None)
+        hint = "" if held is None else f"; it holds {held.name}, which can be served as a file"
+        raise JobError(f"{directory} has no {CONFIG_FILE}: it is not a Hugging Face model directory{hint}")
     json_object(directory / CONFIG_FILE)
     if weights:
         indexed_files(directory)
+    _need("reading a Hugging Face model", "transformers")
+
+
+def _need(what: str, *packages: str) -> None:
+    for package in packages:
+        if not _installed(package):
+            raise JobError(f'{what} needs {package}: pip install "fusion-peer[huggingface]"')
+
+
+@functools.cache
+def _installed(package: str) -> bool:
     from importlib.metadata import PackageNotFoundError, version  # only now: it loads the parser of mails
 
     try:
-        version("transformers")
+        version(package)
     except PackageNotFoundError:
-        raise JobError(
-            'reading a Hugging Face model needs transformers: pip install "fusion-peer[huggingface]"'
-        ) from None
+        return False
+    return True
 
 
 def indexed_files(directory: Path) -> dict[str, Path] | None:
@@ -96,13 +128,18 @@ def chat_files(directory: Path) -> dict[str, bytes]:
         return {}
     path = directory / SPECIAL_TOKENS_FILE
     tokens = {**special_tokens(json_object(path) if path.is_file() else {}), **special_tokens(said)}
+    return chat_contents(template, tokens, directory)
+
+
+def chat_contents(template: str, tokens: Mapping[str, str], model: Path) -> dict[str, bytes]:
+    """The contents of CHAT_FILES for a template and the special tokens that it may name. JobError for one that is too long."""
     contents = {
         CHAT_TEMPLATE_FILE: template.encode(),
         SPECIAL_TOKENS_FILE: json.dumps(tokens).encode(),
     }
     for name, content in contents.items():
         if len(content) > CHAT_FILES[name]:
-            raise JobError(f"{directory}: {name} has {len(content)} bytes; the limit is {CHAT_FILES[name]}")
+            raise JobError(f"{model}: {name} has {len(content)} bytes; the limit is {CHAT_FILES[name]}")
     return contents
 
 

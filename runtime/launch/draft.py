@@ -61,6 +61,6 @@ def _check(draft: LanguageModel, model: LanguageModel) -> None:
         raise JobError("draft: a model with the same tokenizer; these two give the same text other ids")
 
 
-def _tokens(path: Path | None) -> dict[str, int] | None:
-    tokenizer: Tokenizer | None = read_tokenizer(path)
+def _tokens(source: Path | bytes | None) -> dict[str, int] | None:
+    tokenizer: Tokenizer | None = read_tokenizer(source)
     return None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)

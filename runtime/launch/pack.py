@@ -14,14 +14,17 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest
 
 
-def read_tokenizer(path: Path | None) -> Tokenizer | None:
-    """JobError where it cannot be read."""
-    if path is None:
+def read_tokenizer(source: Path | bytes | None) -> Tokenizer | None:
+    """A tokenizer.json, or what would stand in it. JobError where it cannot be read."""
+    if source is None:
         return None
     try:
-        return Tokenizer.from_file(str(path))
+        return (
+            Tokenizer.from_buffer(source) if isinstance(source, bytes) else Tokenizer.from_file(str(source))
+        )
     except Exception as error:  # the library raises plain Exception for every kind of bad file
-        raise JobError(f"data.tokenizer: {path} cannot be read: {str(error)[:200]}") from None
+        where = source if isinstance(source, Path) else "the model's"
+        raise JobError(f"data.tokenizer: {where} cannot be read: {str(error)[:200]}") from None
 
 
 def pack_data(

@@ -1,4 +1,4 @@
-"""From a model directory to the blobs and the manifest of a job that serves it: capture, place, shard.
+"""From a model's directory or file to the blobs and the manifest of a job that serves it: capture, place, shard.
 
 Blocking, for seconds; everything ends up in the local store, nothing is sent.
 """
@@ -11,12 +11,12 @@ from typing import Literal
 
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.runtime.capture import sources
-from fusion.runtime.capture.quantised_weights import quantised_model
+from fusion.runtime.capture.quantised_weights import quantised_model, stored_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
-from fusion.runtime.job.model_files import check_directory, is_exported_directory
+from fusion.runtime.job.model_files import check_model, is_exported_directory
 from fusion.runtime.job.spec import HuggingFaceConfig
 from fusion.runtime.launch.draft import prepare_draft
 from fusion.runtime.launch.shard import GraphJob, Prepared, Say, parameter_count, prepare_graph, silent
@@ -29,7 +29,7 @@ OPEN = AdmissionSpec()
 
 
 def prepare_serving(
-    directory: Path,
+    path: Path,
     name: str,
     peers: Sequence[PeerRecord],
     store: BlobStore,
@@ -42,12 +42,12 @@ def prepare_serving(
     quantization: Literal["int8", "int4"] | None = None,
     say: Say = silent,
 ) -> Prepared:
-    """A Hugging Face model directory or one written by `jobs export`, as a job that serves it under `name`. A model
-    whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact. `draft`:
-    the directory of a small model of the same tokens that guesses for it. `quantization`: how its large matrices are stored;
-    JobError for a model without any."""
+    """A Hugging Face model directory, one written by `jobs export`, or a GGUF file, as a job that serves it under `name`. A
+    model whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact. `draft`:
+    the directory or file of a small model of the same tokens that guesses for it. `quantization`: how its large matrices are
+    stored; JobError for a model without any."""
     say("reading the model")
-    model = _model(directory)
+    model = _model(path)
     about = model.about
     say("rewriting its graph for decoding")
     try:
@@ -63,6 +63,8 @@ def prepare_serving(
     if quantization is not None:
         say(f"storing its matrices as {quantization}")
         graph, read = quantised_model(graph, model.read, quantization)
+    elif model.blocks is not None:
+        graph, read = stored_model(graph, model.read, model.blocks)
     config = ServeConfig(
         cache="kv" if cached else "recompute",
         max_sequence=about.max_sequence,
@@ -91,8 +93,10 @@ def prepare_serving(
     return prepare_graph(job, placed, store, say)
 
 
-def _model(directory: Path) -> sources.LanguageModel:
-    check_directory(directory)
-    if is_exported_directory(directory):
-        return sources.exported(directory)
-    return sources.huggingface(HuggingFaceConfig(path=directory), training=False)
+def _model(path: Path) -> sources.LanguageModel:
+    check_model(path)
+    if path.is_file():
+        return sources.gguf(path)
+    if is_exported_directory(path):
+        return sources.exported(path)
+    return sources.huggingface(HuggingFaceConfig(path=path), training=False)

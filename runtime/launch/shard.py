@@ -47,7 +47,7 @@ class GraphJob:
     graph: Graph
     variables: Mapping[str, torch.Tensor] | Read
     files: Mapping[str, bytes | Path] = field(default_factory=dict)  # that export writes beside the weights
-    tokenizer: Path | None = None
+    tokenizer: Path | bytes | None = None
     byte_level: bool = False
     author: Identity = field(default_factory=Identity.generate)  # whose key may end the job
     admission: AdmissionSpec = field(default_factory=AdmissionSpec)

@@ -144,6 +144,8 @@ sequence = 8
         ("serve config --name x", "no *.safetensors"),
         ("serve broken --name x", "cannot be read"),
         ("serve ./no --name x", "not a directory"),
+        ("serve good.toml --name x", "not a GGUF file"),
+        ("serve cut.gguf --name x", "it is not whole"),
         ("serve empty --name x --once", "--once"),
         ("generate x --top-p 3", "top_p"),
         ("generate x --peer foo", "--peer"),
@@ -165,6 +167,7 @@ def test_bad_input_is_found_before_anything_slow_is_loaded(words: str, said: str
     (tmp_path / "good.toml").write_text(JOB.replace("blocs", "blocks"))
     (tmp_path / "hf.toml").write_text(JOB.replace('"gpt"\nblocs = 3', '"huggingface"\npath = "empty"'))
     (tmp_path / "swarm.toml").write_text("[[peers]]\n")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) + bytes([9] + [0] * 7) * 2)
     for name, config in (("kept", None), ("empty", None), ("config", "{}"), ("broken", "{")):
         (tmp_path / name).mkdir()
         if config is not None:

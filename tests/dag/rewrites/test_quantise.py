@@ -10,7 +10,7 @@ from fusion.dag.ir.graph import Ref
 from fusion.dag.ir.opset import needed_version
 from fusion.dag.ir.serialise import decode, encode, validate
 from fusion.dag.rewrites.end_to_end import end_to_end
-from fusion.dag.rewrites.quantise import quantise
+from fusion.dag.rewrites.quantise import Layout, quantise, store_matrices
 
 IDS, POSITIONS, TABLE, UP, HEAD = (Ref(n) for n in ("input_ids", "position_ids", "table", "up", "head"))
 WIDE, ROWS = 128, 96
@@ -143,3 +143,14 @@ def test_names_that_are_taken_or_too_long_stay(build):
     found = quantise(b.graph(b("aten.linear", z, HEAD, None)), "int8")
     validate(found.graph)
     assert {source.variable.name for source in found.sources} == {"table", "head"}
+
+
+def test_matrices_are_stored_as_somebody_chooses(build):
+    b, _, y = model(build)
+    layouts = {"up": Layout("int4", group=16, scales="float32"), "head": Layout("int8", minimums=True)}
+    found = store_matrices(plain(b, y), lambda variable, uses: layouts.get(variable.name))
+    validate(found.graph)
+    types = {v.name: str(v.type) for v in found.graph.variables}
+    assert types["up:int4"] == "uint8[128, 64]" and types["up:scales"] == "float32[128, 8]"
+    assert types["head:minimums"] == "float16[96, 4]" and "up:minimums" not in types
+    assert types["table"] == "float32[96, 128]"

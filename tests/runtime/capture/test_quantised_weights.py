@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusion.dag.ir.graph import TensorType, Variable
-from fusion.dag.rewrites.quantise import Kind, Source
+from fusion.dag.rewrites.quantise import LAYOUTS, Kind, Source
 from fusion.runtime.capture.quantised_weights import quantised, quantised_read
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.quantised import dequantised
@@ -59,7 +59,7 @@ def test_a_model_with_other_numbers_is_refused_in_one_line(kind: Kind, bad: floa
     variable = Variable("layer.weight", TensorType((ROWS, COLUMNS), "float32"))
     values = {"layer.weight": torch.randn(ROWS, COLUMNS)}
     values["layer.weight"][3, 40] = bad
-    source = Source(variable, kind, transposed=False)
+    source = Source(variable, LAYOUTS[kind], transposed=False)
     read = quantised_read(lambda variables: {v.name: values[v.name] for v in variables}, [source])
     with pytest.raises(JobError, match=r"^--quantization: layer\.weight [^\n]*$"):
         read(source.variables)
@@ -72,7 +72,7 @@ def test_one_tensor_is_read_at_a_time_and_only_what_is_asked_for() -> None:
     values = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     variables = {name: Variable(name, TensorType(shapes[name], "bfloat16")) for name in names}
     kinds: dict[str, Kind] = {"a": "int8", "b": "int4", "turned": "int8"}
-    sources = [Source(variables[name], kind, name == "turned") for name, kind in kinds.items()]
+    sources = [Source(variables[name], LAYOUTS[kind], name == "turned") for name, kind in kinds.items()]
     asked: list[list[str]] = []
 
     def read(wanted: Iterable[Variable]) -> dict[str, torch.Tensor]:

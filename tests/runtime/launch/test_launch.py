@@ -9,7 +9,9 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support import gguf_files
 from support.captured_once import capture_once
+from support.families import build, config
 from support.source_tokenizer import tokenizer_of_sources
 
 from fusion.dag.cutting.cuts import split
@@ -24,6 +26,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.job.stage_graphs import weights_bytes, whole_stage
+from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
 from fusion.runtime.placing.link_guess import SAME_MACHINE, SAME_NETWORK, guess_links
 from fusion.runtime.placing.placed_job import as_asked
@@ -369,3 +372,29 @@ def test_a_model_is_served_quantised(store: BlobStore, tmp_path: Path) -> None:
         JobError, match=r"^--quantization: the model has no matrix that can be stored as int8[^\n]*$"
     ):
         prepare_serving(exported_gpt(tmp_path / "s"), "m", peers, store, quantization="int8")
+
+
+def test_a_gguf_file_is_served_as_it_is_stored(store: BlobStore, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of_sources()
+    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.token_to_id)
+    llama = config("llama")
+    llama.vocab_size = len(vocabulary)
+    path = tmp_path / "model.gguf"
+    write = gguf_files.byte_level(
+        vocabulary, gguf_files.merges_of(tokenizer), "gpt-2", kinds={}, template="{{ messages }}"
+    )
+    gguf_files.write(path, build(llama), "Q8_0", tokenizer=write)
+    peers = [replace(peer(name), opset=2) for name in ("A", "B")]
+    said: list[str] = []
+    served = prepare_serving(path, "m", peers, store, stages=2, draft=path, say=said.append).manifest
+    assert served.serve is not None and served.serve.cache == "kv" and served.opset == 2
+    files = dict(served.files)
+    assert store.path(files["chat_template.jinja"]).read_text() == "{{ messages }}"
+    assert served.tokenizer is not None
+    text = TokenizerText(store.path(served.tokenizer).read_bytes())
+    assert text.encode("def f(x): return") == tokenizer.encode("def f(x): return").ids
+    weights = sum(store.path(digest).stat().st_size for digest in served.weights)
+    assert weights <= 1.2 * path.stat().st_size  # matrices of a few numbers are not kept so
+    (path.with_suffix(".bad")).write_bytes(path.read_bytes()[:-9000])
+    with pytest.raises(JobError, match="it is not whole"):
+        prepare_serving(path.with_suffix(".bad"), "m", peers, store)

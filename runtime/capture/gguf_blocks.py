@@ -1,0 +1,124 @@
+"""Blocks of a GGUF file's quantised tensors as the matrices that our operators read (`fusion.dag.ir.opset_quantised`):
+the same numbers, laid out otherwise, so that nothing is rounded again.
+
+Q8_0 and the kinds Q4 and Q5 have a scale for 32 numbers, in float16, and perhaps a minimum. Those with K have 256 numbers in a
+block, whose groups have a scale of a few bits; multiplied out these are float32. (ggml-common.h, `gguf.quants`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fusion.dag.rewrites.quantise import Layout
+
+Bytes = npt.NDArray[np.uint8]
+Array = npt.NDArray[np.generic]
+
+_LOW = np.uint8(15)
+
+
+def layout_of(kind: str) -> Layout | None:
+    """How a matrix in these blocks is stored; None for a kind whose numbers have to become floats."""
+    return _KINDS[kind][0] if kind in _KINDS else None
+
+
+def unpacked(rows: Bytes, kind: str, block_bytes: int) -> tuple[torch.Tensor, ...]:
+    """Numbers, scales and, if there are any, minimums of `rows` (rows, bytes)."""
+    layout, take = _KINDS[kind]
+    blocks = rows.reshape(-1, block_bytes)
+    numbers, scales, minimums = take(blocks)
+    numbers = numbers.reshape(len(rows), -1)
+    if layout.kind == "int4":
+        numbers = numbers[:, 0::2] | numbers[:, 1::2] << np.uint8(4)
+    parts = [numbers.astype(np.int8 if layout.kind == "int8" else np.uint8), scales]
+    parts += [minimums] if minimums is not None else []
+    return tuple(torch.from_numpy(np.ascontiguousarray(part.reshape(len(rows), -1))) for part in parts)
+
+
+_Parts = tuple[Bytes | npt.NDArray[np.int8], Array, Array | None]
+
+
+def _halves(blocks: Bytes, count: int) -> list[npt.NDArray[np.float16]]:
+    """The numbers of 16 bits that blocks begin with, (blocks, 1) each."""
+    return np.split(np.ascontiguousarray(blocks[:, : 2 * count]).view(np.float16), count, axis=1)
+
+
+def _nibbles(data: Bytes, run: int) -> Bytes:
+    """Numbers of 4 bits: the lower halves of `run` bytes, then their upper halves, and so on."""
+    runs = data.reshape(len(data), -1, 1, run)
+    both = np.concatenate([runs & _LOW, runs >> np.uint8(4)], axis=2)
+    return both.reshape(len(data), -1)
+
+
+def _q8_0(blocks: Bytes) -> _Parts:
+    return blocks[:, 2:].view(np.int8), _halves(blocks, 1)[0], None
+
+
+def _q4_0(blocks: Bytes) -> _Parts:
+    return _nibbles(blocks[:, 2:], 16), _halves(blocks, 1)[0], None
+
+
+def _q4_1(blocks: Bytes) -> _Parts:
+    scales, minimums = _halves(blocks, 2)
+    return _nibbles(blocks[:, 4:], 16), scales, minimums
+
+
+def _q5_0(blocks: Bytes) -> _Parts:
+    numbers = _fifth_bits(blocks[:, 2:6]) | _nibbles(blocks[:, 6:], 16)
+    return numbers.view(np.int8) - np.int8(16), _halves(blocks, 1)[0], None
+
+
+def _q5_1(blocks: Bytes) -> _Parts:
+    scales, minimums = _halves(blocks, 2)
+    return _fifth_bits(blocks[:, 4:8]) | _nibbles(blocks[:, 8:], 16), scales, minimums
+
+
+def _fifth_bits(data: Bytes) -> Bytes:
+    return np.unpackbits(np.ascontiguousarray(data), axis=1, bitorder="little") << np.uint8(4)
+
+
+def _q4_k(blocks: Bytes) -> _Parts:
+    return _nibbles(blocks[:, 16:], 32), *_grouped(blocks)
+
+
+def _q5_k(blocks: Bytes) -> _Parts:
+    bits = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None] & np.uint8(1)
+    numbers = bits.reshape(len(blocks), -1) << np.uint8(4) | _nibbles(blocks[:, 48:], 32)
+    return numbers, *_grouped(blocks)
+
+
+def _grouped(blocks: Bytes) -> tuple[Array, Array]:
+    """Scales and minimums of 8 groups: 6 bits each, times two numbers that the block has."""
+    scale, least = (half.astype(np.float32) for half in _halves(blocks, 2))
+    first, second, rest = np.split(blocks[:, 4:16], 3, axis=1)
+    six = np.uint8(63)
+    scales = np.concatenate([first & six, rest & _LOW | first >> np.uint8(6) << np.uint8(4)], axis=1)
+    minimums = np.concatenate(
+        [second & six, rest >> np.uint8(4) | second >> np.uint8(6) << np.uint8(4)], axis=1
+    )
+    return scale * scales.astype(np.float32), -(least * minimums.astype(np.float32))
+
+
+def _q6_k(blocks: Bytes) -> _Parts:
+    low = _nibbles(blocks[:, :128], 64)
+    pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[None, None, :, None]
+    high = (pairs & np.uint8(3)).reshape(len(blocks), -1)
+    numbers = (high << np.uint8(4) | low).view(np.int8) - np.int8(32)
+    scale = np.ascontiguousarray(blocks[:, 208:]).view(np.float16).astype(np.float32)
+    return numbers, scale * blocks[:, 192:208].view(np.int8).astype(np.float32), None
+
+
+_KINDS: Mapping[str, tuple[Layout, Callable[[Bytes], _Parts]]] = {
+    "Q8_0": (Layout("int8"), _q8_0),
+    "Q4_0": (Layout("int4"), _q4_0),
+    "Q4_1": (Layout("int4", minimums=True), _q4_1),
+    "Q5_0": (Layout("int8"), _q5_0),
+    "Q5_1": (Layout("int8", minimums=True), _q5_1),
+    "Q4_K": (Layout("int4", scales="float32", minimums=True), _q4_k),
+    "Q5_K": (Layout("int8", scales="float32", minimums=True), _q5_k),
+    "Q6_K": (Layout("int8", group=16, scales="float32"), _q6_k),
+}

@@ -1,0 +1,117 @@
+"""A causal language model in a GGUF file, as llama.cpp has them: the module that transformers builds from what the file says,
+with the file's tensors.
+
+As with a directory, only the machine that launches a job reads one. The module is built without memory for its parameters;
+they are read, a stage at a time, under the names that the module gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fusion.dag.ir.graph import Graph, Variable
+from fusion.dag.rewrites.quantise import Layout, Source, Use
+from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.gguf_blocks import layout_of
+from fusion.runtime.capture.gguf_config import ROPE_FACTORS, model_config
+from fusion.runtime.capture.gguf_header import GGUFHeader, read_header
+from fusion.runtime.capture.gguf_tokenizer import GGUFTokenizer, read_tokenizer
+from fusion.runtime.capture.gguf_weights import Stored, read_blocks, read_tensor, stored_parameters
+from fusion.runtime.capture.huggingface import config_for, hollow_module
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.planes.codegen import TORCH_DTYPES
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    header: GGUFHeader
+    module: nn.Module  # its computed tables in memory, its parameters on the meta device
+    vocabulary: int
+    max_sequence: int
+    tokenizer: GGUFTokenizer
+    stored: Mapping[str, Stored]  # parameter of the module -> as the file has it
+
+    def capture(self) -> Graph:
+        """See `capture_language_model`; to serve it."""
+        return capture_language_model(self.module, training=False, maximum_sequence=self.max_sequence)
+
+    def read(self, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:
+        """The values of these variables, in the dtype of the graph. JobError where the file is not what it was."""
+        attributes = variables_from_module(self.module)
+        found: dict[str, torch.Tensor] = {}
+        wanted: list[tuple[Variable, Stored]] = []
+        for variable in variables:
+            stored = self._stored(variable)
+            if stored is not None:
+                wanted.append((variable, stored))
+            else:  # a table that the module computed
+                found[variable.name] = attributes[variable.name].clone()
+        with opened(self.header.path) as file:
+            for variable, stored in sorted(wanted, key=lambda item: item[1].place.offset):
+                found[variable.name] = read_tensor(file, stored, TORCH_DTYPES[variable.type.dtype])
+        return found
+
+    def layout(self, variable: Variable, uses: frozenset[Use]) -> Layout | None:
+        """How the file has a matrix, where our operators can read it so."""
+        stored = self._stored(variable)
+        if stored is None or stored.transposed != ("addmm" in uses):
+            return None
+        return layout_of(stored.place.kind)
+
+    def read_stored(self, source: Source) -> tuple[torch.Tensor, ...]:
+        """The parts of a matrix that has a `layout`, as they are in the file. JobError as of `read`."""
+        stored = self._stored(source.variable)
+        assert stored is not None
+        with opened(self.header.path) as file:
+            return read_blocks(file, stored)
+
+    def _stored(self, variable: Variable) -> Stored | None:
+        names = (variable.name, *variable.aliases)
+        return next((self.stored[name] for name in names if name in self.stored), None)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def open_gguf(path: Path) -> GGUFModel:
+    """Read what the file says of its model, its tokenizer, and where its tensors lie; not the tensors. JobError, in one
+    line, for a file that is damaged, or of which anything would have to be guessed."""
+    header = read_header(path)
+    config = model_config(header)
+    tokenizer = read_tokenizer(header, config.architecture)
+    module = hollow_module(config_for(config.model_type, config.values, path), path)
+    stored = stored_parameters(header, config, module)
+    if ROPE_FACTORS in header.tensors:
+        _stretch(header, module)
+    return GGUFModel(
+        header=header,
+        module=module,
+        vocabulary=config.vocabulary,
+        max_sequence=config.max_sequence,
+        tokenizer=tokenizer,
+        stored=stored,
+    )
+
+
+def _stretch(header: GGUFHeader, module: nn.Module) -> None:
+    """Divide the frequencies of the rotary embedding by the file's factors, with which it says how Llama 3.1 reaches far."""
+    with opened(header.path) as file:
+        factors = read_tensor(file, Stored(header.tensors[ROPE_FACTORS]), torch.float32)
+    if not bool((torch.isfinite(factors) & (factors > 0)).all()):
+        raise JobError(f"{header.path}: {ROPE_FACTORS} has factors that are not above 0")
+    for name, table in module.named_buffers():
+        if name.endswith("inv_freq"):
+            table.div_(factors)

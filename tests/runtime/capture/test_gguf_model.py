@@ -1,0 +1,223 @@
+"""Models in GGUF files, cut in three, against transformers with the weights that the file holds."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import gguf_files
+from support.families import COMMON, GROUPED, POSITIONS, build, greedy
+
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.errors import UnsupportedModel
+from fusion.dag.ir.graph import TensorType, Variable
+from fusion.runtime.capture import sources
+from fusion.runtime.capture.gguf_model import open_gguf
+from fusion.runtime.capture.quantised_weights import stored_model
+from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.torch_decoding import TorchDecodingStage
+
+NEW = 20
+# Blocks of K-quants have 256 numbers, and no block goes over the end of a row.
+WIDE: dict[str, Any] = {
+    **GROUPED,
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "initializer_range": 0.11,
+}
+SOFT: dict[str, Any] = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 16}
+FAR: dict[str, Any] = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3: dict[str, Any] = {**FAR, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def config(family: str) -> Any:
+    match family:
+        case "llama":
+            return transformers.LlamaConfig(**WIDE)
+        case "llama, tied, biased, its rotary embedding stretched":
+            biased = {**WIDE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+            return transformers.LlamaConfig(**biased, rope_parameters=LLAMA3)
+        case "llama, linear":
+            return transformers.LlamaConfig(**WIDE, rope_parameters={**FAR, "rope_type": "linear"})
+        case "llama, yarn":
+            return transformers.LlamaConfig(**WIDE, rope_parameters={**FAR, "rope_type": "yarn"})
+        case "qwen2":
+            return transformers.Qwen2Config(**WIDE)
+        case "qwen3":
+            return transformers.Qwen3Config(**WIDE, head_dim=128)
+        case "gemma":
+            return transformers.GemmaConfig(**WIDE, head_dim=64)
+        case "gemma2":
+            return transformers.Gemma2Config(**WIDE, **SOFT)
+        case "gemma3":
+            return transformers.Gemma3TextConfig(**{**WIDE, "num_hidden_layers": 6}, **SOFT)
+        case "phi3":
+            return transformers.Phi3Config(**WIDE)
+        case "gpt2":
+            return transformers.GPT2Config(**COMMON, n_embd=256, n_layer=2, n_head=4, n_positions=POSITIONS)
+    raise ValueError(family)
+
+
+def model(family: str) -> Any:
+    """With norms and biases that are not all the same."""
+    module = build(config(family))
+    with torch.no_grad():
+        if family.startswith(
+            "gemma"
+        ):  # whose embedding is its head as well: it would answer what it was given
+            module.get_input_embeddings().weight.mul_(0.05)
+        for value in module.parameters():
+            if value.dim() == 1:
+                value.add_(torch.randn_like(value) * 0.1)
+    return module
+
+
+def answer(
+    served: sources.LanguageModel, prompt: list[int], new: int, kept: bool
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Greedy tokens of three stages with what they hold of the file, and the logits (vocabulary,) of each. `kept`: its
+    blocks as they are."""
+    try:
+        graph, cached = serving_graph(served.inference, maximum_sequence=POSITIONS), True
+    except UnsupportedModel:
+        graph, cached = serving_graph(served.inference, cache="recompute"), False
+    read = served.read
+    if kept and served.blocks is not None:
+        graph, read = stored_model(graph, served.read, served.blocks)
+        assert any(node.op.startswith("fusion.linear_int") for node in graph.nodes)
+    cuts = sorted(random.Random(0).sample(range(1, len(graph.nodes)), 2))
+    stages = [TorchDecodingStage(part, read(part.graph.variables)) for part in split(graph, cuts)]
+    for stage in stages:
+        stage.open("s", POSITIONS)
+    tokens, logits, start = list(prompt), [], 0
+    for _ in range(new):
+        values = {
+            "input_ids": torch.tensor([tokens[start:]]),
+            "position_ids": torch.arange(start, len(tokens))[None],
+        }
+        for stage in stages:
+            values.update(*stage.run([Piece("s", start, values)]))
+        logits.append(values["result/0"][0, -1])
+        start = len(tokens) if cached else 0
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[len(prompt) :], logits
+
+
+def check(family: str, kind: str, path: Path, lengths: tuple[int, ...] = (1, 7, 100)) -> None:
+    held = gguf_files.write(path, model(family), kind)
+    served = sources.gguf(path)
+    varied = 0
+    for length in lengths:
+        prompt = torch.randint(0, 256, (length,)).tolist()
+        wanted, whole = greedy(held, prompt, NEW)
+        for kept in (False, *([True] if kind.startswith("Q") else [])):
+            found, logits = answer(served, prompt, NEW, kept)
+            assert max(float((a - b).abs().max()) for a, b in zip(logits, whole, strict=True)) <= 1e-3
+            assert found == wanted
+        varied = max(varied, len(set(found)))
+    assert varied >= 6
+
+
+QUICK = [("llama", "Q8_0"), ("qwen3", "Q4_K"), ("gemma2", "Q4_0")]
+KINDS = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_K")
+SLOW = [(family, kind) for family in ("llama", "qwen3", "gemma2") for kind in KINDS]
+OTHERS = ["qwen2", "gemma", "gemma3", "phi3", "gpt2"] + [
+    f"llama, {more}" for more in ("linear", "yarn", "tied, biased, its rotary embedding stretched")
+]
+
+
+@pytest.mark.parametrize(("family", "kind"), QUICK)
+def test_a_file_answers_as_the_model_with_its_weights(family: str, kind: str, tmp_path: Path) -> None:
+    check(family, kind, tmp_path / "model.gguf", (1, 7))
+
+
+def test_the_shape_of_every_kind_of_model_is_read(tmp_path: Path) -> None:
+    """Their modules, not yet captured, give the logits of the model."""
+    for family in OTHERS:
+        held = gguf_files.write(tmp_path / "model.gguf", model(family), "F16")
+        opened = open_gguf(tmp_path / "model.gguf")
+        with torch.no_grad():
+            module = build(opened.module.config)
+            weights = opened.read(_variables(opened.module))
+            module.load_state_dict(weights, strict=False)
+            for (_, table), (_, computed) in zip(
+                module.named_buffers(), opened.module.named_buffers(), strict=True
+            ):
+                table.copy_(computed)
+            ids = torch.randint(0, 256, (1, 90))
+            assert (module(ids).logits - held(ids).logits).abs().max() <= 1e-4, family
+
+
+def _variables(module: torch.nn.Module) -> list[Variable]:
+    return [
+        Variable(name, TensorType(tuple(value.shape), "float32"), "parameter")
+        for name, value in module.named_parameters()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*(c for c in SLOW if c not in QUICK), *((family, "F16") for family in (*OTHERS, "llama"))],
+)
+def test_every_kind_of_file_answers_as_the_model_with_its_weights(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    check(family, kind, tmp_path / "model.gguf")
+
+
+# --- what is said otherwise than by those models
+
+
+def small(path: Path, **more: Any) -> None:
+    gguf_files.write(path, build(transformers.LlamaConfig(**GROUPED)), "F16", more=more)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"llama.expert_count": 8}, "says llama.expert_count = 8: 0"),
+        ({"llama.rope.scaling.type": "longrope"}, "none, linear and yarn are read"),
+        ({"llama.rope.dimension_count": 8}, "the 16 of a head"),
+        ({"llama.attention.sliding_window": 4096}, "attention.sliding_window' = 4096, which is not understood"),
+        ({"llama.logit_scale": 0.5}, "which is not understood"),
+        ({"llama.attention.head_count": [4, 4, 2]}, "for each layer, which is not supported"),
+        ({"llama.attention.head_count": 8}, "blk.0.attn_q.weight has the shape"),
+        ({"llama.attention.head_count": 0}, "at least 1"),
+        ({"llama.block_count": 1 << 31}, "no tensor blk.2147483647.ffn_norm.weight"),
+        ({"llama.block_count": 2}, "has a tensor 'blk.2.attn_k.weight', which no llama model has"),
+        ({"llama.embedding_length": 1 << 31}, "token_embd.weight has the shape"),
+        ({"llama.feed_forward_length": 1 << 31}, "blk.0.ffn_gate.weight has the shape"),
+        ({"llama.context_length": 1 << 31}, "at most 16777216"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "a number"),
+        ({"llama.vocab_size": 7}, "llama.vocab_size = 7: 256"),
+        ({"general.type": "adapter"}, "not a model but 'adapter'"),
+        ({"general.architecture": "rwkv7"}, "kind 'rwkv7'; llama, qwen2"),
+        ({"tokenizer.ggml.model": "plamo2"}, "gpt2 and llama are read"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused_in_one_line(more: Any, message: str, tmp_path: Path) -> None:
+    small(tmp_path / "model.gguf", **more)
+    with pytest.raises(JobError) as error:
+        open_gguf(tmp_path / "model.gguf")
+    assert message in str(error.value) and str(error.value).isprintable()
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_not_whole(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    small(path)
+    opened = open_gguf(path)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(JobError, match="it is not whole"):
+        opened.read(_variables(opened.module))
+    path.unlink()
+    with pytest.raises(JobError, match="cannot be read"):
+        opened.read(_variables(opened.module))
