@@ -42,7 +42,7 @@ def given_positions(graph: Graph, evaluate: Evaluate) -> Graph:
     read = {ref for node in graph.nodes if node.name not in own for ref in node.refs()} | set(graph.outputs)
     renamed: dict[Ref, Ref] = {}
     nodes: list[Node] = []
-    taken = graph.input_names | graph.variable_names | {node.name for node in graph.nodes}
+    taken = {*graph.input_names, *graph.variable_names, *(node.name for node in graph.nodes)}
     for node in graph.nodes:
         nodes.append(replace(node, args=substitute(node.args, renamed)))
         ref = Ref(node.name)

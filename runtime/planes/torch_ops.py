@@ -97,7 +97,13 @@ def _slice(args: Args) -> Call:
     return torch.ops.aten.slice.Tensor, args, {}
 
 
+def _copied(like: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """What torch's own `copy` gives, which has no gradient."""
+    return source.to(like.dtype).expand(like.shape)
+
+
 _SPELLINGS: dict[str, Spelling] = {
+    "aten.copy": _plain(_copied),
     "aten.linear": _plain(torch._C._nn.linear),
     "aten.embedding": lambda args: (torch.embedding, (*args[:3], args[3], False), {}),
     "aten.layer_norm": lambda args: (torch.layer_norm, (*args, False), {}),

@@ -52,6 +52,7 @@ TIED: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "deepseek_v2": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "doge": {
         "keep_window_size": 2048
     },  # beyond it attention is sparse, and no text of this many positions gets there

@@ -151,6 +151,24 @@ def test_writes_in_place_change_what_shares_the_memory_and_nothing_else() -> Non
     agree(Applied(in_part), torch.randn(3, 4), torch.randn(2, 4))
 
 
+def test_gradients_go_through_writes_to_a_part() -> None:
+    torch.manual_seed(0)
+    module = Applied(in_part)
+    graph = capture_module(module, {"x": torch.randn(3, 4)}, training=True)
+    assert {"aten.slice_scatter", "aten.select_scatter", "aten.index_put", "aten.copy"} <= {
+        n.op for n in graph.nodes
+    }
+    program = compile_graph(graph, torch.device("cpu"), training=True)
+    x = torch.randn(5, 4, requires_grad=True)
+    gradients = [
+        torch.autograd.grad(sum((out * (i + 1) * out.detach().cos()).sum() for i, out in enumerate(outs)), x)[
+            0
+        ]
+        for outs in (program.run([x], [], None), module(x))
+    ]
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_model_that_remembers_from_run_to_run_is_refused() -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:
