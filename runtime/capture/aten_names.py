@@ -111,6 +111,11 @@ def _cast(node: fx.Node, values: Values) -> tuple[str, Values]:
     return "aten.to.dtype", {"self": values["self"], "dtype": node.meta["val"].dtype}
 
 
+def _empty(node: fx.Node, values: Values) -> tuple[str, Values]:
+    """What code fills in afterwards may hold anything before."""
+    return "aten.zeros", {"size": values["size"], "dtype": node.meta["val"].dtype}
+
+
 def _dropout(_: fx.Node, values: Values) -> tuple[str, Values]:
     return "fusion.dropout", {"self": values["input"], "p": float(values["p"])}
 
@@ -152,6 +157,7 @@ _CASTS = frozenset({
 })  # fmt: skip
 _RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     **dict.fromkeys(_CASTS, _cast),
+    "aten.empty.memory_format": _empty,
     "aten.dropout": _dropout,
     "aten.scaled_dot_product_attention": _attention,
     "aten.gelu": _gelu,

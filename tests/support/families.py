@@ -71,6 +71,14 @@ def config(family: str) -> Any:
             return transformers.GraniteMoeConfig(
                 **EXPERTS, num_local_experts=6, num_experts_per_tok=2, logits_scaling=4.0
             )
+        case (
+            "deepseek-v3"
+        ):  # latent attention, experts chosen among groups of them, one that every position goes to
+            return transformers.DeepseekV3Config(
+                **{**EXPERTS, "num_key_value_heads": 4}, moe_intermediate_size=32, n_routed_experts=8, n_group=4,
+                topk_group=2, num_experts_per_tok=3, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+                qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_shared_experts=1,
+            )  # fmt: skip
     raise ValueError(family)
 
 

@@ -143,7 +143,10 @@ def in_part(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     masked = x * 2
     masked[masked > 1] = 1.0
     turned = (x + 1).transpose(0, 1).relu_()
-    return copied, filled, masked, turned, x + 1
+    empty = torch.empty(x.shape[0], 2)
+    empty[:, :1] = x[:, 1:2]
+    empty[:, 1:] = x[:, :1]
+    return copied, filled, masked, turned, empty, x + 1
 
 
 def test_writes_in_place_change_what_shares_the_memory_and_nothing_else() -> None:

@@ -37,7 +37,7 @@ def run(stages: list[TorchDecodingStage], start: int, tokens: torch.Tensor) -> t
     return values["result/0"][0, -1]
 
 
-SLOW = ["qwen3-moe", "qwen2-moe", "olmoe", "granite-moe"]
+SLOW = ["qwen3-moe", "qwen2-moe", "olmoe", "granite-moe", "deepseek-v3"]
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,6 @@ def test_experts_are_trained_as_in_one_process() -> None:
         plane.discard()
     losses = list(train(case, staged, config, range(10), 10))
     assert losses == pytest.approx(list(own_training(case, config, 10)), rel=1e-5)
-    assert losses[-1] < losses[0]
 
 
 def test_a_skip_edge_goes_straight_to_each_stage_that_reads_it() -> None:
