@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion.dag.rewrites.clean import clean
-from fusion.dag.rewrites.experts import name_experts
 from fusion.runtime.capture import sources
+from fusion.runtime.capture.trained_graph import trained_graph
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
@@ -65,7 +64,7 @@ def prepare_training(
         compression=spec.compression,
     )
     admitted = spec.admission.among(peers, lambda peer: peer.peer)
-    graph, chosen = name_experts(clean(model.training)), _chosen(admitted, spec.placement.peers)
+    graph, chosen = trained_graph(model.training), _chosen(admitted, spec.placement.peers)
     say(f"placing it on {len(chosen)} peers")
     placed = place_job(graph, config, chosen, links, spec.placement.stages)
     job = GraphJob(

@@ -12,10 +12,10 @@ from fusion.compression.reference_speeds import REFERENCE
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.place import Scheduler
-from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.capture import capture_language_model
 from fusion.runtime.capture.huggingface import open_model, parameters_on_meta
 from fusion.runtime.capture.models import GPT
+from fusion.runtime.capture.trained_graph import trained_graph
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
 from fusion.runtime.job.stage_graphs import training_memory
@@ -67,10 +67,10 @@ def training_graph(spec: JobSpec) -> Graph:
             raise JobError(
                 f"train.sequence must be at most {model.max_sequence}, what the model was built for"
             )
-        return clean(model.capture(training=True))
+        return trained_graph(model.capture(training=True))
     with torch.device("meta"):
         module = GPT(spec.model)
-    return clean(capture_language_model(module, training=True, maximum_sequence=spec.model.sequence))
+    return trained_graph(capture_language_model(module, training=True, maximum_sequence=spec.model.sequence))
 
 
 def _chosen(names: Sequence[str], swarm: SwarmFile) -> frozenset[str]:

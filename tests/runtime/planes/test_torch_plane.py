@@ -15,10 +15,9 @@ from torch.nn import functional
 from fusion.dag.cutting.cuts import split, tie_groups
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
-from fusion.dag.rewrites.clean import clean
-from fusion.dag.rewrites.experts import name_experts
 from fusion.runtime.capture.capture import capture_language_model, capture_module, variables_from_module
 from fusion.runtime.capture.models import GPT
+from fusion.runtime.capture.trained_graph import trained_graph
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.job.spec import GPTConfig
@@ -68,7 +67,7 @@ def language(name: str, module: nn.Module) -> Case:
 
     if name not in _graphs:
         captured = capture_language_model(module, training=True, maximum_sequence=16)
-        _graphs[name] = name_experts(clean(captured))
+        _graphs[name] = trained_graph(captured)
     return Case(module, _graphs[name], batch, loss)
 
 
