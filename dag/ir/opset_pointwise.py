@@ -168,6 +168,7 @@ SPECS: list[OpSpec] = [
     *_unary("relu", unary, "result"),
     *_unary("exp sqrt rsqrt reciprocal sigmoid tanh", unary_floating, "result"),
     *_unary("log log1p log2 sin cos erf expm1", unary_floating, "self"),
+    _p("aten.erfinv", SELF, unary_floating, "self", since=2),
     *_unary("silu mish hardswish hardsigmoid", float_only, "self", 4),
     *_unary("log_sigmoid", float_only, "self copy", 4),
     *_unary("relu6 selu", unary, "result"),

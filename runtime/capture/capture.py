@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import logging
 import re
@@ -122,7 +123,7 @@ class _LanguageModel(nn.Module):
 
 
 def _language_model_keywords(module: nn.Module) -> frozenset[str]:
-    code = getattr(type(module).forward, "__wrapped__", type(module).forward).__code__
+    code = inspect.unwrap(type(module).forward).__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     if "input_ids" not in names:
         return frozenset()

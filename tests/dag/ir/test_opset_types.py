@@ -99,7 +99,7 @@ SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments wi
     ("aten.index_select", X, 1, i(4)), ("aten.gather", X, 2, i(B, S, 4)), ("aten.gather", X, 1, i(B, 1, 8)), ("aten.scatter.src", X, 2, i(B, S, 4), f(B, S, 4)),
     ("aten.index_put", X, (None, i(4)), f(B, 4, 8)), ("aten.index_put", X, (i(B, 1), i(B, 4)), f(8), True), ("aten.index_put", X, (b(B, S),), f()),
     ("aten.select_scatter", X, f(B, S), 2, 1), ("aten.select_scatter", X, f(B, 8), -2, -1), ("aten.slice_scatter", X, f(B, S, 4), 2, 0, 8, 2), ("aten.slice_scatter", X, X, 1),
-    ("aten.copy", X, f(1, 8)), ("aten.copy", X, i(B, S, 8)), ("aten.fill.Scalar", X, 2), ("aten.fill.Tensor", i(B, S), f()),
+    ("aten.erfinv", X), ("aten.copy", X, f(1, 8)), ("aten.copy", X, i(B, S, 8)), ("aten.fill.Scalar", X, 2), ("aten.fill.Tensor", i(B, S), f()),
     ("aten.scatter.value", X, 1, i(B, 1, 8), 1.0), ("aten.index_add", X, 1, i(4), f(B, 4, 8)),
     ("aten.flip", X, (1, -1)), ("aten.flip", X, ()), ("aten.roll", X, (1,), (1,)), ("aten.roll", X, (2,)), ("aten.tril", X), ("aten.triu", X, 1),
     ("aten.diff", X), ("aten.diff", i(B, S), 1, -1, i(B, 1)), ("aten.diff", X, 2, 1, None, f(B, 2, 8)), ("aten.constant_pad_nd", X, (1, 2, 0, 1)), ("aten.constant_pad_nd", X, (-1, 0), 2.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,31 @@ def test_a_language_model_has_two_symbols_and_tied_weights_once() -> None:
         positions = torch.arange(length).repeat(batch, 1)
         (found,) = execute(serving, module, {"input_ids": ids, "position_ids": positions})
         torch.testing.assert_close(found, module(ids, positions))
+
+
+def test_arguments_are_named_however_often_forward_is_wrapped() -> None:
+    """Given by place, positions would be the attention mask of many a model."""
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **named: Any) -> Any:
+            return function(*args, **named)
+
+        return call
+
+    class Model(nn.Module):
+        @wrapped
+        @wrapped
+        def forward(
+            self, input_ids: torch.Tensor, mask: Any = None, position_ids: Any = None
+        ) -> torch.Tensor:
+            assert mask is None
+            return (input_ids + 2 * position_ids)[..., None].float()
+
+    graph = capture_language_model(Model(), training=False, maximum_sequence=16)
+    ids, positions = torch.randint(0, 9, (1, 5)), torch.arange(5)[None]
+    (found,) = execute(graph, Model(), {"input_ids": ids, "position_ids": positions})
+    assert torch.equal(found, (ids + 2 * positions)[..., None].float())
 
 
 def test_capture_is_of_shapes_only() -> None:
