@@ -57,7 +57,8 @@ def main() -> int:
             print(page.short(known[family]), flush=True)
             RESULTS.write_text(json.dumps({"versions": _versions(), "families": known}, indent=1) + "\n")
     outcomes = [trial.Outcome(**known[name]) for name in families if name in known]
-    PAGE.write_text(page.text(outcomes, transformers.__version__))
+    untried = [name for name in families if name not in known]
+    PAGE.write_text(page.text(outcomes, transformers.__version__, untried))
     print(page.counts(outcomes))
     return int(any(outcome.served == "wrong" for outcome in outcomes))
 

@@ -13,7 +13,7 @@ HOW = {
 }  # fmt: skip
 
 
-def text(outcomes: Sequence[Outcome], version: str) -> str:
+def text(outcomes: Sequence[Outcome], version: str, untried: Sequence[str] = ()) -> str:
     rows = [
         f"| {o.family} | {HOW[o.served]} | {_error(o)} | {_cell(o.why)} |"
         for o in outcomes
@@ -36,6 +36,7 @@ def text(outcomes: Sequence[Outcome], version: str) -> str:
         "|---|---|---|---|",
         *rows,
         "",
+        *([f"Still to be tried (`make models` goes on with them): {', '.join(untried)}.", ""] if untried else []),
         "## Not tried",
         "",
         "For these no tiny configuration could be made that transformers itself runs as a language model of one sequence.",

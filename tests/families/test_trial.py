@@ -55,7 +55,8 @@ def test_the_page() -> None:
         Outcome(family="c", served="refused", why="the op-set has no operator aten.z"),
         Outcome(family="d", served="not tried", why="needs timm"),
     ]
-    text = page.text(found, "5.0")
+    text = page.text(found, "5.0", ["e", "f"])
+    assert "Still to be tried" not in page.text(found, "5.0") and "): e, f." in text
     assert "| a | KV cache | 1e-06 |  |" in text
     assert "| b | recomputed | 2e-06 | x \\| y |" in text
     assert "| d | needs timm |" in text.partition("## Not tried")[2]

@@ -56,6 +56,7 @@ TIED: Mapping[str, Mapping[str, Any]] = {
     "doge": {
         "keep_window_size": 2048
     },  # beyond it attention is sparse, and no text of this many positions gets there
+    "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "reformer": {
         "axial_pos_embds_dim": [32, 32],
