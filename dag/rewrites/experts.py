@@ -29,8 +29,8 @@ def name_experts(graph: Graph) -> Graph:
     """For serving and training: the same products, in another order of additions. A node that gives the whole product, with
     its bias, keeps its name. Expects a graph that `clean` has gone over."""
     made = {node.name: node for node in graph.nodes}
-    products = {}
-    nodes = []
+    products: dict[str, Node] = {}
+    nodes: list[Node] = []
     for node in graph.nodes:
         found = _product(graph, node, made)
         if found is None:

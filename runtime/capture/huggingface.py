@@ -20,7 +20,7 @@ from fusion.dag.ir.graph import Graph, Variable
 from fusion.dag.rewrites.expert_groups import part_of
 from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
 from fusion.runtime.capture.rope import fixed_length
-from fusion.runtime.capture.stored_weights import StoredWeights, no_weights, stored_weights
+from fusion.runtime.capture.stored_weights import Loading, StoredWeights, no_weights, stored_weights
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import check_huggingface, json_object
 
@@ -86,7 +86,7 @@ def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> Huggi
         max_sequence=_longest(text),
         end_tokens=_end_tokens(directory, text),
         tokenizer=tokenizer if tokenizer.is_file() else None,
-        weights=stored_weights(directory, module) if weights else no_weights(module),
+        weights=stored_weights(directory, module, _loading(module)) if weights else no_weights(module),
     )
 
 
@@ -175,3 +175,37 @@ def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
     if found is None:
         return ()
     return tuple(int(token) for token in (found if isinstance(found, list) else [found]))
+
+
+def _loading(module: Any) -> Loading:
+    """What the files call each tensor of the module: often the same, but files keep the names of old versions, and those of a
+    base model (GPT-2's, say) leave out the name under which the causal model holds it."""
+    own = module.state_dict()
+    prefix = str(getattr(module, "base_model_prefix", ""))
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError:  # before version 5 the names of the files were those of the module
+
+        def with_prefix(name: str) -> tuple[str, None]:
+            return (f"{prefix}.{name}" if f"{prefix}.{name}" in own else name), None
+
+        return Loading(order=str, target=with_prefix, converters={})
+    ways = get_model_conversion_mapping(module)
+    renamings = [way for way in ways if isinstance(way, WeightRenaming)]
+    converters = [way for way in ways if isinstance(way, WeightConverter)]
+
+    def renamed(name: str) -> tuple[str, str | None]:
+        new, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        return (name, None) if new not in own and name in own else (new, pattern)
+
+    return Loading(
+        order=dot_natural_key,
+        target=renamed,
+        converters={pattern: way for way in converters for pattern in way.source_patterns},
+    )

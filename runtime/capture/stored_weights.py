@@ -7,7 +7,7 @@ What it would do with the whole model, its own operations do here with the tenso
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,16 @@ from fusion.dag.rewrites.expert_groups import Part, part_of
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import indexed_files
 from fusion.runtime.planes.codegen import TORCH_DTYPES
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How transformers loads a module. `order`: sorts the names of tensors, experts by their numbers; `target`: the tensor of the
+    module that a stored one is for, and the pattern of the converter that it fits, if any; `converters`: by pattern."""
+
+    order: Callable[[str], Any]
+    target: Callable[[str], tuple[str, str | None]]
+    converters: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,8 @@ class Stored:
 
 def _within_experts(operation: Any) -> bool:
     """Whether it does to some experts what it does to all."""
-    dims = {getattr(operation, name, None) for name in ("dim", "dim0", "dim1")} - {None}
+    given = (getattr(operation, name, None) for name in ("dim", "dim0", "dim1"))
+    dims = [dim for dim in given if isinstance(dim, int)]
     plain = type(operation).__name__ in ("Concatenate", "Chunk", "Transpose", "Interleave")
     # One that looks at the shape of the whole would take a part for the other way round.
     return plain and bool(dims) and all(d > 0 for d in dims) and not getattr(operation, "check_dims", False)
@@ -131,10 +142,10 @@ class StoredWeights:
             raise JobError(f"{path}: {piece} and others cannot be made into {name}: {reason}") from error
 
 
-def stored_weights(directory: Path, module: Any) -> StoredWeights:
+def stored_weights(directory: Path, module: Any, loading: Loading) -> StoredWeights:
     """Of the module of a directory; its files are looked into, not read. JobError for one that is no safetensors file."""
     files = _files(directory)
-    return StoredWeights(module, files, _stored(module, files))
+    return StoredWeights(module, files, _stored(module, files, loading))
 
 
 def no_weights(module: Any) -> StoredWeights:
@@ -156,39 +167,18 @@ def _files(directory: Path) -> dict[str, Path]:
     return files
 
 
-def _stored(module: Any, files: Iterable[str]) -> dict[str, Stored]:
-    """What the files call each tensor of the module: often the same, but files keep the names of old versions, and those of a
-    base model (GPT-2's, say) leave out the name under which the causal model holds it."""
+def _stored(module: Any, files: Iterable[str], loading: Loading) -> dict[str, Stored]:
     own = module.state_dict()
-    prefix = str(getattr(module, "base_model_prefix", ""))
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
-    except ImportError:  # before version 5 the names of the files were those of the module
-        named = {(f"{prefix}.{name}" if f"{prefix}.{name}" in own else name): name for name in files}
-        return {own_name: Stored((("", name),)) for own_name, name in named.items()}
-    ways = get_model_conversion_mapping(module)
-    renamings = [way for way in ways if isinstance(way, WeightRenaming)]
-    converters = [way for way in ways if isinstance(way, WeightConverter)]
-    by_pattern = {pattern: way for way in converters for pattern in way.source_patterns}
     stored: dict[str, Stored] = {}
-    for name in sorted(
-        files, key=dot_natural_key
-    ):  # experts in the order of their numbers, not of their digits
-        new, pattern = rename_source_key(name, renamings, converters, prefix, own)
-        if new not in own and name in own:
-            new, pattern = name, None
+    for name in sorted(files, key=loading.order):
+        new, pattern = loading.target(name)
         if pattern is None or new not in own:
             stored[new] = Stored((("", name),))
             continue
+        converter = loading.converters[pattern]
         before = stored.get(new)
         pieces = before.pieces if before is not None and before.converter is not None else ()
-        found = Stored((*pieces, (pattern, name)), by_pattern[pattern], new)
-        targets = by_pattern[pattern].target_patterns
+        found = Stored((*pieces, (pattern, name)), converter, new)
+        targets = converter.target_patterns
         stored.update({new.replace(targets[0], target): found for target in targets})
     return stored
