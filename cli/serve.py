@@ -17,8 +17,8 @@ from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
+from fusion.runtime.capture.gguf_header import check_source
 from fusion.runtime.job.admission import AdmissionSpec
-from fusion.runtime.job.model_files import check_model
 
 if TYPE_CHECKING:
     from fusion.runtime.belief.naming import Known
@@ -97,10 +97,10 @@ def serve(
     if job is None:
         if once:
             raise ValueError("--once: goes with a job, not with a model's files")
-        _check_files(path)
+        check_source(path)
     if draft is not None:
         try:
-            _check_files(draft)
+            check_source(draft)
         except ValueError as error:
             raise ValueError(f"--draft: {error}") from None
     if not name.strip():
@@ -116,15 +116,6 @@ def serve(
         run(_serve(path, asked, way, output), debug=debug)
     else:
         run(_follow(job, asked, way, output, once=once, said=admission is not None), debug=debug)
-
-
-def _check_files(path: Path) -> None:
-    """ValueError, in one line and before anybody is asked, where no model can be read from here."""
-    check_model(path)
-    if path.is_file():
-        from fusion.runtime.capture.gguf_header import read_header
-
-        read_header(path)
 
 
 @dataclass(frozen=True)
