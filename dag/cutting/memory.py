@@ -20,6 +20,7 @@ import numpy.typing as npt
 from fusion.dag.cutting.costs import bound_types, differentiable, stashed, storages, type_bytes
 from fusion.dag.cutting.crossing import crossing
 from fusion.dag.ir.graph import Graph, Ref, TensorType
+from fusion.dag.ir.opset import kept
 from fusion.dag.ir.opset_spec import elements
 
 Row = npt.NDArray[np.float64]  # by node, or by bound
@@ -161,8 +162,9 @@ class _Measure:
         """Keys and values of one session as long as the sizes say."""
         own = np.zeros(len(self._graph.nodes))
         for i, node in enumerate(self._graph.nodes):
-            if node.op == "fusion.cached_attention":
-                own[i] = sum(type_bytes(self._types[a]) for a in node.args[1:3] if isinstance(a, Ref))
+            cache = kept(node)
+            if cache is not None:
+                own[i] = sum(type_bytes(self._types[ref]) for ref in cache[1])
         return self._between(own)
 
     def working(self, types: Types) -> Matrix:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fusion.dag.ir import (
+    opset_attention,
     opset_contract,
     opset_convolution,
     opset_experts,
@@ -28,12 +29,13 @@ from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK, REQUIRED, Call, Kind, O
 
 __all__ = [
     "MAX_LIST", "MAX_RANK", "OPSET", "OPSET_VERSION", "REQUIRED", "Call", "OpSpec", "Parameter",
-    "infer", "mixed_dims", "needed_version", "node_kind", "spec",
+    "infer", "kept", "mixed_dims", "needed_version", "node_kind", "spec",
 ]  # fmt: skip
 
 OPSET_VERSION = 2  # raised where operators are added; what one of them computes never changes
 
 _TABLES = (
+    opset_attention,
     opset_contract,
     opset_convolution,
     opset_experts,
@@ -74,7 +76,7 @@ def mixed_dims(
     """For each tensor argument, in order, the dimensions over which the op combines or moves values of different
     positions: reductions, softmax, contractions, windows, slices, look-ups, joins. A dimension that is not listed is
     carried through position by position (but perhaps under another number, or merged with its neighbours: shapes tell).
-    `fusion.cached_attention` does not list its length: the cache makes up for a sequence given in pieces. Ops that make
+    Attention to a cache does not list its length: the cache makes up for a sequence given in pieces. Ops that make
     positions from sizes (aten.arange) have no tensor argument and so say nothing here."""
     found = spec(op)
     mixed = found.mixes(found.call(args, types))
@@ -85,6 +87,17 @@ def mixed_dims(
             if isinstance(ref, Ref):
                 result.append((ref, dims & frozenset(range(len(types[ref].shape)))))
     return tuple(result)
+
+
+def kept(node: Node) -> tuple[int, tuple[Ref, ...]] | None:
+    """Of a node that keeps values of every position (attention to a cache): the slot of its cache, and what is kept."""
+    found = spec(node.op)
+    if not found.keeps:
+        return None
+    named = dict(zip((p.name for p in found.parameters), node.args, strict=True))
+    slot = named["slot"]
+    assert isinstance(slot, int)
+    return slot, tuple(ref for ref in (named[name] for name in found.keeps) if isinstance(ref, Ref))
 
 
 def node_kind(graph: Graph, node: Node) -> Kind:

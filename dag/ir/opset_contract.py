@@ -113,7 +113,7 @@ def attention(call: Call) -> Types:
     if mask is not None and call["is_causal"]:
         raise call.fail("has a mask and is_causal")
     dtype = _queries_fit(call, q, k, v)
-    lead = broadcast(call, *_leads(call, call["enable_gqa"]))
+    lead = broadcast(call, *leads(call, call["enable_gqa"]))
     if mask is not None:
         scores = (*lead, q.shape[-2], k.shape[-2])
         if mask.dtype not in ("bool", dtype) or broadcast(call, mask.shape, scores) != scores:
@@ -130,7 +130,7 @@ def _queries_fit(call: Call, q: TensorType, k: TensorType, v: TensorType) -> str
     return dtype
 
 
-def _leads(call: Call, grouped: bool) -> list[Shape]:
+def leads(call: Call, grouped: bool) -> list[Shape]:
     """The dimensions before length of query, key and value, the heads of grouped keys counted as the query's."""
     q, k, v = (call[n].shape for n in ("query", "key", "value"))
     if not grouped:
@@ -157,7 +157,7 @@ def cached_attention(call: Call) -> Types:
         )
     dtype = _queries_fit(call, q, k, v)
     same(call, q.shape[-2], k.shape[-2], "length of query and key")
-    lead = _leads(call, grouped=True)
+    lead = leads(call, grouped=True)
     if any(part != lead[0] for part in lead):
         raise call.fail(f"batch of {q}, {k} and {v}")
     return (TensorType((*q.shape[:-1], v.shape[-1]), dtype),)
@@ -212,7 +212,7 @@ def _product_flops(name: str, extra: int = 0) -> Flops:
     return lambda call, results: elements(results[0]) * (2 * plain(call[name].shape[-1]) + extra)
 
 
-def _attention_flops(call: Call, results: Types) -> int:
+def attention_flops(call: Call, results: Types) -> int:
     """Two products and a softmax over full scores: kernels that skip the masked half of a causal one are faster."""
     width = plain(call["query"].shape[-1])
     rows = elements(results[0]) // max(1, plain(results[0].shape[-1]))
@@ -261,10 +261,10 @@ SPECS: list[OpSpec] = [
     _n("aten.group_norm", "input: tensor, num_groups: int, weight: tensor? = None, bias: tensor? = None, eps: float = 1e-05", channel_norm, _channel_norm_mixes),
     _n("aten.batch_norm", "input: tensor, weight: tensor?, bias: tensor?, running_mean: tensor?, running_var: tensor?, training: bool, momentum: float, eps: float", channel_norm, _channel_norm_mixes),
     op("aten.scaled_dot_product_attention", _ATTENTION, attention, "attention",
-       mixes=_attention_mixes, flops=_attention_flops, saves=("query", "key", "value", "result"), backward=_ATTENTION_BACKWARD),
+       mixes=_attention_mixes, flops=attention_flops, saves=("query", "key", "value", "result"), backward=_ATTENTION_BACKWARD),
     op("fusion.dropout_attention", _ATTENTION.replace("dropout_p: float = 0.0", "dropout_p: float").replace("attn_mask: tensor? = None", "attn_mask: tensor?")
        .replace(" = False", "").replace(" = None", ""), attention, "attention",
-       mixes=_attention_mixes, flops=_attention_flops, saves=("query", "key", "value", "scores"), backward=_ATTENTION_BACKWARD),
+       mixes=_attention_mixes, flops=attention_flops, saves=("query", "key", "value", "scores"), backward=_ATTENTION_BACKWARD),
     op("fusion.cached_attention", "query: tensor, key: tensor, value: tensor, slot: int, scale: float?, window: int?", cached_attention, "attention",
-       mixes=_cached_mixes, flops=_attention_flops, differentiable=False),
+       mixes=_cached_mixes, flops=attention_flops, differentiable=False, keeps=("key", "value")),
 ]  # fmt: skip

@@ -251,8 +251,16 @@ def _index_mixes(call: Call) -> Mixed:
     return {"self": {i for i, entry in enumerate(call["indices"]) if entry is not None}}
 
 
+def _gather_mixes(call: Call) -> Mixed:
+    """Each element of the index is read for the one in its place; self is read in step outside `dim`, where the index is as
+    long as it is."""
+    own, index = call["self"].shape, call["index"].shape
+    at = axis(call, call["dim"], len(own))
+    return {"self": {at} | {i for i, (a, b) in enumerate(zip(own, index, strict=True)) if a != b}}
+
+
 def _everything_along(call: Call) -> Mixed:
-    """gather and scatter read several tensors in step: outside `dim` too, where the index is shorter than self."""
+    """scatter and index_add read several tensors in step: outside `dim` too, where the index is shorter than self."""
     at = axis(call, call["dim"], len(call["self"].shape))
     mixed = {
         name: {at}
@@ -318,7 +326,7 @@ SPECS: list[OpSpec] = [
     _m("aten.stack", "tensors: tensors, dim: int = 0", stack, no_mixing),
     _m("aten.index.Tensor", "self: tensor, indices: maybe_tensors", index, _index_mixes, "indices"),
     _m("aten.index_select", "self: tensor, dim: int, index: tensor", index_select, along("dim"), "index"),
-    _m("aten.gather", "self: tensor, dim: int, index: tensor", gather, _everything_along, "self index"),
+    _m("aten.gather", "self: tensor, dim: int, index: tensor", gather, _gather_mixes, "self index"),
     _m("aten.scatter.src", "self: tensor, dim: int, index: tensor, src: tensor", scatter, _everything_along, "index"),
     _m("aten.scatter.value", "self: tensor, dim: int, index: tensor, value: number", scatter, _everything_along, "index"),
     _m("aten.index_add", "self: tensor, dim: int, index: tensor, source: tensor, alpha: number = 1", index_add, _everything_along, "index"),

@@ -39,7 +39,7 @@ REQUIRED = _Required()
 @dataclass(frozen=True)
 class Parameter:
     """`type` is tensor, tensors, maybe_tensors, operand (tensor or number), int, dim (int or polynomial), number
-    (bool, int, float or polynomial), float, bool, dtype, ints or dims; `optional` allows None."""
+    (bool, int, float or polynomial), float, floats, bool, dtype, ints or dims; `optional` allows None."""
 
     name: str
     type: str
@@ -109,7 +109,9 @@ def flops_per_result(count: int) -> Flops:
 class OpSpec:
     """`saves`: the tensor parameters that the backward pass reads again; besides their names, "result" is the op's own
     result, "positions" its second one, "scores" the weights of attention three times (softmax, mask, product), and "copy" a tensor of the size and dtype of the first argument.
-    `backward`: FLOPs of the gradient of each argument over those of the forward pass; None means 1 for each."""
+    `backward`: FLOPs of the gradient of each argument over those of the forward pass; None means 1 for each.
+    `keeps`: the tensor parameters that it keeps of every position of a sequence, in the cache that its argument `slot`
+    numbers."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -123,6 +125,7 @@ class OpSpec:
     saves: tuple[str, ...] = ()
     bilinear: bool = False  # each saved argument is read again only for the gradient of another one
     differentiable: bool = True
+    keeps: tuple[str, ...] = ()
     since: int = 1  # the first version of the op-set that has it
 
     def call(self, args: tuple[Arg, ...], types: Mapping[Ref, TensorType]) -> Call:
@@ -182,6 +185,7 @@ _ACCEPTS: dict[str, Callable[[object], bool]] = {
     "dim": _is_dim,
     "number": _is_number,
     "float": lambda a: type(a) in (int, float),
+    "floats": _list_of(lambda a: type(a) in (int, float)),
     "bool": lambda a: type(a) is bool,
     "dtype": lambda a: isinstance(a, DType),
     "ints": _list_of(_is_int),

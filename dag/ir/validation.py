@@ -11,7 +11,7 @@ from math import prod
 from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
-from fusion.dag.ir.opset import infer
+from fusion.dag.ir.opset import infer, kept
 from fusion.dag.ir.opset_shapes import MAX_ELEMENTS, MAX_TERMS
 from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK
 
@@ -52,15 +52,15 @@ def validate(graph: Graph) -> None:
         elements += count
     if elements > MAX_PARAMETERS:
         raise GraphError(f"variables of {elements} elements: more than {MAX_PARAMETERS}")
-    slots: set[Arg] = set()
+    slots: set[int] = set()
     for node in graph.nodes:
         _check_node(node, types, symbols)
         types.update((Ref(node.name, i), t) for i, t in enumerate(node.results))
-        if node.op == "fusion.cached_attention":
-            slot = node.args[3]
-            if slot in slots:
-                raise GraphError(f"node {node.name}: cache slot {slot} is taken by another node")
-            slots.add(slot)
+        cache = kept(node)
+        if cache is not None:
+            if cache[0] in slots:
+                raise GraphError(f"node {node.name}: cache slot {cache[0]} is taken by another node")
+            slots.add(cache[0])
     for ref in graph.outputs:
         if ref not in types:
             raise GraphError(f"output {ref.name:.80} is not a value of the graph")

@@ -6,6 +6,7 @@ expert_groups   experts in groups that a cut may lie between
 positions       whether each position is treated by itself
 masks           what an attention mask lets a position see, by evaluating it
 own_positions   positions that a model counts itself, from its input
+written_attention  attention that a model writes out
 kv_cache        attention that reads earlier positions from a cache
 last_position   logits of the last position only
 end_to_end      whether several sequences may run as one

@@ -1,23 +1,37 @@
-"""Give attention a memory, so that a sequence may be run in pieces: aten.scaled_dot_product_attention becomes
-`fusion.cached_attention`, which reads the keys and values of earlier positions from a cache.
+"""Give attention a memory, so that a sequence may be run in pieces: it becomes `fusion.cached_attention`, which reads the
+keys and values of earlier positions from a cache, or `fusion.cached_attention_scored` where its scores are not plain ones.
 
-Only for attention that is recognised as causal, over all positions or a window of them; whatever else the model does
-must treat positions one by one. Anything not recognised is refused: a model is never served almost right.
+Only for attention, fused or written out, that is recognised as causal, over all positions or a window of them, with no
+bias but one by position; whatever else the model does must treat positions one by one. Anything not recognised is refused:
+a model is never served almost right.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from fusion.dag.ir.dims import symbol
-from fusion.dag.ir.errors import UnsupportedModel
-from fusion.dag.ir.graph import Arg, Graph, Node, Ref, TensorType
+from fusion.dag.cutting.references import needed
+from fusion.dag.ir.dims import Dim, symbol
+from fusion.dag.ir.errors import GraphError, UnsupportedModel
+from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
+from fusion.dag.ir.opset import infer
 from fusion.dag.rewrites.clean import clean
-from fusion.dag.rewrites.masks import Evaluate, visible_window
+from fusion.dag.rewrites.masks import Bias, Evaluate, affine_bias, visible_window
 from fusion.dag.rewrites.own_positions import given_positions
 from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions
+from fusion.dag.rewrites.written_attention import (
+    SOFTMAX,
+    Added,
+    Hides,
+    Written,
+    heads_of,
+    hidden_parts,
+    maker,
+    positional_names,
+    read_attention,
+)
 
-ATTENTION = "aten.scaled_dot_product_attention"
+FUSED = "aten.scaled_dot_product_attention"
 
 
 def cache_attention(graph: Graph, evaluate: Evaluate, maximum_sequence: int | None = None) -> Graph:
@@ -28,18 +42,8 @@ def cache_attention(graph: Graph, evaluate: Evaluate, maximum_sequence: int | No
     the order of the nodes; keys and values that were repeated for grouped queries are cached before that. A window
     that `maximum_sequence` positions never fill is left out. UnsupportedModel, in one line, for any other model.
     """
-    graph = clean(graph)
-    windows: dict[Ref, int | None] = {}
-    nodes = list(graph.nodes)
-    slot = 0
-    for i, node in enumerate(nodes):
-        if node.op == ATTENTION:
-            window = _window(graph, node, evaluate, windows)
-            if window is not None and maximum_sequence is not None and window >= maximum_sequence:
-                window = None
-            nodes[i] = _cached(graph, node, slot, window)
-            slot += 1
-    cached = clean(given_positions(clean(replace(graph, nodes=tuple(nodes))), evaluate))
+    graph = given_positions(clean(graph), evaluate)
+    cached = clean(_Caching(graph, evaluate, maximum_sequence).run())
     require_separate_positions(cached)
     for ref in cached.outputs:
         if symbol(SEQUENCE) not in cached.types[ref].shape:
@@ -49,31 +53,277 @@ def cache_attention(graph: Graph, evaluate: Evaluate, maximum_sequence: int | No
     return cached
 
 
-def _window(graph: Graph, node: Node, evaluate: Evaluate, known: dict[Ref, int | None]) -> int | None:
-    mask, dropout, is_causal = node.args[3:6]
-    if dropout != 0:
-        raise _refusal(node, "drops out weights: capture the model in evaluation mode")
-    if not isinstance(mask, Ref):
-        if is_causal is not True:
+class _Caching:
+    """One walk over the nodes, in which each attention becomes one with a cache."""
+
+    def __init__(self, graph: Graph, evaluate: Evaluate, longest: int | None) -> None:
+        self.graph = graph
+        self.evaluate = evaluate
+        self.longest = longest
+        self.positional = positional_names(graph)
+        self.types = dict(graph.types)
+        self.nodes: list[Node] = []
+        self.slots = 0
+        self.windows: dict[Hides, int | None] = {}
+        self.biases: dict[Ref, Bias] = {}
+
+    def run(self) -> Graph:
+        graph = self.graph
+        written = {
+            found.end.name: found
+            for node in graph.nodes
+            if node.op == SOFTMAX and (found := read_attention(graph, node, self.positional)) is not None
+        }
+        for node in graph.nodes:
+            try:
+                if node.op == FUSED:
+                    self.fused(node)
+                elif node.name in written:
+                    self.written(written[node.name])
+                else:
+                    self.nodes.append(node)
+            except UnsupportedModel:
+                raise
+            except GraphError as why:
+                raise _refusal(node, f"does not fit a cache: {why}") from None
+        return replace(graph, nodes=tuple(self.nodes))
+
+    def fused(self, node: Node) -> None:
+        query, key, value = (a for a in node.args[:3] if isinstance(a, Ref))
+        mask, dropout, is_causal, scale, grouped = node.args[3:]
+        if dropout != 0:
+            raise _refusal(node, "drops out weights: capture the model in evaluation mode")
+        if is_causal is True and mask is not None:
+            raise _refusal(node, "has a mask beside its causal one")
+        if is_causal is not True and not isinstance(mask, Ref):
             raise _refusal(node, "sees later positions")
-        return None
-    if is_causal is True:
-        raise _refusal(node, "has a mask beside its causal one")
-    if mask not in known:
-        known[mask] = visible_window(graph, mask, evaluate)
-    return known[mask]
+        seen = _Seen()
+        if isinstance(mask, Ref):
+            self.look(node, seen, Added(mask))
+            if not seen.causal:
+                raise _refusal(node, "sees later positions")
+        assert scale is None or isinstance(scale, (int, float))
+        keys = self.unrepeated(node, query, key, value, grouped is True)
+        if not seen.biases and seen.slopes is None:
+            self.plain(node, query, *keys, scale, self.window(seen))
+            return
+        width = self.types[query].shape[3]
+        if not isinstance(width, int):
+            raise _refusal(node, f"has queries {self.types[query]}")
+        # The fused kernel computes its scores in float32, whatever it is given.
+        self.scored(
+            Written(node, query, key, value, scale=width**-0.5 if scale is None else float(scale)),
+            (self.cast(node, "query", query), self.cast(node, "key", keys[0]), keys[1]),
+            seen,
+        )
+
+    def written(self, found: Written) -> None:
+        end, graph = found.end, self.graph
+        turned = maker(graph, found.across)
+        if turned is not None and turned.op == "aten.transpose.int" and _last_two(graph, turned):
+            key = turned.args[0]
+        else:
+            key = self.emit(end, "key_turned", "aten.transpose.int", found.across, -2, -1)
+        query, key, value = (
+            self.apart(end, name, ref)
+            for name, ref in (("query", found.query), ("key", key), ("value", found.value))
+            if isinstance(ref, Ref)
+        )
+        seen = _Seen()
+        for hides in found.hides:
+            seen.add(self.seen_by(hides))
+        for added in found.added:
+            self.look(end, seen, added)
+        if not seen.causal:
+            raise _refusal(end, "sees later positions")
+        if found.sinks is not None and (seen.slopes is not None or seen.constant):
+            raise _refusal(end, "has sinks, which see the numbers that are added to a whole row")
+        keys = self.unrepeated(end, query, key, value, True)
+        # Plain scores as well: the fused kernel would round them in another order than the model does.
+        self.scored(found, (query, *keys), seen)
+
+    def window(self, seen: _Seen) -> int | None:
+        window = seen.window
+        return None if window is not None and self.longest is not None and window >= self.longest else window
+
+    def seen_by(self, hides: Hides) -> int | None:
+        if hides not in self.windows:
+            self.windows[hides] = visible_window(
+                self.graph, hides.mask, self.evaluate, self.longest, hides=hides.inverts
+            )
+        return self.windows[hides]
+
+    def look(self, node: Node, seen: _Seen, added: Added) -> None:
+        """What a mask or a bias that is added to the scores lets a position see, and adds to it."""
+        type_ = self.types[added.bias]
+        if type_.dtype == "bool":
+            seen.add(self.seen_by(Hides(added.bias)))
+            return
+        if symbol(SEQUENCE) not in type_.shape and added.bias.name in self.positional:
+            seen.constant = True  # the same for all keys, which a softmax does not see
+            return
+        if type_.shape[-1:] != (symbol(SEQUENCE),):
+            raise _refusal(node, f"adds what depends on {added.bias}, {type_}, to its scores")
+        if len(type_.shape) > 1 and type_.shape[-2] == symbol(SEQUENCE):
+            try:
+                window = self.seen_by(Hides(added.bias))
+            except UnsupportedModel as why:
+                parts = hidden_parts(self.graph, added)
+                if parts is None:
+                    self.slope(node, seen, added, str(why))
+                    return
+                for hides in parts[0]:
+                    seen.add(self.seen_by(hides))
+                for part in parts[1]:
+                    self.look(node, seen, part)
+                return
+            seen.add(window)
+        elif added.bias.name in self.positional and self.separate(added.bias):
+            seen.biases.append(self.for_each_key(node, added))
+        else:
+            self.slope(node, seen, added, f"the bias {added.bias} depends on more than positions")
+
+    def separate(self, ref: Ref) -> bool:
+        """Whether the value at a position is made of that position alone, so that a cache can keep it."""
+        part = replace(self.graph, nodes=needed(self.graph, [ref]), outputs=(ref,))
+        try:
+            require_separate_positions(part)
+        except UnsupportedModel:
+            return False
+        return True
+
+    def slope(self, node: Node, seen: _Seen, added: Added, why: str) -> None:
+        if added.bias.name not in self.positional:
+            raise UnsupportedModel(why)
+        if added.bias not in self.biases:
+            self.biases[added.bias] = affine_bias(self.graph, added.bias, self.evaluate, self.longest)
+        bias = self.biases[added.bias]
+        heads = self.heads(node, len(bias.slopes))
+        if bias.masks:
+            if added.times != 1:
+                raise _refusal(node, "scales its mask")
+            seen.add(bias.window)
+        own = bias.slopes * heads if len(bias.slopes) == 1 else bias.slopes
+        before = seen.slopes or (0.0,) * len(own)
+        seen.slopes = tuple(a + added.times * b for a, b in zip(before, own, strict=True))
+
+    def heads(self, node: Node, found: int) -> int:
+        shape = node.results[0].shape
+        heads = shape[1] if len(shape) == 4 else heads_of(shape[0])
+        if not isinstance(heads, int) or found not in (1, heads):
+            raise _refusal(node, f"has a bias for {found} heads, and {heads} heads")
+        return heads
+
+    def for_each_key(self, node: Node, added: Added) -> Ref:
+        """The bias as (batch or 1, heads or 1, sequence, 1)."""
+        shape = self.types[added.bias].shape
+        if added.merged and len(shape) == 3 and shape[0] != 1:
+            heads = heads_of(shape[0])
+            if heads is None:
+                raise _refusal(node, f"adds {self.types[added.bias]} to its scores")
+            lead: tuple[Dim, ...] = (symbol("batch"), heads)
+        else:
+            lead = (1, 1, *shape[:-2])[-2:]
+        target = (*lead, symbol(SEQUENCE), 1)
+        ref = self.emit(node, f"bias_{len(self.nodes)}", "aten.reshape", added.bias, target)
+        return (
+            ref
+            if added.times == 1
+            else self.emit(node, f"bias_{len(self.nodes)}", "aten.mul.Tensor", ref, added.times)
+        )
+
+    def apart(self, node: Node, name: str, ref: Ref) -> Ref:
+        """(batch * heads, sequence, width) as (batch, heads, sequence, width)."""
+        shape = self.types[ref].shape
+        heads = heads_of(shape[0])
+        if len(shape) != 3 or heads is None:
+            return ref
+        target = (symbol("batch"), heads, *shape[1:])
+        merged = maker(self.graph, ref)
+        source = merged.args[0] if merged is not None and merged.op == "aten.reshape" else None
+        if isinstance(source, Ref) and self.types[source].shape == target:
+            return source
+        return self.emit(node, name, "aten.reshape", ref, target)
+
+    def cast(self, node: Node, name: str, ref: Ref) -> Ref:
+        if self.types[ref].dtype == "float32":
+            return ref
+        return self.emit(node, name, "aten.to.dtype", ref, DType("float32"))
+
+    def unrepeated(self, node: Node, query: Ref, key: Ref, value: Ref, grouped: bool) -> tuple[Ref, Ref]:
+        known = self.graph.types
+        shared = tuple(_before_repeat(self.graph, ref) if ref in known else None for ref in (key, value))
+        if shared[0] and shared[1] and _heads(self.graph, shared[0]) == _heads(self.graph, shared[1]):
+            key, value = shared[0], shared[1]
+        types = [self.types[r] for r in (query, key, value)]
+        _refuse_shapes(node, types, grouped or shared == (key, value))
+        return key, value
+
+    def plain(
+        self, node: Node, query: Ref, key: Ref, value: Ref, scale: float | None, window: int | None
+    ) -> None:
+        self.attention(node, "fusion.cached_attention", query, key, value, self.slot(), scale, window)
+
+    def scored(self, found: Written, values: tuple[Ref, Ref, Ref], seen: _Seen) -> None:
+        query, key, value = values
+        bias: Ref | None = None
+        for i, ref in enumerate(seen.biases):
+            ref = self.cast(found.end, f"bias_cast_{i}", ref) if found.end.op == FUSED else ref
+            if self.types[ref].dtype != self.types[query].dtype:
+                raise _refusal(found.end, f"adds {self.types[ref]} to scores of {self.types[query]}")
+            bias = (
+                ref
+                if bias is None
+                else self.emit(found.end, f"bias_sum_{i}", "aten.add.Tensor", bias, ref, 1)
+            )
+        self.attention(
+            found.end, "fusion.cached_attention_scored", query, key, value, bias, found.sinks, self.slot(),
+            found.scale, self.window(seen), found.softcap, seen.slopes,
+        )  # fmt: skip
+
+    def slot(self) -> int:
+        self.slots += 1
+        return self.slots - 1
+
+    def attention(self, node: Node, op: str, *args: Arg) -> None:
+        """The attention under the name of `node`, in its shape."""
+        results = infer(op, args, self.types)
+        if results == node.results:
+            self.nodes.append(replace(node, op=op, args=args))
+            return
+        merged = self.emit(node, "attention", op, *args)
+        shape: Arg = node.results[0].shape
+        args = (merged, shape)
+        if infer("aten.reshape", args, self.types) != node.results:
+            raise _refusal(node, f"gives {node.results[0]}")
+        self.nodes.append(replace(node, op="aten.reshape", args=args))
+
+    def emit(self, node: Node, name: str, op: str, *args: Arg) -> Ref:
+        made = Node(f"{node.name}:{name}", op, args, infer(op, args, self.types))
+        self.nodes.append(made)
+        self.types[Ref(made.name)] = made.results[0]
+        return Ref(made.name)
 
 
-def _cached(graph: Graph, node: Node, slot: int, window: int | None) -> Node:
-    query, key, value = (a for a in node.args[:3] if isinstance(a, Ref))
-    scale, grouped = node.args[6:8]
-    shared = _before_repeat(graph, key), _before_repeat(graph, value)
-    if shared[0] and shared[1] and _heads(graph, shared[0]) == _heads(graph, shared[1]):
-        key, value = shared[0], shared[1]
-    types = [graph.types[r] for r in (query, key, value)]
-    _refuse_shapes(node, types, grouped is True or shared == (key, value))
-    args: tuple[Arg, ...] = (query, key, value, slot, scale, window)
-    return replace(node, op="fusion.cached_attention", args=args)
+@dataclass
+class _Seen:
+    """What the masks and biases of one attention come to."""
+
+    causal: bool = False
+    window: int | None = None
+    biases: list[Ref] = field(default_factory=list)  # for each key
+    slopes: tuple[float, ...] | None = None
+    constant: bool = False  # whether a number for all keys was left out
+
+    def add(self, window: int | None) -> None:
+        self.causal = True
+        self.window = min((w for w in (self.window, window) if w is not None), default=None)
+
+
+def _last_two(graph: Graph, turned: Node) -> bool:
+    """Whether the node swaps the last two dimensions."""
+    rank = len(turned.results[0].shape)
+    return {d % rank for d in turned.args[1:] if isinstance(d, int)} == {rank - 1, rank - 2}
 
 
 def _refuse_shapes(node: Node, types: list[TensorType], grouped: bool) -> None:
@@ -93,7 +343,7 @@ def _heads(graph: Graph, ref: Ref) -> object:
 
 def _before_repeat(graph: Graph, ref: Ref) -> Ref | None:
     """What (batch, heads, sequence, width) was repeated from, head h from head h // (heads / fewer heads)."""
-    node, wide = _node(graph, ref), graph.types[ref].shape
+    node, wide = maker(graph, ref), graph.types[ref].shape
     if node is None or len(wide) != 4:
         return None
     source = node.args[0]
@@ -104,7 +354,7 @@ def _before_repeat(graph: Graph, ref: Ref) -> Ref | None:
     if node.op != "aten.reshape" or not isinstance(source, Ref):
         return None
     # repeat_kv: (batch, few, sequence, width) -> (batch, few, 1, ...) -> (batch, few, times, ...) -> (batch, heads, ...)
-    expand = _node(graph, source)
+    expand = maker(graph, source)
     split = graph.types[source].shape
     if (
         expand is None
@@ -116,14 +366,9 @@ def _before_repeat(graph: Graph, ref: Ref) -> Ref | None:
     inserted = expand.args[0]
     if not isinstance(inserted, Ref) or graph.types[inserted].shape != (*split[:2], 1, *split[3:]):
         return None
-    before = _node(graph, inserted)
+    before = maker(graph, inserted)
     few = before.args[0] if before is not None and before.op in ("aten.unsqueeze", "aten.reshape") else None
     return few if isinstance(few, Ref) and graph.types[few].shape == (*split[:2], *split[3:]) else None
-
-
-def _node(graph: Graph, ref: Ref) -> Node | None:
-    at = graph.node_index.get(ref.name)
-    return None if at is None else graph.nodes[at]
 
 
 def _refusal(node: Node, why: str) -> UnsupportedModel:

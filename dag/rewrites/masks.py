@@ -9,14 +9,14 @@ scaled, a threshold may also be a product of numbers (`_scales`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 from fusion.dag.cutting.references import constants, needed
-from fusion.dag.ir.dims import Poly
+from fusion.dag.ir.dims import Poly, bind
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref
 from fusion.dag.ir.opset import spec
@@ -27,10 +27,12 @@ Evaluate = Callable[[Graph, Mapping[str, Array], Mapping[str, int]], Sequence[Ar
 
 POSITIONS = "position_ids"
 HIDDEN = -1e9  # an additive mask hides a position with this or less
-_FAMILIES = frozenset({"pointwise", "reduction", "move", "view", "make"})
+FAMILIES = frozenset({"pointwise", "reduction", "move", "view", "make"})
 _LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 17, 33, 40)
 _DIRECT = 2048  # thresholds up to here are tried as they are: a mask then has at most about 4 million entries
 _ENDLESS = 1 << 31  # no position is ever as large as this
+_ROWS = 1 << 21  # the longest row of numbers that is tried
+_BIASES = 1 << 26  # elements of the largest bias that is tried
 _SMALL = (9, 23)  # what stands for a larger threshold, one after the other
 # Ops under which a distance or a position stays what it is, plus or minus a number of the graph.
 _UNSCALED = frozenset({
@@ -44,11 +46,16 @@ _EXACT = frozenset({"bool", "int32", "int64", "float32", "float64"})  # hold eve
 _NEAR = 8  # numbers this near to a large threshold are taken to be the same one, shifted
 
 
-def visible_window(graph: Graph, mask: Ref, evaluate: Evaluate) -> int | None:
+def visible_window(
+    graph: Graph, mask: Ref, evaluate: Evaluate, longest: int | None = None, *, hides: bool = False
+) -> int | None:
     """None if `mask` lets each position see itself and all before it, w if itself and the w - 1 before it.
-    The mask is of booleans (True: visible), or is added to the scores. Positions are those of one sequence from its
-    start. UnsupportedModel for a mask of another kind, or one that depends on more than positions."""
+    The mask is of booleans (True: visible, or the other way round where it `hides`), or is added to the scores. Positions
+    are those of one sequence from its start, at most `longest`. UnsupportedModel for a mask of another kind, or one that
+    depends on more than positions."""
     part = _mask_graph(graph, mask)
+    if hides:
+        part = _negated(part)
     numbers = _numbers(part)
     large = sorted(n for n in numbers if n > _DIRECT)
     if any(_scales(part, node) for node in part.nodes):
@@ -57,11 +64,12 @@ def visible_window(graph: Graph, mask: Ref, evaluate: Evaluate) -> int | None:
         if large:
             raise _refusal(mask, "scales positions by large numbers")
     if not large:
-        return _window(part, numbers, evaluate, mask)
+        return _window(part, numbers, evaluate, mask, longest)
     if large[-1] - large[0] > _NEAR:
         raise _refusal(mask, "depends on several large numbers")
     found = [
-        _window(_stand_ins(part, large[0], s), _small(numbers, large, s), evaluate, mask) for s in _SMALL
+        _window(_stand_ins(part, large[0], s), _small(numbers, large, s), evaluate, mask, longest)
+        for s in _SMALL
     ]
     if found == [None, None]:
         return None
@@ -71,6 +79,85 @@ def visible_window(graph: Graph, mask: Ref, evaluate: Evaluate) -> int | None:
     return large[0] + (beyond.pop() or 0)
 
 
+@dataclass(frozen=True)
+class Bias:
+    """What is added to the score of key j as query i sees it: slope * (j - i) and a number a row, for each head."""
+
+    slopes: tuple[float, ...]  # one for all heads, or one a head
+    window: int | None  # of what is not hidden as well; see `visible_window`
+    masks: bool  # whether later positions are hidden
+
+
+def affine_bias(graph: Graph, bias: Ref, evaluate: Evaluate, longest: int | None) -> Bias:
+    """Of `bias` (..., heads, sequence or 1, sequence), which is added to the scores and may hide positions. Tried for
+    all lengths that it could depend on up to `longest`. UnsupportedModel for any other."""
+    part = _mask_graph(graph, bias)
+    if longest is None:
+        raise _refusal(bias, "adds to the scores, and nothing says how long a sequence can be")
+    found: Bias | None = None
+    for length in reversed(tried_lengths(part, longest)):
+        values = _added(part, 1, length, evaluate, bias)
+        heads = values.shape[-3] if values.ndim > 2 else 1
+        rows = values.reshape(-1, heads, values.shape[-2] if values.ndim > 1 else 1, length)
+        if not np.array_equal(rows, np.broadcast_to(rows[:1], rows.shape)):
+            raise _refusal(bias, "adds to the scores (a bias that differs within a batch)")
+        here = _affine(rows[0].astype(np.float64), bias)
+        if found is None:
+            found = here
+        if length > 1 and not np.allclose(here.slopes, found.slopes, rtol=1e-6, atol=0):
+            raise _refusal(bias, "adds to the scores (a bias that depends on the length)")
+        window = None if found.window is None or found.window >= length else found.window
+        if (here.window, here.masks) != (window, found.masks and length > 1):
+            raise _refusal(bias, "is neither causal nor a causal window")
+    assert found is not None
+    return found
+
+
+def _affine(rows: npt.NDArray[np.float64], bias: Ref) -> Bias:
+    """(heads, rows, length), where rows are 1, for all of them, or as many as the length."""
+    heads, count, length = rows.shape
+    shown = rows > HIDDEN
+    masks, window = False, None
+    if not shown.all():
+        seen = int(shown[0, -1].sum())
+        masks, window = True, None if seen == length else seen
+        if not np.array_equal(shown, np.broadcast_to(_expected(length, window), shown.shape)):
+            raise _refusal(bias, "is neither causal nor a causal window")
+    if length == 1:
+        return Bias((0.0,) * heads, window, masks)
+    place = np.arange(length)
+    far = length - 1 if window is None else min(length, window) - 1
+    with np.errstate(invalid="ignore", over="ignore"):
+        # Over the longest distance that is seen, where rounding matters least.
+        slopes = (rows[:, -1, -1] - rows[:, -1, -1 - far]) / max(1, far)
+        own = place[-count:]
+        wanted = slopes[:, None, None] * (place[None, None, :] - own[None, :, None])
+        base = rows[:, np.arange(count), own][:, :, None]
+        off = np.abs(rows - base - wanted)
+        limit = 1e-6 * np.maximum(1e-30, np.abs(np.where(shown, rows, 0)).max(axis=(1, 2), keepdims=True))
+    if (off > limit)[shown].any() or not np.isfinite(slopes).all():
+        raise _refusal(bias, "adds to the scores (a bias that is not a slope by distance)")
+    return Bias(tuple(slopes.tolist()), window, masks)
+
+
+def tried_lengths(part: Graph, longest: int | None) -> list[int]:
+    """Lengths, ascending, at which a sub-graph of one value for each position, or pair of positions, could behave
+    otherwise than at others, and `longest`; none where there are too many, or too large ones."""
+    numbers = _numbers(part)
+    last = max((n for n in numbers), default=0) * 2 + 1 if longest is None else longest
+    if last > _ROWS:
+        return []
+    near = {n + d for n in numbers for d in (-1, 0, 1, 2)} | {2 * n + 1 for n in numbers}
+    return sorted(n for n in {*_LENGTHS, *near, last} if 0 < n <= max(last, 1))
+
+
+def _negated(part: Graph) -> Graph:
+    """The sub-graph of booleans with its result the other way round."""
+    (mask,) = part.outputs
+    hidden = Node(f"{mask.name}:hidden", "aten.logical_not", (mask,), (part.types[mask],))
+    return replace(part, nodes=(*part.nodes, hidden), outputs=(Ref(hidden.name),))
+
+
 def _mask_graph(graph: Graph, mask: Ref) -> Graph:
     nodes = needed(graph, [mask])
     names = {mask.name, *(ref.name for node in nodes for ref in node.refs())}
@@ -78,7 +165,7 @@ def _mask_graph(graph: Graph, mask: Ref) -> Graph:
     if foreign:
         raise _refusal(mask, f"depends on {foreign[0]}, not on positions alone")
     for node in nodes:
-        if spec(node.op).family not in _FAMILIES:
+        if spec(node.op).family not in FAMILIES:
             raise _refusal(mask, f"is computed with {node.op}")
     # Kept even where no node reads it: its shape tells the sizes.
     inputs = tuple(i for i in graph.inputs if i.name == POSITIONS)
@@ -132,9 +219,10 @@ def _product(part: Graph) -> int:
     return prod(n for n in sizes if n > 1)
 
 
-def _window(part: Graph, numbers: set[int], evaluate: Evaluate, mask: Ref) -> int | None:
+def _window(part: Graph, numbers: set[int], evaluate: Evaluate, mask: Ref, most: int | None) -> int | None:
     near = {n + d for n in numbers for d in (-1, 0, 1, 2) if n > 2}
     lengths = {*_LENGTHS, *near, *(2 * n + 1 for n in numbers if 2 * n <= _DIRECT)} - {0, -1}
+    lengths = {n for n in lengths if most is None or n <= most}
     longest = max(lengths)
     last_row = _visible(part, 1, longest, evaluate, mask)[..., -1, :].reshape(-1, longest)[0]
     seen = int(last_row.sum())
@@ -154,9 +242,7 @@ def _expected(length: int, window: int | None) -> npt.NDArray[np.bool_]:
 
 def _visible(part: Graph, batch: int, length: int, evaluate: Evaluate, mask: Ref) -> npt.NDArray[np.bool_]:
     """The mask as booleans (..., length, length), for sequences that start at position 0."""
-    positions = np.tile(np.arange(length, dtype=np.int64), (batch, 1))
-    inputs = {i.name: positions for i in part.inputs}
-    (values,) = evaluate(part, inputs, {"batch": batch, "sequence": length})
+    values = _added(part, batch, length, evaluate, mask)
     if values.dtype != np.bool_:
         added = values.astype(np.float64)
         shown, hidden = added == 0, added <= HIDDEN
@@ -165,6 +251,20 @@ def _visible(part: Graph, batch: int, length: int, evaluate: Evaluate, mask: Ref
         values = shown
     lead = values.shape[:-2] if values.ndim > 2 else ()
     return np.broadcast_to(values, (*lead, length, length)).astype(np.bool_)
+
+
+def _added(part: Graph, batch: int, length: int, evaluate: Evaluate, mask: Ref) -> Array:
+    """What the sub-graph gives for sequences that start at position 0."""
+    positions = np.tile(np.arange(length, dtype=np.int64), (batch, 1))
+    inputs = {i.name: positions for i in part.inputs}
+    sizes = {"batch": batch, "sequence": length}
+    if prod(bind(d, sizes) for d in part.types[part.outputs[0]].shape) > _BIASES:
+        raise _refusal(mask, f"is too large to be tried for {length} positions")
+    try:
+        (values,) = evaluate(part, inputs, sizes)
+    except (RuntimeError, ValueError, IndexError):
+        raise _refusal(mask, f"cannot be computed for {length} positions") from None
+    return values
 
 
 def _small(numbers: set[int], large: Sequence[int], stand_in: int) -> set[int]:

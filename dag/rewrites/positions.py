@@ -26,7 +26,7 @@ _SHAPES = frozenset(
 
 def require_separate_positions(graph: Graph) -> None:
     """UnsupportedModel, naming the node, unless every value at a position depends on the inputs at that position
-    alone, apart from what `fusion.cached_attention` remembers of earlier ones."""
+    alone, apart from what attention to a cache remembers of earlier ones."""
     for check in (_check_results, _check_flow):  # the first names attention where it is, not one of its parts
         for node in graph.nodes:
             try:

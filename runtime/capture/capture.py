@@ -29,6 +29,7 @@ from fusion.runtime.capture.aten_names import op_name, operators, supported, wri
 from fusion.runtime.capture.lower import lower
 from fusion.runtime.capture.model_code import fixed_size, line_of_error, line_of_node
 from fusion.runtime.capture.rope import fix_frequencies
+from fusion.runtime.capture.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
 
 logger = logging.getLogger(__name__)
@@ -185,6 +186,17 @@ def _names(module: nn.Module) -> dict[str, str]:
     return names
 
 
+def _triangles(module: nn.Module) -> dict[str, torch.Tensor]:
+    """By export name: the tables of which position sees which, among what no state_dict has, so that no file can say
+    otherwise."""
+    names = _names(module)
+    return {
+        f"module.{name}": tensor
+        for name, tensor in _tensors(module)
+        if not is_exported(names[name]) and triangle_window(tensor) is not None
+    }
+
+
 def _hollow(module: nn.Module) -> nn.Module:
     """A copy of the module whose parameters and buffers are fake CPU tensors of the same shapes and ties."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -212,14 +224,15 @@ def _capture(
 ) -> Graph:
     names = {f"module.{original}": name for original, name in _names(module).items()}
     wrapped.train(training)
+    tables = _triangles(module)
     exported = _export(wrapped, tuple(example.values()), dims)
     try:
-        return _lowered(exported, tuple(example), dims, names)
+        return _lowered(exported, tuple(example), dims, names, tables)
     except CaptureError:
         if not writes_in_place(exported):
             raise
     # Only now: it also takes apart what training needs whole (dropout, batch normalisation), and writes views another way.
-    return _lowered(exported.run_decompositions({}), tuple(example), dims, names)
+    return _lowered(exported.run_decompositions({}), tuple(example), dims, names, tables)
 
 
 def _lowered(
@@ -227,6 +240,7 @@ def _lowered(
     inputs: tuple[str, ...],
     dims: tuple[dict[int, Any], ...],
     names: Mapping[str, str],
+    tables: Mapping[str, torch.Tensor],
 ) -> Graph:
     exported = _decomposed(exported)
     symbols = {
@@ -237,7 +251,7 @@ def _lowered(
     }
     for wanted in {d.__name__ for where in dims for d in where.values()} - set(symbols.values()):
         raise CaptureError(f"the model does not leave the size of {wanted} free")
-    constants: dict[str, torch.Tensor] = {}
+    constants = dict(tables)
     for name, value in exported.constants.items():
         if name in names:
             continue

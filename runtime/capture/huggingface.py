@@ -24,6 +24,8 @@ from fusion.runtime.capture.stored_weights import Loading, StoredWeights, no_wei
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import check_huggingface, json_object
 
+_MAXIMA = ("max_position_embeddings", "max_seq_len")  # what configurations call the most positions
+
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
@@ -161,9 +163,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 def _longest(config: Any) -> int:
     """The most positions of a text, all of which the model treats in one way."""
-    longest = int(getattr(config, "max_position_embeddings", 0) or 0)
-    if longest < 1:  # XLNet, for one, says -1
-        longest = 2048
+    named = (int(getattr(config, name, 0) or 0) for name in _MAXIMA)
+    longest = next((n for n in named if n >= 1), 2048)  # XLNet, for one, says -1
     return min(longest, fixed_length(config) or longest)
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.utils._sympy.functions import Max, Min
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from fusion.dag.ir.dims import Dim, poly
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
@@ -30,6 +32,7 @@ from fusion.runtime.capture.aten_names import (
     respell,
 )
 from fusion.runtime.capture.model_code import line_of_node
+from fusion.runtime.capture.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
 
 Value = Ref | tuple[Ref, ...]
@@ -47,7 +50,8 @@ def lower(
     symbols: Mapping[str, str],
 ) -> Graph:
     """`inputs`: names of the user inputs, in order. `names`: variable name of each parameter and buffer of the
-    exported module. `constants`: values, by export name, of small tensors that its code makes. `symbols`: our name
+    exported module. `constants`: values, by export name, of small tensors that its code makes, and of tables that become
+    nodes. `symbols`: our name
     of each of torch's size symbols. CaptureError names what has no counterpart in the op-set."""
     return _Lowering(names, symbols).run(exported, inputs, constants)
 
@@ -125,10 +129,17 @@ class _Lowering:
         self.bind(node, Ref(name), type_)
 
     def constant(self, name: str, value: torch.Tensor) -> Ref:
-        """A small tensor as nodes: one filled tensor where it is uniform, else one of each element, joined."""
-        numbers = value.flatten().tolist()
+        """A small tensor as nodes: one filled tensor where it is uniform, else one of each element, joined; and a table
+        of which position sees which, of any size."""
         dtype = DType(_dtype(value.dtype))
         shape = tuple(value.shape)
+        window = triangle_window(value)
+        if window is not None:
+            table = (TensorType(shape, dtype.name),)
+            (ones,) = self.emit(name, "aten.ones", (shape, dtype), table)
+            (past,) = self.emit(name, "aten.tril", (ones, 0), table)
+            return self.emit(name, "aten.triu", (past, 1 - window), table)[0] if window < shape[-1] else past
+        numbers = value.flatten().tolist()
         if len(set(map(repr, numbers))) <= 1:
             fill = numbers[0] if numbers else 0
             return self.emit(name, "aten.full", (shape, fill, dtype), (TensorType(shape, dtype.name),))[0]
@@ -274,7 +285,12 @@ class _Lowering:
     def dim(self, value: Any) -> Dim:
         if isinstance(value, int):
             return value
-        expression = sympy.expand(value.node.expr)
+        expression = value.node.expr
+        if expression.has(Max, Min):
+            expression = _settled(expression, value.node.shape_env.var_to_range)
+        expression = sympy.expand(expression)
+        if expression.is_Integer:
+            return int(expression)
         try:
             terms = sympy.Poly(expression, *sorted(expression.free_symbols, key=str))
             return poly(
@@ -316,6 +332,24 @@ class _Lowering:
         if op != "aten.detach" and any(ref in self.trained for ref in node.refs()):
             self.trained.update(refs)
         return refs
+
+
+def _settled(expression: sympy.Expr, ranges: Mapping[sympy.Symbol, Any]) -> sympy.Expr:
+    """Without the maxima and minima that are the same one of theirs for all sizes in these ranges, of at least 1."""
+    known = {
+        s: ValueRanges(max(1, ranges[s].lower), ranges[s].upper)
+        for s in expression.free_symbols
+        if s in ranges
+    }
+
+    def first_of(kind: Any, sign: int, parts: tuple[sympy.Expr, ...]) -> sympy.Expr:
+        for one in parts:
+            if all(bound_sympy(sign * (one - other), known).lower >= 0 for other in parts):
+                return one
+        return kind(*parts)
+
+    expression = expression.replace(Max, lambda *parts: first_of(Max, 1, parts))
+    return expression.replace(Min, lambda *parts: first_of(Min, -1, parts))
 
 
 def _dtype(dtype: torch.dtype) -> str:

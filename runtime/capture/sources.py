@@ -18,9 +18,9 @@ from fusion.dag.rewrites.expert_groups import part_of
 from fusion.dag.rewrites.quantise import Layout, Source, Use
 from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
 from fusion.runtime.capture.gguf_model import open_gguf
-from fusion.runtime.capture.huggingface import open_model
+from fusion.runtime.capture.huggingface import HuggingFaceModel, open_model
 from fusion.runtime.capture.models import GPT
-from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.errors import CaptureError, JobError
 from fusion.runtime.job.fields import build, plain
 from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE, WEIGHTS_FILE, chat_files
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
@@ -98,15 +98,16 @@ def huggingface(config: HuggingFaceConfig, *, training: bool, seed: int = 0) -> 
     """A Hugging Face model directory; without its weights, as `seed` initialises it. Raises JobError, CaptureError."""
     model = open_model(config.path, weights=config.weights, seed=seed)
     files = (config.path / name for name in CONFIG_FILES)
+    inference, longest = _captured(model)
     return LanguageModel(
         about=About(
             vocabulary=model.vocabulary,
-            max_sequence=model.max_sequence,
+            max_sequence=longest,
             byte_level=False,
             end_tokens=model.end_tokens,
         ),
-        inference=model.capture(),
-        training=model.capture(training=True) if training else None,
+        inference=inference,
+        training=model.capture(training=True, maximum_sequence=longest) if training else None,
         read=model.read,
         tokenizer=model.tokenizer,
         config=tuple(path for path in files if path.is_file()),
@@ -130,6 +131,21 @@ def gguf(path: Path) -> LanguageModel:
         tokenizer=model.tokenizer.file,
         chat=model.tokenizer.chat,
     )
+
+
+def _captured(model: HuggingFaceModel) -> tuple[Graph, int]:
+    """The graph for inference, and how many positions it takes. Code that compares the length of a sequence with that of a
+    table of its own may do otherwise at that very length: then it is one position less."""
+    longest = model.max_sequence
+    try:
+        return model.capture(), longest
+    except CaptureError as error:
+        if "size of sequence free" not in str(error):
+            raise
+        try:
+            return model.capture(maximum_sequence=longest - 1), longest - 1
+        except CaptureError:
+            raise error from None
 
 
 def exported(directory: Path) -> LanguageModel:

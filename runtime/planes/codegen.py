@@ -17,6 +17,7 @@ from torch import fx, nn
 from fusion.dag.ir.dims import Dim, Poly, bind, symbol, symbols_of
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Node, Ref
+from fusion.dag.ir.opset import spec
 from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
 
@@ -167,7 +168,7 @@ class _Writer:
         return Program(graph, module.forward, tuple(self.dimensions), self.stateful, module.code)
 
     def number(self, op: str, name: str) -> tuple[int, ...]:
-        if op == "fusion.cached_attention":
+        if spec(op).keeps:
             return ()  # its slot is an argument
         self.stateful.append(name)
         return (len(self.stateful) - 1,)

@@ -6,9 +6,9 @@ run positions again. Memory is taken in blocks of positions, first set aside (`r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -16,41 +16,49 @@ from torch.nn import functional
 BLOCK_POSITIONS = (
     64  # and an eighth of what a longer sequence has, so that growing costs little for each position
 )
+MOST_SCORES = 1 << 22  # at once, where they are computed one by one: 16 MB of float32
 
 
 @dataclass(frozen=True)
-class SlotShape:
-    """What one attention node keeps for each position."""
+class KeptShape:
+    """What one tensor of an attention node (its keys, its values, its bias) is for each position."""
 
-    heads: int  # of keys and values
-    key_width: int
-    value_width: int
+    heads: int
+    width: int
     dtype: torch.dtype
 
     def bytes(self, capacity: int) -> int:
-        return self.heads * (self.key_width + self.value_width) * capacity * self.dtype.itemsize
+        return self.heads * self.width * capacity * self.dtype.itemsize
+
+
+class Scored(NamedTuple):
+    """What makes the scores of `fusion.cached_attention_scored` other than plain ones, but for the bias of each key."""
+
+    sinks: torch.Tensor | None
+    softcap: float | None
+    slopes: Sequence[float] | None
 
 
 class SessionCache:
-    """The cache of one session, of at most `capacity` positions: a pair of (1, heads, room, width) tensors for each slot."""
+    """The cache of one session, of at most `capacity` positions: tensors (1, heads, room, width) for each slot, of keys, of
+    values and perhaps of a bias."""
 
-    def __init__(self, slots: Mapping[int, SlotShape], capacity: int, device: torch.device) -> None:
+    def __init__(self, slots: Mapping[int, Sequence[KeptShape]], capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.length = 0  # positions held
-        self._slots = slots
         self._device = device
-        self._position_bytes = sum(shape.bytes(1) for shape in slots.values())
+        self._position_bytes = sum(shape.bytes(1) for shapes in slots.values() for shape in shapes)
         self._reserved = 0  # positions that memory is set aside for
         self._room = 0  # positions that it is allocated for
         self._memory = {
-            slot: (self._empty(shape.heads, 0, shape.key_width, shape.dtype),
-                   self._empty(shape.heads, 0, shape.value_width, shape.dtype))
-            for slot, shape in slots.items()
-        }  # fmt: skip
+            slot: tuple(self._empty(shape.heads, 0, shape.width, shape.dtype) for shape in shapes)
+            for slot, shapes in slots.items()
+        }
         self._start = 0
         self._end = 0
         self._singly = False
         self._masks: dict[int | None, torch.Tensor] = {}
+        self._slopes: dict[tuple[Sequence[float], int, int], torch.Tensor] = {}
 
     @property
     def bytes(self) -> int:
@@ -68,13 +76,13 @@ class SessionCache:
 
     def _grow(self) -> None:
         """Allocate what is set aside, a slot after the other, so that little is there twice."""
-        for slot, pair in self._memory.items():
+        for slot, tensors in self._memory.items():
             wider = []
-            for old in pair:
+            for old in tensors:
                 new = self._empty(old.shape[1], self._reserved, old.shape[3], old.dtype)
                 new[:, :, : self.length] = old[:, :, : self.length]
                 wider.append(new)
-            self._memory[slot] = (wider[0], wider[1])
+            self._memory[slot] = tuple(wider)
         self._room = self._reserved
 
     def begin(self, start: int, count: int, *, singly: bool = False) -> None:
@@ -91,6 +99,7 @@ class SessionCache:
             self._grow()
         self.length = start  # until the run has written what follows
         self._masks.clear()
+        self._slopes.clear()
 
     def commit(self) -> None:
         self.length = self._end
@@ -104,8 +113,8 @@ class SessionCache:
     def copy(self, other: SessionCache, positions: int) -> int:
         """Hold the first so many positions of `other`, which has the same slots, as far as it holds them; how many."""
         self.begin(0, min(positions, other.length))
-        for slot, pair in self._memory.items():
-            for mine, theirs in zip(pair, other._memory[slot], strict=True):
+        for slot, tensors in self._memory.items():
+            for mine, theirs in zip(tensors, other._memory[slot], strict=True):
                 mine[:, :, : self._end] = theirs[:, :, : self._end]
         self.commit()
         return self.length
@@ -113,47 +122,66 @@ class SessionCache:
     def attend(
         self,
         query: torch.Tensor,  # (1, heads, count, width)
-        key: torch.Tensor,  # (1, key heads, count, width)
-        value: torch.Tensor,
+        new: Sequence[torch.Tensor],  # what the slot keeps, each (1, its heads, count, its width): keys first
         slot: int,
         scale: float | None,
         window: int | None,
+        scored: Scored | None = None,
     ) -> torch.Tensor:
-        """Store the new keys and values, and attend causally to all that are held, or to the last `window`."""
-        keys, values = self._memory[slot]
+        """Store what is new, and attend causally to all positions that are held, or to the last `window`."""
+        held = self._memory[slot]
         start, end = self._start, self._end
-        keys[:, :, start:end] = key
-        values[:, :, start:end] = value
+        for memory, values in zip(held, new, strict=True):
+            memory[:, :, start:end] = values
         if not self._singly:
-            return self._look(query, keys, values, start, end, scale, window)
+            return self._look(query, held, start, end, scale, window, scored)
         rows = zip(range(start, end), torch.split(query, 1, 2), strict=True)
-        return torch.cat([self._look(row, keys, values, at, at + 1, scale, window) for at, row in rows], 2)
+        return torch.cat([self._look(row, held, at, at + 1, scale, window, scored) for at, row in rows], 2)
 
     def _look(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        held: Sequence[torch.Tensor],
         start: int,
         end: int,
         scale: float | None,
         window: int | None,
+        scored: Scored | None,
     ) -> torch.Tensor:
         """What the queries of positions [start, end) see."""
         count = end - start
         # Positions that no query of this run can see need not be read.
         first = 0 if window is None else max(0, start + 1 - window)
+        keys, values, *more = (tensor[:, :, first:end] for tensor in held)
+        if scored is not None:
+            bias = more[0].transpose(2, 3) if more else None
+            if scored.slopes is not None:
+                far = self._far(scored.slopes, first, end, query)
+                bias = far if bias is None else bias + far
+            mask = None if count == 1 else self._mask(first, window, query.device)
+            return scored_attention(query, keys, values, scale or 1.0, mask, bias, scored)
         plain = start == 0 and (window is None or end <= window)
         mask = None if count == 1 or plain else self._mask(first, window, query.device)
         return functional.scaled_dot_product_attention(
             query,
-            keys[:, :, first:end],
-            values[:, :, first:end],
+            keys,
+            values,
             attn_mask=mask,
             is_causal=plain and count > 1,
             scale=scale,
             enable_gqa=query.shape[1] != keys.shape[1],
         )
+
+    def _far(self, slopes: Sequence[float], first: int, end: int, query: torch.Tensor) -> torch.Tensor:
+        """(1, heads, 1, end - first): slope * (j - last position). From the query's own position it differs by a number a
+        row, which a softmax does not see; from the last one it is the same for all rows, and exact near by."""
+        found = self._slopes.get((slopes, first, end))
+        if found is None:
+            each = torch.tensor(slopes, dtype=torch.float32, device=query.device)
+            distance = torch.arange(first + 1 - end, 1, dtype=torch.float32, device=query.device)
+            found = (each[:, None] * distance)[None, :, None].to(query.dtype)
+            self._slopes[slopes, first, end] = found
+        return found
 
     def _mask(self, first: int, window: int | None, device: torch.device) -> torch.Tensor:
         """(count, end - first) booleans, True where a query may look; one for all the slots of a run."""
@@ -174,12 +202,50 @@ class Attends(Protocol):
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        new: Sequence[torch.Tensor],
         slot: int,
         scale: float | None,
         window: int | None,
+        scored: Scored | None = None,
     ) -> torch.Tensor: ...
+
+
+def scored_attention(
+    query: torch.Tensor,  # (1, heads, count, width)
+    keys: torch.Tensor,  # (1, key heads, length, width)
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,  # (count, length) booleans, True where a query may look
+    bias: torch.Tensor | None,  # (1, heads or 1, 1, length)
+    scored: Scored,
+) -> torch.Tensor:
+    """Step by step as models write it out, each step in the dtype of the scores; so many rows at a time that the scores
+    of a long sequence take little memory."""
+    heads, length = query.shape[1], keys.shape[2]
+    groups = keys.shape[1]
+    sinks = None if scored.sinks is None else scored.sinks.view(1, heads, 1, 1)
+    across = keys[0].transpose(1, 2)  # (key heads, width, length)
+    found = []
+    at = 0
+    for rows in torch.split(query, max(1, MOST_SCORES // (heads * length)), 2):
+        count = rows.shape[2]
+        together = rows.reshape(groups, heads // groups * count, -1)
+        scores = torch.bmm(together, across).view(1, heads, count, length)
+        if scale != 1:
+            scores = scores * scale
+        if scored.softcap is not None:
+            scores = torch.tanh(scores / scored.softcap) * scored.softcap
+        if bias is not None:
+            scores = scores + bias
+        if mask is not None:
+            scores = scores.masked_fill(~mask[at : at + count], -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.expand(1, heads, count, 1)], -1)
+        weights = torch.softmax(scores, -1)[..., :length].to(values.dtype)
+        seen = torch.bmm(weights.reshape(groups, heads // groups * count, length), values[0])
+        found.append(seen.view(1, heads, count, -1))
+        at += count
+    return found[0] if len(found) == 1 else torch.cat(found, 2)
 
 
 def cached_attention(
@@ -192,4 +258,23 @@ def cached_attention(
     state: Attends,
 ) -> torch.Tensor:
     """`fusion.cached_attention`."""
-    return state.attend(query, key, value, slot, scale, window)
+    return state.attend(query, (key, value), slot, scale, window)
+
+
+def cached_attention_scored(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    slot: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    slopes: list[float] | None,
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.cached_attention_scored`."""
+    new = (key, value) if bias is None else (key, value, bias)
+    scored = Scored(sinks, softcap, None if slopes is None else tuple(slopes))
+    return state.attend(query, new, slot, scale, window, scored)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.runtime.planes.kv_cache import SessionCache
+from fusion.runtime.planes.kv_cache import Scored, SessionCache
 
 
 class Sequences:
@@ -24,20 +24,20 @@ class Sequences:
     def attend(
         self,
         query: torch.Tensor,  # (1, heads, rows, width)
-        key: torch.Tensor,  # (1, key heads, rows, width)
-        value: torch.Tensor,
+        new: Sequence[torch.Tensor],  # what the slot keeps, each (1, its heads, rows, its width)
         slot: int,
         scale: float | None,
         window: int | None,
+        scored: Scored | None = None,
     ) -> torch.Tensor:
         """Each piece to its own sequence, as it would alone."""
         lengths, at = self._lengths, 0
         if len(lengths) == 1 and lengths[0] == self._rows:
-            return self._caches[0].attend(query, key, value, slot, scale, window)
+            return self._caches[0].attend(query, new, slot, scale, window, scored)
         found = []
         for cache, count in zip(self._caches, lengths, strict=True):
-            own = query.narrow(2, at, count), key.narrow(2, at, count), value.narrow(2, at, count)
-            found.append(cache.attend(*own, slot, scale, window))
+            own = [values.narrow(2, at, count) for values in new]
+            found.append(cache.attend(query.narrow(2, at, count), own, slot, scale, window, scored))
             at += count
         if at < self._rows:
             found.append(found[-1][:, :, -1:].expand(-1, -1, self._rows - at, -1))

@@ -8,11 +8,12 @@ from itertools import accumulate
 import torch
 
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir.graph import Graph, Ref
+from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.opset import kept
 from fusion.dag.rewrites.end_to_end import Along, EndToEnd, end_to_end
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.codegen import TORCH_DTYPES, compile_graph
-from fusion.runtime.planes.kv_cache import SessionCache, SlotShape
+from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.packed import padded
 from fusion.runtime.planes.plane import Piece, Tensors
@@ -22,7 +23,7 @@ from fusion.runtime.planes.stage_values import output_keys, selected
 
 class TorchDecodingStage:
     """A stage being served. Weights are moved to the device once; KV memory is reserved for each session within
-    `memory_bytes` (None: no limit). A stage without `fusion.cached_attention` keeps nothing between runs."""
+    `memory_bytes` (None: no limit). A stage without attention to a cache keeps nothing between runs."""
 
     def __init__(self, stage: Stage, variables: Tensors, device: str = "cpu") -> None:
         self.stage = stage
@@ -186,19 +187,21 @@ def _joined(parts: Sequence[torch.Tensor], axis: int, each: int, padding: int) -
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
 
 
-def _slot_shapes(graph: Graph) -> dict[int, SlotShape]:
-    """What each cached attention of the stage keeps, from the types of its keys and values."""
-    found: dict[int, SlotShape] = {}
+def _slot_shapes(graph: Graph) -> dict[int, tuple[KeptShape, ...]]:
+    """What each attention of the stage that has a cache keeps there."""
+    found: dict[int, tuple[KeptShape, ...]] = {}
     for node in graph.nodes:
-        if node.op == "fusion.cached_attention":
-            key, value, slot = node.args[1], node.args[2], node.args[3]
-            assert isinstance(key, Ref) and isinstance(value, Ref) and isinstance(slot, int)
-            k, v = graph.types[key], graph.types[value]
-            if slot in found:
-                raise JobError(f"two attention nodes share slot {slot} of the KV cache")
-            numbers = (k.shape[1], k.shape[3], v.shape[3])
-            if not all(isinstance(n, int) for n in numbers):
+        cache = kept(node)
+        if cache is None:
+            continue
+        slot, values = cache
+        if slot in found:
+            raise JobError(f"two attention nodes share slot {slot} of the KV cache")
+        shapes = []
+        for type_ in (graph.types[ref] for ref in values):
+            heads, width = type_.shape[1], type_.shape[3]
+            if not (isinstance(heads, int) and isinstance(width, int)):
                 raise JobError(f"the heads of attention slot {slot} have no fixed size")
-            heads, key_width, value_width = (int(n) for n in numbers if isinstance(n, int))
-            found[slot] = SlotShape(heads, key_width, value_width, TORCH_DTYPES[k.dtype])
+            shapes.append(KeptShape(heads, width, TORCH_DTYPES[type_.dtype]))
+        found[slot] = tuple(shapes)
     return found

@@ -14,7 +14,7 @@ from fusion.runtime.capture.serving_graph import serving_graph
 
 VOCABULARY = 256
 POSITIONS = 256
-RECOMPUTED = frozenset({"bloom", "gemma2"})  # their attention is not recognised
+RECOMPUTED = frozenset({"openai-gpt"})  # their attention is not recognised
 WINDOW = 16  # of "mistral-windowed": far fewer positions than an answer has
 
 # Weights this wide make answers that vary (twice as wide, and rounding alone moves float32 logits by 1e-4, whoever
@@ -29,6 +29,10 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 GROUPED: dict[str, Any] = {**SMALL, "num_key_value_heads": 2}
 EXPERTS: dict[str, Any] = {**GROUPED, "intermediate_size": 48}
+GPT: dict[str, Any] = {**COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS}
+FALCON: dict[str, Any] = {
+    **COMMON, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": POSITIONS,
+}  # fmt: skip
 
 
 def config(family: str) -> Any:
@@ -38,7 +42,7 @@ def config(family: str) -> Any:
         case "qwen3":
             return transformers.Qwen3Config(**GROUPED, head_dim=16)
         case "gpt2":
-            return transformers.GPT2Config(**COMMON, n_embd=64, n_layer=3, n_head=4, n_positions=POSITIONS)
+            return transformers.GPT2Config(**GPT)
         case "mistral":
             return transformers.MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=None)
         case "mistral-windowed":
@@ -52,8 +56,6 @@ def config(family: str) -> Any:
             return transformers.BloomConfig(
                 **wide, hidden_size=64, n_layer=3, n_head=4, tie_word_embeddings=False
             )
-        case "gemma2":  # caps its attention scores
-            return transformers.Gemma2Config(**GROUPED, head_dim=16, tie_word_embeddings=False)
         case "mixtral":
             return transformers.MixtralConfig(**EXPERTS, num_local_experts=6, num_experts_per_tok=2)
         case "qwen3-moe":
@@ -79,20 +81,69 @@ def config(family: str) -> Any:
                 topk_group=2, num_experts_per_tok=3, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
                 qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_shared_experts=1,
             )  # fmt: skip
+        case "mpt":  # ALiBi, from a table of its own; its code is another at the length of that table
+            return transformers.MptConfig(
+                **COMMON, d_model=64, n_layers=3, n_heads=4, expansion_ratio=2, max_seq_len=POSITIONS + 1
+            )
+        case "falcon":
+            return transformers.FalconConfig(**FALCON)
+        case "falcon-alibi":  # in bfloat16, whatever the model is in
+            return transformers.FalconConfig(**FALCON, alibi=True)
+        case "gptj":
+            return transformers.GPTJConfig(**GPT, rotary_dim=8)
+        case "codegen":
+            return transformers.CodeGenConfig(**GPT, rotary_dim=8)
+        case "gptneo":  # masks from tables; every other layer sees a window
+            return transformers.GPTNeoConfig(
+                **COMMON, hidden_size=64, num_layers=4, num_heads=4, intermediate_size=128, window_size=WINDOW,
+                attention_types=[[["global", "local"], 2]], max_position_embeddings=POSITIONS + 1,
+            )  # fmt: skip
+        case "opt":
+            return transformers.OPTConfig(
+                **COMMON, hidden_size=64, word_embed_proj_dim=64, ffn_dim=128, num_hidden_layers=3,
+                num_attention_heads=4, max_position_embeddings=POSITIONS, init_std=0.22,
+            )  # fmt: skip
+        case "xglm":
+            padded = {
+                **COMMON,
+                "pad_token_id": 1,
+                "tie_word_embeddings": False,
+            }  # its positions leave room for it
+            return transformers.XGLMConfig(
+                **padded, d_model=64, ffn_dim=128, num_layers=3, attention_heads=4,
+                max_position_embeddings=POSITIONS, init_std=0.22,
+            )  # fmt: skip
+        case "openai-gpt":  # hides later positions with -10000, which is not enough
+            wider = {**GPT, "n_positions": POSITIONS + 1, "tie_word_embeddings": False}
+            return transformers.OpenAIGPTConfig(**wider)
+        case "gemma2":  # caps its attention scores, and every other layer sees a window
+            return transformers.Gemma2Config(
+                **GROUPED, head_dim=16, sliding_window=WINDOW, tie_word_embeddings=False
+            )
+        case "gemma3":
+            more = {**GROUPED, "num_hidden_layers": 6, "tie_word_embeddings": False}
+            return transformers.Gemma3TextConfig(**more, head_dim=16, sliding_window=WINDOW)
+        case "cohere2":
+            more = {**GROUPED, "num_hidden_layers": 4}
+            return transformers.Cohere2Config(**more, sliding_window=WINDOW)
     raise ValueError(family)
 
 
-def build(configuration: Any, seed: int = 1) -> Any:
-    """The causal language model of this configuration with random weights, in evaluation mode."""
+def build(configuration: Any, seed: int = 1, attention: str | None = None) -> Any:
+    """The causal language model of this configuration with random weights, in evaluation mode. `attention`: how it computes
+    that ("eager": written out), where not as it does by itself."""
     torch.manual_seed(seed)
-    module = transformers.AutoModelForCausalLM.from_config(configuration)  # type: ignore[no-untyped-call]
+    given = {} if attention is None else {"attn_implementation": attention}
+    module = transformers.AutoModelForCausalLM.from_config(configuration, **given)  # type: ignore[no-untyped-call]
     return module.eval()
 
 
 @functools.cache
 def exported(family: str) -> tuple[Graph, Any]:
-    """The whole graph of a small model of this family, and the model: made once in a process, and changed by nobody."""
-    model = build(config(family))
+    """The whole graph of a small model of this family, and the model: made once in a process, and changed by nobody.
+    "llama, eager": one that writes its attention out."""
+    name, _, attention = family.partition(", ")
+    model = build(config(name), attention=attention or None)
     return capture_language_model(model, training=False, maximum_sequence=POSITIONS), model
 
 

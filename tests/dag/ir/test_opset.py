@@ -39,7 +39,23 @@ _TYPES = {
     Ref("big"): TensorType((2**40,), "float32"),
     Ref("ids"): TensorType((4,), "int64"),
     Ref("experts"): TensorType((3, 5, 8), "float32"),
+    Ref("heads"): TensorType((2,), "float32"),
+    Ref("q"): TensorType((symbol("batch"), 2, symbol("sequence"), 8), "float32"),
 }
+_Q = Ref("q")
+
+
+def scored(
+    bias: Any = None,
+    sinks: Any = None,
+    slot: int = 0,
+    scale: float = 1.0,
+    cap: Any = None,
+    slopes: Any = None,
+) -> Any:
+    return _Q, _Q, _Q, bias, sinks, slot, scale, None, cap, slopes
+
+
 _X, _W, _N, _BIG = Ref("x"), Ref("w"), Ref("n"), Ref("big")
 
 
@@ -91,6 +107,17 @@ _X, _W, _N, _BIG = Ref("x"), Ref("w"), Ref("n"), Ref("big")
         ("fusion.expert_linear", (_W, Ref("ids"), Ref("experts"), None, 2, 4, False), "experts 2 to 4 of 4"),
         ("fusion.expert_linear", (_W, Ref("ids"), Ref("experts"), None, -1, 4, False), "experts -1"),
         ("fusion.expert_linear", (_W, Ref("ids"), Ref("experts"), None, 2**62, 2**63, False), "at most"),
+        ("fusion.cached_attention_scored", scored(slot=-1), "slot"),
+        ("fusion.cached_attention_scored", scored(bias=Ref("q")), "bias"),
+        ("fusion.cached_attention_scored", scored(sinks=Ref("w")), "sinks"),
+        ("fusion.cached_attention_scored", scored(sinks=Ref("n")), "dtypes"),
+        ("fusion.cached_attention_scored", scored(slopes=(0.5,)), "1 numbers for 2 heads"),
+        ("fusion.cached_attention_scored", scored(slopes=(0.5, float("inf"))), "not finite"),
+        ("fusion.cached_attention_scored", scored(slopes=(0.5,) * 2000), "argument slopes"),
+        ("fusion.cached_attention_scored", scored(slopes=(True, 1)), "argument slopes"),
+        ("fusion.cached_attention_scored", scored(sinks=Ref("heads"), slopes=(0.5, 1)), "sinks would see"),
+        ("fusion.cached_attention_scored", scored(cap=0.0), "softcap"),
+        ("fusion.cached_attention_scored", scored(scale=float("-inf")), "scale"),
     ],
 )  # fmt: skip
 def test_wrong_uses_are_refused_in_one_line(op: str, args: tuple[Any, ...], message: str) -> None:

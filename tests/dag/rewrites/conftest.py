@@ -35,11 +35,14 @@ class Builder:
         return graph
 
 
-def attend(q, k, v, visible, scale):
+def attend(q, k, v, visible, scale, bias=0, cap=None, sinks=None):
     k, v = (np.repeat(t, q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = q @ np.swapaxes(k, -1, -2) * (scale or q.shape[-1] ** -0.5) + np.where(visible, 0, -np.inf)
+    scores = q @ np.swapaxes(k, -1, -2) * (scale or q.shape[-1] ** -0.5)
+    scores = scores if cap is None else cap * np.tanh(scores / cap)
+    scores = scores + bias + np.where(visible, 0, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return (weights / weights.sum(-1, keepdims=True)) @ v
+    more = 0 if sinks is None else np.exp(sinks[:, None, None] - scores.max(-1, keepdims=True))
+    return (weights / (weights.sum(-1, keepdims=True) + more)) @ v
 
 
 def causal(rows, columns, window=None):
@@ -51,7 +54,7 @@ def causal(rows, columns, window=None):
 def attention(q, k, v, mask, dropout, is_causal, scale, grouped):
     visible = causal(q.shape[2], k.shape[2]) if is_causal else True if mask is None else mask
     if mask is not None and mask.dtype != bool:
-        visible = mask == 0
+        return attend(q, k, v, mask > -1e9, scale, np.where(mask > -1e9, mask, 0))
     return attend(q, k, v, visible, scale)
 
 
@@ -69,19 +72,35 @@ def topk(x, k, dim, largest, ordered):
     return [np.take_along_axis(x, order, dim), order]
 
 
+def softmax(x, dim, dtype):
+    weights = np.exp(x - x.max(dim, keepdims=True))
+    return weights / weights.sum(dim, keepdims=True)
+
+
 OPS = {
     "aten.add.Tensor": lambda a, b, alpha: a + alpha * b,
     "aten.sub.Tensor": lambda a, b, alpha: a - alpha * b,
     "aten.mul.Tensor": lambda a, b: a * b,
     "aten.pow.Tensor_Scalar": lambda a, e: a**e,
     "aten.rsqrt": lambda a: 1 / np.sqrt(a),
-    "aten.neg": lambda a: -a,
     "aten.tanh": np.tanh,
     "aten.mean.dim": lambda a, dims, keepdim, dtype: a.mean(tuple(dims), keepdims=keepdim),
     "aten.rms_norm": lambda x, shape, w, eps: x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w,
     "aten.linear": lambda x, w, b: x @ w.T,
+    "aten.bmm": lambda a, b: a @ b,
+    "aten.baddbmm": lambda c, a, b, beta, alpha: beta * c + alpha * (a @ b),
+    "aten.cat": lambda parts, dim: np.concatenate(parts, dim),
+    "aten.amax": lambda x, dims, keepdim: x.max(tuple(dims), keepdims=keepdim),
+    "aten.maximum": np.maximum,
+    "aten.div.Tensor": lambda a, b: a / b,
+    "aten.alias": lambda x: x,
+    "aten.index_select": lambda x, dim, i: x.take(i, dim),
+    "aten.permute": lambda x, dims: x.transpose(dims),
+    "aten.logical_not": lambda x: ~x,
+    "aten.neg": lambda x: -x,
+    "aten.arange.start": lambda start, end, dtype: np.arange(start, end, dtype=dtype.name if dtype else np.int64),
     "aten.matmul": lambda a, b: a @ b,
-    "aten.softmax.int": lambda x, dim, dtype: np.exp(x) / np.exp(x).sum(dim, keepdims=True),
+    "aten.softmax.int": softmax,
     "aten.embedding": lambda w, i, *_: w[i],
     "aten.to.dtype": lambda x, dtype: x.astype(dtype.name),
     "aten.unsqueeze": lambda x, dim: np.expand_dims(x, dim),
@@ -109,13 +128,14 @@ OPS = {
     "aten.__or__.Tensor": lambda a, b: a | b,
     "fusion.div_floor": lambda a, b: a // b,
     "aten.where.ScalarSelf": lambda c, a, b: np.where(c, np.float32(a), b),
+    "aten.where.ScalarOther": lambda c, a, b: np.where(c, a, np.float32(b)),
+    "aten.arange.start_step": lambda start, end, step, dtype: np.arange(start, end, step),
     "aten.where.Scalar": lambda c, a, b: np.where(c, np.float32(a), np.float32(b)),
     "aten.masked_fill.Scalar": lambda x, m, value: np.where(m, np.float32(value), x),
     "aten.scaled_dot_product_attention": attention,
     "fusion.expert_linear": expert_linear,
     "aten.topk": topk,
     "aten.index.Tensor": lambda x, indices: x[tuple(indices)],
-    "aten.bmm": lambda a, b: a @ b,
     "aten.squeeze.dim": lambda x, dim: np.squeeze(x, dim),
     "aten.repeat_interleave.self_int": lambda x, times, dim: np.repeat(x, times, dim),
     "aten.sum.dim_IntList": lambda x, dims, keepdim, dtype: x.sum(tuple(dims), keepdims=keepdim),
@@ -139,6 +159,15 @@ def run(graph, values, sizes, cache=None):
             old = cache.get(slot, [t[:, :, :0] for t in new])
             k, v = cache[slot] = [np.concatenate(pair, 2) for pair in zip(old, new, strict=True)]
             out = attend(q, k, v, causal(q.shape[2], k.shape[2], window), scale)
+        elif node.op == "fusion.cached_attention_scored":
+            q, k, v, key_bias, sinks, slot, scale, window, cap, slopes = args
+            new = [k, v] if key_bias is None else [k, v, key_bias]
+            old = cache.get(slot, [t[:, :, :0] for t in new])
+            k, v, *biases = cache[slot] = [np.concatenate(pair, 2) for pair in zip(old, new, strict=True)]
+            distance = np.arange(k.shape[2]) - np.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None]
+            bias = 0 if slopes is None else np.array(slopes)[:, None, None] * distance
+            bias = bias + (np.swapaxes(biases[0], 2, 3) if biases else 0)
+            out = attend(q, k, v, causal(q.shape[2], k.shape[2], window), scale, bias, cap, sinks)
         else:
             out = OPS[node.op](*args)
         for i, result in enumerate(out if isinstance(out, list) else [out]):

@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 from fusion.dag.cutting.cuts import legal_cuts, split  # noqa: E402
 from fusion.dag.ir.errors import UnsupportedModel  # noqa: E402
+from fusion.dag.ir.opset import spec  # noqa: E402
 from fusion.dag.ir.serialise import validate  # noqa: E402
 from fusion.dag.rewrites.clean import clean  # noqa: E402
 from fusion.dag.rewrites.fuse import fuse  # noqa: E402
@@ -59,16 +60,24 @@ def test_recognised(name, more, heads, window):
 
 
 @pytest.mark.parametrize(
-    ("config", "why"),
+    ("config", "found"),
     [
-        (lambda: transformers.FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True, vocab_size=64), "ALiBi"),
-        (lambda: transformers.Gemma2Config(**GROUPED, head_dim=8), "not recognised"),
-        (lambda: transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=64), "not recognised"),
+        (lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), {"softcap": None, "slopes": None}),
+        (lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=16), {"softcap": 50.0, "window": 16, "bias": None}),
     ],
-    ids=["ALiBi", "softcap", "eager"],
+    ids=["ALiBi", "softcap"],
 )  # fmt: skip
-def test_refused(config, why):
-    graph = captured(config())
-    with pytest.raises(UnsupportedModel, match=why):
-        cache_attention(graph, evaluate)
+def test_scores_that_are_not_plain(config, found):
+    served = fuse(last_position(cache_attention(captured(config()), evaluate, 128)))
+    validate(served)
+    first, second = (n for n in served.nodes if n.op == "fusion.cached_attention_scored")
+    names = [p.name for p in spec(first.op).parameters]
+    assert found.items() <= dict(zip(names, first.args, strict=True)).items()
+    assert [n.args[names.index("slot")] for n in (first, second)] == [0, 1]
+
+
+def test_refused():
+    graph = captured(transformers.OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=64))
+    with pytest.raises(UnsupportedModel, match="not recognised"):
+        cache_attention(graph, evaluate, 128)
     assert last_position(clean(graph)).types[last_position(clean(graph)).outputs[0]].shape[1] == 1

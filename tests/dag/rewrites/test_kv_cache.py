@@ -6,86 +6,41 @@ from functools import partial
 
 import numpy as np
 import pytest
+from support.attention_graphs import (
+    BOOL,
+    FLOAT,
+    HEADS,
+    SHAPES,
+    VOCABULARY,
+    WIDTH,
+    B,
+    S,
+    additive,
+    causal_mask,
+    columns_and_rows,
+    embedded,
+    heads,
+    model,
+    rest,
+    same_in_pieces,
+    sdpa,
+    weights,
+    windowed_mask,
+)
 
-from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.errors import UnsupportedModel
-from fusion.dag.ir.graph import DType, Ref
+from fusion.dag.ir.graph import Ref
 from fusion.dag.ir.serialise import validate
 from fusion.dag.rewrites.kv_cache import cache_attention
 from fusion.dag.rewrites.last_position import last_position
-
-B, S = symbol("batch"), symbol("sequence")
-BOOL, FLOAT = DType("bool"), DType("float32")
-HEADS, WIDTH, VOCABULARY = 4, 3, 11
-SHAPES = {
-    "table": (VOCABULARY, 12), "place": (64, 12), "q": (12, 12), "k": (12, 12), "v": (12, 12),
-    "few_k": (6, 12), "few_v": (6, 12), "head": (VOCABULARY, 12),
-}  # fmt: skip
-
-
-def columns_and_rows(b):
-    """Positions as (batch, 1, 1, sequence) keys and (batch, 1, sequence, 1) queries."""
-    p = b("aten.unsqueeze", Ref("position_ids"), 1)
-    return b("aten.unsqueeze", p, 2), b("aten.unsqueeze", p, 3)
-
-
-def causal_mask(b):
-    return b("aten.le.Tensor", *columns_and_rows(b))
-
-
-def windowed_mask(b, window):
-    keys, queries = columns_and_rows(b)
-    oldest = b("aten.sub.Tensor", queries, window, 1)
-    return b("aten.__and__.Tensor", b("aten.le.Tensor", keys, queries), b("aten.gt.Tensor", keys, oldest))
-
-
-def model(b, attend, positions="position_ids"):
-    """Embedding, attention as `attend(b, q, k, v)` writes it, a residual and a head."""
-    x = b("aten.embedding", Ref("table"), Ref("input_ids"), -1, False)
-    x = b("aten.add.Tensor", x, b("aten.embedding", Ref("place"), Ref(positions), -1, False), 1)
-    q, k, v = (heads(b, x, w) for w in "qkv")
-    return rest(b, x, attend(b, q, k, v))
-
-
-def heads(b, x, weight, count=HEADS):
-    y = b("aten.view", b("aten.linear", x, Ref(weight), None), (B, S, count, WIDTH))
-    return b("aten.transpose.int", y, 1, 2)
-
-
-def rest(b, x, y):
-    y = b("aten.reshape", b("aten.contiguous", b("aten.transpose.int", y, 1, 2)), (B, S, -1))
-    return b("aten.linear", b("aten.add.Tensor", x, y, 1), Ref("head"), None)
-
-
-def sdpa(b, q, k, v, mask=None, is_causal=False, dropout=0.0, scale=None, grouped=False):
-    return b("aten.scaled_dot_product_attention", q, k, v, mask, dropout, is_causal, scale, grouped)
 
 
 def masked(make):
     return lambda b, q, k, v: sdpa(b, q, k, v, make(b))
 
 
-def additive(make, hidden=-3.4028234663852886e38, shown=0.0):
-    return lambda b: b("aten.where.Scalar", make(b), shown, hidden)
-
-
-def weights(graph, seed=0):
-    random = np.random.default_rng(seed)
-    return {v.name: random.normal(size=v.type.shape) for v in graph.variables}
-
-
 def cached_nodes(graph):
     return [n for n in graph.nodes if n.op == "fusion.cached_attention"]
-
-
-def same_in_pieces(graph, cached, execute, length=20, pieces=(7, 1, 1, 4, 7)):
-    w, tokens = weights(graph), np.random.default_rng(1).integers(0, VOCABULARY, (1, length))
-    whole, cache, at = execute(graph, w, tokens), {}, 0
-    for piece in pieces:
-        part = execute(cached, w, tokens[:, at : at + piece], at, cache)
-        np.testing.assert_allclose(part, whole[:, at : at + piece], rtol=1e-9)
-        at += piece
-    assert at == length
 
 
 ACCEPTED = {
@@ -273,28 +228,9 @@ def test_other_masks_are_refused(name, build, evaluate):
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 200
 
 
-def eager(b, q, k, v, cap=None):
-    scores = b("aten.matmul", q, b("aten.transpose.int", k, -1, -2))
-    if cap:
-        scores = b("aten.mul.Tensor", b("aten.tanh", b("aten.mul.Tensor", scores, 1 / cap)), cap)
-    scores = b("aten.add.Tensor", scores, additive(causal_mask)(b), 1)
-    return b("aten.matmul", b("aten.softmax.int", scores, -1, None), v)
-
-
-@pytest.mark.parametrize("attend", [eager, partial(eager, cap=50.0)], ids=["eager", "softcapped"])
-def test_attention_spelled_out_is_refused(attend, build, evaluate):
-    b = build(**SHAPES)
-    with pytest.raises(UnsupportedModel, match="a form that is not recognised"):
-        cache_attention(b.graph(model(b, attend)), evaluate)
-
-
 def attended(b, x):
     q, k, v = (heads(b, x, w) for w in "qkv")
     return rest(b, x, sdpa(b, q, k, v, is_causal=True))
-
-
-def embedded(b):
-    return b("aten.embedding", Ref("table"), Ref("input_ids"), -1, False)
 
 
 def table_of_positions(b):
@@ -339,11 +275,6 @@ def gathered(b):
     return b("aten.gather", embedded(b), 1, order)
 
 
-def mixed_by_weights(b):
-    x = b("aten.reshape", embedded(b), (B, S * 12))
-    return b("aten.reshape", b("aten.mul.Tensor", x, 2), (B, S, 12))
-
-
 def interleaved(b):
     flat = b("aten.reshape", b("aten.transpose.int", embedded(b), 0, 1), (B * S, 12))
     return b("aten.reshape", flat, (B, S, 12))
@@ -352,7 +283,7 @@ def interleaved(b):
 @pytest.mark.parametrize(
     "make",
     [table_of_positions, by_length, running_total, average, backwards, previous, scrambled, convolved,
-     softmax_over_positions, gathered, mixed_by_weights, interleaved],
+     softmax_over_positions, gathered, interleaved],
 )  # fmt: skip
 def test_whatever_else_reaches_across_positions_is_refused(make, build, evaluate):
     b = build(**SHAPES, kernel=(12, 12, 3))
@@ -365,6 +296,13 @@ def test_positions_merged_with_the_batch_stay_apart(build, evaluate, execute):
     flat = b("aten.reshape", embedded(b), (-1, 12))
     x = b("aten.reshape", b("aten.linear", flat, Ref("q"), None), (B, S, 12))
     graph = b.graph(attended(b, x))
+    same_in_pieces(graph, cache_attention(graph, evaluate), execute)
+
+
+def test_positions_merged_with_what_belongs_to_them_stay_apart(build, evaluate, execute):
+    b = build(**SHAPES)
+    x = b("aten.mul.Tensor", b("aten.reshape", embedded(b), (B, S * 12)), 2)
+    graph = b.graph(attended(b, b("aten.reshape", x, (B, S, 12))))
     same_in_pieces(graph, cache_attention(graph, evaluate), execute)
 
 

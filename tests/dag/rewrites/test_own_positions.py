@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from dag.rewrites.test_kv_cache import model, sdpa, weights
+from support.attention_graphs import model, sdpa, weights
 
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.errors import UnsupportedModel

@@ -11,11 +11,11 @@ from fusion.runtime.capture.capture import capture_language_model, variables_fro
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.planes.kv_cache import SessionCache, SlotShape
+from fusion.runtime.planes.kv_cache import KeptShape, Scored, SessionCache
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
-SLOT = SlotShape(heads=2, key_width=8, value_width=8, dtype=torch.float32)
+SLOT = (KeptShape(heads=2, width=8, dtype=torch.float32),) * 2
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -37,11 +37,60 @@ def test_pieces_attend_as_the_whole_does(pieces: list[int], window: int | None) 
     for count in pieces:
         cache.begin(at, count)
         part = slice(at, at + count)
-        found.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], 7, 0.3, window))
+        found.append(cache.attend(q[:, :, part], (k[:, :, part], v[:, :, part]), 7, 0.3, window))
         cache.commit()
         at += count
     assert cache.length == 20
     torch.testing.assert_close(torch.cat(found, 2), reference(q, k, v, window))
+
+
+def scored_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scored: Scored, window: int
+) -> torch.Tensor:
+    """In double precision, with the distance of each key from its own query."""
+    q, k, v, bias = (t.double() for t in (q, k, v, bias))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    distance = torch.arange(q.shape[2])[None, :] - torch.arange(q.shape[2])[:, None]
+    assert scored.softcap is not None
+    scores = scored.softcap * torch.tanh(0.3 * q @ k.transpose(2, 3) / scored.softcap)
+    scores = scores + bias.transpose(2, 3)
+    if scored.slopes is not None:
+        scores = scores + torch.tensor(scored.slopes)[:, None, None] * distance
+    scores = scores.masked_fill((distance > 0) | (distance <= -window), -torch.inf)
+    weights = scores.exp()
+    total = weights.sum(-1, keepdim=True)
+    if scored.sinks is not None:
+        total = total + scored.sinks.double().exp()[:, None, None]
+    return (weights / total @ v).float()
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("most_scores", [1 << 22, 200])
+@pytest.mark.parametrize("pieces", [[20], [1] * 20, [7, 1, 1, 11]])
+def test_scores_that_are_not_plain_are_those_of_the_whole(
+    pieces: list[int], most_scores: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusion.runtime.planes.kv_cache.MOST_SCORES", most_scores)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 6)
+    bias = torch.randn(1, 4, 20, 1)
+    row = torch.randn(4)
+    scored = Scored(row if sinks else None, 2.0, None if sinks else (0.5, 0.25, 0.1, 0.0))
+    shapes = [KeptShape(t.shape[1], t.shape[3], t.dtype) for t in (k, v, bias)]
+    found: dict[bool, torch.Tensor] = {}
+    for singly in (False, True):
+        cache, parts, at = SessionCache({3: shapes}, 24, torch.device("cpu")), [], 0
+        for count in pieces:
+            cache.begin(at, count, singly=singly)
+            part = slice(at, at + count)
+            new = [t[:, :, part] for t in (k, v, bias)]
+            parts.append(cache.attend(q[:, :, part], new, 3, 0.3, 7, scored))
+            cache.commit()
+            at += count
+        found[singly] = torch.cat(parts, 2)
+        torch.testing.assert_close(found[singly], scored_reference(q, k, v, bias, scored, 7))
+    other = SessionCache({3: shapes}, 24, torch.device("cpu"))
+    assert other.copy(cache, 13) == 13 and other.bytes == cache.bytes
 
 
 def test_a_gap_or_too_many_positions_is_an_error() -> None:
@@ -57,7 +106,7 @@ def test_memory_grows_with_the_sequence_and_nothing_is_lost() -> None:
     count = 700
     q, k, v = torch.randn(1, 4, count, 8), torch.randn(1, 2, count, 8), torch.randn(1, 2, count, 8)
     cache = SessionCache({7: SLOT}, 690, torch.device("cpu"))
-    each = SLOT.bytes(1)
+    each = sum(kept.bytes(1) for kept in SLOT)
     assert cache.bytes == 0
     cache.reserve(65)
     assert cache.bytes == 128 * each
@@ -67,7 +116,7 @@ def test_memory_grows_with_the_sequence_and_nothing_is_lost() -> None:
     for pieces in (40, 1, 23, 1, 100, 400, 125):
         cache.begin(at, pieces)
         part = slice(at, at + pieces)
-        found.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], 7, 0.3, None))
+        found.append(cache.attend(q[:, :, part], (k[:, :, part], v[:, :, part]), 7, 0.3, None))
         cache.commit()
         sizes.add(cache.bytes // each)
         cache.reserve(0)  # what holds positions stays

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.families import build, config
 from support.models import Chain, Diamond, SameMasks, gpt2, mixtral
 from torch import nn
 from torch.nn import functional
@@ -86,6 +87,8 @@ def make(name: str) -> Case:
             )
         case "mixtral":
             return language(name, mixtral())
+        case "gemma2":  # capped scores, windows
+            return language(name, build(config(name)))
     assert name == "gpt2"
     return language(name, gpt2())
 
@@ -155,6 +158,15 @@ def own_gradients(case: Case, microbatches: int) -> tuple[float, dict[str, torch
 )
 @pytest.mark.parametrize("name", ["chain", "diamond", "tied", "dropout", "gpt2"])
 def test_gradients_are_those_of_one_process(name: str, stages: int, microbatches: int, device: str) -> None:
+    compare_gradients(name, stages, microbatches, device)
+
+
+@pytest.mark.heavy
+def test_gradients_of_attention_that_is_written_out_are_those_of_one_process() -> None:
+    compare_gradients("gemma2", 3, 2, "cpu")
+
+
+def compare_gradients(name: str, stages: int, microbatches: int, device: str) -> None:
     case = make(name)
     staged = planes(split(case.graph, even_cuts(case.graph, stages)), case.module, OptimizerConfig(), device)
     loss = 0.0

@@ -40,8 +40,8 @@ from fusion.swarm.transport import PeerId
 
 pytestmark = [pytest.mark.process, pytest.mark.heavy]
 
-CACHED = ("llama", "qwen3", "gpt2", "mistral", "mistral-windowed", "phi", "neox")
-RECOMPUTED = ("bloom", "gemma2")  # no cache, so nothing to reuse, no guesses, and a prompt is one chunk
+CACHED = ("llama", "qwen3", "gpt2", "mistral", "mistral-windowed", "phi", "neox", "bloom", "gemma2")
+RECOMPUTED = ("openai-gpt",)  # no cache, so nothing to reuse, no guesses, and a prompt is one chunk
 STAGES = 3
 TOKENS = 40
 PATIENT = FailoverConfig(recover_seconds=60)
@@ -399,7 +399,7 @@ FEW: dict[str, list[World]] = {
         World("mistral-windowed", "leave 1", chunk=POSITIONS),
         World("mistral-windowed", "gateway", (ASKED[4],), reused=1),
     ],
-    "bloom": [World("bloom", "kill 1", ASKED[2:5])],
+    "openai-gpt": [World("openai-gpt", "kill 1", ASKED[2:5])],
 }
 
 

@@ -1,0 +1,74 @@
+"""Attention to a cache that is not a plain softmax of products: capped scores, a bias by position, sinks."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from fusion.dag.ir.graph import TensorType
+from fusion.dag.ir.opset_contract import attention_flops, leads
+from fusion.dag.ir.opset_shapes import is_float, same
+from fusion.dag.ir.opset_spec import Call, Mixed, OpSpec, Types, elements, op, plain
+
+
+def cached_attention_scored(call: Call) -> Types:
+    """query (batch, heads, length, width), key and value (batch, key heads, length, width[']): the new positions only, as
+    of `fusion.cached_attention`; the result has the dtype of value. For query i and key j of head h
+
+        score = query_i . key_j * scale, then softcap * tanh(score / softcap), + bias_hj, + slopes[h] * (j - i)
+
+    `bias` (batch or 1, heads or 1, length, 1) is kept for each position like its key; `slopes` are numbers, one a head,
+    and may be taken from any position instead of i, as a softmax does not see a number a row;
+    `sinks` (heads), not beside slopes, are scores of one more key each, which has no value. Weights are a softmax over the positions that
+    the query sees: all before it and itself, or the last `window` of them."""
+    q, k, v, bias, sinks = (call[n] for n in ("query", "key", "value", "bias", "sinks"))
+    if any(len(t.shape) != 4 for t in (q, k, v)) or call["slot"] < 0 or (call["window"] or 1) < 1:
+        raise call.fail(
+            "needs (batch, heads, length, width), a slot of at least 0 and a window of at least 1"
+        )
+    same(call, q.shape[-1], k.shape[-1], "width of query and key")
+    same(call, k.shape[-2], v.shape[-2], "length of key and value")
+    same(call, q.shape[-2], k.shape[-2], "length of query and key")
+    scores = [t for t in (q, k, bias, sinks) if t is not None]
+    if any(t.dtype != q.dtype for t in scores) or not is_float(q.dtype) or not is_float(v.dtype):
+        raise call.fail(f"dtypes {', '.join(t.dtype for t in (*scores, v))}")
+    lead = leads(call, grouped=True)
+    if any(part != lead[0] for part in lead):
+        raise call.fail(f"batch of {q}, {k} and {v}")
+    heads = q.shape[1]
+    if bias is not None and not (
+        len(bias.shape) == 4
+        and bias.shape[0] in (1, q.shape[0])
+        and bias.shape[1] in (1, heads)
+        and bias.shape[2:] == (q.shape[2], 1)
+    ):
+        raise call.fail(f"bias {bias} does not fit query {q}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise call.fail(f"sinks {sinks} are not one for each of {heads} heads")
+    slopes, cap = call["slopes"], call["softcap"]
+    if slopes is not None and not (len(slopes) == heads and all(map(isfinite, slopes))):
+        raise call.fail(f"slopes: {len(slopes)} numbers for {heads} heads, or not finite")
+    if slopes is not None and sinks is not None:
+        raise call.fail("slopes leave a number a row open, which sinks would see")
+    if not isfinite(call["scale"]) or (cap is not None and not (isfinite(cap) and cap > 0)):
+        raise call.fail("scale must be finite, softcap finite and above 0")
+    return (TensorType((*q.shape[:-1], v.shape[-1]), v.dtype),)
+
+
+def _mixes(_: Call) -> Mixed:
+    # Along length the cache carries what came before, so a sequence may be given in pieces.
+    return {"query": {3}, "key": {3}}
+
+
+def _flops(call: Call, results: Types) -> int:
+    """Those of plain attention, and what the scores get besides."""
+    rows = elements(results[0]) // max(1, plain(results[0].shape[-1]))
+    more = sum((3 if name == "softcap" else 1) for name in ("softcap", "bias", "slopes") if call[name])
+    return attention_flops(call, results) + more * rows * plain(call["key"].shape[-2])
+
+
+SPECS: list[OpSpec] = [
+    op("fusion.cached_attention_scored",
+       "query: tensor, key: tensor, value: tensor, bias: tensor?, sinks: tensor?, slot: int, scale: float, window: int?, softcap: float?, slopes: floats?",
+       cached_attention_scored, "attention",
+       mixes=_mixes, flops=_flops, differentiable=False, keeps=("key", "value", "bias"), since=2),
+]  # fmt: skip

@@ -1,0 +1,333 @@
+"""Recognising attention that a model writes out: softmax(query @ key^T, scaled, capped, biased, masked) @ value.
+
+Read backwards from the softmax to the product of queries and keys, and forwards to the product with the values. Each value
+on the way must be read once, by the next step; what is not exactly a step that is known here ends the search. What masks and
+biases say is told by their values (`fusion.dag.rewrites.masks`), not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fusion.dag.ir.dims import Poly, symbol
+from fusion.dag.ir.graph import Arg, Graph, Node, Ref
+from fusion.dag.ir.opset import spec
+from fusion.dag.rewrites.masks import FAMILIES, HIDDEN, POSITIONS
+from fusion.dag.rewrites.positions import SEQUENCE
+
+SOFTMAX = "aten.softmax.int"
+_PRODUCTS = frozenset({"aten.matmul", "aten.bmm"})
+_S = symbol(SEQUENCE)
+_BATCH = symbol("batch")
+
+
+@dataclass(frozen=True)
+class Hides:
+    """A mask: of booleans, of which True says that a position is seen, or hidden where it `inverts`; or added to scores."""
+
+    mask: Ref
+    inverts: bool = False
+
+
+@dataclass(frozen=True)
+class Added:
+    """`bias` * `times` is added to the scores, which are (batch, heads, ...), or (batch * heads, ...) where `merged`."""
+
+    bias: Ref
+    times: float = 1.0
+    merged: bool = False
+
+
+@dataclass
+class Written:
+    """The result of the node `end`. Query (..., sequence, width), `across` the keys as (..., width, sequence), value
+    (..., sequence, width'), where ... is (batch, heads) or (batch * heads). Scores are first scaled, then capped."""
+
+    end: Node
+    query: Ref
+    across: Ref
+    value: Ref
+    scale: float = 1.0
+    softcap: float | None = None
+    hides: list[Hides] = field(default_factory=list)
+    added: list[Added] = field(default_factory=list)
+    sinks: Ref | None = None
+
+
+def positional_names(graph: Graph) -> frozenset[str]:
+    """Nodes that depend on nothing but positions and sizes."""
+    found = {POSITIONS}
+    for node in graph.nodes:
+        if spec(node.op).family in FAMILIES and all(ref.name in found for ref in node.refs()):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def hidden_parts(graph: Graph, bias: Added) -> tuple[list[Hides], list[Added]] | None:
+    """What a bias that hides positions is made of, where a node says so: masks, and biases without them."""
+    node = maker(graph, bias.bias)
+    if node is None:
+        return None
+    filled = _filled(graph, node)
+    if filled is not None:
+        inner, hides = filled
+        return [hides], [Added(inner, bias.times, bias.merged)]
+    if node.op == "aten.add.Tensor" and node.args[2] == 1:
+        parts = [Added(ref, bias.times, bias.merged) for ref in node.refs()]
+        return ([], parts) if len(parts) == 2 else None
+    return None
+
+
+def read_attention(graph: Graph, softmax: Node, positional: frozenset[str]) -> Written | None:
+    """The attention that this softmax is part of, or None."""
+    x, dim = softmax.args[:2]
+    shape = softmax.results[0].shape
+    if not isinstance(x, Ref) or dim not in (-1, len(shape) - 1) or len(shape) not in (3, 4):
+        return None
+    ends = _forwards(graph, softmax)
+    if ends is None:
+        return None
+    end, dropped = ends
+    value = end.args[1]
+    assert isinstance(value, Ref)
+    found = Written(end, value, value, value)
+    scores: Ref | None = x
+    if dropped:
+        scores = _without_sinks(graph, x, found)
+    return _backwards(graph, scores, found, positional) if scores is not None else None
+
+
+def maker(graph: Graph, ref: Arg) -> Node | None:
+    at = graph.node_index.get(ref.name) if isinstance(ref, Ref) else None
+    return None if at is None else graph.nodes[at]
+
+
+def heads_of(dim: object) -> int | None:
+    """n where the dimension is n times the batch."""
+    if isinstance(dim, Poly) and len(dim.terms) == 1:
+        ((monomial, times),) = dim.terms
+        return times if monomial == ("batch",) else None
+    return None
+
+
+def _pairs(graph: Graph, ref: Ref) -> bool:
+    """Whether the value is a number for each query and key."""
+    shape = graph.types[ref].shape
+    if len(shape) == 3:
+        return heads_of(shape[0]) is not None and shape[1:] == (_S, _S)
+    return len(shape) == 4 and shape[0] == _BATCH and isinstance(shape[1], int) and shape[2:] == (_S, _S)
+
+
+def _reader(graph: Graph, ref: Ref) -> Node | None:
+    """The node that reads the value, where it is read once and is no output."""
+    uses = graph.uses.get(ref, ())
+    if len(uses) != 1 or ref in graph.outputs:
+        return None
+    node = graph.nodes[uses[0]]
+    return node if list(node.refs()).count(ref) == 1 else None
+
+
+def _forwards(graph: Graph, softmax: Node) -> tuple[Node, bool] | None:
+    """The product with the values, and whether the weight of one more key was dropped on the way."""
+    at, dropped = Ref(softmax.name), False
+    while (node := _reader(graph, at)) is not None:
+        if node.op in _PRODUCTS and node.args[0] == at and isinstance(node.args[1], Ref):
+            shape, value = graph.types[at].shape, graph.types[node.args[1]].shape
+            fits = _pairs(graph, at) and len(value) == len(shape) and value[-2] == _S
+            return (node, dropped) if fits else None
+        if node.op == "aten.slice.Tensor" and not dropped:
+            rank = len(graph.types[at].shape)
+            if node.args[1] not in (-1, rank - 1) or node.args[2] not in (0, None) or node.args[4] != 1:
+                return None
+            dropped = True
+        elif node.op not in ("aten.to.dtype", "aten.reshape") or "float" not in node.results[0].dtype:
+            return None
+        at = Ref(node.name)
+        if not _pairs(graph, at):
+            return None
+    return None
+
+
+def _without_sinks(graph: Graph, x: Ref, found: Written) -> Ref | None:
+    """The scores that were joined with one column more, which becomes `found.sinks`."""
+    node = maker(graph, x)
+    if node is not None and node.op == "aten.sub.Tensor" and node.args[2] == 1:
+        whole, most = node.args[:2]
+        top = maker(graph, most)
+        along = (-1, 3)
+        largest = top is not None and (
+            (top.op == "aten.max.dim" and top.args[1] in along and most == Ref(top.name))
+            or (top.op == "aten.amax" and top.args[1] in ((-1,), (3,)))
+        )
+        # A softmax does not see a number that is taken from a whole row.
+        if (
+            not largest
+            or top is None
+            or top.args[0] != whole
+            or top.args[2] is not True
+            or not _alone(graph, x)
+        ):
+            return None
+        if not isinstance(whole, Ref) or {graph.nodes[i] for i in graph.uses[whole]} != {node, top}:
+            return None
+        x, node = whole, maker(graph, whole)
+    elif not _alone(graph, x):
+        return None
+    if node is None or node.op != "aten.cat" or node.args[1] not in (-1, 3):
+        return None
+    parts = node.args[0]
+    if not isinstance(parts, tuple) or len(parts) != 2:
+        return None
+    scores, column = parts
+    if not isinstance(scores, Ref) or not isinstance(column, Ref) or not _pairs(graph, scores):
+        return None
+    found.sinks = _one_a_head(graph, column)
+    return scores if found.sinks is not None and graph.types[column].shape[3] == 1 else None
+
+
+def _alone(graph: Graph, ref: Ref) -> bool:
+    return _reader(graph, ref) is not None
+
+
+def _one_a_head(graph: Graph, ref: Ref) -> Ref | None:
+    """The row (heads) that was spread over (batch, heads, sequence, 1)."""
+    shape = graph.types[ref].shape
+    heads = shape[1] if len(shape) == 4 else None
+    while (node := maker(graph, ref)) is not None and node.op in (
+        "aten.expand",
+        "aten.reshape",
+        "aten.unsqueeze",
+    ):
+        source = node.args[0]
+        assert isinstance(source, Ref)
+        before = graph.types[source].shape
+        if before == (heads,):
+            made = node.results[0].shape
+            return source if made[-3:] == (heads, 1, 1) and set(made[:-3]) <= {1} else None
+        if node.op != "aten.expand" and (before[-3:] != (heads, 1, 1) or set(before[:-3]) - {1}):
+            return None
+        ref = source
+    return None
+
+
+def _backwards(graph: Graph, at: Ref, found: Written, positional: frozenset[str]) -> Written | None:
+    times = 1.0  # what the scores so far are multiplied by later
+    inexact = False  # whether later steps would round otherwise in another dtype
+    while _pairs(graph, at) and _alone(graph, at):
+        node = maker(graph, at)
+        if node is None:
+            return None
+        filled = _filled(graph, node)
+        if filled is not None and filled[1].mask.name in positional:
+            if times != 1 or found.softcap is not None:
+                return None  # what is hidden would be scaled or capped as well
+            at, hides = filled
+            found.hides.append(hides)
+        elif node.op == "aten.add.Tensor" and node.args[2] == 1:
+            given = list(node.refs())
+            known = [ref for ref in given if ref.name in positional]
+            if len(given) != 2 or len(known) != 1 or found.softcap is not None:
+                return None
+            (at,) = (ref for ref in given if ref not in known)
+            found.added.append(Added(known[0], times, len(node.results[0].shape) == 3))
+            inexact = True
+        elif node.op in ("aten.maximum", "aten.clamp_min") and times == 1 and found.softcap is None:
+            least = number(graph, node.args[1])
+            if least is None or least > HIDDEN or not isinstance(node.args[0], Ref):
+                return None
+            at = node.args[0]
+        elif (scaled := _scaled(graph, node)) is not None:
+            at, factor = scaled
+            capped = maker(graph, at)
+            inexact = True
+            if capped is None or capped.op != "aten.tanh":
+                times *= factor
+                continue
+            inner = maker(graph, capped.args[0])
+            within = _scaled(graph, inner) if inner is not None else None
+            alone = _alone(graph, at) and isinstance(capped.args[0], Ref) and _alone(graph, capped.args[0])
+            if within is None or times != 1 or found.softcap is not None or factor <= 0 or not alone:
+                return None
+            at, found.softcap = within[0], factor
+            times = 1.0 if abs(within[1] * factor - 1) < 1e-6 else within[1] * factor
+        elif node.op in ("aten.to.dtype", "aten.reshape") and isinstance(node.args[0], Ref):
+            if node.op == "aten.to.dtype" and (inexact or "float" not in graph.types[node.args[0]].dtype):
+                return None
+            at = node.args[0]
+        elif node.op in _PRODUCTS or node.op == "aten.baddbmm":
+            return _product(graph, node, times, found, positional)
+        else:
+            return None
+    return None
+
+
+def _product(
+    graph: Graph, node: Node, times: float, found: Written, positional: frozenset[str]
+) -> Written | None:
+    query, across = node.args[-2:] if node.op in _PRODUCTS else node.args[1:3]
+    if not isinstance(query, Ref) or not isinstance(across, Ref):
+        return None
+    if node.op == "aten.baddbmm":
+        bias, beta, alpha = node.args[0], node.args[3], node.args[4]
+        if (
+            not isinstance(bias, Ref)
+            or not isinstance(beta, (int, float))
+            or not isinstance(alpha, (int, float))
+        ):
+            return None
+        if beta != 0:
+            if bias.name not in positional or found.softcap is not None:
+                return None
+            found.added.append(Added(bias, times * beta, True))
+        times *= alpha
+    if len(graph.types[query].shape) != len(graph.types[across].shape) or times == 0:
+        return None
+    found.query, found.across, found.scale = query, across, times
+    return found
+
+
+def _filled(graph: Graph, node: Node) -> tuple[Ref, Hides] | None:
+    """What is filled with a number that hides it, and where."""
+    args = node.args
+    if node.op in ("aten.where.self", "aten.where.ScalarOther"):
+        mask, kept, fill, inverts = args[0], args[1], args[2], False
+    elif node.op in ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor"):
+        kept, mask, fill, inverts = args[0], args[1], args[2], True
+    else:
+        return None
+    least = number(graph, fill)
+    if least is None or least > HIDDEN or not isinstance(kept, Ref) or not isinstance(mask, Ref):
+        return None
+    return kept, Hides(mask, inverts)
+
+
+def number(graph: Graph, arg: Arg) -> float | None:
+    """The number that the argument is, be it a tensor of one."""
+    if isinstance(arg, Ref):
+        node = maker(graph, arg)
+        if node is None or node.results[0].shape != ():
+            return None
+        if node.op == "aten.full":
+            arg = node.args[1]
+        elif node.op == "aten.scalar_tensor":
+            arg = node.args[0]
+    return float(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else None
+
+
+_TIMES: Mapping[str, bool] = {
+    "aten.mul.Tensor": True, "aten.mul.Scalar": True, "aten.div.Tensor": False, "aten.div.Scalar": False,
+}  # fmt: skip
+
+
+def _scaled(graph: Graph, node: Node) -> tuple[Ref, float] | None:
+    """What is multiplied by a number, and the number."""
+    if node.op not in _TIMES:
+        return None
+    of, by = node.args[:2]
+    factor = number(graph, by)
+    if factor is None and _TIMES[node.op]:
+        of, factor = by, number(graph, of)
+    if factor is None or factor == 0 or not isinstance(of, Ref):
+        return None
+    return of, factor if _TIMES[node.op] else 1 / factor

@@ -1,0 +1,21 @@
+"""Tables of which position sees which are known by their values."""
+
+from __future__ import annotations
+
+import torch
+
+from fusion.runtime.capture.triangles import triangle_window
+
+
+def test_causal_tables_and_windows_are_known() -> None:
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    assert triangle_window(causal) == triangle_window(causal.view(1, 1, 9, 9)) == 9
+    assert triangle_window(causal ^ causal.tril(-4)) == 4
+
+
+def test_whatever_else_is_not() -> None:
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    almost = causal.clone()
+    almost[5, 0] = False
+    for table in (almost, causal.t(), causal.float(), causal[:8], causal.expand(2, 9, 9), causal.to("meta")):
+        assert triangle_window(table) is None
