@@ -19,6 +19,7 @@ from fusion.dag.rewrites.quantise import Layout, Source, Use
 from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
 from fusion.runtime.capture.gguf_model import open_gguf
 from fusion.runtime.capture.huggingface import open_model
+from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
@@ -71,6 +72,8 @@ class LanguageModel:
     inference: Graph
     read: Read  # values of variables, by name; a stage's at a time
     blocks: StoredBlocks | None = None
+    dtype: str = FLOAT32  # that it computes in
+    stored_dtypes: Mapping[str, int] = field(default_factory=dict)  # bytes of its files' weights, by dtype
     training: Graph | None = None
     tokenizer: Path | bytes | None = None  # tokenizer.json, or what would stand in it
     config: tuple[Path, ...] = ()  # files that an export repeats
@@ -94,9 +97,12 @@ def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path |
     )
 
 
-def huggingface(config: HuggingFaceConfig, *, training: bool, seed: int = 0) -> LanguageModel:
-    """A Hugging Face model directory; without its weights, as `seed` initialises it. Raises JobError, CaptureError."""
-    model = open_model(config.path, weights=config.weights, seed=seed)
+def huggingface(
+    config: HuggingFaceConfig, *, training: bool, seed: int = 0, dtype: str | None = None
+) -> LanguageModel:
+    """A Hugging Face model directory; without its weights, as `seed` initialises it. `dtype`: see `open_model`; training is
+    in float32. Raises JobError, CaptureError."""
+    model = open_model(config.path, weights=config.weights, seed=seed, dtype=FLOAT32 if training else dtype)
     files = (config.path / name for name in CONFIG_FILES)
     return LanguageModel(
         about=About(
@@ -108,6 +114,8 @@ def huggingface(config: HuggingFaceConfig, *, training: bool, seed: int = 0) -> 
         inference=model.capture(),
         training=model.capture(training=True) if training else None,
         read=model.read,
+        dtype=model.dtype,
+        stored_dtypes=model.stored_dtypes,
         tokenizer=model.tokenizer,
         config=tuple(path for path in files if path.is_file()),
         chat=chat_files(config.path),
