@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,6 @@ class HuggingFaceModel:
     def read(self, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:
         """The values of these variables, in the dtype of the graph. JobError names one that no file has, or that has
         another shape there."""
-        attributes = variables_from_module(self.module)
         stored: list[tuple[Variable, str]] = []
         found: dict[str, torch.Tensor] = {}
         for variable in variables:
@@ -59,11 +59,15 @@ class HuggingFaceModel:
                 stored.append((variable, name))
                 continue
             part = part_of(variable.name)
-            value = attributes.get(variable.name if part is None else part.name)
+            value = self._attributes.get(variable.name if part is None else part.name)
             if value is None or value.is_meta:
                 raise JobError(f"{self.directory}: no safetensors file has the weight {variable.name}")
             found[variable.name] = (value if part is None else value[part.start : part.stop]).clone()
         return {**found, **self.weights.read(stored)}
+
+    @cached_property
+    def _attributes(self) -> Mapping[str, torch.Tensor]:
+        return variables_from_module(self.module)
 
 
 def open_model(

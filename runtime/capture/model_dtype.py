@@ -29,6 +29,14 @@ def model_dtype(asked: str | None, said: str | None, stored: Mapping[str, int], 
     raise JobError(f"{where}: a model of {wanted:.40} runs in another dtype only: --dtype {FLOAT32}, say")
 
 
+def dtype_text(runs_in: str, stored: Mapping[str, int]) -> str:
+    """For people: "bfloat16, as its files hold it", or what becomes of what they hold."""
+    others = sorted(stored.keys() - {runs_in})
+    if not stored or not others:
+        return f"{runs_in}, as its files hold it" if stored else runs_in
+    return f"{runs_in}: what its files hold in {' and '.join(others)} is converted"
+
+
 def stored_dtypes(paths: Iterable[Path]) -> dict[str, int]:
     """How many bytes the floating-point tensors of these files take, by dtype; from their headers alone. JobError for a file
     that is no safetensors file."""

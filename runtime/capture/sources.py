@@ -23,7 +23,14 @@ from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
-from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE, WEIGHTS_FILE, chat_files
+from fusion.runtime.job.model_files import (
+    ABOUT_FILE,
+    GRAPH_FILE,
+    WEIGHTS_FILE,
+    chat_files,
+    check_model,
+    is_exported_directory,
+)
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
 
 CONSTANTS_FILE = "constants.safetensors"  # what the graph reads and no state_dict of the module has
@@ -97,6 +104,21 @@ def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path |
     )
 
 
+def in_files(path: Path, dtype: str | None = None) -> LanguageModel:
+    """The model of a directory or GGUF file that is to be served. `dtype`: None for that of its files. Raises JobError,
+    CaptureError."""
+    check_model(path)
+    if path.is_file():
+        if dtype not in (None, FLOAT32):
+            raise JobError(
+                f"--dtype: a GGUF file is served in {FLOAT32}, with its quantised matrices as they are"
+            )
+        return gguf(path)
+    if is_exported_directory(path):
+        return exported(path, dtype)
+    return huggingface(HuggingFaceConfig(path=path), training=False, dtype=dtype)
+
+
 def huggingface(
     config: HuggingFaceConfig, *, training: bool, seed: int = 0, dtype: str | None = None
 ) -> LanguageModel:
@@ -140,17 +162,24 @@ def gguf(path: Path) -> LanguageModel:
     )
 
 
-def exported(directory: Path) -> LanguageModel:
-    """A directory that `jobs export` wrote. Raises JobError, GraphError."""
+def exported(directory: Path, dtype: str | None = None) -> LanguageModel:
+    """A directory that `jobs export` wrote, in the dtype of its graph. Raises JobError, GraphError, and JobError for another
+    `dtype`: in float32 an export does not say which of its numbers a model rounds."""
     try:
         about = About.from_json((directory / ABOUT_FILE).read_bytes(), str(directory / ABOUT_FILE))
         inference = serialise.decode((directory / GRAPH_FILE).read_bytes())
     except OSError as error:
         raise JobError(f"{error.filename}: {error.strerror}") from None
+    runs_in = inference.types[inference.outputs[0]].dtype
+    if dtype not in (None, runs_in):
+        raise JobError(
+            f"--dtype: {directory} was written by `jobs export` and holds a graph in {runs_in}, which cannot be had in {dtype}"
+        )
     tokenizer = directory / TOKENIZER_FILE
     return LanguageModel(
         about=about,
         inference=inference,
+        dtype=runs_in,
         read=lambda variables: _read(directory, variables),
         tokenizer=tokenizer if tokenizer.is_file() else None,
         config=tuple(directory / name for name in CONFIG_FILES if (directory / name).is_file()),

@@ -16,6 +16,8 @@ from torch.nn import functional
 BLOCK_POSITIONS = (
     64  # and an eighth of what a longer sequence has, so that growing costs little for each position
 )
+_HALF = frozenset({torch.bfloat16, torch.float16})
+_KEY_BLOCK = 512  # keys that scaled_dot_product_attention takes at once on a CPU
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,9 @@ class SessionCache:
         count = end - start
         # Positions that no query of this run can see need not be read.
         first = 0 if window is None else max(0, start + 1 - window)
+        if count > 1 and query.dtype in _HALF:
+            # The library sums keys block by block, and rounds: a prompt in chunks is to have the bits of a whole one.
+            first -= first % _KEY_BLOCK
         plain = start == 0 and (window is None or end <= window)
         mask = None if count == 1 or plain else self._mask(first, window, query.device)
         return functional.scaled_dot_product_attention(
