@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from fusion.cli.terminal.output import Output
+from fusion.cli.terminal.output import Output, bytes_text, seconds_text
 from fusion.swarm.identity import friendly_name
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
-    from fusion.runtime.launch.launch import Held, Prepared
+    from fusion.runtime.launch.held import Held
+    from fusion.runtime.launch.prepared import Prepared
     from fusion.swarm.directory.records import JobId
 
 STALL_SECONDS = 180.0  # without a stage loaded or a blob copied, handing a job over has failed
@@ -25,6 +26,8 @@ async def offer(context: Context, prepared: Prepared, output: Output) -> JobId:
                f"job {prepared.job[:12]}")  # fmt: skip
     if prepared.stage_count is not None:
         output.say(prepared.stage_count.line(friendly_name))
+    if manifest.serve is not None:
+        output.say(await _to_fetch(context, prepared))
     job = await launch(context, prepared)
     output.emit({
         "event": "launched", "job": job, "name": manifest.name, "kind": manifest.kind, "stages": manifest.stages,
@@ -35,15 +38,35 @@ async def offer(context: Context, prepared: Prepared, output: Output) -> JobId:
     return job
 
 
+async def _to_fetch(context: Context, prepared: Prepared) -> str:
+    """How much of its weights has to reach the peers that are to have them."""
+    from fusion.runtime.launch.on_disk import on_disk
+
+    manifest = prepared.manifest
+    has = await on_disk(context, list(zip(manifest.proposed, manifest.weights, strict=True)))
+    sizes = [context.blobs.store.size(digest) for digest in manifest.weights]
+    missing = sum(size for size, there in zip(sizes, has, strict=True) if not there)
+    if not missing:
+        return (
+            f"its peers have all of its weights ({bytes_text(sum(sizes))}) on their disks: nothing to fetch"
+        )
+    return f"its peers have to fetch {bytes_text(missing)} of weights, of {bytes_text(sum(sizes))}"
+
+
 async def until_held(context: Context, prepared: Prepared, output: Output) -> None:
     """Until the swarm holds all of the job, so that we may leave. JobFailed if it failed or nobody takes it."""
     from fusion.runtime.job.errors import JobFailed
     from fusion.runtime.launch.launch import wait_until_held
 
+    seen: list[Held] = []
+
     def show(held: Held) -> None:
+        seen[:] = [held]
         deadline.reschedule(loop.time() + STALL_SECONDS)
+        waits = "; ".join(each.line(friendly_name) for each in held.waiting)
         output.status(
             f"handing over: {held.ready} of {held.stages} stages ready, {held.copied} of {held.blobs} blobs held"
+            + (f"; {waits}" if waits else "")
         )
 
     loop = asyncio.get_running_loop()
@@ -52,5 +75,27 @@ async def until_held(context: Context, prepared: Prepared, output: Output) -> No
             await wait_until_held(context, prepared, on_change=show)
     except TimeoutError:
         stuck = f"nothing moved for {STALL_SECONDS:.0f} s"
+        stuck = "; ".join([stuck, *(each.line(friendly_name) for held in seen for each in held.waiting)])
         raise JobFailed(f"the swarm has not taken {prepared.manifest.name} over: {stuck}") from None
     output.emit({"event": "held", "job": prepared.job})
+
+
+async def until_answering(context: Context, prepared: Prepared, output: Output) -> None:
+    """Until a token has gone around the ring of a served model. JobFailed where none does."""
+    from fusion.runtime.launch.first_token import first_token
+
+    output.status("asking it for a token")
+    found = await first_token(context, prepared, STALL_SECONDS)
+    if found is not None:
+        output.emit(
+            {
+                "event": "token",
+                "job": prepared.job,
+                "token": found.token,
+                "seconds": found.seconds,
+                "route": list(found.route),
+            }
+        )
+        output.say(
+            f"its first token came around {len(found.route)} peer{'s' * (len(found.route) != 1)} in {seconds_text(found.seconds)}"
+        )

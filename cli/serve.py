@@ -12,24 +12,31 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fusion.cli import client, job_client
-from fusion.cli.launch_progress import offer, until_held
+from fusion.cli.launch_progress import offer, until_answering, until_held
+from fusion.cli.plan import ServingAsked, plan_serving
 from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
-from fusion.runtime.capture.gguf_header import check_source
 from fusion.runtime.job.admission import AdmissionSpec
 
 if TYPE_CHECKING:
     from fusion.runtime.belief.naming import Known
     from fusion.runtime.job.context import Context
-    from fusion.runtime.launch.shard import Prepared
+    from fusion.runtime.launch.launch import Prepared
     from fusion.swarm.identity import Identity
 
 
 class Quantization(StrEnum):
     int8 = "int8"
     int4 = "int4"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class Who(StrEnum):
@@ -47,7 +54,9 @@ def serve(
             "snapshot, and each newer one in its place.",
         ),
     ],
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What to call the model.")],
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="What to call the model; needed but for --plan.")
+    ] = "",
     stages: Annotated[
         int | None,
         typer.Option(
@@ -61,6 +70,16 @@ def serve(
             help="Its large matrices as int8 or int4: less memory and more tokens/s, and answers that are nearly the same.",
         ),
     ] = None,
+    dtype: Annotated[
+        Dtype,
+        typer.Option("--dtype", help="What the model computes and is held in: that of its files (auto)."),
+    ] = Dtype.auto,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Show what serving it would take, and where it would run; nothing starts."
+        ),
+    ] = False,
     once: Annotated[
         bool, typer.Option("--once", help="Of a job: serve its newest snapshot and return.")
     ] = False,
@@ -89,7 +108,7 @@ def serve(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Serve a model across the swarm. It returns once the peers hold the model."""
+    """Serve a model across the swarm. It returns once a token has gone around the peers that hold it."""
     need_peer_extra("serve")
     output = Output(as_json=json)
     path = Path(source)
@@ -97,22 +116,33 @@ def serve(
     if job is None:
         if once:
             raise ValueError("--once: goes with a job, not with a model's files")
-        check_source(path)
+        options.check_model_files(path)
     if draft is not None:
         try:
-            check_source(draft)
+            options.check_model_files(draft)
         except ValueError as error:
             raise ValueError(f"--draft: {error}") from None
-    if not name.strip():
+    if plan and job is not None:
+        raise ValueError("--plan: goes with a model's files, not with a job")
+    if not name.strip() and not plan:
         raise ValueError("--name: a name, such as my-model")
     try:
         admitted = AdmissionSpec(kind=(admission or Who.open).value, peers=tuple(admit or ()))
     except ValueError as error:
         raise ValueError(f"--admission, --admit: {error}") from None
     output.status("loading the runtime ...")
-    asked = Asked(name, stages, admitted, draft, None if quantization is None else quantization.value)
+    asked = Asked(
+        name,
+        stages,
+        admitted,
+        draft,
+        None if quantization is None else quantization.value,
+        None if dtype is Dtype.auto else dtype.value,
+    )
     way = client.Way(home, bootstrap, peer, swarm_key)
-    if job is None:
+    if plan:
+        run(_plan(path, asked, way, output), debug=debug)
+    elif job is None:
         run(_serve(path, asked, way, output), debug=debug)
     else:
         run(_follow(job, asked, way, output, once=once, said=admission is not None), debug=debug)
@@ -120,14 +150,25 @@ def serve(
 
 @dataclass(frozen=True)
 class Asked:
-    """What the model is to be called, over how many peers, who may have a part in it, the model that guesses for it, and how
-    its matrices are stored."""
+    """What the model is to be called, over how many peers, who may have a part in it, the model that guesses for it, how its
+    matrices are stored, and the dtype that it runs in (None: that of its files)."""
 
     name: str
     stages: int | None
     admission: AdmissionSpec
     draft: Path | None
     quantization: Literal["int8", "int4"] | None
+    dtype: str | None
+
+
+async def _plan(path: Path, asked: Asked, way: client.Way, output: Output) -> None:
+    async with client.join(way) as context:
+        wanted = ServingAsked(
+            path, asked.stages, asked.admission, asked.draft, asked.dtype, asked.quantization
+        )
+        fits = await plan_serving(context, wanted, output)
+    if not fits:
+        raise typer.Exit(1)
 
 
 async def _serve(path: Path, asked: Asked, way: client.Way, output: Output) -> None:
@@ -153,10 +194,13 @@ async def _hand_over(
         admission=asked.admission,
         draft=asked.draft,
         quantization=asked.quantization,
+        dtype=asked.dtype,
+        home=context.home if step is None else None,
         say=output.status,
     )
     job = await offer(context, prepared, output)
     await until_held(context, prepared, output)
+    await until_answering(context, prepared, output)
     output.emit(
         {"event": "serving", "job": job, "name": asked.name, **({} if step is None else {"step": step})}
     )

@@ -54,6 +54,7 @@ async def _status(way: client.Way, output: Output) -> None:
     stages = [stage_of(job, number, found) for job, number, found in claims]
     said = {peer: answer for peer, answer in answers.items() if answer is not None}
     links = [link for peer, answer in said.items() for link in links_of(peer, answer)]
+    loading = [entry for peer, answer in said.items() for entry in loading_of(peer, answer, jobs)]
     holdings = [held for peer, answer in said.items() for held in holdings_of(peer, answer, jobs)]
     output.emit(
         {
@@ -68,10 +69,12 @@ async def _status(way: client.Way, output: Output) -> None:
             ],
             "links": links,
             "holdings": holdings,
+            "loading": loading,
             "http": http,
         }
     )
     _show(output, peers, jobs, stages, links)
+    _show_loading(output, peers, loading)
     _show_holdings(output, peers, holdings)
     if http:
         output.note(f"the peer of this home answers programs at {http}")
@@ -188,6 +191,27 @@ def holdings_of(peer: str, answer: Mapping[str, Any], jobs: Sequence[JobRecord])
                 entry["stages"].append(stage)
                 entry["memory_bytes"] += memory_bytes
     return sorted(found.values(), key=lambda entry: -entry["memory_bytes"])
+
+
+def loading_of(peer: str, answer: Mapping[str, Any], jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
+    """The stages that are on their way into a peer's memory, as it says; checked as `links_of`."""
+    from fusion.runtime.job.progress import stages_loading
+
+    names = {job.job: job.name for job in jobs}
+    return [
+        {**asdict(each), "peer": peer, "name": names.get(each.job, each.job[:12]), "line": each.line()}
+        for each in stages_loading(answer)
+    ]
+
+
+def _show_loading(output: Output, peers: Sequence[PeerRecord], loading: Sequence[dict[str, Any]]) -> None:
+    names: dict[str, str] = {each.peer: each.name for each in peers}
+    if loading:
+        output.table(
+            "On their way into memory",
+            ("job", "stage", "peer", "state"),
+            [(each["name"], str(each["stage"]), names[each["peer"]], each["line"]) for each in loading],
+        )
 
 
 def _show_holdings(output: Output, peers: Sequence[PeerRecord], holdings: Sequence[dict[str, Any]]) -> None:

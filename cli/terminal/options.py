@@ -148,3 +148,14 @@ def http_config(address: str, keys: Path | None) -> HttpConfig:
 def debug_asked(words: Sequence[str]) -> bool:
     """Whether --debug is on a command line that has not been parsed yet, or cannot be."""
     return "--debug" in (words[: words.index("--")] if "--" in words else words)
+
+
+def check_model_files(path: Path) -> None:
+    """ValueError, in one line and before anybody is asked, where no model can be read from here."""
+    from fusion.runtime.job.model_files import check_model
+
+    check_model(path)
+    if path.is_file():
+        from fusion.runtime.capture.gguf_header import read_header
+
+        read_header(path)

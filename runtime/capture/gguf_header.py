@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.model_files import check_gguf, check_model
+from fusion.runtime.job.model_files import check_gguf
 
 # The largest vocabularies of today have 262,144 tokens and as many merges, in 20 MB.
 MAX_HEADER_BYTES = 64 << 20
@@ -74,14 +74,6 @@ def read_header(path: Path) -> GGUFHeader:
             return _Reader(path, file).header()
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def check_source(path: Path) -> None:
-    """JobError, in one line and before anything slow is loaded, unless this is a directory or a file that a model can be
-    read from, as far as names and headers tell."""
-    check_model(path)
-    if path.is_file():
-        read_header(path)
 
 
 def shown(name: str) -> str:

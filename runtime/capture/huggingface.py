@@ -7,9 +7,11 @@ module gives them. No code that came with the model is run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,18 @@ from torch import nn
 from fusion.dag.ir.graph import Graph, Variable
 from fusion.dag.rewrites.expert_groups import part_of
 from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
+from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype, stored_dtypes
 from fusion.runtime.capture.rope import fixed_length
-from fusion.runtime.capture.stored_weights import Loading, StoredWeights, no_weights, stored_weights
+from fusion.runtime.capture.stored_weights import (
+    Loading,
+    StoredWeights,
+    no_weights,
+    stored_weights,
+    weights_files,
+)
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import check_huggingface, json_object
+from fusion.runtime.planes.codegen import TORCH_DTYPES
 
 _MAXIMA = ("max_position_embeddings", "max_seq_len")  # what configurations call the most positions
 
@@ -38,6 +48,8 @@ class HuggingFaceModel:
     end_tokens: tuple[int, ...]
     tokenizer: Path | None  # tokenizer.json
     weights: StoredWeights
+    dtype: str  # that the module computes in
+    stored_dtypes: Mapping[str, int]  # bytes of the files' floating-point tensors, by dtype
 
     def capture(self, *, training: bool = False, maximum_sequence: int | None = None) -> Graph:
         """See `capture_language_model`; at most the model's own `max_sequence` positions."""
@@ -47,7 +59,6 @@ class HuggingFaceModel:
     def read(self, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:
         """The values of these variables, in the dtype of the graph. JobError names one that no file has, or that has
         another shape there."""
-        attributes = variables_from_module(self.module)
         stored: list[tuple[Variable, str]] = []
         found: dict[str, torch.Tensor] = {}
         for variable in variables:
@@ -56,17 +67,24 @@ class HuggingFaceModel:
                 stored.append((variable, name))
                 continue
             part = part_of(variable.name)
-            value = attributes.get(variable.name if part is None else part.name)
+            value = self._attributes.get(variable.name if part is None else part.name)
             if value is None or value.is_meta:
                 raise JobError(f"{self.directory}: no safetensors file has the weight {variable.name}")
             found[variable.name] = (value if part is None else value[part.start : part.stop]).clone()
         return {**found, **self.weights.read(stored)}
 
+    @cached_property
+    def _attributes(self) -> Mapping[str, torch.Tensor]:
+        return variables_from_module(self.module)
 
-def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> HuggingFaceModel:
+
+def open_model(
+    directory: Path, *, weights: bool = True, seed: int = 0, dtype: str | None = None
+) -> HuggingFaceModel:
     """Read config.json and the index of the weights; not the weights. JobError says what is missing or unsupported.
 
-    Without `weights` no file of weights is needed: the module is in memory, initialised at random from `seed`.
+    Without `weights` no file of weights is needed: the module is in memory, initialised at random from `seed`. `dtype`: that
+    the model runs in, of MODEL_DTYPES; None: that of its files, as transformers' `dtype="auto"` takes it.
     """
     check_huggingface(directory, weights=weights)
     config = _config(directory)
@@ -80,7 +98,13 @@ def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> Huggi
         )
     text = config.get_text_config()
     tokenizer = directory / "tokenizer.json"
-    module = hollow_module(config, directory) if weights else _random_module(config, directory, seed)
+    files = weights_files(directory) if weights else {}
+    stored = stored_dtypes(files.values())
+    chosen = model_dtype(dtype, _said_dtype(config), stored, str(directory))
+    if weights:
+        module = hollow_module(config, directory, chosen)
+    else:
+        module = _random_module(config, directory, chosen, seed)
     return HuggingFaceModel(
         directory=directory,
         module=module,
@@ -88,7 +112,9 @@ def open_model(directory: Path, *, weights: bool = True, seed: int = 0) -> Huggi
         max_sequence=_longest(text),
         end_tokens=_end_tokens(directory, text),
         tokenizer=tokenizer if tokenizer.is_file() else None,
-        weights=stored_weights(directory, module, _loading(module)) if weights else no_weights(module),
+        weights=stored_weights(files, module, _loading(module)) if weights else no_weights(module),
+        dtype=chosen,
+        stored_dtypes=stored,
     )
 
 
@@ -119,28 +145,46 @@ def config_for(model_type: str, values: Mapping[str, Any], model: Path) -> Any:
         raise JobError(f"{model}: transformers knows no such {model_type} model: {_line(error)}") from error
 
 
-def hollow_module(config: Any, directory: Path) -> nn.Module:
+def _said_dtype(config: Any) -> str | None:
+    said = getattr(config, "dtype", None)
+    return None if said is None else str(said).removeprefix("torch.")
+
+
+def hollow_module(config: Any, directory: Path, dtype: str = FLOAT32) -> nn.Module:
     """The model without memory for its parameters. `directory`: where it comes from, for what is said of it."""
     with parameters_on_meta():
-        return _module(config, directory)
+        return _module(config, directory, dtype)
 
 
-def _random_module(config: Any, directory: Path, seed: int) -> nn.Module:
+def _random_module(config: Any, directory: Path, dtype: str, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _module(config, directory)
+        return _module(config, directory, dtype)
 
 
-def _module(config: Any, directory: Path) -> nn.Module:
+def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
     try:
         module: nn.Module = _transformers().AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
+            config, dtype=TORCH_DTYPES[dtype], trust_remote_code=False
         )
     except (ValueError, ImportError) as error:
         raise JobError(
             f"{directory} is not a causal language model that transformers knows: {_line(error)}"
         ) from error
+    _keep_wide(module, dtype)
     return module.eval()
+
+
+def _keep_wide(module: nn.Module, dtype: str) -> None:
+    """What transformers loads in float32 whatever dtype the model has: routers, say, whose rounding chooses experts."""
+    names = ["_keep_in_fp32_modules_strict"] if dtype != FLOAT32 else []
+    names += ["_keep_in_fp32_modules"] if dtype == "float16" else []
+    patterns = [pattern.replace("*", ".*") for name in names for pattern in getattr(module, name, None) or ()]
+    if patterns:
+        wide = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+        for name, parameter in module.named_parameters():
+            if wide.search(name):
+                parameter.data = parameter.data.float()
 
 
 @contextmanager

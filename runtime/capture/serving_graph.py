@@ -49,7 +49,13 @@ def evaluate(graph: Graph, inputs: Mapping[str, Array], sizes: Mapping[str, int]
     except KeyError as missing:
         raise GraphError(f"no value for the input {missing}") from None
     with torch.no_grad():
-        return [value.numpy() for value in program.run(given, (), None)]
+        return [_array(value) for value in program.run(given, (), None)]
+
+
+def _array(value: torch.Tensor) -> Array:
+    # numpy has no bfloat16; float32 holds each of its numbers.
+    found: Array = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    return found
 
 
 def _with_sizes(graph: Graph, sizes: Mapping[str, int]) -> Graph:

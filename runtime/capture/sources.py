@@ -19,10 +19,18 @@ from fusion.dag.rewrites.quantise import Layout, Source, Use
 from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
 from fusion.runtime.capture.gguf_model import open_gguf
 from fusion.runtime.capture.huggingface import HuggingFaceModel, open_model
+from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import CaptureError, JobError
 from fusion.runtime.job.fields import build, plain
-from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE, WEIGHTS_FILE, chat_files
+from fusion.runtime.job.model_files import (
+    ABOUT_FILE,
+    GRAPH_FILE,
+    WEIGHTS_FILE,
+    chat_files,
+    check_model,
+    is_exported_directory,
+)
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
 
 CONSTANTS_FILE = "constants.safetensors"  # what the graph reads and no state_dict of the module has
@@ -71,6 +79,8 @@ class LanguageModel:
     inference: Graph
     read: Read  # values of variables, by name; a stage's at a time
     blocks: StoredBlocks | None = None
+    dtype: str = FLOAT32  # that it computes in
+    stored_dtypes: Mapping[str, int] = field(default_factory=dict)  # bytes of its files' weights, by dtype
     training: Graph | None = None
     tokenizer: Path | bytes | None = None  # tokenizer.json, or what would stand in it
     config: tuple[Path, ...] = ()  # files that an export repeats
@@ -94,9 +104,27 @@ def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path |
     )
 
 
-def huggingface(config: HuggingFaceConfig, *, training: bool, seed: int = 0) -> LanguageModel:
-    """A Hugging Face model directory; without its weights, as `seed` initialises it. Raises JobError, CaptureError."""
-    model = open_model(config.path, weights=config.weights, seed=seed)
+def in_files(path: Path, dtype: str | None = None) -> LanguageModel:
+    """The model of a directory or GGUF file that is to be served. `dtype`: None for that of its files. Raises JobError,
+    CaptureError."""
+    check_model(path)
+    if path.is_file():
+        if dtype not in (None, FLOAT32):
+            raise JobError(
+                f"--dtype: a GGUF file is served in {FLOAT32}, with its quantised matrices as they are"
+            )
+        return gguf(path)
+    if is_exported_directory(path):
+        return exported(path, dtype)
+    return huggingface(HuggingFaceConfig(path=path), training=False, dtype=dtype)
+
+
+def huggingface(
+    config: HuggingFaceConfig, *, training: bool, seed: int = 0, dtype: str | None = None
+) -> LanguageModel:
+    """A Hugging Face model directory; without its weights, as `seed` initialises it. `dtype`: see `open_model`; training is
+    in float32. Raises JobError, CaptureError."""
+    model = open_model(config.path, weights=config.weights, seed=seed, dtype=FLOAT32 if training else dtype)
     files = (config.path / name for name in CONFIG_FILES)
     inference, longest = _captured(model)
     return LanguageModel(
@@ -109,6 +137,8 @@ def huggingface(config: HuggingFaceConfig, *, training: bool, seed: int = 0) -> 
         inference=inference,
         training=model.capture(training=True, maximum_sequence=longest) if training else None,
         read=model.read,
+        dtype=model.dtype,
+        stored_dtypes=model.stored_dtypes,
         tokenizer=model.tokenizer,
         config=tuple(path for path in files if path.is_file()),
         chat=chat_files(config.path),
@@ -148,17 +178,24 @@ def _captured(model: HuggingFaceModel) -> tuple[Graph, int]:
             raise error from None
 
 
-def exported(directory: Path) -> LanguageModel:
-    """A directory that `jobs export` wrote. Raises JobError, GraphError."""
+def exported(directory: Path, dtype: str | None = None) -> LanguageModel:
+    """A directory that `jobs export` wrote, in the dtype of its graph. Raises JobError, GraphError, and JobError for another
+    `dtype`: in float32 an export does not say which of its numbers a model rounds."""
     try:
         about = About.from_json((directory / ABOUT_FILE).read_bytes(), str(directory / ABOUT_FILE))
         inference = serialise.decode((directory / GRAPH_FILE).read_bytes())
     except OSError as error:
         raise JobError(f"{error.filename}: {error.strerror}") from None
+    runs_in = inference.types[inference.outputs[0]].dtype
+    if dtype not in (None, runs_in):
+        raise JobError(
+            f"--dtype: {directory} was written by `jobs export` and holds a graph in {runs_in}, which cannot be had in {dtype}"
+        )
     tokenizer = directory / TOKENIZER_FILE
     return LanguageModel(
         about=about,
         inference=inference,
+        dtype=runs_in,
         read=lambda variables: _read(directory, variables),
         tokenizer=tokenizer if tokenizer.is_file() else None,
         config=tuple(directory / name for name in CONFIG_FILES if (directory / name).is_file()),

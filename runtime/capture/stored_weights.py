@@ -142,9 +142,8 @@ class StoredWeights:
             raise JobError(f"{path}: {piece} and others cannot be made into {name}: {reason}") from error
 
 
-def stored_weights(directory: Path, module: Any, loading: Loading) -> StoredWeights:
-    """Of the module of a directory; its files are looked into, not read. JobError for one that is no safetensors file."""
-    files = _files(directory)
+def stored_weights(files: Mapping[str, Path], module: Any, loading: Loading) -> StoredWeights:
+    """Of the module of a directory with these files, as `weights_files` has them."""
     return StoredWeights(module, files, _stored(module, files, loading))
 
 
@@ -153,7 +152,9 @@ def no_weights(module: Any) -> StoredWeights:
     return StoredWeights(module, {}, {})
 
 
-def _files(directory: Path) -> dict[str, Path]:
+def weights_files(directory: Path) -> dict[str, Path]:
+    """The file of each tensor that a directory holds; they are looked into, not read. JobError for one that is no safetensors
+    file."""
     found = indexed_files(directory)
     if found is not None:
         return found

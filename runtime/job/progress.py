@@ -4,7 +4,7 @@ change; and what a stage that is served has to do."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from fusion.runtime.job.fields import build
@@ -77,3 +77,61 @@ class StageLoad:
     kv_bytes: int  # set aside for them
     retained_bytes: int  # of sessions that have ended, until others need the memory
     tokens: int  # passed since the stage began to run there; the first stage alone counts them
+
+
+TOLD_LOADING = 64  # stages that are on their way, in one answer
+LoadingPhase = Literal["fetching", "loading"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLoading:
+    """How far a stage that is to be served is on its way into a peer's memory."""
+
+    job: JobId
+    stage: int
+    phase: LoadingPhase  # its weights onto the disk, then into memory
+    bytes: int  # of the weights, on the disk
+    of_bytes: int  # 0: not known yet
+    seconds: float = field(compare=False)  # in this phase
+    trouble: str = ""  # one line: of the last peer that should have sent them and did not
+
+    def line(self) -> str:
+        """For people."""
+        if self.phase == "loading":
+            return f"loading for {self.seconds:.0f} s"
+        if not self.of_bytes:
+            return f"looking for its weights for {self.seconds:.0f} s" + (
+                f": {self.trouble}" if self.trouble else ""
+            )
+        got = f"{self.bytes / 1e6:,.0f} of {self.of_bytes / 1e6:,.0f} MB fetched in {self.seconds:.0f} s"
+        return got + (f" ({self.trouble})" if self.trouble else "")
+
+    def to_list(self) -> list[Any]:
+        return [self.job, self.stage, self.phase, self.bytes, self.of_bytes, self.seconds, self.trouble]
+
+    @classmethod
+    def from_list(cls, said: object) -> StageLoading | None:
+        """What another peer says; None for nonsense."""
+        match said:
+            case [
+                str() as job,
+                int() as stage,
+                "fetching" | "loading" as phase,
+                int() as got,
+                int() as of,
+                seconds,
+                str() as trouble,
+                *_,
+            ] if isinstance(seconds, (int, float)) and stage >= 0 and 0 <= got <= of and seconds >= 0:
+                return cls(
+                    job=JobId(job), stage=stage, phase=phase, bytes=got, of_bytes=of, seconds=float(seconds),
+                    trouble=one_line(trouble[:200]),
+                )  # fmt: skip
+        return None
+
+
+def stages_loading(answer: Mapping[str, Any]) -> list[StageLoading]:
+    """Of a peer's answer to `status`, which is checked because anybody may have written it; none of an older peer's."""
+    said = answer.get("loading")
+    found = map(StageLoading.from_list, said[:TOLD_LOADING] if isinstance(said, list) else ())
+    return [each for each in found if each is not None]

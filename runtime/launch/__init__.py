@@ -1,10 +1,17 @@
 """A job into the swarm, and out of it. Runs on the launching machine.
 
 prepare            from a job file to blobs and a manifest
-prepare_serving    from a model's directory
 draft              the draft model that goes along
+servable           a model's directory as a graph that is served
+prepare_serving    from that to blobs and a manifest
+on_disk            who has which blobs on the disk
+serving_plan       what serving it would take; nothing starts
 pack               a job's text as blobs
+weights            the weights of a stage as a blob
+prepared           what is ready to be handed over
 shard              from a placed graph to blobs and manifest
+held               how far the swarm has taken a job over
+first_token        a served model is ready once a token has gone around
 launch             offered to the swarm, until the swarm holds all of it
 export_files       what goes along so that an export can be served
 snapshot_turns     which snapshot of a job that still trains is served, and when; pure

@@ -16,7 +16,7 @@ from fusion.runtime.capture.sources import LanguageModel
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.launch.pack import read_tokenizer
-from fusion.runtime.launch.shard import contiguous
+from fusion.runtime.launch.weights import contiguous
 from fusion.runtime.placing.stage_memory import fitted
 from fusion.runtime.serving.drafts.draft_files import ABOUT_FILE, GRAPH_FILE, WEIGHTS_FILE, AboutDraft
 from fusion.swarm.transport import PeerId

@@ -11,7 +11,7 @@ from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.capture import is_exported
 from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE
-from fusion.runtime.launch.shard import contiguous
+from fusion.runtime.launch.weights import contiguous
 
 
 def export_files(model: sources.LanguageModel) -> dict[str, bytes | Path]:

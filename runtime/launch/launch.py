@@ -11,19 +11,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fusion.runtime.belief.reading import look
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.protocol import JOB
+from fusion.runtime.launch.held import Held, look_held
 from fusion.runtime.launch.prepare import prepare_training
 from fusion.runtime.launch.prepare_serving import prepare_serving
-from fusion.runtime.launch.shard import Prepared
+from fusion.runtime.launch.prepared import Prepared
 from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
 from fusion.swarm.authority.statements import seal_statement, stated
 from fusion.swarm.authority.wallet import CLOCK_SECONDS
-from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import Digest, JobId, JobRecord, ProviderRecord
 from fusion.swarm.errors import SwarmError
@@ -42,21 +42,6 @@ NUDGE_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 OFFER_SECONDS = 60.0
 INVITED_SECONDS = 90 * 86_400  # for which whoever is invited at launch may take part
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """How far the swarm has taken a job over."""
-
-    claimed: int  # stages with a live owner
-    ready: int  # stages that are loaded
-    stages: int
-    copied: int  # blobs that some other peer holds too
-    blobs: int
-
-    @property
-    def complete(self) -> bool:
-        return self.ready == self.stages and self.copied == self.blobs
 
 
 async def launch(context: Context, prepared: Prepared) -> JobId:
@@ -83,7 +68,7 @@ async def wait_until_held(
     last: Held | None = None
     published = asyncio.get_running_loop().time()
     while True:
-        held = await _look(context, prepared)
+        held = await look_held(context, prepared)
         if held != last:
             on_change(held)
             last = held
@@ -146,24 +131,3 @@ async def _nudge(context: Context, peer: PeerId, job: JobId, grants: list[bytes]
         async with asyncio.timeout(NUDGE_SECONDS):
             header = {"job": job, "grants": grants} if grants else {"job": job}
             await call(context.transport, peer, JOB.name, "launch", header)
-
-
-async def _look(context: Context, prepared: Prepared) -> Held:
-    stages = range(prepared.manifest.stages)
-    claims = await asyncio.gather(*(context.directory.claims(prepared.job, stage) for stage in stages))
-    owners = [owner for owner in map(winner, claims) if owner is not None]
-    awaited = [digest for digest in prepared.blobs if digest not in _unasked(prepared)]
-    providers = await asyncio.gather(*(context.directory.providers(digest) for digest in awaited))
-    return Held(
-        claimed=len(owners),
-        ready=sum(owner.ready for owner in owners),
-        stages=len(stages),
-        copied=sum(any(p.peer != context.peer_id for p in found) for found in providers),
-        blobs=len(awaited),
-    )
-
-
-def _unasked(prepared: Prepared) -> frozenset[Digest]:
-    """What owners of an older release do not fetch: how to chat with a served model. Others have it when they are ready."""
-    manifest = prepared.manifest
-    return frozenset(digest for _, digest in manifest.files) if manifest.serve is not None else frozenset()

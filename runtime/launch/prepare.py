@@ -14,7 +14,8 @@ from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
 from fusion.runtime.launch.export_files import export_files
 from fusion.runtime.launch.pack import pack_data, read_tokenizer
-from fusion.runtime.launch.shard import GraphJob, Prepared, Say, prepare_graph, silent
+from fusion.runtime.launch.prepared import Prepared
+from fusion.runtime.launch.shard import GraphJob, Say, prepare_graph, silent
 from fusion.runtime.placing.place_job import place_job
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord

@@ -18,7 +18,7 @@ from fusion.runtime.belief.reading import look
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.launch.export import export
-from fusion.runtime.launch.shard import Prepared
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.snapshot_turns import LOOK_SECONDS, Seen, rest_until, turn
 from fusion.swarm.authority.belief import Belief
 from fusion.swarm.directory.records import JobId, JobRecord

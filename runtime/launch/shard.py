@@ -13,7 +13,6 @@ from pathlib import Path
 from random import Random, SystemRandom
 
 import torch
-from safetensors.torch import save
 
 from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph
@@ -23,13 +22,12 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.admission import AdmissionSpec, LimitsSpec
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig, TrainConfig
+from fusion.runtime.launch.prepared import Prepared
+from fusion.runtime.launch.weights import put_weights
 from fusion.runtime.placing.placed_job import Placed
-from fusion.runtime.placing.plan import Plan
-from fusion.runtime.placing.stage_count import StageChoice
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.identity import Identity, friendly_name
-from fusion.swarm.transport import PeerId
 
 Say = Callable[[str], None]  # gets one line each time the work enters another phase
 SYSTEM_RANDOM = SystemRandom()
@@ -55,21 +53,6 @@ class GraphJob:
     parameters: int | None = None  # of the model, where its graph stores them in another way
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A job whose blobs all lie in the local store."""
-
-    job: JobId
-    manifest: Manifest
-    author: Identity  # whose key the manifest names
-    blobs: tuple[Digest, ...]  # everything that peers will fetch, the manifest included
-    predicted_seconds: float  # a step, or a token, by the placement's model; 0: not known
-    parameters: int
-    invited: tuple[PeerId, ...] = ()  # who gets a grant when the job is launched
-    plan: Plan | None = None  # of a training job that was placed here: what launching it will set going
-    stage_count: StageChoice | None = None  # of a model to serve: over how many peers, and why
-
-
 def prepare_graph(
     job: GraphJob,
     placed: Placed,
@@ -90,7 +73,7 @@ def prepare_graph(
         graph=store.put(serialise.encode(graph)),
         cuts=placed.cuts,
         opset=needed_version(graph),
-        weights=tuple(store.put(save(contiguous(read(part.graph.variables)))) for part in parts),
+        weights=tuple(put_weights(store, part.graph.variables, read) for part in parts),
         proposed=placed.proposed,
         replicas=placed.replicas,
         memory_bytes=placed.memory_bytes,
@@ -143,9 +126,3 @@ def _check_limits(manifest: Manifest) -> None:
 
 def _reader(values: Mapping[str, torch.Tensor]) -> Read:
     return lambda variables: {v.name: values[v.name] for v in variables}
-
-
-def contiguous(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As safetensors saves them."""
-    # A copy each: safetensors refuses tensors that share memory, as tied ones of a module do.
-    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in values.items()}

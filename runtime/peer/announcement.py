@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.job.context import Context
+from fusion.runtime.job.progress import StageLoading
 from fusion.runtime.peer.capability import Capability
 from fusion.runtime.peer.client import CACHED_PEERS_FILE
 from fusion.runtime.peer.network import Network
@@ -44,6 +45,7 @@ async def announced(
     capability: Capability,
     bootstrap: tuple[str, ...],
     hosted: Callable[[], Sequence[tuple[JobId, int]]],
+    loading: Callable[[], Sequence[StageLoading]],
     http: str = "",
 ) -> AsyncIterator[Announcement]:
     """Be in the swarm and answer for oneself until the block ends. `bootstrap` are multiaddrs, none of which has to answer;
@@ -60,7 +62,7 @@ async def announced(
 
     ways = MembershipConfig(bootstrap=bootstrap, cache_path=context.home / CACHED_PEERS_FILE)
     membership = Membership(transport, directory, directory, record, ways, meet)
-    await serve_questions(context, directory, hosted)
+    await serve_questions(context, directory, hosted, loading)
     running = RunningPeer(
         peer_id=context.peer_id,
         addresses=tuple(transport.all_addresses),

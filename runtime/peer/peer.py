@@ -74,10 +74,13 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             # is there already will stay, and need not be looked at, now or each time.
             gc.freeze()
             parts.hosting.on_rest = gc.collect
+            serving = parts.services["serve"]
+            assert isinstance(serving, ServingService)
             async with (
-                _http(config, context, parts) as http,
+                _http(config, context, serving) as http,
                 announced(
-                    *(network, context, capability, config.bootstrap, lambda: parts.hosting.hosted),
+                    *(network, context, capability, config.bootstrap),
+                    *(lambda: parts.hosting.hosted, serving.loading),
                     http="" if http is None else http.url,
                 ) as announcement,
             ):
@@ -85,13 +88,13 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
 
 
 @asynccontextmanager
-async def _http(config: PeerConfig, context: Context, parts: Assembly) -> AsyncIterator[HttpServer | None]:
+async def _http(
+    config: PeerConfig, context: Context, serving: ServingService
+) -> AsyncIterator[HttpServer | None]:
     """The API, if there is to be one, in front of this peer's gateway."""
     if config.http is None:
         yield None
         return
-    serving = parts.services["serve"]
-    assert isinstance(serving, ServingService)
     async with open_http(config.http, context, serving.gateway, serving.loads) as http:
         yield http
 

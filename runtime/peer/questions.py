@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fusion.runtime.job.context import Context
+from fusion.runtime.job.progress import TOLD_LOADING, StageLoading
 from fusion.runtime.job.protocol import STATUS
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.identity import friendly_name
@@ -17,14 +18,24 @@ TOLD_PLACES = 512
 
 
 async def serve_questions(
-    context: Context, directory: SealedDirectory, hosted: Callable[[], Sequence[tuple[JobId, int]]]
+    context: Context,
+    directory: SealedDirectory,
+    hosted: Callable[[], Sequence[tuple[JobId, int]]],
+    loading: Callable[[], Sequence[StageLoading]],
 ) -> None:
-    """Answer from now on. `hosted`: the stages that run here."""
-    await context.transport.serve(STATUS.name, lambda stream: tell_status(stream, context, hosted()))
+    """Answer from now on. `hosted`: the stages that run here; `loading`: those that are on their way into memory."""
+    await context.transport.serve(
+        STATUS.name, lambda stream: tell_status(stream, context, hosted(), loading())
+    )
     await context.transport.serve(DIRECTORY.name, DirectoryServer(directory).attend)
 
 
-async def tell_status(stream: Stream, context: Context, hosted: Sequence[tuple[JobId, int]]) -> None:
+async def tell_status(
+    stream: Stream,
+    context: Context,
+    hosted: Sequence[tuple[JobId, int]],
+    loading: Sequence[StageLoading] = (),
+) -> None:
     """What `fusion-peer status` shows of one peer beyond its record."""
     frame = await stream.receive()
     if frame.kind != "status":
@@ -38,6 +49,7 @@ async def tell_status(stream: Stream, context: Context, hosted: Sequence[tuple[J
         "name": friendly_name(context.peer_id),
         "hosted": places,
         "holds": [[job, stage, memory_bytes] for (job, stage), memory_bytes in held],
+        "loading": [each.to_list() for each in loading[:TOLD_LOADING]],
         "traffic": traffic,
     }
     await stream.send("status", header)

@@ -7,9 +7,11 @@ codec_choice      the codecs of a job's edges, from its links
 codec_placement   placement and codecs together, as each depends on the other
 stage_memory      what each stage needs on its peer
 stage_count       over how many peers a model is served, and why; pure
+placed_job        where the stages are to run, as a manifest says it
+place_serving     where to run the stages of a model that is served
 place_job         where to run the stages, for the peers that there are
 place_experts     a model to serve, its experts in groups where layers are too large for one peer
-placed_job        where the stages are to run, as a manifest says it
+placed_before     where a model was served the last time
 plan              a placement for people
 offline_plan      a plan with nothing running
 """

@@ -14,6 +14,7 @@ from fusion.dag.placement.network import Network
 from fusion.dag.placement.place import Scheduler
 from fusion.runtime.capture.capture import capture_language_model
 from fusion.runtime.capture.huggingface import open_model, parameters_on_meta
+from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.trained_graph import trained_graph
 from fusion.runtime.job.errors import JobError
@@ -62,7 +63,7 @@ def training_graph(spec: JobSpec) -> Graph:
     """The graph that launching the job would place. Raises JobError, CaptureError."""
     if isinstance(spec.model, HuggingFaceConfig):
         with parameters_on_meta():
-            model = open_model(spec.model.path, weights=False)
+            model = open_model(spec.model.path, weights=False, dtype=FLOAT32)
         if spec.train.sequence > model.max_sequence:
             raise JobError(
                 f"train.sequence must be at most {model.max_sequence}, what the model was built for"

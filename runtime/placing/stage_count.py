@@ -45,6 +45,7 @@ class StageChoice:
     others: tuple[Candidate, ...] = ()
     misfits: tuple[int, ...] = ()
     asked: bool = False  # the number was given
+    before: bool = False  # it is where it was the last time
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
@@ -56,7 +57,7 @@ class StageChoice:
         """For people, who know a peer by its name."""
         chosen = self.chosen
         said = [f"{_count(chosen.stages)} on {_listed([names(p) for p in chosen.peers])}"
-                f"{', as asked' if self.asked else ''}: {_text(chosen.token_seconds)} a token predicted{_links(chosen)}"]  # fmt: skip
+                f"{', as asked' if self.asked else ''}{', as before' if self.before else ''}: {_text(chosen.token_seconds)} a token predicted{_links(chosen)}"]  # fmt: skip
         said += [f"{_count(count)} would not fit" for count in self.misfits]
         said += [f"{_count(o.stages)} would take {_text(o.token_seconds)}{_links(o)}" for o in self.others]
         return "; ".join(said)

@@ -8,15 +8,35 @@ from math import inf
 
 import numpy as np
 
+from fusion.dag.cutting.cuts import legal_cuts
 from fusion.dag.cutting.memory import measure_memory
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.misfit import size_text
 from fusion.dag.placement.pipeline import held
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
-from fusion.runtime.job.stage_graphs import Config, memory_config, sizes_of
+from fusion.runtime.job.stage_graphs import Config, memory_config, serving_memory, sizes_of
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.transport import PeerId
+
+
+def least_memory(
+    graph: Graph, config: ServeConfig, most_stages: int, beside_bytes: int = 0
+) -> tuple[int, ...]:
+    """What the fullest of 1, 2, ... peers needs at least, however the model is cut; `beside_bytes`: what the first stage needs
+    beside its own memory. As many as the model has pieces, and `most_stages` at most."""
+    bounds = (0, *legal_cuts(graph), len(graph.nodes))
+    memory = serving_memory(config)
+    tables = measure_memory(graph, bounds, sizes_of(config), False, memory)
+    first, last = np.meshgrid(np.arange(len(bounds)), np.arange(len(bounds)), indexing="ij")
+    needed = np.where(first < last, tables.bytes(first, last, 1), inf)
+    needed[0] += beside_bytes
+    fullest = needed[0]  # up to each bound
+    found = [fullest[-1]]
+    for _ in range(1, min(most_stages, len(bounds) - 1)):
+        fullest = np.maximum(fullest[:, None], needed).min(0)
+        found.append(fullest[-1])
+    return tuple(int(bytes_) for bytes_ in found)
 
 
 def fitted(

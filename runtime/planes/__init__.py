@@ -8,6 +8,7 @@ dropout          masks that are a function of (seed, step, microbatch, node)
 kv_cache         keys and values of past positions, and the attention that reads them
 learning_rate    the learning rate of each step, without torch
 optimizer        AdamW and SGD as data, with their schedules
+weights_file     tensors in a file, written and read one at a time
 stage_values     the values that a stage takes and gives, by name
 packed           products of rows with a matrix, the same bits in any company
 quantised_code   products with matrices stored as int8 and int4, as machine code

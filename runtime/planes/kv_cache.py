@@ -17,6 +17,8 @@ BLOCK_POSITIONS = (
     64  # and an eighth of what a longer sequence has, so that growing costs little for each position
 )
 MOST_SCORES = 1 << 22  # at once, where they are computed one by one: 16 MB of float32
+_HALF = frozenset({torch.bfloat16, torch.float16})
+_KEY_BLOCK = 512  # keys that scaled_dot_product_attention takes at once on a CPU
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,9 @@ class SessionCache:
         count = end - start
         # Positions that no query of this run can see need not be read.
         first = 0 if window is None else max(0, start + 1 - window)
+        if scored is None and count > 1 and query.dtype in _HALF:
+            # The library sums keys block by block, and rounds: a prompt in chunks is to have the bits of a whole one.
+            first -= first % _KEY_BLOCK
         keys, values, *more = (tensor[:, :, first:end] for tensor in held)
         if scored is not None:
             bias = more[0].transpose(2, 3) if more else None

@@ -15,15 +15,19 @@ from fusion.runtime.planes.experts import (
     packed_expert_linear,
     padded_expert_linear,
 )
-from fusion.runtime.planes.packed import addmm, linear, pack, packable, row_by_row, rows_agree
+from fusion.runtime.planes.packed import FEW_ROWS, addmm, linear, pack, packable, row_by_row, rows_agree
 from fusion.runtime.planes.plane import Tensors
 from fusion.runtime.planes.quantised import StoredMatrices
 from fusion.runtime.planes.stage_values import checked
 
+_HALF = frozenset({torch.bfloat16, torch.float16})
+_TRIED_ELEMENTS = 1 << 22  # of a matrix in half precision, when its rows are looked at
+
 
 class Matrices:
     """The variables of a stage as decoding reads them fastest: the matrices of linear layers and of experts packed, where the
-    library does that here and a row's product has the same bits in any company (`rows_agree`)."""
+    library does that here and a row's product has the same bits in any company (`rows_agree`). Those in half precision are left
+    as they are where that holds for a row alone, too. `least_rows`: how many have to run at once, 1 or FEW_ROWS."""
 
     def __init__(self, graph: Graph, variables: Tensors, device: torch.device) -> None:
         self._graph = graph
@@ -38,9 +42,20 @@ class Matrices:
             if node.op in ("aten.addmm", EXPERT_LINEAR)
         )
         self._agree: dict[tuple[tuple[int, ...], torch.dtype], bool] = {}
-        for variable in graph.variables:
+        tied = _linear_matrices(graph) - wanted.keys()
+        self._alone: set[str] = set()  # matrices whose products are the same for one row as for several
+        alone: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
+        for variable in graph.variables:  # one after the other, as `variables` may read each from a file
             name, value = variable.name, checked(variables, variable).detach().to(device)
             packed: Any = None
+            if value.dtype in _HALF and (name in wanted or name in tied):
+                sort = tuple(value.shape), value.dtype, wanted.get(name, False)
+                if sort not in alone:
+                    alone[sort] = _alone(value, added=sort[2])
+                if alone[sort]:
+                    self._alone.add(name)
+                    self.laid_out[name] = value.contiguous()
+                    continue
             if name in wanted:
                 matrix = value.t() if wanted[name] else value
                 packed = pack(matrix)
@@ -53,6 +68,8 @@ class Matrices:
                 self._packed.add(name)
             own = self._stored.laid_out(name, value.contiguous()) if packed is None else packed
             self.laid_out[name] = own
+        few = (wanted.keys() | tied | experts.keys()) - self._alone
+        self.least_rows = 1 if self._alone and not few and not self._stored.products else FEW_ROWS
 
     def _require_agreement(self, matrix: torch.Tensor, packed: torch.Tensor | None) -> None:
         kind = tuple(matrix.shape), matrix.dtype
@@ -73,7 +90,7 @@ class Matrices:
                 case "aten.linear", _, Ref() as matrix, _:
                     if matrix.name in self._packed:
                         found[node.name] = linear
-                    elif together and matrix.name not in self._wanted:
+                    elif together and matrix.name not in self._wanted.keys() | self._alone:
                         found[node.name] = row_by_row
                 case "aten.addmm", _, _, Ref() as matrix, *_ if matrix.name in self._packed:
                     found[node.name] = addmm
@@ -81,3 +98,30 @@ class Matrices:
                     packed = matrix.name in self._packed
                     found[node.name] = packed_expert_linear if packed else padded_expert_linear
         return found
+
+
+def _linear_matrices(graph: Graph) -> set[str]:
+    """The variables that some `aten.linear` reads as its matrix."""
+    read = {
+        node.args[1].name
+        for node in graph.nodes
+        if node.op == "aten.linear" and isinstance(node.args[1], Ref)
+    }
+    return read & graph.variable_names
+
+
+def _alone(matrix: torch.Tensor, *, added: bool) -> bool:
+    """Whether the library's own product of a row with the matrix, in half precision, is the same among others. `added`: it is
+    that of `aten.addmm`. A part of a large matrix tells."""
+    width = matrix.shape[0 if added else 1]
+    outputs = max(FEW_ROWS, _TRIED_ELEMENTS // max(1, width))
+    part = matrix[:, :outputs] if added else matrix[:outputs]
+    bias = part.new_ones(part.shape[1 if added else 0])
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        if added:
+            return torch.addmm(bias, rows[0], part)[None]
+        both = (torch._C._nn.linear(rows, part, each) for each in (None, bias))
+        return torch.cat(list(both), -1)
+
+    return rows_agree(product, width, part, least=1)

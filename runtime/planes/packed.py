@@ -5,6 +5,9 @@ than that of several, so there are always a few (`padded`); above one, a row's b
 were, and where, on every machine that we have seen. `rows_agree` looks whether that holds here. Four rows at least, because
 matrices that no cache holds are read faster for four than for two (6.7 against 9.6 ms for 100 MB; one row with a plain
 matrix: 8.0).
+
+In half precision a library without instructions for it takes row after row, each by itself: then a row's product has the bits
+of a run of one, which are those of any program that decodes, and nothing is padded or packed (`rows_agree` from one row on).
 """
 
 from __future__ import annotations
@@ -15,15 +18,19 @@ import torch
 
 from fusion.dag.ir.graph import Graph, Ref
 
-_TRIED_ROWS = (4, 5, 6, 8, 12, 16, 24, 40)
+FEW_ROWS = 4  # at least, where a product of one row goes another way
+_TRIED_ROWS = (1, 2, 3, FEW_ROWS, 5, 6, 8, 12, 16, 24, 40)
 _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 
-def padded(rows: int, parts: int = 4) -> int:
-    """How many rows are run for `rows`: four at least, and only so many counts between one power of two and the next, because
-    the library makes code for each count that it meets, which takes milliseconds."""
+def padded(rows: int, parts: int = 4, least: int = FEW_ROWS) -> int:
+    """How many rows are run for `rows`: as they are where products agree from one row on (`least` 1); else four at least, and
+    only so many counts between one power of two and the next, because the library makes code for each count that it meets,
+    which takes milliseconds."""
+    if least == 1:
+        return rows
     step = max(2, (1 << (rows - 1).bit_length()) // (2 * parts))
-    return max(4, -(-rows // step) * step)
+    return max(least, -(-rows // step) * step)
 
 
 def packable(graph: Graph) -> dict[str, bool]:
@@ -71,13 +78,17 @@ def row_by_row(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | No
     return torch.cat(found).view(*rows.shape[:-1], matrix.shape[0])
 
 
-def rows_agree(product: Callable[[torch.Tensor], torch.Tensor], width: int, like: torch.Tensor) -> bool:
-    """Whether a row's product has the same bits among others as among few. `like`: dtype and device of the rows."""
+def rows_agree(
+    product: Callable[[torch.Tensor], torch.Tensor], width: int, like: torch.Tensor, least: int = FEW_ROWS
+) -> bool:
+    """Whether a row's product has the same bits among others as among `least`. `like`: dtype and device of the rows."""
     made = torch.Generator().manual_seed(0)
     most = _TRIED_ROWS[-1]
     rows = torch.randn(1, most, width, generator=made).to(like.device, like.dtype)
     order = torch.randperm(most, generator=made)
     whole = product(rows)
     return torch.equal(product(rows[:, order]), whole[:, order]) and all(
-        torch.equal(product(rows[:, :count]), whole[:, :count]) for count in _TRIED_ROWS[:-1]
+        torch.equal(product(rows[:, :count]), whole[:, :count])
+        for count in _TRIED_ROWS[:-1]
+        if count >= least
     )

@@ -32,6 +32,7 @@ class TorchDecodingStage:
         matrices = Matrices(stage.graph, variables, self.device)
         layout = end_to_end(stage.graph) if matrices.rows_agree else None
         self._layout = layout
+        self.least_rows = matrices.least_rows  # how many rows run at once at least
         self.together = layout is not None  # whether pieces run as one
         self._program = compile_graph(
             stage.graph,
@@ -99,7 +100,7 @@ class TorchDecodingStage:
             for piece, cache, length in zip(pieces, caches, lengths, strict=True):
                 cache.begin(piece.start, length, singly=piece.singly)
         total = sum(lengths)
-        rows = padded(total)
+        rows = padded(total, least=self.least_rows)
         joined = [
             _joined(parts, axis, each, rows - total)
             for (axis, each), *parts in zip(along, *given, strict=True)
@@ -110,7 +111,7 @@ class TorchDecodingStage:
             for end, count in zip(accumulate(lengths), shown, strict=True)
             for n in range(count, 0, -1)
         ]
-        ends += ends[-1:] * (padded(len(ends)) - len(ends))
+        ends += ends[-1:] * (padded(len(ends), least=self.least_rows) - len(ends))
         state = Sequences(caches, lengths, rows, torch.tensor(ends, device=self.device))
         outputs = self._program.run(joined, self._variables, state)
         if self._slots:

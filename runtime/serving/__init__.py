@@ -8,6 +8,7 @@ answers/       the gateway's side
 http/          OpenAI's API, for programs that are no peers
 draft_loader   draft models on their way into memory
 loaded_stage   a stage in memory
+stage_blobs    what a stage needs, on this disk, and how far it is on its way
 stage_loader   stages on their way into memory
 service        serving on this peer: stages in memory, replicas, the gateway
 """

@@ -9,9 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
@@ -25,6 +22,7 @@ from fusion.runtime.job.stage_graphs import (
     whole_stage,
 )
 from fusion.runtime.planes.plane import Plane
+from fusion.runtime.planes.weights_file import WeightsFile
 from fusion.runtime.serving.drafts.draft_files import MAX_ABOUT_BYTES, AboutDraft, draft_files
 from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.ring.frames import plan_ring
@@ -65,12 +63,13 @@ class DraftLoader:
                 return None
             compute = self._context.on_behalf_of(manifest.author, job).compute
             return await compute.run(self._make, found, manifest.serve.vocabulary)
-        except (*NO_DRAFT, SafetensorError, *PLANE_ERRORS) as error:
+        except (*NO_DRAFT, *PLANE_ERRORS) as error:
             log.warning("%s is served without its draft model: %s", manifest.name, error_line(error))
             return None
 
     def _make(self, found: DraftOnDisk, vocabulary: int) -> DraftModel:
-        plane = self._plane.decoding(found.stage, load_file(found.weights))
+        weights = WeightsFile(found.weights, len(found.stage.graph.variables))
+        plane = self._plane.decoding(found.stage, weights)
         return DraftModel(plane, vocabulary, found.positions, weights_bytes(found.stage))
 
     async def _fetch(self, job: JobId, manifest: Manifest) -> DraftOnDisk | None:

@@ -12,7 +12,7 @@ from typing import Any
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, first_cause
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.job.progress import Progress, StageLoad
+from fusion.runtime.job.progress import Progress, StageLoad, StageLoading
 from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE, RING
 from fusion.runtime.serving.answers.gateway import Gateway, GatewayConfig
 from fusion.runtime.serving.loaded_stage import LoadedStage
@@ -178,6 +178,10 @@ class ServingService:
             stages=hosted.manifest.stages,
             tokens_per_second=hosted.tokens_per_second,
         )
+
+    def loading(self) -> list[StageLoading]:
+        """Of the stages that are on their way into memory."""
+        return self._loader.under_way()
 
     def loads(self) -> list[StageLoad]:
         """Of the stages that run here."""

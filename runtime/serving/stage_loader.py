@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable
+from dataclasses import dataclass
 from pathlib import Path
 
 from cachetools import LRUCache
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.job.model_files import CHAT_FILES
-from fusion.runtime.job.stage_graphs import StageGraphs, file_bytes, weights_bytes
-from fusion.runtime.job.text import MAX_TOKENIZER_BYTES
+from fusion.runtime.job.progress import LoadingPhase, StageLoading
+from fusion.runtime.job.stage_graphs import StageGraphs, weights_bytes
 from fusion.runtime.planes.plane import Plane
+from fusion.runtime.planes.weights_file import WeightsFile
 from fusion.runtime.serving.draft_loader import DraftLoader
 from fusion.runtime.serving.grammar.grammars import Grammars
 from fusion.runtime.serving.loaded_stage import LoadedStage
 from fusion.runtime.serving.ring.frames import last_reader, plan_ring
-from fusion.swarm.blobs.blobs import JobBlobs
+from fusion.runtime.serving.stage_blobs import StageBlobs
 from fusion.swarm.directory.records import Digest, JobId
-from fusion.swarm.errors import BlobError, QuotaExceeded
-
-log = logging.getLogger(__name__)
+from fusion.swarm.printable import one_line
 
 REMEMBERED_RINGS = 8
 
 Place = tuple[JobId, int]
+
+
+@dataclass(frozen=True)
+class _Step:
+    phase: LoadingPhase
+    since: float  # by the clock
+    weights: Digest
 
 
 class StageLoader:
@@ -43,6 +45,8 @@ class StageLoader:
         self._plane = plane
         self._graphs = graphs
         self._drafts = DraftLoader(context, plane, graphs)
+        self._blobs = StageBlobs(context, graphs, self._drafts)
+        self._steps: dict[Place, _Step] = {}
         self._loading: dict[Place, asyncio.Task[LoadedStage]] = {}
         # Of each ring, by its graph and cuts, what all its stages have in common: its last reader of token ids, or why it is
         # none. Worked out once and not beside another: of a stranger's job of thousands of stages dozens are loaded at once.
@@ -76,26 +80,28 @@ class StageLoader:
             loading.cancel()
         await asyncio.gather(*self._loading.values(), self.grammars.aclose(), return_exceptions=True)
 
-    async def fetch(self, place: Place, manifest: Manifest) -> Path:
-        """Everything that the stage needs, on this disk; where its weights are. Raises BlobError, Unsupported, Understated
-        where the manifest says less than the stage needs: then nothing but the graph was fetched."""
-        job, stage = place
-        part = (await self.stages(job, manifest))[stage]
-        await self._graphs.check(job, manifest, stage)
-        blobs = self._context.blobs.of(job)
-        most = file_bytes(weights_bytes(part), len(part.graph.variables))
-        wanted: list[Awaitable[Path | None]] = [blobs.fetch(manifest.weights[stage], max_bytes=most)]
-        if manifest.tokenizer is not None and stage in (0, manifest.stages - 1):
-            # No stage reads it, any gateway may: the swarm has to hold it once the launcher is gone.
-            wanted.append(blobs.fetch(manifest.tokenizer, max_bytes=MAX_TOKENIZER_BYTES))
-        if stage == 0:
-            wanted.append(self._drafts.fetch(job, manifest))
-        if stage in (0, manifest.stages - 1):
-            chat = [(digest, CHAT_FILES[name]) for name, digest in manifest.files if name in CHAT_FILES]
-            wanted += (_if_there_is(blobs, digest, most_bytes) for digest, most_bytes in chat)
-        path = (await asyncio.gather(*wanted))[0]
-        assert path is not None
-        return path
+    async def fetch(self, place: Place, manifest: Manifest) -> None:
+        """As `StageBlobs.fetch`."""
+        await self._blobs.fetch(place, manifest)
+
+    def under_way(self) -> list[StageLoading]:
+        """The stages that are on their way into memory."""
+        return [self._told(place, step) for place, step in self._steps.items()]
+
+    def _told(self, place: Place, step: _Step) -> StageLoading:
+        fetched = self._context.blobs.progress(step.weights)
+        return StageLoading(
+            job=place[0],
+            stage=place[1],
+            phase=step.phase,
+            bytes=fetched.bytes,
+            of_bytes=fetched.of_bytes,
+            seconds=round(self._context.clock.monotonic() - step.since, 1),
+            trouble=one_line(fetched.trouble),
+        )
+
+    def _step(self, place: Place, manifest: Manifest, phase: LoadingPhase) -> None:
+        self._steps[place] = _Step(phase, self._context.clock.monotonic(), manifest.weights[place[1]])
 
     async def stages(self, job: JobId, manifest: Manifest) -> tuple[Stage, ...]:
         """All stages of the job. Raises BlobError, Unsupported for a graph that is none."""
@@ -107,18 +113,27 @@ class StageLoader:
         return weights_bytes((await self.stages(place[0], manifest))[place[1]])
 
     async def _load(self, place: Place, manifest: Manifest) -> LoadedStage:
+        try:
+            self._step(place, manifest, "fetching")
+            path = await self._blobs.fetch(place, manifest)
+            self._step(place, manifest, "loading")
+            return await self._into_memory(place, manifest, path)
+        finally:
+            self._steps.pop(place, None)
+
+    async def _into_memory(self, place: Place, manifest: Manifest, path: Path) -> LoadedStage:
         job, stage = place
-        path = await self.fetch(place, manifest)
         stages = await self.stages(job, manifest)
+        part = stages[stage]
         plan = plan_ring(stages, stage, await self._last_reader(stages, manifest))
         try:
             plane = await self._context.on_behalf_of(manifest.author, job).compute.run(
-                lambda: self._plane.decoding(stages[stage], load_file(path))
+                lambda: self._plane.decoding(part, WeightsFile(path, len(part.graph.variables)))
             )
-        except (SafetensorError, ValueError, KeyError) as error:
+        except (ValueError, KeyError) as error:
             raise JobFailed(f"the weights of stage {stage} of {manifest.name}: {error}") from None
         draft = await self._drafts.load(job, manifest) if stage == 0 else None
-        return LoadedStage(plan, plane, manifest.weights[stage], weights_bytes(stages[stage]), draft)
+        return LoadedStage(plan, plane, manifest.weights[stage], weights_bytes(part), draft)
 
     async def _last_reader(self, stages: tuple[Stage, ...], manifest: Manifest) -> int:
         """Raises JobFailed for a model that cannot be served in a ring."""
@@ -130,15 +145,6 @@ class StageLoader:
         if isinstance(found, JobError):
             raise JobFailed(str(found))
         return found
-
-
-async def _if_there_is(blobs: JobBlobs, digest: Digest, max_bytes: int) -> None:
-    """Keep a copy for gateways. Owners of an older release have none, so nobody may have one any more; answers to prompts
-    need none."""
-    try:
-        await blobs.fetch(digest, max_bytes=max_bytes)
-    except (BlobError, QuotaExceeded) as error:
-        log.info("not kept for chats: %s", error)
 
 
 def _reader_or_error(stages: tuple[Stage, ...]) -> int | JobError:

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 from cachetools import TTLCache
 
 from fusion.swarm.authority.access import Access, chain_of
-from fusion.swarm.blobs.fetch import Fetch, ask_index
+from fusion.swarm.blobs.fetch import Fetch, Fetched, ask_index
 from fusion.swarm.blobs.index import CHUNK_BYTES, decode_index
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.blobs.upload_budget import UploadBudget
@@ -90,6 +90,7 @@ class Blobs:
         self._fetches: dict[Digest, asyncio.Task[Path]] = {}
         self._fetched_for: dict[Digest, JobId | None] = {}
         self._waiting: dict[Digest, int] = {}
+        self._under_way: dict[Digest, Fetch] = {}
         self._uploads = asyncio.Semaphore(self._config.uploads)
         self._unread = asyncio.Semaphore(ALL_UNREAD_CHUNKS)
         self._unread_by: WeakValueDictionary[PeerId, asyncio.Semaphore] = WeakValueDictionary()
@@ -160,6 +161,14 @@ class Blobs:
                 f"blob {digest[:8]} has {self.store.size(digest)} bytes; at most {max_bytes} allowed"
             )
         return self.store.path(digest)
+
+    def progress(self, digest: Digest) -> Fetched:
+        """How far the blob is on its way here, what an earlier attempt left included."""
+        fetch = self._under_way.get(digest)
+        if fetch is not None:
+            return fetch.progress
+        size = self.store.size(digest) if self.store.has(digest) else 0
+        return Fetched(size, size)
 
     async def read(
         self, digest: Digest, max_bytes: int, hints: Sequence[PeerId] = (), job: JobId | None = None
@@ -234,6 +243,7 @@ class Blobs:
                             digest, holders, patience if first else self._config.chunk_seconds, max_bytes, job
                         )
                     if fetch is not None:
+                        self._under_way[digest] = fetch
                         await fetch.round(holders, shunned, lookup, self._config.holders)
                         reason = fetch.trouble or reason
                 except TooLarge:
@@ -251,6 +261,7 @@ class Blobs:
                 lookup = self._look_up(digest, hints)
         finally:
             lookup.cancel()
+            self._under_way.pop(digest, None)
             if fetch is not None:
                 await asyncio.shield(asyncio.to_thread(fetch.partial.close))
         self._announce_soon(digest)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fusion.swarm.blobs.index import decode_index
@@ -70,6 +71,15 @@ async def _index_from(
         raise BlobError(str(error)) from None
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """Of a blob on its way; 0 of 0 bytes where not even its index is here. `trouble`: of the last holder that failed us."""
+
+    bytes: int
+    of_bytes: int
+    trouble: str = ""
+
+
 class BlobRefused(BlobError):
     """A holder does not give us the blob."""
 
@@ -93,6 +103,12 @@ class Fetch:
         self._asked: dict[int, int] = {}  # chunk -> how many holders were asked for it in this round
         self._queue: deque[int] = deque()
         self._changed = asyncio.Event()
+
+    @property
+    def progress(self) -> Fetched:
+        index = self.partial.index
+        missing = sum(map(index.chunk_size, list(self.partial.missing)))
+        return Fetched(index.size_bytes - missing, index.size_bytes, self.trouble)
 
     async def round(
         self, holders: Sequence[PeerId], shunned: set[PeerId], more: asyncio.Future[list[PeerId]], limit: int

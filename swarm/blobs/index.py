@@ -6,7 +6,7 @@ Whoever knows the digest can check the index, and with the index every chunk by 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgpack
@@ -54,6 +54,27 @@ def index_of(chunks: Iterable[bytes | memoryview]) -> BlobIndex:
         size += len(chunk)
         hashes.append(hashlib.sha256(chunk).digest())
     return BlobIndex(size, tuple(hashes))
+
+
+def chunks_of(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """The same bytes in pieces of CHUNK_BYTES, and what is left."""
+    begun = bytearray()
+    for piece in pieces:
+        view = memoryview(piece)
+        if begun:
+            missing = CHUNK_BYTES - len(begun)
+            begun += view[:missing]
+            view = view[missing:]
+            if len(begun) < CHUNK_BYTES:
+                continue
+            yield memoryview(begun)
+            begun = bytearray()
+        whole = len(view) - len(view) % CHUNK_BYTES
+        for at in range(0, whole, CHUNK_BYTES):
+            yield view[at : at + CHUNK_BYTES]
+        begun += view[whole:]
+    if begun:
+        yield memoryview(begun)
 
 
 def digest_of(data: bytes) -> Digest:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fusion.swarm.blobs.eviction import KEPT_SECONDS, Held, Needs, outdated, to_announce, victims
-from fusion.swarm.blobs.index import CHUNK_BYTES, BlobIndex, decode_index, index_of
+from fusion.swarm.blobs.index import CHUNK_BYTES, BlobIndex, chunks_of, decode_index, index_of
 from fusion.swarm.directory.records import Digest, is_digest
 from fusion.swarm.errors import BlobError, QuotaExceeded
 
@@ -134,17 +134,20 @@ class BlobStore:
     def put(self, source: bytes | Path, job: str | None = None) -> Digest:
         """Keep a copy of the bytes, or of the file, for members of `job` alone where one is named. Raises QuotaExceeded,
         BlobError."""
-        if isinstance(source, Path):
-            with _disk_errors(f"cannot read {source}"):
-                size = source.stat().st_size
-        else:
-            size = len(source)
+        if not isinstance(source, Path):
+            return self.put_pieces(len(source), [source], job)
+        with _disk_errors(f"cannot read {source}"):
+            size = source.stat().st_size
+        return self.put_pieces(size, _read_pieces(source), job)
+
+    def put_pieces(self, size: int, pieces: Iterable[bytes | memoryview], job: str | None = None) -> Digest:
+        """As `put`, of `size` bytes that are made while they are written. Raises BlobError if there are more or fewer."""
         self._reserve(size)
         scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
         try:
             with _disk_errors(f"cannot write {scratch}"):
                 with scratch.open("wb") as file:
-                    index = index_of(_copied(source, file, size))
+                    index = index_of(_copied(pieces, file, size))
                     _settle(file.fileno())
                 return self._adopt(index, scratch, job)
         finally:
@@ -383,24 +386,26 @@ class PartialBlob:
         return data.count(0) != len(data) and self.index.matches(chunk, data)
 
 
-def _copied(source: bytes | Path, file: BinaryIO, size: int) -> Iterator[bytes | memoryview]:
-    """The chunks of `source`, each written to `file` on the way. Raises BlobError if a file grows meanwhile."""
-    if isinstance(source, Path):
-        with _disk_errors(f"cannot read {source}"):
-            origin = source.open("rb")
-        with origin:
-            left = size
-            while chunk := origin.read(CHUNK_BYTES):
-                left -= len(chunk)
-                if left < 0:
-                    raise BlobError(f"{source} grew while it was read")
-                file.write(chunk)
-                yield chunk
-    else:
-        view = memoryview(source)
-        for at in range(0, size, CHUNK_BYTES):
-            file.write(view[at : at + CHUNK_BYTES])
-            yield view[at : at + CHUNK_BYTES]
+def _copied(pieces: Iterable[bytes | memoryview], file: BinaryIO, size: int) -> Iterator[memoryview]:
+    """The chunks of what `pieces` are together, each written to `file` on the way. Raises BlobError unless they are `size`
+    bytes."""
+    left = size
+    for chunk in chunks_of(pieces):
+        left -= len(chunk)
+        if left < 0:
+            break
+        file.write(chunk)
+        yield chunk
+    if left:
+        raise BlobError(f"a blob of {size} bytes grew or shrank while it was read")
+
+
+def _read_pieces(path: Path) -> Iterator[bytes]:
+    with _disk_errors(f"cannot read {path}"):
+        file = path.open("rb")
+    with file:
+        while piece := file.read(CHUNK_BYTES):
+            yield piece
 
 
 def _spare_bytes(folder: Path) -> int:

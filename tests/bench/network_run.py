@@ -18,7 +18,8 @@ from fusion.cli.local.fleet import Fleet, FleetError, LocalPeer, Record, open_fl
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.launch.launch import launch, wait_until_held
-from fusion.runtime.launch.shard import GraphJob, Prepared, prepare_graph
+from fusion.runtime.launch.prepared import Prepared
+from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.training.data.batches import pack_text

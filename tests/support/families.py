@@ -41,6 +41,8 @@ def config(family: str) -> Any:
             return transformers.LlamaConfig(**GROUPED)
         case "qwen3":
             return transformers.Qwen3Config(**GROUPED, head_dim=16)
+        case "llama-bfloat16":
+            return transformers.LlamaConfig(**GROUPED, dtype="bfloat16")
         case "gpt2":
             return transformers.GPT2Config(**GPT)
         case "mistral":

@@ -24,7 +24,8 @@ from fusion.runtime.capture.capture import capture_language_model, capture_modul
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.launch.shard import GraphJob, Prepared, prepare_graph
+from fusion.runtime.launch.prepared import Prepared
+from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.placing.placed_job import as_asked
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.transport import PeerId

@@ -59,12 +59,41 @@ def test_files_of_a_base_model_and_half_precision_are_read(tmp_path: Path) -> No
     model = saved(tmp_path, gpt2())
     wanted = variables_from_module(model)
     model.transformer.half().save_pretrained(tmp_path)  # names without the prefix "transformer."
-    opened = open_model(tmp_path)
-    assert "wte.weight" in opened.weights.files
+    opened = open_model(tmp_path, dtype="float32")
+    assert "wte.weight" in opened.weights.files and opened.stored_dtypes.keys() == {"float16"}
     found = opened.read(opened.capture().variables)
     assert found["transformer.wte.weight"].dtype == torch.float32
     for name, value in found.items():
         torch.testing.assert_close(value, wanted[name].float(), atol=1e-3, rtol=1e-3)
+
+
+def test_a_model_runs_in_the_dtype_of_its_files(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(gpt2(), dtype=torch.bfloat16).eval()
+    model.save_pretrained(tmp_path)
+    opened = open_model(tmp_path)
+    assert opened.dtype == "bfloat16" and opened.stored_dtypes.keys() == {"bfloat16"}
+    graph = opened.capture()
+    assert {v.type.dtype for v in graph.variables} <= {"bfloat16", "bool", "int64"}
+    assert graph.types[graph.outputs[0]].dtype == "bfloat16"
+    found, wanted = opened.read(graph.variables), variables_from_module(model)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_what_the_library_keeps_in_float32_stays_so(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(gpt2(), dtype=torch.bfloat16).eval()
+    model.save_pretrained(tmp_path)
+    kind = type(model)
+    kept, kind._keep_in_fp32_modules_strict = kind._keep_in_fp32_modules_strict, ["mlp.*weight"]
+    try:
+        opened = open_model(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    finally:
+        kind._keep_in_fp32_modules_strict = kept
+    wanted = {name: value.dtype for name, value in loaded.state_dict().items()}
+    assert {name: value.dtype for name, value in opened.module.state_dict().items()} == wanted
+    assert set(wanted.values()) == {torch.bfloat16, torch.float32}
 
 
 def test_without_weights_a_seed_says_what_they_are(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from support.captured_once import capture_once
 from support.families import build, config
 from support.source_tokenizer import tokenizer_of_sources
 
+from fusion.cli.plan import serving_summary
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import PlacementError
@@ -28,6 +29,8 @@ from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.job.stage_graphs import weights_bytes, whole_stage
 from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
+from fusion.runtime.launch.servable import read_servable
+from fusion.runtime.launch.serving_plan import plan_serving
 from fusion.runtime.placing.link_guess import SAME_MACHINE, SAME_NETWORK, guess_links
 from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.serving.drafts.draft_files import AboutDraft, draft_files
@@ -180,6 +183,51 @@ def test_a_directory_as_export_writes_it_is_served(job_file: Path, store: BlobSt
     (directory / "fusion.json").write_text("{}")
     with pytest.raises(JobError, match="vocabulary is missing"):
         prepare_serving(directory, "small", [peer("A")], store)
+
+
+def test_an_export_runs_in_the_dtype_of_its_graph_alone(tmp_path: Path, store: BlobStore) -> None:
+    directory = exported_gpt(tmp_path / "m")
+    prepare_serving(directory, "m", [peer("A")], store, dtype="float32")
+    with pytest.raises(
+        JobError, match=r"--dtype: .* holds a graph in float32, which cannot be had in bfloat16"
+    ):
+        prepare_serving(directory, "m", [peer("A")], store, dtype="bfloat16")
+
+
+def test_what_serving_would_take_is_said_before_anything_starts(tmp_path: Path, store: BlobStore) -> None:
+    directory, said = exported_gpt(tmp_path / "m"), list[str]()
+    found = read_servable(directory, None, None, None, said.append)
+    peers = [peer("A"), peer("B"), peer("C", memory=10)]
+    plan = plan_serving(found, peers, (), 2, said.append)
+    assert not store.held()
+    served = prepare_serving(directory, "m", peers, store, stages=2).manifest
+    assert tuple(stage.weights for stage in plan.stages) == served.weights
+    assert tuple(stage.memory_bytes for stage in plan.stages) == served.memory_bytes
+    assert {stage.peer for stage in plan.stages} == set(served.proposed) and plan.able == 2
+    assert plan.held_bytes == 0 and plan.fetch_bytes == sum(stage.weights_bytes for stage in plan.stages)
+    assert plan.fetch_bytes > plan.weights_bytes  # both stages hold the tied embedding
+    assert plan.token_seconds > 0 and plan.to_json()["fits"] and plan.dtype == "float32"
+    lines = serving_summary(plan)
+    assert len(lines) == 4 and "2 of 3 peers" in lines[2] and "tokens/s" in lines[3]
+    there = replace(plan, stages=(replace(plan.stages[0], on_disk=True), plan.stages[1]))
+    assert there.fetch_bytes == plan.stages[1].weights_bytes
+
+
+def test_a_plan_that_does_not_fit_says_what_would(tmp_path: Path, store: BlobStore) -> None:
+    found = read_servable(exported_gpt(tmp_path / "m"), None, None, None, lambda line: None)
+    plan = plan_serving(found, [peer("A", memory=1000), peer("B", memory=1000)], (), None, lambda line: None)
+    assert not plan.stages and "does not fit" in plan.misfit and not plan.to_json()["fits"]
+    assert len(plan.needed) == 6 and sorted(plan.needed, reverse=True) == [*plan.needed]
+    alone, halves = plan.needed[:2]
+    assert prepare_serving(tmp_path / "m", "m", [peer("A", memory=alone)], store).manifest.stages == 1
+    peers = [peer("A", memory=halves), peer("B", memory=halves)]
+    assert prepare_serving(tmp_path / "m", "m", peers, store).manifest.stages == 2
+    with pytest.raises(PlacementError):
+        prepare_serving(tmp_path / "m", "m", [replace(p, free_memory_bytes=halves - 1) for p in peers], store)
+    plan = replace(plan, needed=(3 << 20, 2 << 20))
+    assert (
+        "peers that would do: " in serving_summary(plan)[-1] and "on each of 2" in serving_summary(plan)[-1]
+    )
 
 
 def test_a_directory_that_is_no_model_is_refused_in_one_line(tmp_path: Path, store: BlobStore) -> None:

@@ -20,7 +20,7 @@ from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 CACHED = [
-    "llama", "gpt2", "mistral-windowed", "qwen3", "mistral", "phi", "neox", "mixtral", "bloom", "gemma2",
+    "llama", "gpt2", "mistral-windowed", "qwen3", "mistral", "phi", "neox", "mixtral", "bloom", "gemma2", "llama-bfloat16",
 ]  # fmt: skip
 QUICK = {"llama", "gpt2", "mistral-windowed"}
 LIKE_OTHERS = {"mistral", "phi"}  # as the windowed one without a window, as gpt2 with a rotary part
@@ -192,6 +192,7 @@ def test_few_counts_of_rows_are_run() -> None:
     ]
     assert all(n <= padded(n) <= max(4, n + n // 4 + 1) for n in range(1, 5000))
     assert len({padded(n) for n in range(1, 513)}) < 40
+    assert [padded(n, least=1) for n in (1, 2, 3, 17)] == [1, 2, 3, 17]  # where a row alone has the same bits
 
 
 def test_packed_products_are_those_of_torch() -> None:
@@ -211,3 +212,10 @@ def test_rows_that_depend_on_their_company_are_noticed() -> None:
     assert not rows_agree(lambda rows: rows + (rows.shape[1] == 5), 8, like)
     assert not rows_agree(lambda rows: rows - rows.mean(1, keepdim=True), 8, like)
     assert not rows_agree(lambda rows: rows + torch.arange(rows.shape[1])[:, None], 8, like)
+    for count, agree in (
+        (1, True),
+        (3, True),
+        (4, False),
+    ):  # alone, they are only looked at where that matters
+        assert rows_agree(lambda rows, count=count: rows + (rows.shape[1] == count), 8, like) is agree
+        assert not rows_agree(lambda rows, count=count: rows + (rows.shape[1] == count), 8, like, least=1)

@@ -144,6 +144,20 @@ def test_a_store_keeps_bytes_and_files(tmp_path: Path, size: int) -> None:
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["partial"]
 
 
+@pytest.mark.parametrize(
+    "sizes", [(3, CHUNK_BYTES - 3, 5), (2 * CHUNK_BYTES + 7,), (0, 1, 0, CHUNK_BYTES), (700_000,) * 7]
+)
+def test_a_store_takes_bytes_as_they_are_made(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    store, pieces = BlobStore(tmp_path, QUOTA), [os.urandom(size) for size in sizes]
+    digest = store.put_pieces(sum(sizes), (memoryview(piece) for piece in pieces))
+    assert digest == digest_of(b"".join(pieces)) and store.path(digest).read_bytes() == b"".join(pieces)
+    for wrong in (sum(sizes) + 1, sum(sizes) - 1):
+        with pytest.raises(BlobError, match=r"grew or shrank") as error:
+            store.put_pieces(wrong, pieces)
+        assert "\n" not in str(error.value)
+    assert store.used_bytes == sum(sizes) and not list((tmp_path / "partial").iterdir())
+
+
 def test_a_store_that_was_cut_off_forgets_what_is_not_whole(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, QUOTA)
     whole, short, bare = store.put(b"whole"), store.put(b"short"), store.put(b"bare")

@@ -1,0 +1,61 @@
+"""The dtype that a model runs in: what was asked for, what its config.json says, what its files hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from fusion.runtime.job.errors import JobError
+
+FLOAT32 = "float32"
+MODEL_DTYPES = (FLOAT32, "bfloat16", "float16")
+# As safetensors spells those of numbers; what else there is (integers, booleans) is no model's dtype.
+_STORED = {"F64": "float64", "F32": FLOAT32, "BF16": "bfloat16", "F16": "float16"}
+
+
+def model_dtype(asked: str | None, said: str | None, stored: Mapping[str, int], where: str) -> str:
+    """One of MODEL_DTYPES. `asked`: None for that of the files; `said`: in the config, if it says so; `stored`: bytes of each
+    dtype in the files. JobError, in one line, for a dtype in which no model runs here."""
+    wanted = asked or said or (max(stored, key=lambda name: stored[name]) if stored else FLOAT32)
+    if wanted in MODEL_DTYPES:
+        return wanted
+    if asked is not None:
+        raise JobError(
+            f"dtype: auto, {', '.join(MODEL_DTYPES[:-1])} or {MODEL_DTYPES[-1]}, not {asked!r:.40}"
+        )
+    raise JobError(f"{where}: a model of {wanted:.40} runs in another dtype only: --dtype {FLOAT32}, say")
+
+
+def dtype_text(runs_in: str, stored: Mapping[str, int]) -> str:
+    """For people: "bfloat16, as its files hold it", or what becomes of what they hold."""
+    others = sorted(stored.keys() - {runs_in})
+    if not stored or not others:
+        return f"{runs_in}, as its files hold it" if stored else runs_in
+    return f"{runs_in}: what its files hold in {' and '.join(others)} is converted"
+
+
+def stored_dtypes(paths: Iterable[Path]) -> dict[str, int]:
+    """How many bytes the floating-point tensors of these files take, by dtype; from their headers alone. JobError for a file
+    that is no safetensors file."""
+    found: Counter[str] = Counter()
+    for path in dict.fromkeys(paths):
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    part = tensors.get_slice(name)
+                    dtype = _STORED.get(part.get_dtype())
+                    if dtype is not None:
+                        found[dtype] += _bytes(part.get_shape(), part.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise JobError(f"{path} is not a safetensors file: {error}") from error
+    return dict(found)
+
+
+def _bytes(shape: Iterable[int], dtype: str) -> int:
+    size = int(dtype.lstrip("BF")) // 8
+    for length in shape:
+        size *= length
+    return size

@@ -1,0 +1,52 @@
+"""A served model is ready once a token has gone around the ring."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.runtime.launch.prepared import Prepared
+from fusion.runtime.serving.requests.client import complete
+from fusion.runtime.serving.requests.request import GenerateRequest
+from fusion.swarm.errors import NotAdmitted, SwarmError
+from fusion.swarm.printable import error_line
+
+RETRY_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstToken:
+    token: int
+    seconds: float  # from the question to the answer
+    route: tuple[str, ...]  # the peers that it went through
+
+
+async def first_token(context: Context, prepared: Prepared, patience_seconds: float) -> FirstToken | None:
+    """Ask the model for one token after token 0, through whoever has its first stage. None where we may not ask it. JobFailed
+    where none comes in so long; why, in one line."""
+    is_open = prepared.manifest.admission.kind == "open"
+    grants = () if is_open else tuple(context.access.chain(prepared.job))
+    request = GenerateRequest(model=prepared.job, prompt_ids=(0,), max_tokens=1, grants=grants)
+    loop, trouble = asyncio.get_running_loop(), "no answer"
+    try:
+        async with asyncio.timeout(patience_seconds):
+            while True:
+                claims = await context.directory.claims(prepared.job, 0)
+                for peer in [claim.peer for claim in claims if claim.ready]:
+                    began = loop.time()
+                    try:
+                        answer = await complete(context.transport, peer, request)
+                    except NotAdmitted:
+                        return None
+                    except (SwarmError, JobError, JobFailed) as error:
+                        trouble = error_line(error)
+                        continue
+                    seconds = loop.time() - began
+                    return FirstToken(token=answer.tokens[0], seconds=seconds, route=answer.route)
+                await asyncio.sleep(RETRY_SECONDS)
+    except TimeoutError:
+        raise JobFailed(
+            f"the swarm holds {prepared.manifest.name}, and no token came around in {patience_seconds:.0f} s: {trouble}"
+        ) from None

@@ -1,0 +1,27 @@
+"""A job that is ready to be handed to the swarm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.placing.plan import Plan
+from fusion.runtime.placing.stage_count import StageChoice
+from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.identity import Identity
+from fusion.swarm.transport import PeerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A job whose blobs all lie in the local store."""
+
+    job: JobId
+    manifest: Manifest
+    author: Identity  # whose key the manifest names
+    blobs: tuple[Digest, ...]  # everything that peers will fetch, the manifest included
+    predicted_seconds: float  # a step, or a token, by the placement's model; 0: not known
+    parameters: int
+    invited: tuple[PeerId, ...] = ()  # who gets a grant when the job is launched
+    plan: Plan | None = None  # of a training job that was placed here: what launching it will set going
+    stage_count: StageChoice | None = None  # of a model to serve: over how many peers, and why

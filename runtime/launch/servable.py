@@ -1,0 +1,99 @@
+"""A model in a directory or file, captured and rewritten so that it can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fusion.dag.ir.errors import UnsupportedModel
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.capture import sources
+from fusion.runtime.capture.model_dtype import FLOAT32, dtype_text
+from fusion.runtime.capture.quantised_weights import quantised_model, stored_model
+from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.launch.draft import PreparedDraft, prepare_draft
+from fusion.runtime.launch.shard import parameter_count
+from fusion.runtime.placing.place_experts import place_model
+from fusion.runtime.placing.placed_before import PlacementsBefore, as_before
+from fusion.runtime.placing.placed_job import Placed
+from fusion.swarm.directory.records import LinkRecord, PeerRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servable:
+    model: sources.LanguageModel
+    graph: Graph
+    config: ServeConfig
+    read: sources.Read  # values of the graph's variables
+    parameters: int  # of the model, however they are stored
+    draft: PreparedDraft | None = None
+
+    @property
+    def beside_bytes(self) -> int:
+        """What the first stage needs beside its own memory."""
+        return 0 if self.draft is None else self.draft.memory_bytes
+
+    def placed(
+        self,
+        peers: Sequence[PeerRecord],
+        links: Sequence[LinkRecord],
+        stages: int | None,
+        home: Path | None = None,
+    ) -> tuple[Graph, Placed]:
+        """On as few of the peers as pay, or where `home` says that it was the last time, if that is nearly as good. With the graph,
+        which has layers of experts in parts where they would fit nobody. PlacementError where nobody can hold it."""
+        beside = self.beside_bytes
+        graph, found = place_model(beside, self.graph, self.config, peers, links, stages)
+        last = None if home is None else PlacementsBefore(home).of(graph)
+        return graph, as_before(found, last, graph, self.config, peers, links, beside)
+
+
+def read_servable(
+    path: Path,
+    draft: Path | None,
+    dtype: str | None,
+    quantization: Literal["int8", "int4"] | None,
+    say: Callable[[str], None],
+) -> Servable:
+    """`draft`: the directory or file of a small model of the same tokens that guesses for it; `dtype`: that it runs in (`open_model`);
+    `quantization`: how its large matrices are stored. Raises JobError, CaptureError. Blocking, for seconds; of the weights only
+    the headers are read."""
+    if quantization is not None:
+        if dtype not in (None, FLOAT32):
+            raise JobError(f"--dtype: a model with its matrices as {quantization} computes in {FLOAT32}")
+        dtype = FLOAT32
+    say("reading the model")
+    model = sources.in_files(path, dtype)
+    about = model.about
+    say(f"it runs in {dtype_text(model.dtype, model.stored_dtypes)}")
+    say("rewriting its graph for decoding")
+    try:
+        graph, cached = serving_graph(model.inference, cache="kv", maximum_sequence=about.max_sequence), True
+    except UnsupportedModel as reason:
+        if draft is not None:
+            raise JobError(
+                f"draft: nothing can be guessed for a model without a KV cache ({reason})"
+            ) from None
+        say(f"no KV cache for this model ({reason}): each token will compute the whole prefix")
+        graph, cached = serving_graph(model.inference, cache="recompute"), False
+    read, parameters = model.read, parameter_count(graph)
+    if quantization is not None:
+        say(f"storing its matrices as {quantization}")
+        graph, read = quantised_model(graph, model.read, quantization)
+    elif model.blocks is not None:
+        graph, read = stored_model(graph, model.read, model.blocks)
+    config = ServeConfig(
+        cache="kv" if cached else "recompute",
+        max_sequence=about.max_sequence,
+        vocabulary=about.vocabulary,
+        end_tokens=about.end_tokens,
+    )
+    drafted = None
+    if draft is not None:
+        say("reading its draft model")
+        drafted = prepare_draft(sources.in_files(draft), model, config)
+    return Servable(model=model, graph=graph, config=config, read=read, parameters=parameters, draft=drafted)

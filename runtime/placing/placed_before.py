@@ -1,0 +1,97 @@
+"""A model that was served before goes where it was, if that is still nearly as good: its weights lie there on the disks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fusion.dag.ir import serialise
+from fusion.dag.ir.errors import GraphError, PlacementError
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.placing.place_serving import token_seconds
+from fusion.runtime.placing.placed_job import Placed, as_asked
+from fusion.runtime.placing.stage_count import Candidate, StageChoice
+from fusion.swarm.blobs.index import digest_of
+from fusion.swarm.directory.records import LinkRecord, PeerRecord
+from fusion.swarm.transport import PeerId
+
+NEARLY = 0.25  # of the time per token that it may cost: what peers are measured at varies as much from start to start
+MOST_BYTES = 1 << 20
+FOLDER = "placed"
+
+
+@dataclass(frozen=True)
+class Before:
+    cuts: tuple[int, ...]
+    owners: tuple[PeerId, ...]
+
+
+def as_before(
+    placed: Placed,
+    before: Before | None,
+    graph: Graph,
+    config: ServeConfig,
+    peers: Sequence[PeerRecord],
+    links: Sequence[LinkRecord],
+    beside_bytes: int = 0,
+) -> Placed:
+    """`placed`, or the placement of before where its peers are there, have room (the first one for `beside_bytes` more) and are
+    hardly slower."""
+    free = {peer.peer: peer.free_memory_bytes for peer in peers}
+    same = before is not None and (before.cuts, before.owners) == (placed.cuts, placed.proposed)
+    if before is None or same or not free.keys() >= set(before.owners):
+        return placed
+    if placed.stage_count is None or (
+        placed.stage_count.asked and len(before.owners) != len(placed.proposed)
+    ):
+        return placed
+    try:
+        found = as_asked(graph, config, before.cuts, before.owners, peers)
+        seconds, on_links = token_seconds(graph, config, peers, links, before.cuts, before.owners)
+    except (GraphError, PlacementError, ValueError, IndexError):
+        return placed
+    memory = (found.memory_bytes[0] + beside_bytes, *found.memory_bytes[1:])
+    if seconds > placed.predicted_seconds * (1 + NEARLY) or memory[0] > free[before.owners[0]]:
+        return placed
+    chosen = Candidate(peers=before.owners, token_seconds=seconds, link_seconds=on_links)
+    choice = StageChoice(chosen=chosen, asked=placed.stage_count.asked, before=True)
+    return replace(found, memory_bytes=memory, predicted_seconds=seconds, stage_count=choice)
+
+
+class PlacementsBefore:
+    """In a home: of each graph, where it was served last. Files that are damaged are none."""
+
+    def __init__(self, home: Path) -> None:
+        self._folder = home / FOLDER
+
+    def of(self, graph: Graph) -> Before | None:
+        try:
+            with self._path(graph).open("rb") as file:
+                said = json.loads(file.read(MOST_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return None
+        match said:
+            case {"cuts": [*cuts], "owners": [*owners]} if (
+                all(type(cut) is int for cut in cuts)
+                and all(isinstance(owner, str) for owner in owners)
+                and len(owners) == len(cuts) + 1 == len(set(owners))
+            ):
+                return Before(tuple(cuts), tuple(map(PeerId, owners)))
+        return None
+
+    def remember(self, graph: Graph, placed: Placed) -> None:
+        """A folder that cannot be written to remembers nothing."""
+        path = self._path(graph)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_suffix(".tmp")
+            scratch.write_text(json.dumps({"cuts": placed.cuts, "owners": placed.proposed}))
+            scratch.replace(path)
+        except OSError:
+            return
+
+    def _path(self, graph: Graph) -> Path:
+        return self._folder / f"{digest_of(serialise.encode(graph))}.json"

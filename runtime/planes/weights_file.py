@@ -1,0 +1,149 @@
+"""Tensors in a file of the safetensors format, one at a time: neither who writes a stage's weights nor who reads them holds
+more than the largest of them twice, and nothing is mapped into memory.
+
+The bytes are those that the library of the format writes: 8 bytes with the length of the header, the header (JSON, padded with
+blanks to a multiple of 8), the tensors. https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import torch
+
+from fusion.dag.ir.graph import DTYPE_BYTES, Variable
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.stage_graphs import file_bytes
+from fusion.runtime.planes.codegen import TORCH_DTYPES
+
+# As the format spells our dtypes, in the order in which its tensors lie: the last ones first, each dtype by name.
+_SPELLED = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16", "bfloat16": "BF16",
+    "int32": "I32", "float32": "F32", "float64": "F64", "int64": "I64",
+}  # fmt: skip
+_DTYPES = {spelled: name for name, spelled in _SPELLED.items()}
+_ORDER = {name: place for place, name in enumerate(_SPELLED)}
+
+
+@dataclass(frozen=True)
+class WeightsBytes:
+    """The file of these variables: its size, and its bytes, made while they are asked for."""
+
+    size_bytes: int
+    pieces: Iterator[bytes | memoryview]
+
+
+def weights_bytes_of(
+    variables: Iterable[Variable], read: Callable[[Iterable[Variable]], Mapping[str, torch.Tensor]]
+) -> WeightsBytes:
+    """`read` is called for one variable after the other. JobError where it gives one of another shape or dtype."""
+    ordered = sorted(variables, key=lambda v: (-_ORDER[v.type.dtype], v.name))
+    shapes = [[d for d in v.type.shape if isinstance(d, int)] for v in ordered]
+    ends = [0]
+    for variable, shape in zip(ordered, shapes, strict=True):
+        ends.append(ends[-1] + prod(shape) * DTYPE_BYTES[variable.type.dtype])
+    entries = {
+        v.name: {"dtype": _SPELLED[v.type.dtype], "shape": shape, "data_offsets": span}
+        for v, shape, span in zip(ordered, shapes, pairwise(ends), strict=True)
+    }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield header
+        for variable in ordered:
+            value = read((variable,))[variable.name].detach()
+            if tuple(value.shape) != variable.type.shape or value.dtype != TORCH_DTYPES[variable.type.dtype]:
+                raise JobError(
+                    f"the weight {variable.name} is {value.dtype} {tuple(value.shape)}, not {variable.type}"
+                )
+            if value.numel():
+                yield _bytes(value.cpu().contiguous())
+
+    return WeightsBytes(len(header) + ends[-1], pieces())
+
+
+class WeightsFile(Mapping[str, torch.Tensor]):
+    """A file that somebody else wrote, of at most so many tensors. Each is read anew, into memory of its own, whenever it is asked for.
+    JobError, in one line, for a file that is none; nothing that it says is believed beyond its own length."""
+
+    def __init__(self, path: Path, tensors: int) -> None:
+        self._path = path
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if not 2 <= length <= min(size - 8, file_bytes(0, tensors)):
+                    raise JobError(
+                        f"{path.name:.12} is no file of {tensors} tensors: a header of {length} bytes"
+                    )
+                header = json.loads(file.read(length))
+        except OSError as error:
+            raise JobError(f"{path}: {error.strerror or error}") from None
+        except (ValueError, RecursionError) as error:
+            raise JobError(f"{path.name:.12} is no file of tensors: {str(error)[:100]}") from None
+        if not isinstance(header, dict):
+            raise JobError(f"{path.name:.12} is no file of tensors: its header is no object")
+        self._start = 8 + length
+        self._entries = {
+            name: _entry(name, entry, size - self._start)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        dtype, shape, start = self._entries[name]
+        value = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+        if value.numel():
+            try:
+                with self._path.open("rb", buffering=0) as file:
+                    file.seek(self._start + start)
+                    _fill(_bytes(value), file.readinto)
+            except OSError as error:
+                raise JobError(f"{self._path}: {error.strerror or error}") from None
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _entry(name: str, entry: object, most: int) -> tuple[str, tuple[int, ...], int]:
+    """dtype, shape, and where it begins. JobError where that is nonsense, or beyond so many bytes."""
+    match entry:
+        case {
+            "dtype": str() as dtype,
+            "shape": list() as shape,
+            "data_offsets": [int() as start, int() as end],
+        }:
+            sizes = [n for n in shape if type(n) is int and 0 <= n <= most]
+            if (
+                dtype in _DTYPES
+                and len(sizes) == len(shape) <= 16
+                and 0 <= start <= end <= most
+                and prod(sizes) * DTYPE_BYTES[_DTYPES[dtype]] == end - start
+            ):
+                return _DTYPES[dtype], tuple(sizes), start
+    raise JobError(f"a file of tensors says nonsense of {name!r:.100}")
+
+
+def _bytes(value: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    found: memoryview = value.reshape(-1).view(torch.uint8).numpy().data
+    return found
+
+
+def _fill(memory: memoryview, read: Callable[[memoryview], int | None]) -> None:
+    while memory:
+        count = read(memory)
+        if not count:
+            raise OSError("the file is shorter than it was")
+        memory = memory[count:]

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fusion.runtime.capture.model_dtype import model_dtype, stored_dtypes
+from fusion.runtime.job.errors import JobError
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "stored", "chosen"),
+    [
+        (None, None, {}, "float32"),
+        (None, None, {"float32": 8, "bfloat16": 900}, "bfloat16"),
+        (None, "float16", {"bfloat16": 900}, "float16"),
+        ("float32", "float16", {"bfloat16": 900}, "float32"),
+    ],
+)
+def test_what_is_asked_goes_before_what_the_config_says_and_that_before_the_files(
+    asked: str | None, said: str | None, stored: dict[str, int], chosen: str
+) -> None:
+    assert model_dtype(asked, said, stored, "model") == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "message"),
+    [
+        ("int8", None, "dtype: auto, float32, bfloat16 or float16, not 'int8'"),
+        (None, "float64", "model of float64"),
+    ],
+)
+def test_a_dtype_in_which_no_model_runs_is_refused(asked: str | None, said: str | None, message: str) -> None:
+    with pytest.raises(JobError, match=message) as error:
+        model_dtype(asked, said, {}, "model")
+    assert "\n" not in str(error.value)
+
+
+def test_headers_tell_what_the_files_hold(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"w": torch.zeros(3, 5, dtype=torch.bfloat16), "ids": torch.zeros(9, dtype=torch.int64)}, first)
+    save_file({"w": torch.zeros(7), "half": torch.zeros(2, dtype=torch.float16)}, second)
+    assert stored_dtypes([first, second, first]) == {"bfloat16": 30, "float32": 28, "float16": 4}
+    second.write_bytes(b"nonsense")
+    with pytest.raises(JobError, match=r"b\.safetensors is not a safetensors file"):
+        stored_dtypes([first, second])

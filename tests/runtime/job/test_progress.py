@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from fusion.runtime.job.progress import TOLD_LOADING, StageLoading, stages_loading
+from fusion.swarm.directory.records import JobId
+
+FETCHING = StageLoading(
+    job=JobId("ab" * 32), stage=2, phase="fetching", bytes=412_000_000, of_bytes=1_017_000_000, seconds=31.4,
+    trouble="quiet-otter did not answer",
+)  # fmt: skip
+
+
+def test_what_a_peer_says_of_its_loading_arrives() -> None:
+    assert stages_loading({"loading": [FETCHING.to_list()]}) == [FETCHING]
+    assert stages_loading({"loading": [FETCHING.to_list()]})[0].seconds == 31.4
+    assert stages_loading({}) == []  # an older peer
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "x",
+        {"a": 1},
+        [7],
+        [[]],
+        [["job", -1, "fetching", 0, 0, 0.0, ""]],
+        [["job", 0, "dreaming", 0, 0, 0.0, ""]],
+        [["job", 0, "fetching", 5, 4, 0.0, ""]],
+        [["job", 0, "fetching", 0, 4, "long", ""]],
+        [["job", 0, "fetching", 0, 4, -1.0, ""]],
+    ],
+)
+def test_nonsense_is_left_out(said: object) -> None:
+    assert stages_loading({"loading": said}) == []
+
+
+def test_what_is_shown_is_one_clean_line_and_not_too_many() -> None:
+    loud = [*FETCHING.to_list()[:6], "first\nsecond\x1b[2J" + "x" * 1000]
+    (found,) = stages_loading({"loading": [loud]})
+    assert "\n" not in found.line() and "\x1b" not in found.line() and len(found.line()) < 400
+    assert len(stages_loading({"loading": [loud] * 1000})) == TOLD_LOADING
+
+
+def test_a_line_says_how_far_and_since_when() -> None:
+    assert FETCHING.line() == "412 of 1,017 MB fetched in 31 s (quiet-otter did not answer)"
+    loading = StageLoading(job=FETCHING.job, stage=0, phase="loading", bytes=9, of_bytes=9, seconds=12.2)
+    assert loading.line() == "loading for 12 s"
+    unknown = StageLoading(job=FETCHING.job, stage=0, phase="fetching", bytes=0, of_bytes=0, seconds=3)
+    assert unknown.line() == "looking for its weights for 3 s"
