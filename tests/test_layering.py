@@ -50,7 +50,7 @@ ROOMS = {
     ),
     "compression": ("",),
     "runtime": (
-        *("device", "job", "belief", "planes", "capture"),
+        *("device", "job", "belief", "planes", "capture/gguf", "capture"),
         *(f"serving/{room}" for room in ("requests", "grammar", "drafts", "ring", "answers", "http")),
         *("serving", "placing"),
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),

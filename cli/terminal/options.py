@@ -156,6 +156,6 @@ def check_model_files(path: Path) -> None:
 
     check_model(path)
     if path.is_file():
-        from fusion.runtime.capture.gguf_header import read_header
+        from fusion.runtime.capture.gguf.header import read_header
 
         read_header(path)

@@ -5,12 +5,8 @@ models              the built-in GPT
 model_dtype         the dtype that a model runs in
 huggingface         a causal language model in a directory
 stored_weights      where its files hold each tensor, whole or in pieces
+gguf/               GGUF files: what they say, their tensors, their tokenizer
 gguf_model          a causal language model in a GGUF file
-gguf_header         what the file says, and where its tensors lie, within bounds
-gguf_config         what it says of its model, as transformers' configuration
-gguf_weights        its tensors as the module's parameters
-gguf_blocks         its quantised blocks as our operators read them
-gguf_tokenizer      its tokenizer as a tokenizer.json; its chat template
 capture             a module as a graph, through torch.export, without its weights
 lower               an exported program in the op-set
 rope                rotary positions whose frequencies depend on the length

@@ -19,11 +19,11 @@ from torch import nn
 from fusion.dag.ir.graph import Graph, Variable
 from fusion.dag.rewrites.quantise import Layout, Source, Use
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
-from fusion.runtime.capture.gguf_blocks import layout_of
-from fusion.runtime.capture.gguf_config import ROPE_FACTORS, model_config
-from fusion.runtime.capture.gguf_header import GGUFHeader, read_header
-from fusion.runtime.capture.gguf_tokenizer import GGUFTokenizer, read_tokenizer
-from fusion.runtime.capture.gguf_weights import Stored, read_blocks, read_tensor, stored_parameters
+from fusion.runtime.capture.gguf.blocks import layout_of
+from fusion.runtime.capture.gguf.config import ROPE_FACTORS, model_config
+from fusion.runtime.capture.gguf.header import GGUFHeader, read_header
+from fusion.runtime.capture.gguf.tokenizer import GGUFTokenizer, read_tokenizer
+from fusion.runtime.capture.gguf.weights import Stored, read_blocks, read_tensor, stored_parameters
 from fusion.runtime.capture.huggingface import config_for, hollow_module
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.codegen import TORCH_DTYPES

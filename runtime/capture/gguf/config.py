@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.runtime.capture.gguf_header import GGUFHeader, Value, shown
+from fusion.runtime.capture.gguf.header import GGUFHeader, Value, shown
 from fusion.runtime.job.errors import JobError
 
 MAX_CONTEXT = 1 << 24  # positions

@@ -16,9 +16,9 @@ from tokenizers.trainers import BpeTrainer
 from transformers import GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
-from fusion.runtime.capture import gguf_tokenizer
-from fusion.runtime.capture.gguf_header import read_header
-from fusion.runtime.capture.gguf_tokenizer import GGUFTokenizer, read_tokenizer
+from fusion.runtime.capture.gguf import tokenizer as gguf_tokenizer
+from fusion.runtime.capture.gguf.header import read_header
+from fusion.runtime.capture.gguf.tokenizer import GGUFTokenizer, read_tokenizer
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
 from fusion.runtime.job.text import TokenizerText

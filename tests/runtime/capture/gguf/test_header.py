@@ -15,8 +15,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.runtime.capture import gguf_header
-from fusion.runtime.capture.gguf_header import GGUFHeader, read_header
+from fusion.runtime.capture.gguf import header as gguf_header
+from fusion.runtime.capture.gguf.header import GGUFHeader, read_header
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import check_model
 

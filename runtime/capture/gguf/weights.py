@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from fusion.runtime.capture.gguf_blocks import unpacked
-from fusion.runtime.capture.gguf_config import ROPE_FACTORS, ModelConfig
-from fusion.runtime.capture.gguf_header import GGUFHeader, TensorPlace, shown
+from fusion.runtime.capture.gguf.blocks import unpacked
+from fusion.runtime.capture.gguf.config import ROPE_FACTORS, ModelConfig
+from fusion.runtime.capture.gguf.header import GGUFHeader, TensorPlace, shown
 from fusion.runtime.job.errors import JobError
 
 CHUNK_BYTES = 8 << 20  # of the file, at once
