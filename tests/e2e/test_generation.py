@@ -152,7 +152,7 @@ def compare_commands(peers: Any, swarm: Sequence[LocalPeer], folder: Path) -> No
         "serve", str(folder), "--name", "small", "--stages", "3", "--home", str(swarm[0].home)
     )
     print(f"serve: {time.monotonic() - began:.1f} s")
-    assert [record["event"] for record in records] == ["launched", "held", "serving"]
+    assert [record["event"] for record in records] == ["launched", "held", "token", "serving"]
 
     began = time.monotonic()
     [record] = peers.run("generate", text, "--model", "small", "--home", str(swarm[1].home))

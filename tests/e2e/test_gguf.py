@@ -40,7 +40,7 @@ def test_a_file_is_served_and_answers_as_the_model_with_its_weights(
 
     home = str(swarm[0].home)
     records = peers.run("serve", str(path), "--name", "small", "--stages", str(STAGES), "--home", home)
-    assert [record["event"] for record in records] == ["launched", "held", "serving"]
+    assert [record["event"] for record in records] == ["launched", "held", "token", "serving"]
     text = "def open(name):\n    return "
     ask = ("generate", "--model", "small", "--max-tokens", str(NEW), "--home", str(swarm[1].home))
     [record] = peers.run(*ask, text)
