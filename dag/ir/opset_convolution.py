@@ -173,6 +173,31 @@ def _average(n: int) -> str:
     return f"kernel_size: ints, stride: ints = (), padding: ints = {zeros}, ceil_mode: bool = False, count_include_pad: bool = True"
 
 
+def cached_convolution(call: Call) -> Types:
+    """input (batch, 1, length, channels): the new positions only; weight (channels, 1, window), bias (channels) -> as input. At
+    each position the sum over the last `window` positions, itself the last of them, of those with the weights of the channel;
+    before the first one there are zeros. The positions before are in the cache of `slot`."""
+    x, w, b = call["input"], call["weight"], call["bias"]
+    if len(x.shape) != 4 or x.shape[1] != 1 or call["slot"] < 0 or not is_float(x.dtype):
+        raise call.fail(f"needs (batch, 1, length, channels) and a slot of at least 0, not {x}")
+    if (
+        len(w.shape) != 3
+        or w.shape[:2] != (x.shape[3], 1)
+        or not isinstance(w.shape[2], int)
+        or w.shape[2] < 1
+    ):
+        raise call.fail(f"weight {w} does not fit {x}")
+    if b is not None and b.shape != w.shape[:1]:
+        raise call.fail(f"bias {b} does not fit weight {w}")
+    one_dtype(call, x, w, b)
+    return (x,)
+
+
+def _cached_flops(call: Call, results: Types) -> int:
+    window = call["weight"].shape[2]
+    return elements(results[0]) * (2 * int(window) + (call["bias"] is not None))
+
+
 SPECS: list[OpSpec] = [
     _c("aten.conv1d", 1),
     _c("aten.conv2d", 2),
@@ -185,4 +210,17 @@ SPECS: list[OpSpec] = [
     _p("aten.avg_pool2d", 2, _average(2) + ", divisor_override: int? = None", pool(2), ("self",)),
     _p("aten.adaptive_avg_pool1d", 1, "output_size: ints", adaptive_pool(1), ("self",)),
     _p("aten.adaptive_avg_pool2d", 2, "output_size: ints", adaptive_pool(2), ("self",)),
+    # Of the family of attention: rows go one by one, and what takes the time is the cache.
+    op(
+        "fusion.cached_convolution",
+        "input: tensor, weight: tensor, bias: tensor?, slot: int",
+        cached_convolution,
+        "attention",
+        kind="parametric",
+        mixes=lambda c: {"weight": {2}},
+        flops=_cached_flops,
+        differentiable=False,
+        keeps=("input",),
+        since=2,
+    ),
 ]

@@ -15,6 +15,7 @@ from fusion.dag.ir.dims import Dim, symbol
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import infer
+from fusion.dag.rewrites.cached_convolution import cache_convolutions
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.masks import Bias, Evaluate, affine_bias, visible_window
 from fusion.dag.rewrites.own_positions import given_positions
@@ -43,7 +44,7 @@ def cache_attention(graph: Graph, evaluate: Evaluate, maximum_sequence: int | No
     that `maximum_sequence` positions never fill is left out. UnsupportedModel, in one line, for any other model.
     """
     graph = given_positions(clean(graph), evaluate)
-    cached = clean(_Caching(graph, evaluate, maximum_sequence).run())
+    cached = clean(cache_convolutions(clean(_Caching(graph, evaluate, maximum_sequence).run())))
     require_separate_positions(cached)
     for ref in cached.outputs:
         if symbol(SEQUENCE) not in cached.types[ref].shape:

@@ -140,6 +140,27 @@ class SessionCache:
         rows = zip(range(start, end), torch.split(query, 1, 2), strict=True)
         return torch.cat([self._look(row, held, at, at + 1, scale, window, scored) for at, row in rows], 2)
 
+    def convolve(
+        self,
+        rows: torch.Tensor,  # (1, 1, count, channels)
+        weight: torch.Tensor,  # (channels, 1, window)
+        bias: torch.Tensor | None,
+        slot: int,
+    ) -> torch.Tensor:
+        """Store the new rows, and sum each channel over the last positions, `window` of them, with zeros before the first."""
+        (held,) = self._memory[slot]
+        start, end = self._start, self._end
+        held[:, :, start:end] = rows
+        first = start + 1 - weight.shape[2]
+        seen = functional.pad(held[:, :, max(0, first) : end].float(), (0, 0, max(0, -first), 0))
+        # One product after the other, and not a kernel that may sum otherwise for another number of positions.
+        total = torch.zeros_like(rows, dtype=torch.float32)
+        for at, weights in enumerate(weight[:, 0].float().unbind(1)):
+            total = total + seen[:, :, at : at + end - start] * weights
+        if bias is not None:
+            total = total + bias
+        return total.to(rows.dtype)
+
     def _look(
         self,
         query: torch.Tensor,
@@ -213,6 +234,17 @@ class Attends(Protocol):
         window: int | None,
         scored: Scored | None = None,
     ) -> torch.Tensor: ...
+
+    def convolve(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int
+    ) -> torch.Tensor: ...
+
+
+def cached_convolution(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int, state: Attends
+) -> torch.Tensor:
+    """`fusion.cached_convolution`."""
+    return state.convolve(rows, weight, bias, slot)
 
 
 def scored_attention(

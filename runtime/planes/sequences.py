@@ -43,6 +43,19 @@ class Sequences:
             found.append(found[-1][:, :, -1:].expand(-1, -1, self._rows - at, -1))
         return torch.cat(found, 2)
 
+    def convolve(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int
+    ) -> torch.Tensor:
+        """Each piece of (1, 1, rows, channels) behind its own sequence, as it would be alone."""
+        found = []
+        at = 0
+        for cache, count in zip(self._caches, self._lengths, strict=True):
+            found.append(cache.convolve(rows.narrow(2, at, count), weight, bias, slot))
+            at += count
+        if at < self._rows:
+            found.append(found[-1][:, :, -1:].expand(-1, -1, self._rows - at, -1))
+        return torch.cat(found, 2)
+
     def last(self, values: torch.Tensor, axis: int) -> torch.Tensor:
         """The last position of each piece, or all of one whose positions run singly."""
         return values.index_select(axis, self._ends)

@@ -18,7 +18,7 @@ from fusion.dag.ir.opset import OPSET
 from fusion.dag.ir.opset_spec import OpSpec
 from fusion.runtime.planes.dropout import dropout, dropout_attention
 from fusion.runtime.planes.experts import expert_linear
-from fusion.runtime.planes.kv_cache import cached_attention, cached_attention_scored
+from fusion.runtime.planes.kv_cache import cached_attention, cached_attention_scored, cached_convolution
 from fusion.runtime.planes.quantised import embedding, linear
 
 Args = tuple[Any, ...]  # positional and complete, in the order of the op-set's parameters
@@ -31,6 +31,7 @@ STATEFUL: Mapping[str, Callable[..., torch.Tensor]] = {
     "fusion.dropout_attention": dropout_attention,
     "fusion.cached_attention": cached_attention,
     "fusion.cached_attention_scored": cached_attention_scored,
+    "fusion.cached_convolution": cached_convolution,
 }
 
 

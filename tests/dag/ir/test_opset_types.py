@@ -123,7 +123,7 @@ SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments wi
     ("fusion.expert_linear", f(B * S, 8), i(B * S), f(2, 4, 8), f(2, 4), 0, 2, False), ("fusion.expert_linear", f(B * S, 8), i(B * S, high=6), f(3, 8, 4), None, 2, 6, True),
     ("fusion.cached_attention_scored", f(B, 4, S, 8), f(B, 2, S, 8), f(B, 2, S, 4), f(1, 4, S, 1), f(4), 0, 0.25, 3, 30.0, None),
     ("fusion.cached_attention_scored", f(B, 4, S, 8), f(B, 1, S, 8), T((B, 1, S, 4), "float16"), None, None, 0, 1.0, None, None, (0.5, 0.25, 0.125, 0.0)),
-    *QUANTISED, ("aten.conv1d", f(B, 4, S), f(8, 4, 3), f(8), (1,), (1,)), ("aten.conv1d", f(B, 4, S), f(8, 4, 1)), ("aten.conv1d", f(B, 4, 16), f(8, 4, 3), None, (2,)), ("aten.conv2d", f(B, 4, 16, 12), f(8, 2, 3, 3), f(8), (2, 2), (1, 1), (1, 1), 2),
+    *QUANTISED, ("fusion.cached_convolution", f(B, 1, S, 8), f(8, 1, 3), f(8), 0), ("aten.conv1d", f(B, 4, S), f(8, 4, 3), f(8), (1,), (1,)), ("aten.conv1d", f(B, 4, S), f(8, 4, 1)), ("aten.conv1d", f(B, 4, 16), f(8, 4, 3), None, (2,)), ("aten.conv2d", f(B, 4, 16, 12), f(8, 2, 3, 3), f(8), (2, 2), (1, 1), (1, 1), 2),
     ("aten.conv2d", f(4, 16, 12), f(8, 4, 3, 3), None, (1, 2), (2,), (2, 2)), ("aten.conv3d", f(B, 2, 4, 4, 4), f(4, 2, 2, 2, 2)), ("aten.conv_transpose1d", f(B, 4, S), f(4, 8, 3), f(8), (2,), (1,), (1,)), ("aten.conv_transpose2d.input", f(B, 4, 6, 6), f(4, 2, 2, 2), f(4), (2, 2), (0, 0), (0, 0), 2),
     ("aten.max_pool1d", f(B, 4, 16), (2,)), ("aten.max_pool2d", f(B, 4, 16, 15), (3, 3), (2, 2), (1, 1), (1, 1), True), ("aten.avg_pool1d", f(B, 4, 7), (2,), (2,), (0,), True), ("aten.avg_pool2d", f(B, 4, 7, 8), (2, 2)), ("aten.adaptive_avg_pool1d", f(B, 4, 8), (2,)), ("aten.adaptive_avg_pool2d", f(B, 4, 8, 8), (1, 1)),
     ("aten.cross_entropy_loss", f(B * S, 16), i(B * S)), ("aten.cross_entropy_loss", f(B, 4, S), i(B, S), f(4), 0), ("aten.cross_entropy_loss", f(4), i()), ("aten.cross_entropy_loss", f(B, 4), f(B, 4)), ("aten.nll_loss_nd", f(B, 4, S), i(B, S)), ("aten.nll_loss", f(B, 4), i(B)),
@@ -183,6 +183,9 @@ OURS = {
         q, k, v, m, 0.0, c, scale=s, enable_gqa=g
     ),
     "fusion.expert_linear": lambda *args: _experts(*args),
+    "fusion.cached_convolution": lambda x, w, b, slot: F.conv1d(
+        x[:, 0].mT, w, b, padding=w.shape[2] - 1, groups=len(w)
+    )[..., : x.shape[2]].mT[:, None],
     "fusion.cached_attention": lambda q, k, v, slot, scale, window: F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=True
     ),

@@ -77,7 +77,24 @@ def softmax(x, dim, dtype):
     return weights / weights.sum(dim, keepdims=True)
 
 
+def convolve(x, kernel, bias):
+    """(batch, length, channels), each channel over the last positions."""
+    window = kernel.shape[2]
+    padded = np.pad(x, ((0, 0), (window - 1, 0), (0, 0)))
+    total = sum(padded[:, i : i + x.shape[1]] * kernel[:, 0, i] for i in range(window))
+    return total if bias is None else total + bias
+
+
+def conv1d(x, kernel, bias, _stride, padding, _dilation, groups):
+    """As exports spell a short causal convolution: the zeros behind make positions that are cut away."""
+    assert tuple(padding) == (kernel.shape[2] - 1,) and groups == x.shape[1]
+    behind = np.pad(np.swapaxes(x, 1, 2), ((0, 0), (0, padding[0]), (0, 0)))
+    return np.swapaxes(convolve(behind, kernel, bias), 1, 2)
+
+
 OPS = {
+    "aten.conv1d": conv1d,
+    "aten.squeeze.dim": np.squeeze,
     "aten.add.Tensor": lambda a, b, alpha: a + alpha * b,
     "aten.sub.Tensor": lambda a, b, alpha: a - alpha * b,
     "aten.mul.Tensor": lambda a, b: a * b,
@@ -136,7 +153,6 @@ OPS = {
     "fusion.expert_linear": expert_linear,
     "aten.topk": topk,
     "aten.index.Tensor": lambda x, indices: x[tuple(indices)],
-    "aten.squeeze.dim": lambda x, dim: np.squeeze(x, dim),
     "aten.repeat_interleave.self_int": lambda x, times, dim: np.repeat(x, times, dim),
     "aten.sum.dim_IntList": lambda x, dims, keepdim, dtype: x.sum(tuple(dims), keepdims=keepdim),
     "aten.chunk": lambda x, chunks, dim: np.split(x, chunks, dim),
@@ -168,6 +184,10 @@ def run(graph, values, sizes, cache=None):
             bias = 0 if slopes is None else np.array(slopes)[:, None, None] * distance
             bias = bias + (np.swapaxes(biases[0], 2, 3) if biases else 0)
             out = attend(q, k, v, causal(q.shape[2], k.shape[2], window), scale, bias, cap, sinks)
+        elif node.op == "fusion.cached_convolution":
+            new, kernel, bias, slot = args
+            cache[slot] = [np.concatenate([*cache.get(slot, [new[:, :, :0]]), new], 2)]
+            out = convolve(cache[slot][0][:, 0], kernel, bias)[:, None, -new.shape[2] :]
         else:
             out = OPS[node.op](*args)
         for i, result in enumerate(out if isinstance(out, list) else [out]):
