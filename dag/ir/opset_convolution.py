@@ -8,6 +8,8 @@ from fusion.dag.ir.opset_contract import one_dtype
 from fusion.dag.ir.opset_shapes import divide, is_float, same
 from fusion.dag.ir.opset_spec import Call, Infer, Mixed, Mixes, OpSpec, Types, elements, op
 
+MAX_WINDOW = 64  # positions that `fusion.cached_convolution` sees; models have 3 or 4
+
 
 def spread(call: Call, name: str, n: int, empty: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """A list of one value or of n, as n values."""
@@ -176,7 +178,8 @@ def _average(n: int) -> str:
 def cached_convolution(call: Call) -> Types:
     """input (batch, 1, length, channels): the new positions only; weight (channels, 1, window), bias (channels) -> as input. At
     each position the sum over the last `window` positions, itself the last of them, of those with the weights of the channel;
-    before the first one there are zeros. The positions before are in the cache of `slot`."""
+    before the first one there are zeros. The positions before are in the cache of `slot`. At most MAX_WINDOW of them, as each is a
+    product by itself."""
     x, w, b = call["input"], call["weight"], call["bias"]
     if len(x.shape) != 4 or x.shape[1] != 1 or call["slot"] < 0 or not is_float(x.dtype):
         raise call.fail(f"needs (batch, 1, length, channels) and a slot of at least 0, not {x}")
@@ -184,9 +187,9 @@ def cached_convolution(call: Call) -> Types:
         len(w.shape) != 3
         or w.shape[:2] != (x.shape[3], 1)
         or not isinstance(w.shape[2], int)
-        or w.shape[2] < 1
+        or not 1 <= w.shape[2] <= MAX_WINDOW
     ):
-        raise call.fail(f"weight {w} does not fit {x}")
+        raise call.fail(f"weight {w} does not fit {x}, or sees more than {MAX_WINDOW} positions")
     if b is not None and b.shape != w.shape[:1]:
         raise call.fail(f"bias {b} does not fit weight {w}")
     one_dtype(call, x, w, b)

@@ -43,6 +43,9 @@ async def first_token(context: Context, prepared: Prepared, patience_seconds: fl
                     except (SwarmError, JobError, JobFailed) as error:
                         trouble = error_line(error)
                         continue
+                    if not answer.tokens:
+                        trouble = "an answer without a token"
+                        continue
                     seconds = loop.time() - began
                     return FirstToken(token=answer.tokens[0], seconds=seconds, route=answer.route)
                 await asyncio.sleep(RETRY_SECONDS)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fusion.dag.ir.graph import Graph
+from fusion.dag.rewrites.experts import EXPERT_LINEAR
 from fusion.runtime.planes.packed import linear as packed_linear
 from fusion.runtime.planes.packed import pack, padded
 
-EXPERT_LINEAR = "fusion.expert_linear"
 Product = Callable[[torch.Tensor, int], torch.Tensor]  # rows (n, in) with the matrix of an expert: (n, out)
 # Finer steps than those of other products: here each expert's rows are padded, and their number differs at every run.
 PARTS = 8

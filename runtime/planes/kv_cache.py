@@ -16,6 +16,7 @@ from torch.nn import functional
 BLOCK_POSITIONS = (
     64  # and an eighth of what a longer sequence has, so that growing costs little for each position
 )
+KEPT_SLOPES = 4  # for the layers of a run, which have the same ones mostly
 MOST_SCORES = 1 << 22  # at once, where they are computed one by one: 16 MB of float32
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _KEY_BLOCK = 512  # keys that scaled_dot_product_attention takes at once on a CPU
@@ -39,6 +40,11 @@ class Scored(NamedTuple):
     sinks: torch.Tensor | None
     softcap: float | None
     slopes: Sequence[float] | None
+
+    def of(self, heads: slice) -> Scored:
+        """Of these heads alone."""
+        sinks, slopes = (part if part is None else part[heads] for part in (self.sinks, self.slopes))
+        return Scored(sinks, self.softcap, slopes)
 
 
 class SessionCache:
@@ -180,12 +186,17 @@ class SessionCache:
             first -= first % _KEY_BLOCK
         keys, values, *more = (tensor[:, :, first:end] for tensor in held)
         if scored is not None:
-            bias = more[0].transpose(2, 3) if more else None
-            if scored.slopes is not None:
-                far = self._far(scored.slopes, first, end, query)
-                bias = far if bias is None else bias + far
             mask = None if count == 1 else self._mask(first, window, query.device)
-            return scored_attention(query, keys, values, scale or 1.0, mask, bias, scored)
+            return self._scored(
+                query,
+                keys,
+                values,
+                *more,
+                scale=1.0 if scale is None else scale,
+                mask=mask,
+                scored=scored,
+                first=first,
+            )
         plain = start == 0 and (window is None or end <= window)
         mask = None if count == 1 or plain else self._mask(first, window, query.device)
         return functional.scaled_dot_product_attention(
@@ -198,6 +209,47 @@ class SessionCache:
             enable_gqa=query.shape[1] != keys.shape[1],
         )
 
+    def _scored(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        kept: torch.Tensor | None = None,  # the bias of each key, (1, heads or 1, length, 1)
+        *,
+        scale: float,
+        mask: torch.Tensor | None,
+        scored: Scored,
+        first: int,
+    ) -> torch.Tensor:
+        """What the queries see of these keys, the first of which is at position `first`. Of so many heads at a time that the
+        scores of one position take no more memory than MOST_SCORES."""
+        heads, length = query.shape[1], keys.shape[2]
+        each, most = heads // keys.shape[1], max(1, MOST_SCORES // length)
+        if heads > most:
+            parts = []
+            for at in range(0, heads, each):  # those that share their keys
+                for start in range(at, at + each, most):
+                    of = slice(start, min(start + most, at + each))
+                    own = slice(at // each, at // each + 1)
+                    bias = kept if kept is None or kept.shape[1] == 1 else kept[:, of]
+                    part = self._scored(
+                        query[:, of],
+                        keys[:, own],
+                        values[:, own],
+                        bias,
+                        scale=scale,
+                        mask=mask,
+                        scored=scored.of(of),
+                        first=first,
+                    )
+                    parts.append(part)
+            return torch.cat(parts, 1)
+        bias = None if kept is None else kept.transpose(2, 3)
+        if scored.slopes is not None:
+            far = self._far(scored.slopes, first, first + length, query)
+            bias = far if bias is None else bias + far
+        return scored_attention(query, keys, values, scale, mask, bias, scored)
+
     def _far(self, slopes: Sequence[float], first: int, end: int, query: torch.Tensor) -> torch.Tensor:
         """(1, heads, 1, end - first): slope * (j - last position). From the query's own position it differs by a number a
         row, which a softmax does not see; from the last one it is the same for all rows, and exact near by."""
@@ -206,6 +258,8 @@ class SessionCache:
             each = torch.tensor(slopes, dtype=torch.float32, device=query.device)
             distance = torch.arange(first + 1 - end, 1, dtype=torch.float32, device=query.device)
             found = (each[:, None] * distance)[None, :, None].to(query.dtype)
+            if len(self._slopes) == KEPT_SLOPES:
+                self._slopes.clear()
             self._slopes[slopes, first, end] = found
         return found
 

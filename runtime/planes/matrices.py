@@ -7,20 +7,33 @@ from typing import Any
 
 import torch
 
+from fusion.dag.cutting.costs import type_bytes
 from fusion.dag.ir.graph import Graph, Ref
+from fusion.dag.rewrites.experts import EXPERT_LINEAR
 from fusion.runtime.planes.experts import (
-    EXPERT_LINEAR,
     pack_experts,
     packable_experts,
     packed_expert_linear,
     padded_expert_linear,
 )
-from fusion.runtime.planes.packed import FEW_ROWS, addmm, linear, pack, packable, row_by_row, rows_agree
+from fusion.runtime.planes.packed import (
+    FEW_ROWS,
+    PACKING_BYTES,
+    addmm,
+    linear,
+    pack,
+    packable,
+    row_by_row,
+    rows_agree,
+)
 from fusion.runtime.planes.plane import Tensors
 from fusion.runtime.planes.quantised import StoredMatrices
 from fusion.runtime.planes.stage_values import checked
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
+# What packing adds is in nobody's account, so that a stage of very many very small matrices must not gain much by it.
+_SPARE_BYTES = 64 << 20
+_SPARE_SHARE = 8  # or the share of a stage's variables that is more
 _TRIED_ELEMENTS = 1 << 22  # of a matrix in half precision, when its rows are looked at
 
 
@@ -43,6 +56,8 @@ class Matrices:
         )
         self._agree: dict[tuple[tuple[int, ...], torch.dtype], bool] = {}
         tied = _linear_matrices(graph) - wanted.keys()
+        total = sum(type_bytes(variable.type) for variable in graph.variables)
+        packings = max(_SPARE_BYTES, total // _SPARE_SHARE) // PACKING_BYTES  # how many more there may be
         self._alone: set[str] = set()  # matrices whose products are the same for one row as for several
         alone: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
         for variable in graph.variables:  # one after the other, as `variables` may read each from a file
@@ -58,10 +73,12 @@ class Matrices:
                     continue
             if name in wanted:
                 matrix = value.t() if wanted[name] else value
-                packed = pack(matrix)
+                packed = pack(matrix) if packings > 0 else None
+                packings -= packed is not None
                 self._require_agreement(matrix, packed)
             elif name in experts:
-                packed = pack_experts(value, transposed=experts[name])
+                packed = pack_experts(value, transposed=experts[name]) if packings >= len(value) else None
+                packings -= 0 if packed is None else len(value)
                 matrix = value[0].t() if experts[name] else value[0]
                 self._require_agreement(matrix, None if packed is None else packed.matrices[0])
             if packed is not None:

@@ -18,6 +18,7 @@ import torch
 
 from fusion.dag.ir.graph import Graph, Ref
 
+PACKING_BYTES = 12 << 10  # beside its own that a packed matrix was seen to take, at most
 FEW_ROWS = 4  # at least, where a product of one row goes another way
 _TRIED_ROWS = (1, 2, 3, FEW_ROWS, 5, 6, 8, 12, 16, 24, 40)
 _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16})

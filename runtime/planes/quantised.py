@@ -23,6 +23,7 @@ Tensor = torch.Tensor
 
 TILE_ELEMENTS = 1 << 22  # of a matrix, that are float32 at once
 _THREAD_PRODUCTS = 1 << 22  # for fewer another thread does not pay
+_SPARE_SHARE = 8  # of a matrix, that blocks may add to it
 _MIDDLE = 8  # what a number of 4 bits without a minimum is counted from
 
 
@@ -171,7 +172,10 @@ class StoredMatrices:
             if apart and device.type == "cpu" and not {Ref(name) for name in stored.names} & {*graph.outputs}:
                 bits = 8 if weight.dtype == "int8" else 4
                 code = product(bits, scales.dtype == "float16", stored.minimums is not None)
-                made = None if code is None else InBlocks(code, plain(weight.shape[0]))
+                rows = plain(weight.shape[0])
+                # What blocks add is in nobody's account: a matrix of few rows would take many times its bytes.
+                code = code if -rows % LANES <= rows // _SPARE_SHARE else None
+                made = None if code is None else InBlocks(code, rows)
             if made is not None:
                 self._in_blocks.update(stored.names)
                 for node in nodes:

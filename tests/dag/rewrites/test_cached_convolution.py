@@ -7,9 +7,10 @@ import pytest
 from support.attention_graphs import embedded, heads, rest, sdpa, weights
 
 from fusion.dag.ir.dims import symbol
-from fusion.dag.ir.errors import UnsupportedModel
-from fusion.dag.ir.graph import Ref
-from fusion.dag.ir.opset import kept
+from fusion.dag.ir.errors import GraphError, UnsupportedModel
+from fusion.dag.ir.graph import Ref, TensorType
+from fusion.dag.ir.opset import infer, kept
+from fusion.dag.ir.opset_convolution import MAX_WINDOW
 from fusion.dag.ir.serialise import validate
 from fusion.dag.rewrites.kv_cache import cache_attention
 
@@ -65,3 +66,15 @@ def test_a_sequence_in_pieces_is_as_the_whole(build, execute, evaluate, bias):
 def test_what_is_no_short_causal_convolution_is_refused(build, evaluate, how):
     with pytest.raises(UnsupportedModel, match="conv1d"):
         cache_attention(model(build, **how), evaluate)
+
+
+def test_a_window_has_a_bound():
+    types = {Ref("x"): TensorType((1, 1, S, 4), "float32")}
+
+    def convolved_over(window):
+        types[Ref("w")] = TensorType((4, 1, window), "float32")
+        return infer("fusion.cached_convolution", (Ref("x"), Ref("w"), None, 0), types)
+
+    assert convolved_over(MAX_WINDOW) == (types[Ref("x")],)
+    with pytest.raises(GraphError, match="more than 64 positions"):
+        convolved_over(MAX_WINDOW + 1)

@@ -65,7 +65,7 @@ def scored_reference(
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("most_scores", [1 << 22, 200])
+@pytest.mark.parametrize("most_scores", [1 << 22, 200, 40, 20])
 @pytest.mark.parametrize("pieces", [[20], [1] * 20, [7, 1, 1, 11]])
 def test_scores_that_are_not_plain_are_those_of_the_whole(
     pieces: list[int], most_scores: int, sinks: bool, monkeypatch: pytest.MonkeyPatch

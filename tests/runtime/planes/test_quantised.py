@@ -317,6 +317,20 @@ def test_sessions_together_get_what_they_get_alone(family: str, kind: Kind) -> N
         assert all(torch.equal(found[name], alone[name][turn][name]) for name in texts)
 
 
+@pytest.mark.parametrize(("rows", "laid_out"), [(1, False), (17, False), (112, True), (125, True)])
+def test_blocks_do_not_take_many_times_the_bytes_of_a_matrix(rows: int, laid_out: bool) -> None:
+    types = {"w": TensorType((rows, 64), "int8"), "s": TensorType((rows, 2), "float16")}
+    given = Input("x", TensorType((1, 4, 64), "float32"))
+    args = (Ref("x"), Ref("w"), Ref("s"), None, None)
+    made = infer("fusion.linear_int8", args, {Ref("x"): given.type, **{Ref(n): t for n, t in types.items()}})
+    variables = tuple(Variable(name, type_, trainable=False) for name, type_ in types.items())
+    graph = Graph((given,), variables, (Node("y", "fusion.linear_int8", args, made),), (Ref("y"),))
+    matrices = quantised.StoredMatrices(graph, torch.device("cpu"))
+    weight = torch.zeros(rows, 64, dtype=torch.int8)
+    assert (matrices.laid_out("w", weight) is not weight) == laid_out == ("y" in matrices.products)
+    assert matrices.laid_out("w", weight).numel() <= weight.numel() * 9 / 8
+
+
 def test_without_machine_code_the_values_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     _, graph, values, _ = served("llama", "int8")
     _, expected = answer(stages_of(graph, values, 1), [1, 2, 3], 4)
