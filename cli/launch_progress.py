@@ -59,10 +59,14 @@ async def until_held(context: Context, prepared: Prepared, output: Output) -> No
     from fusion.runtime.launch.launch import wait_until_held
 
     seen: list[Held] = []
+    known: set[object] = set()
 
     def show(held: Held) -> None:
         seen[:] = [held]
-        deadline.reschedule(loop.time() + STALL_SECONDS)
+        # How far a stage is its owner says: whoever moves to and fro, or by a byte at a time, does not move.
+        if (mark := held.mark) not in known:
+            known.add(mark)
+            deadline.reschedule(loop.time() + STALL_SECONDS)
         waits = "; ".join(each.line(friendly_name) for each in held.waiting)
         output.status(
             f"handing over: {held.ready} of {held.stages} stages ready, {held.copied} of {held.blobs} blobs held"

@@ -16,6 +16,7 @@ from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, call
 
+MARKS = 64
 ASKED_SECONDS = 2.0  # for which a peer may be silent when it is asked how far a stage is
 
 
@@ -45,6 +46,16 @@ class Held:
     copied: int  # blobs that some other peer holds too
     blobs: int
     waiting: tuple[Waiting, ...] = ()  # the stages that are not ready
+
+    @property
+    def mark(self) -> tuple[object, ...]:
+        """How far that is, with what owners say of their stages in MARKS steps at most for each."""
+        told = ((each.stage, each.owner, each.loading) for each in self.waiting)
+        waiting = tuple(
+            (stage, owner, loading and (loading.phase, MARKS * loading.bytes // max(1, loading.of_bytes)))
+            for stage, owner, loading in told
+        )
+        return self.claimed, self.ready, self.copied, waiting
 
     @property
     def complete(self) -> bool:

@@ -21,6 +21,7 @@ from fusion.swarm.transport import PeerId
 NEARLY = 0.25  # of the time per token that it may cost: what peers are measured at varies as much from start to start
 MOST_BYTES = 1 << 20
 FOLDER = "placed"
+REMEMBERED = 64  # graphs, of which those that were served last
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,9 @@ class PlacementsBefore:
             scratch = path.with_suffix(".tmp")
             scratch.write_text(json.dumps({"cuts": placed.cuts, "owners": placed.proposed}))
             scratch.replace(path)
+            files = sorted(self._folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+            for old in files[:-REMEMBERED]:
+                old.unlink(missing_ok=True)
         except OSError:
             return
 

@@ -25,9 +25,11 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job import spec
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import CompressionConfig
+from fusion.runtime.job.progress import LoadingPhase, StageLoading
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.job.stage_graphs import weights_bytes, whole_stage
 from fusion.runtime.job.text import TokenizerText
+from fusion.runtime.launch.held import Waiting
 from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
 from fusion.runtime.launch.servable import read_servable
 from fusion.runtime.launch.serving_plan import plan_serving
@@ -35,7 +37,7 @@ from fusion.runtime.placing.link_guess import SAME_MACHINE, SAME_NETWORK, guess_
 from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.serving.drafts.draft_files import AboutDraft, draft_files
 from fusion.swarm.blobs.store import BlobStore
-from fusion.swarm.directory.records import LinkRecord, Pair, PeerRecord
+from fusion.swarm.directory.records import JobId, LinkRecord, Pair, PeerRecord
 from fusion.swarm.identity import Identity, friendly_name
 from fusion.swarm.transport import PeerId
 
@@ -383,6 +385,19 @@ def test_held_is_complete_once_all_is_loaded_and_copied() -> None:
     assert Held(claimed=2, ready=2, stages=2, copied=5, blobs=5).complete
     assert not Held(claimed=2, ready=1, stages=2, copied=5, blobs=5).complete
     assert not Held(claimed=2, ready=2, stages=2, copied=4, blobs=5).complete
+
+
+def test_an_owner_that_loads_by_a_byte_at_a_time_does_not_get_on() -> None:
+    def at(fetched: int, phase: LoadingPhase = "fetching") -> Held:
+        loading = StageLoading(
+            job=JobId("j"), stage=0, phase=phase, bytes=fetched, of_bytes=1 << 30, seconds=float(fetched)
+        )
+        waiting = (Waiting(stage=0, owner=PeerId("A"), loading=loading),)
+        return Held(claimed=1, ready=0, stages=1, copied=0, blobs=2, waiting=waiting)
+
+    assert len({at(fetched).mark for fetched in range(1000)}) == 1
+    assert len({at(fetched).mark for fetched in range(0, 1 << 30, 1 << 20)}) == 64
+    assert at(0).mark != at(0, "loading").mark
 
 
 def test_sources_read_only_what_a_stage_asks_for(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from fusion.dag.cutting.cuts import legal_cuts
+from fusion.dag.ir.graph import Ref
 from fusion.runtime.capture.capture import capture_language_model
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
@@ -100,3 +102,15 @@ def test_it_is_written_down_and_damaged_files_are_none(tmp_path: Path) -> None:
                     b'{"cuts": [3], "owners": ["A", "A"]}', b'{"cuts": [true], "owners": ["A", "B"]}'):  # fmt: skip
         path.write_bytes(content)
         assert places.of(graph) is None
+
+
+def test_the_oldest_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusion.runtime.placing.placed_before.REMEMBERED", 2)
+    places, now = PlacementsBefore(tmp_path), placed()
+    graphs = [replace(GRAPH, outputs=(Ref(GRAPH.nodes[at].name),)) for at in (3, 4, 5)]
+    for graph in graphs:
+        places.remember(graph, now)
+        for file in (tmp_path / FOLDER).iterdir():
+            os.utime(file, (file.stat().st_mtime - 10, file.stat().st_mtime - 10))
+    assert places.of(graphs[0]) is None
+    assert places.of(graphs[1]) == places.of(graphs[2]) == Before(now.cuts, now.proposed)
