@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from fusion.dag.ir.graph import DTYPE_BYTES
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.planes.weights_file import STORED_DTYPES
 
 FLOAT32 = "float32"
 MODEL_DTYPES = (FLOAT32, "bfloat16", "float16")
-# As safetensors spells those of numbers; what else there is (integers, booleans) is no model's dtype.
-_STORED = {"F64": "float64", "F32": FLOAT32, "BF16": "bfloat16", "F16": "float16"}
 
 
 def model_dtype(asked: str | None, said: str | None, stored: Mapping[str, int], where: str) -> str:
@@ -46,16 +47,9 @@ def stored_dtypes(paths: Iterable[Path]) -> dict[str, int]:
             with safe_open(path, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     part = tensors.get_slice(name)
-                    dtype = _STORED.get(part.get_dtype())
-                    if dtype is not None:
-                        found[dtype] += _bytes(part.get_shape(), part.get_dtype())
+                    dtype = STORED_DTYPES.get(part.get_dtype(), "")
+                    if "float" in dtype:  # integers and booleans are no model's dtype
+                        found[dtype] += prod(part.get_shape()) * DTYPE_BYTES[dtype]
         except (SafetensorError, OSError) as error:
             raise JobError(f"{path} is not a safetensors file: {error}") from error
     return dict(found)
-
-
-def _bytes(shape: Iterable[int], dtype: str) -> int:
-    size = int(dtype.lstrip("BF")) // 8
-    for length in shape:
-        size *= length
-    return size

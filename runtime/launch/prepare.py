@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.trained_graph import trained_graph
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.manifest import TrainConfig
+from fusion.runtime.job.manifest import DataConfig, TrainConfig
 from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
 from fusion.runtime.launch.export_files import export_files
 from fusion.runtime.launch.pack import pack_data, read_tokenizer
@@ -49,21 +49,7 @@ def prepare_training(
         )
     say("packing the data")
     data = pack_data(spec.data, tokenizer, model.about.vocabulary, spec.train.sequence, store)
-    train = spec.train
-    config = TrainConfig(
-        steps=train.steps,
-        microbatches=train.microbatches,
-        microbatch_size=train.microbatch_size,
-        sequence=train.sequence,
-        seed=train.seed,
-        optimizer=spec.optimizer,
-        data=data,
-        schedule=train.schedule,
-        snapshot_every=train.snapshot_every,
-        evaluate_every=train.evaluate_every,
-        evaluate_batches=train.evaluate_batches,
-        compression=spec.compression,
-    )
+    config = train_config(spec, data)
     admitted = spec.admission.among(peers, lambda peer: peer.peer)
     graph, chosen = trained_graph(model.training), _chosen(admitted, spec.placement.peers)
     say(f"placing it on {len(chosen)} peers")
@@ -80,6 +66,25 @@ def prepare_training(
         limits=spec.limits,
     )
     return prepare_graph(job, placed, store, say)
+
+
+def train_config(spec: JobSpec, data: DataConfig) -> TrainConfig:
+    """What a job file says of the training, with its data as they are packed."""
+    train = spec.train
+    return TrainConfig(
+        steps=train.steps,
+        microbatches=train.microbatches,
+        microbatch_size=train.microbatch_size,
+        sequence=train.sequence,
+        seed=train.seed,
+        optimizer=spec.optimizer,
+        data=data,
+        schedule=train.schedule,
+        snapshot_every=train.snapshot_every,
+        evaluate_every=train.evaluate_every,
+        evaluate_batches=train.evaluate_batches,
+        compression=spec.compression,
+    )
 
 
 def _chosen(peers: Sequence[PeerRecord], names: Sequence[str]) -> list[PeerRecord]:

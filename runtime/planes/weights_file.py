@@ -26,7 +26,7 @@ _SPELLED = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16", "bfloat16": "BF16",
     "int32": "I32", "float32": "F32", "float64": "F64", "int64": "I64",
 }  # fmt: skip
-_DTYPES = {spelled: name for name, spelled in _SPELLED.items()}
+STORED_DTYPES = {spelled: name for name, spelled in _SPELLED.items()}  # ours, by how the format spells them
 _ORDER = {name: place for place, name in enumerate(_SPELLED)}
 
 
@@ -126,12 +126,12 @@ def _entry(name: str, entry: object, most: int) -> tuple[str, tuple[int, ...], i
         }:
             sizes = [n for n in shape if type(n) is int and 0 <= n <= most]
             if (
-                dtype in _DTYPES
+                dtype in STORED_DTYPES
                 and len(sizes) == len(shape) <= 16
                 and 0 <= start <= end <= most
-                and prod(sizes) * DTYPE_BYTES[_DTYPES[dtype]] == end - start
+                and prod(sizes) * DTYPE_BYTES[STORED_DTYPES[dtype]] == end - start
             ):
-                return _DTYPES[dtype], tuple(sizes), start
+                return STORED_DTYPES[dtype], tuple(sizes), start
     raise JobError(f"a file of tensors says nonsense of {name!r:.100}")
 
 

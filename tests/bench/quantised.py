@@ -41,10 +41,10 @@ from fusion.runtime.capture import sources
 from fusion.runtime.capture.quantised_weights import quantised, quantised_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.capture.sources import LanguageModel
-from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig, parse
 from fusion.runtime.launch.export_files import export_files
 from fusion.runtime.launch.pack import pack_data
+from fusion.runtime.launch.prepare import train_config
 from fusion.runtime.planes.packed import linear, pack
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.quantised import InBlocks, in_blocks
@@ -91,17 +91,7 @@ def trained(folder: Path, steps: int) -> tuple[LanguageModel, torch.Tensor]:
 
 def _train(model: LanguageModel, spec: Any, data: Any, store: BlobStore) -> dict[str, torch.Tensor]:
     train = spec.train
-    config = TrainConfig(
-        steps=train.steps,
-        microbatches=train.microbatches,
-        microbatch_size=train.microbatch_size,
-        sequence=train.sequence,
-        seed=train.seed,
-        optimizer=spec.optimizer,
-        data=data,
-        evaluate_every=train.evaluate_every,
-        evaluate_batches=train.evaluate_batches,
-    )
+    config = train_config(spec, data)
     assert model.training is not None
     line = Line(
         clean(model.training), (), model.read, config, store.path(data.train), store.path(data.held_out)

@@ -22,6 +22,7 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
+from fusion.runtime.planes.weights_file import STORED_DTYPES
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import UNKNOWN, Version
@@ -33,6 +34,7 @@ VARIABLE = "variable/"
 OPTIMIZER = "optimizer/"
 CODEC = "codec/"
 STATE = "state"  # in the metadata of a shard: which one it is of
+assert set(STORED_DTYPES.values()) == set(DTYPES)
 NO_RESIDUALS: Mapping[str, tuple[int, ...]] = {}
 
 
@@ -175,7 +177,7 @@ def _check(
 ) -> None:
     kind = wanted.get(name)
     if kind is not None:
-        if shape != list(kind.shape) or _DTYPES.get(dtype) != kind.dtype:
+        if shape != list(kind.shape) or STORED_DTYPES.get(dtype) != kind.dtype:
             raise JobError(f"{name} is {dtype}{shape}: the graph says {kind}")
         return
     if name.startswith(CODEC):
@@ -186,7 +188,7 @@ def _check(
     owner, _, _ = name.removeprefix(OPTIMIZER).rpartition("/")
     if not name.startswith(OPTIMIZER) or owner not in slots:
         raise JobError(f"a weights blob has {name[:200]!r}, which the stage does not")
-    if shape not in ([], list(slots[owner].shape)) or dtype not in _DTYPES:
+    if shape not in ([], list(slots[owner].shape)) or dtype not in STORED_DTYPES:
         raise JobError(f"{name} is {dtype}{shape}: not the state of an optimizer of {slots[owner]}")
 
 
@@ -194,11 +196,7 @@ def _more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
-assert set(_DTYPES.values()) == set(DTYPES)
+assert set(STORED_DTYPES.values()) == set(DTYPES)
 
 
 UNASKED = Ledger(steps=-1)
