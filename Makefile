@@ -9,7 +9,7 @@
 #   make chaos    train on peers of this machine that are killed meanwhile, and compare with a quiet run
 #   make worlds   simulate the protocol in 100 000 worlds with faults (WORLDS=, SEED=)
 #   make pictures  draw docs/pictures anew, from real runs: the demo, a status, a minute of chaos (about ten minutes)
-#   make models   how every text family of transformers is served: writes docs/models.md (about ten minutes)
+#   make models   how every text family of transformers is served: writes docs/models.md (half an hour; it goes on from there)
 #   make sweep    every way to go, in every phase: kills, frozen peers, cold starts, departures, a partition; placements
 # PYTHON=python3.12 picks an interpreter (3.11 or newer). PIP_ARGS is handed to pip, for a mirror or an index of its own.
 

@@ -2,11 +2,11 @@
 
 clean                drop what changes no value; write views one way
 experts              one op for a product with the matrices that rows have chosen
-expert_groups        experts in groups that a cut may lie between
+expert_groups        experts in groups that a cut may lie between (expert parallelism)
 positions            whether each position is treated by itself
 masks                what an attention mask lets a position see, by evaluating it
 own_positions        positions that a model counts itself, from its input
-written_attention    attention that a model writes out
+eager_attention      attention that a model writes out
 cached_convolution   short convolutions that read earlier positions from one
 kv_cache             attention that reads earlier positions from a cache
 last_position        logits of the last position only

@@ -1,4 +1,4 @@
-"""Experts in groups, so that a cut may lie between them: a layer whose experts fit no peer runs on several.
+"""Expert parallelism: experts in groups, so that a cut may lie between them: a layer whose experts fit no peer runs on several.
 
 Each group holds a part of every expert variable, runs the rows that have chosen it, and gives zeros for the others, so the
 groups' results add up to the layer's. They are added behind the sum over each row's experts where nothing but linear ops lies

@@ -1,7 +1,7 @@
 """Give attention a memory, so that a sequence may be run in pieces: it becomes `fusion.cached_attention`, which reads the
 keys and values of earlier positions from a cache, or `fusion.cached_attention_scored` where its scores are not plain ones.
 
-Only for attention, fused or written out, that is recognised as causal, over all positions or a window of them, with no
+Only for attention, fused or eager, that is recognised as causal, over all positions or a window of them, with no
 bias but one by position; whatever else the model does must treat positions one by one. Anything not recognised is refused:
 a model is never served almost right.
 """
@@ -17,20 +17,20 @@ from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import infer
 from fusion.dag.rewrites.cached_convolution import cache_convolutions
 from fusion.dag.rewrites.clean import clean
-from fusion.dag.rewrites.masks import Bias, Evaluate, affine_bias, visible_window
-from fusion.dag.rewrites.own_positions import given_positions
-from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions
-from fusion.dag.rewrites.written_attention import (
+from fusion.dag.rewrites.eager_attention import (
     SOFTMAX,
     Added,
+    EagerAttention,
     Hides,
-    Written,
     heads_of,
     hidden_parts,
     maker,
     positional_names,
     read_attention,
 )
+from fusion.dag.rewrites.masks import Bias, Evaluate, affine_bias, visible_window
+from fusion.dag.rewrites.own_positions import given_positions
+from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions
 
 FUSED = "aten.scaled_dot_product_attention"
 
@@ -113,12 +113,12 @@ class _Caching:
             raise _refusal(node, f"has queries {self.types[query]}")
         # The fused kernel computes its scores in float32, whatever it is given.
         self.scored(
-            Written(node, query, key, value, scale=width**-0.5 if scale is None else float(scale)),
+            EagerAttention(node, query, key, value, scale=width**-0.5 if scale is None else float(scale)),
             (self.cast(node, "query", query), self.cast(node, "key", keys[0]), keys[1]),
             seen,
         )
 
-    def written(self, found: Written) -> None:
+    def written(self, found: EagerAttention) -> None:
         end, graph = found.end, self.graph
         turned = maker(graph, found.across)
         if turned is not None and turned.op == "aten.transpose.int" and _last_two(graph, turned):
@@ -265,7 +265,7 @@ class _Caching:
     ) -> None:
         self.attention(node, "fusion.cached_attention", query, key, value, self.slot(), scale, window)
 
-    def scored(self, found: Written, values: tuple[Ref, Ref, Ref], seen: _Seen) -> None:
+    def scored(self, found: EagerAttention, values: tuple[Ref, Ref, Ref], seen: _Seen) -> None:
         query, key, value = values
         bias: Ref | None = None
         for i, ref in enumerate(seen.biases):

@@ -13,7 +13,7 @@ rope                rotary positions whose frequencies depend on the length
 model_code          which line of the model's code a message is about
 aten_names          torch's names for operators and constants, in ours
 quantised_weights   matrices as int8 and int4, made as they are read, or as a file has them
-triangles           tables of which position sees which
+triangles           causal masks that a module keeps as buffers
 serving_graph       the graph that is served: KV cache, last position, fused norms
 trained_graph       the graph that is trained: experts as one op a product
 """

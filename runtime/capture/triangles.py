@@ -1,4 +1,4 @@
-"""Tables of which position sees which, that a module keeps beside its weights: they say what nodes say in a few numbers."""
+"""Causal masks that a module keeps as buffers, tables of booleans: a few nodes make the same."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ class Scored(NamedTuple):
 
     def of(self, heads: slice) -> Scored:
         """Of these heads alone."""
-        sinks, slopes = (part if part is None else part[heads] for part in (self.sinks, self.slopes))
+        sinks = None if self.sinks is None else self.sinks[heads]
+        slopes = None if self.slopes is None else self.slopes[heads]
         return Scored(sinks, self.softcap, slopes)
 
 

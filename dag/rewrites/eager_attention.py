@@ -1,4 +1,4 @@
-"""Recognising attention that a model writes out: softmax(query @ key^T, scaled, capped, biased, masked) @ value.
+"""Recognising eager attention, which a model writes out: softmax(query @ key^T, scaled, capped, biased, masked) @ value.
 
 Read backwards from the softmax to the product of queries and keys, and forwards to the product with the values. Each value
 on the way must be read once, by the next step; what is not exactly a step that is known here ends the search. What masks and
@@ -40,7 +40,7 @@ class Added:
 
 
 @dataclass
-class Written:
+class EagerAttention:
     """The result of the node `end`. Query (..., sequence, width), `across` the keys as (..., width, sequence), value
     (..., sequence, width'), where ... is (batch, heads) or (batch * heads). Scores are first scaled, then capped."""
 
@@ -79,7 +79,7 @@ def hidden_parts(graph: Graph, bias: Added) -> tuple[list[Hides], list[Added]] |
     return None
 
 
-def read_attention(graph: Graph, softmax: Node, positional: frozenset[str]) -> Written | None:
+def read_attention(graph: Graph, softmax: Node, positional: frozenset[str]) -> EagerAttention | None:
     """The attention that this softmax is part of, or None."""
     x, dim = softmax.args[:2]
     shape = softmax.results[0].shape
@@ -91,7 +91,7 @@ def read_attention(graph: Graph, softmax: Node, positional: frozenset[str]) -> W
     end, dropped = ends
     value = end.args[1]
     assert isinstance(value, Ref)
-    found = Written(end, value, value, value)
+    found = EagerAttention(end, value, value, value)
     scores: Ref | None = x
     if dropped:
         scores = _without_sinks(graph, x, found)
@@ -149,7 +149,7 @@ def _forwards(graph: Graph, softmax: Node) -> tuple[Node, bool] | None:
     return None
 
 
-def _without_sinks(graph: Graph, x: Ref, found: Written) -> Ref | None:
+def _without_sinks(graph: Graph, x: Ref, found: EagerAttention) -> Ref | None:
     """The scores that were joined with one column more, which becomes `found.sinks`."""
     node = maker(graph, x)
     if node is not None and node.op == "aten.sub.Tensor" and node.args[2] == 1:
@@ -211,7 +211,9 @@ def _one_a_head(graph: Graph, ref: Ref) -> Ref | None:
     return None
 
 
-def _backwards(graph: Graph, at: Ref, found: Written, positional: frozenset[str]) -> Written | None:
+def _backwards(
+    graph: Graph, at: Ref, found: EagerAttention, positional: frozenset[str]
+) -> EagerAttention | None:
     times = 1.0  # what the scores so far are multiplied by later
     inexact = False  # whether later steps would round otherwise in another dtype
     while _pairs(graph, at) and _alone(graph, at):
@@ -263,8 +265,8 @@ def _backwards(graph: Graph, at: Ref, found: Written, positional: frozenset[str]
 
 
 def _product(
-    graph: Graph, node: Node, times: float, found: Written, positional: frozenset[str]
-) -> Written | None:
+    graph: Graph, node: Node, times: float, found: EagerAttention, positional: frozenset[str]
+) -> EagerAttention | None:
     query, across = node.args[-2:] if node.op in _PRODUCTS else node.args[1:3]
     if not isinstance(query, Ref) or not isinstance(across, Ref):
         return None
