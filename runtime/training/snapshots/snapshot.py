@@ -34,7 +34,7 @@ VARIABLE = "variable/"
 OPTIMIZER = "optimizer/"
 CODEC = "codec/"
 STATE = "state"  # in the metadata of a shard: which one it is of
-assert set(STORED_DTYPES.values()) == set(DTYPES)
+assert set(STORED_DTYPES.values()) == set(DTYPES)  # a snapshot keeps whatever a graph can name
 NO_RESIDUALS: Mapping[str, tuple[int, ...]] = {}
 
 
@@ -194,9 +194,6 @@ def _check(
 
 def _more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
-
-
-assert set(STORED_DTYPES.values()) == set(DTYPES)
 
 
 UNASKED = Ledger(steps=-1)
