@@ -50,7 +50,7 @@ ROOMS = {
     ),
     "compression": ("",),
     "runtime": (
-        *("device", "job", "belief", "planes", "capture/gguf", "capture"),
+        *("device", "job", "belief", "planes/products", "planes", "capture/gguf", "capture"),
         *(f"serving/{room}" for room in ("requests", "grammar", "drafts", "ring", "answers", "http")),
         *("serving", "placing"),
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),
@@ -84,7 +84,7 @@ LIBRARY_FILES = {
     "transformers": {"runtime/capture/huggingface.py"},
     "jinja2": {"runtime/serving/requests/template_worker.py"},
     "llguidance": {"runtime/serving/grammar/worker.py"},
-    "llvmlite": {"runtime/planes/quantised_code.py"},
+    "llvmlite": {"runtime/planes/products/machine_code.py"},
     **{
         library: {f"runtime/serving/http/{name}.py" for name in names}
         for library, names in {

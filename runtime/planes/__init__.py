@@ -10,11 +10,8 @@ learning_rate    the learning rate of each step, without torch
 optimizer        AdamW and SGD as data, with their schedules
 weights_file     tensors in a file, written and read one at a time
 stage_values     the values that a stage takes and gives, by name
-packed           products of rows with a matrix, the same bits in any company
-quantised_code   products with matrices stored as int8 and int4, as machine code
-quantised        the same on any device, and how such matrices lie in memory
-experts          products of rows with the matrix that each has chosen, rows sorted by it
-matrices         the variables of a stage that decodes, laid out for that
+products/        products of rows with matrices, the same bits in any company
+matrices         the variables of a stage that decodes, laid out for such products
 sequences        pieces of several sequences in one run
 torch_decoding   a stage that decodes, on CPU or CUDA
 torch_plane      all of it on CPU or CUDA

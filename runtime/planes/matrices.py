@@ -10,42 +10,43 @@ import torch
 from fusion.dag.cutting.costs import type_bytes
 from fusion.dag.ir.graph import Graph, Ref
 from fusion.dag.rewrites.experts import EXPERT_LINEAR
-from fusion.runtime.planes.experts import (
+from fusion.runtime.planes.plane import Tensors
+from fusion.runtime.planes.products.experts import (
     pack_experts,
     packable_experts,
     packed_expert_linear,
     padded_expert_linear,
 )
-from fusion.runtime.planes.packed import (
+from fusion.runtime.planes.products.packed import (
     FEW_ROWS,
-    PACKING_BYTES,
     addmm,
+    embedding,
+    filling,
     linear,
     pack,
     packable,
     row_by_row,
     rows_agree,
 )
-from fusion.runtime.planes.plane import Tensors
-from fusion.runtime.planes.quantised import StoredMatrices
+from fusion.runtime.planes.products.quantised import StoredMatrices
 from fusion.runtime.planes.stage_values import checked
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
-# What packing adds is in nobody's account, so that a stage of very many very small matrices must not gain much by it.
+# What blocks add is in nobody's account, so that a stage of very many matrices of one row must not gain much by it.
 _SPARE_BYTES = 64 << 20
 _SPARE_SHARE = 8  # or the share of a stage's variables that is more
 _TRIED_ELEMENTS = 1 << 22  # of a matrix in half precision, when its rows are looked at
 
 
 class Matrices:
-    """The variables of a stage as decoding reads them fastest: the matrices of linear layers and of experts packed, where the
-    library does that here and a row's product has the same bits in any company (`rows_agree`). Those in half precision are left
-    as they are where that holds for a row alone, too. `least_rows`: how many have to run at once, 1 or FEW_ROWS."""
+    """The variables of a stage as decoding reads them fastest: the float32 matrices of linear layers and of experts packed, where
+    that can be had here. Those in half precision are left as they are where a row's product has the same bits in any company.
+    `rows_agree`: whether that holds for every matrix, for so many rows at once (`least_rows`, 1 or FEW_ROWS)."""
 
     def __init__(self, graph: Graph, variables: Tensors, device: torch.device) -> None:
         self._graph = graph
         self._packed: set[str] = set()
-        self.laid_out: dict[str, Any] = {}  # tensors, and packed experts
+        self.laid_out: dict[str, Any] = {}  # tensors, and packed matrices and experts
         self._wanted = wanted = packable(graph)
         experts = packable_experts(graph)
         self._stored = StoredMatrices(graph, device)
@@ -57,7 +58,7 @@ class Matrices:
         self._agree: dict[tuple[tuple[int, ...], torch.dtype], bool] = {}
         tied = _linear_matrices(graph) - wanted.keys()
         total = sum(type_bytes(variable.type) for variable in graph.variables)
-        packings = max(_SPARE_BYTES, total // _SPARE_SHARE) // PACKING_BYTES  # how many more there may be
+        spare = max(_SPARE_BYTES, total // _SPARE_SHARE)
         self._alone: set[str] = set()  # matrices whose products are the same for one row as for several
         alone: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
         for variable in graph.variables:  # one after the other, as `variables` may read each from a file
@@ -71,33 +72,31 @@ class Matrices:
                     self._alone.add(name)
                     self.laid_out[name] = value.contiguous()
                     continue
-            if name in wanted:
-                matrix = value.t() if wanted[name] else value
-                packed = pack(matrix) if packings > 0 else None
-                packings -= packed is not None
-                self._require_agreement(matrix, packed)
-            elif name in experts:
-                packed = pack_experts(value, transposed=experts[name]) if packings >= len(value) else None
-                packings -= 0 if packed is None else len(value)
-                matrix = value[0].t() if experts[name] else value[0]
-                self._require_agreement(matrix, None if packed is None else packed.matrices[0])
-            if packed is not None:
-                self._packed.add(name)
+            if name in wanted or name in experts:
+                transposed = wanted[name] if name in wanted else experts[name]
+                matrices = value[None] if name in wanted else value
+                each = matrices[0].t() if transposed else matrices[0]
+                added = len(matrices) * filling(each.shape[0]) * each.shape[1] * value.element_size()
+                if added <= spare:
+                    packed = pack(each) if name in wanted else pack_experts(value, transposed=transposed)
+                if packed is None:
+                    self._require_agreement(each)
+                else:
+                    self._packed.add(name)
+                    spare -= added
             own = self._stored.laid_out(name, value.contiguous()) if packed is None else packed
             self.laid_out[name] = own
-        few = (wanted.keys() | tied | experts.keys()) - self._alone
-        self.least_rows = 1 if self._alone and not few and not self._stored.products else FEW_ROWS
+        few = (wanted.keys() | tied | experts.keys()) - self._alone - self._packed
+        self.least_rows = FEW_ROWS if few else self._stored.least_rows
 
-    def _require_agreement(self, matrix: torch.Tensor, packed: torch.Tensor | None) -> None:
+    def _require_agreement(self, matrix: torch.Tensor) -> None:
+        """(out, in): of the library's own products."""
         kind = tuple(matrix.shape), matrix.dtype
         if kind not in self._agree:
-            self._agree[kind] = self._agrees(matrix, packed)
+            self._agree[kind] = rows_agree(
+                lambda rows: torch._C._nn.linear(rows, matrix, None), matrix.shape[1], matrix
+            )
         self.rows_agree &= self._agree[kind]
-
-    def _agrees(self, matrix: torch.Tensor, packed: torch.Tensor | None) -> bool:
-        product = torch._C._nn.linear if packed is None else linear
-        used = matrix if packed is None else packed
-        return rows_agree(lambda rows: product(rows, used, None), matrix.shape[1], matrix)
 
     def products(self, *, together: bool) -> dict[str, Callable[..., torch.Tensor]]:
         """What computes which node; `together`: sequences are run end to end."""
@@ -109,6 +108,8 @@ class Matrices:
                         found[node.name] = linear
                     elif together and matrix.name not in self._wanted.keys() | self._alone:
                         found[node.name] = row_by_row
+                case "aten.embedding", Ref() as table, *_ if table.name in self._packed:
+                    found[node.name] = embedding
                 case "aten.addmm", _, _, Ref() as matrix, *_ if matrix.name in self._packed:
                     found[node.name] = addmm
                 case "fusion.expert_linear", _, _, Ref() as matrix, *_:

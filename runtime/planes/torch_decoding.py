@@ -15,8 +15,8 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.codegen import TORCH_DTYPES, compile_graph
 from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
 from fusion.runtime.planes.matrices import Matrices
-from fusion.runtime.planes.packed import padded
 from fusion.runtime.planes.plane import Piece, Tensors
+from fusion.runtime.planes.products.packed import padded
 from fusion.runtime.planes.sequences import Sequences
 from fusion.runtime.planes.stage_values import output_keys, selected
 

@@ -17,9 +17,9 @@ from torch.nn import functional
 from fusion.dag.ir.opset import OPSET
 from fusion.dag.ir.opset_spec import OpSpec
 from fusion.runtime.planes.dropout import dropout, dropout_attention
-from fusion.runtime.planes.experts import expert_linear
 from fusion.runtime.planes.kv_cache import cached_attention, cached_attention_scored, cached_convolution
-from fusion.runtime.planes.quantised import embedding, linear
+from fusion.runtime.planes.products.experts import expert_linear
+from fusion.runtime.planes.products.quantised import embedding, linear
 
 Args = tuple[Any, ...]  # positional and complete, in the order of the op-set's parameters
 Call = tuple[Callable[..., Any], Args, dict[str, Any]]

@@ -45,10 +45,10 @@ from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig, parse
 from fusion.runtime.launch.export_files import export_files
 from fusion.runtime.launch.pack import pack_data
 from fusion.runtime.launch.prepare import train_config
-from fusion.runtime.planes.packed import linear, pack
 from fusion.runtime.planes.plane import Piece
-from fusion.runtime.planes.quantised import InBlocks, in_blocks
-from fusion.runtime.planes.quantised_code import product
+from fusion.runtime.planes.products.packed import in_blocks, linear, pack
+from fusion.runtime.planes.products.quantised import InBlocks
+from fusion.runtime.planes.products.quantised_code import product
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.blobs.store import BlobStore

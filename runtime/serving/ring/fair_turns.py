@@ -36,7 +36,7 @@ def in_turns(waiting: Sequence[Item], user_of: UserOf[Item]) -> list[Item]:
 
 class TurnTimes:
     """What a turn of tokens takes, by how many rows it has: the line of least squares through those of late. Where weights are what
-    takes the time, four rows take that of one (`fusion.runtime.planes.packed`); where the model is small, what is done for each
+    takes the time, four rows take that of one (`fusion.runtime.planes.products.packed`); where the model is small, what is done for each
     session is most of it. Until turns of different sizes were seen a row is taken to cost nothing."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from fusion.dag.ir.graph import TensorType, Variable
 from fusion.dag.rewrites.quantise import LAYOUTS, Kind, Source
 from fusion.runtime.capture.quantised_weights import quantised, quantised_read
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.planes.quantised import dequantised
+from fusion.runtime.planes.products.quantised import dequantised
 
 ROWS, COLUMNS = 24, 96
 

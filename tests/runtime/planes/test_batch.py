@@ -15,8 +15,8 @@ from fusion.runtime.capture.capture import capture_language_model, variables_fro
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.planes.packed import addmm, linear, pack, packable, padded, row_by_row, rows_agree
 from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.products.packed import packable, row_by_row
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 CACHED = [
@@ -175,47 +175,3 @@ def test_a_matrix_that_is_an_embedding_as_well_multiplies_row_by_row() -> None:
     found = row_by_row(rows, matrix, None)
     torch.testing.assert_close(found, torch.nn.functional.linear(rows, matrix))
     assert torch.equal(row_by_row(rows[:, 2:3], matrix, None), found[:, 2:3])
-
-
-def test_few_counts_of_rows_are_run() -> None:
-    assert [padded(n) for n in (1, 2, 3, 8, 9, 17, 64, 65, 512, 513)] == [
-        4,
-        4,
-        4,
-        8,
-        10,
-        20,
-        64,
-        80,
-        512,
-        640,
-    ]
-    assert all(n <= padded(n) <= max(4, n + n // 4 + 1) for n in range(1, 5000))
-    assert len({padded(n) for n in range(1, 513)}) < 40
-    assert [padded(n, least=1) for n in (1, 2, 3, 17)] == [1, 2, 3, 17]  # where a row alone has the same bits
-
-
-def test_packed_products_are_those_of_torch() -> None:
-    torch.manual_seed(0)
-    matrix, bias, rows = torch.randn(24, 40), torch.randn(24), torch.randn(1, 6, 40)
-    packed = pack(matrix)
-    assert packed is not None
-    expected = torch.nn.functional.linear(rows, matrix, bias)
-    torch.testing.assert_close(linear(rows, packed, bias), expected)
-    torch.testing.assert_close(addmm(bias, rows[0], packed, 1, 1), expected[0])
-    assert pack(matrix.double()) is None and pack(bias) is None
-
-
-def test_rows_that_depend_on_their_company_are_noticed() -> None:
-    like = torch.zeros(1)
-    assert rows_agree(lambda rows: rows * 2, 8, like)
-    assert not rows_agree(lambda rows: rows + (rows.shape[1] == 5), 8, like)
-    assert not rows_agree(lambda rows: rows - rows.mean(1, keepdim=True), 8, like)
-    assert not rows_agree(lambda rows: rows + torch.arange(rows.shape[1])[:, None], 8, like)
-    for count, agree in (
-        (1, True),
-        (3, True),
-        (4, False),
-    ):  # alone, they are only looked at where that matters
-        assert rows_agree(lambda rows, count=count: rows + (rows.shape[1] == count), 8, like) is agree
-        assert not rows_agree(lambda rows, count=count: rows + (rows.shape[1] == count), 8, like, least=1)

@@ -9,7 +9,8 @@ from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.runtime.planes import matrices
 from fusion.runtime.planes.matrices import Matrices
-from fusion.runtime.planes.packed import PACKING_BYTES
+from fusion.runtime.planes.products.experts import PackedExperts
+from fusion.runtime.planes.products.packed import Packed
 
 
 def with_experts(experts: int, linears: int) -> tuple[Graph, dict[str, torch.Tensor]]:
@@ -35,16 +36,15 @@ def with_experts(experts: int, linears: int) -> tuple[Graph, dict[str, torch.Ten
 def test_packing_adds_no_more_than_its_allowance(
     spare: int, packed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrices, "_SPARE_BYTES", spare * PACKING_BYTES)
+    filled = 8 * 8 * 4  # bytes of zeros that a matrix of 8 rows of 8 gets in a block of 16
+    monkeypatch.setattr(matrices, "_SPARE_BYTES", spare * filled)
+    monkeypatch.setattr(matrices, "_SPARE_SHARE", 1 << 20)
     graph, values = with_experts(experts=8, linears=3)
     found = Matrices(graph, values, torch.device("cpu"))
-    left = {name for name, value in values.items() if found.laid_out[name] is not value}
-    plain = {
-        name
-        for name in left
-        if isinstance(found.laid_out[name], torch.Tensor) and not found.laid_out[name].is_mkldnn
-    }
-    assert left - plain == packed
+    assert {
+        name for name, laid in found.laid_out.items() if isinstance(laid, Packed | PackedExperts)
+    } == packed
+    assert found.least_rows == (1 if len(packed) == 4 else 4)
     rows, ids = torch.randn(4, 8), torch.tensor([0, 7, 3, 3])
     product = found.products(together=False)["y"]
     wanted = torch.stack([values["experts"][i] @ row for i, row in zip(ids.tolist(), rows, strict=True)])

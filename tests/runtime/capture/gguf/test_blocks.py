@@ -8,7 +8,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from fusion.runtime.capture.gguf.blocks import layout_of, unpacked
-from fusion.runtime.planes.quantised import dequantised
+from fusion.runtime.planes.products.quantised import dequantised
 
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 

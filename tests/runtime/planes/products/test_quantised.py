@@ -20,11 +20,11 @@ from fusion.dag.rewrites.quantise import Kind, Source, quantise
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 from fusion.runtime.capture.quantised_weights import quantised_read
 from fusion.runtime.capture.serving_graph import serving_graph
-from fusion.runtime.planes import quantised
-from fusion.runtime.planes.packed import rows_agree
 from fusion.runtime.planes.plane import Piece
-from fusion.runtime.planes.quantised import InBlocks, dequantised, embedding, in_blocks, linear
-from fusion.runtime.planes.quantised_code import product
+from fusion.runtime.planes.products import machine_code, quantised
+from fusion.runtime.planes.products.packed import in_blocks, rows_agree
+from fusion.runtime.planes.products.quantised import InBlocks, dequantised, embedding, linear
+from fusion.runtime.planes.products.quantised_code import product
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 POSITIONS = 64
@@ -109,7 +109,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
     assert all(
         torch.equal(made.linear(given[:, n : n + 1], *laid, None), whole[:, n : n + 1]) for n in range(40)
     )
-    monkeypatch.setattr(quantised, "_THREAD_PRODUCTS", 1000)
+    monkeypatch.setattr(machine_code, "_THREAD_PRODUCTS", 1000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(made.linear(given, *laid, None), whole)
 

@@ -14,8 +14,8 @@ import torch
 
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.experts import EXPERT_LINEAR
-from fusion.runtime.planes.packed import linear as packed_linear
-from fusion.runtime.planes.packed import pack, padded
+from fusion.runtime.planes.products.packed import Packed, pack, padded
+from fusion.runtime.planes.products.packed import linear as packed_linear
 
 Product = Callable[[torch.Tensor, int], torch.Tensor]  # rows (n, in) with the matrix of an expert: (n, out)
 # Finer steps than those of other products: here each expert's rows are padded, and their number differs at every run.
@@ -26,7 +26,7 @@ PARTS = 8
 class PackedExperts:
     """The matrices of the experts that a stage holds."""
 
-    matrices: tuple[torch.Tensor, ...]
+    matrices: tuple[Packed, ...]
     out: int
 
 
@@ -60,10 +60,8 @@ def expert_linear(
 
 def pack_experts(weight: torch.Tensor, *, transposed: bool) -> PackedExperts | None:
     """For `packed_expert_linear`; None where they cannot be packed here."""
-    found: list[torch.Tensor] = []
-    for (
-        matrix
-    ) in weight.unbind():  # one by one: all at once, transposed, would take the memory of the weight again
+    found: list[Packed] = []
+    for matrix in weight.unbind():
         packed = pack(matrix.t() if transposed else matrix)
         if packed is None:
             return None
@@ -85,7 +83,7 @@ def packed_expert_linear(
     def product(group: torch.Tensor, expert: int) -> torch.Tensor:
         return packed_linear(group, experts.matrices[expert], None if bias is None else bias[expert])
 
-    return _by_expert(rows, ids, first, len(experts.matrices), experts.out, _padded(product))
+    return _by_expert(rows, ids, first, len(experts.matrices), experts.out, product)
 
 
 def padded_expert_linear(

@@ -7,22 +7,19 @@ that it has; elsewhere, and on CUDA, tiles of it become float32 as they are need
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
 
 import torch
 
 from fusion.dag.ir.graph import Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset_spec import plain
-from fusion.runtime.planes.packed import rows_agree
-from fusion.runtime.planes.quantised_code import LANES, Product, product
+from fusion.runtime.planes.products.machine_code import LANES, Function, over_blocks
+from fusion.runtime.planes.products.packed import FEW_ROWS, filling, in_blocks, rows_agree, taken
+from fusion.runtime.planes.products.quantised_code import product
 
 Tensor = torch.Tensor
 
 TILE_ELEMENTS = 1 << 22  # of a matrix, that are float32 at once
-_THREAD_PRODUCTS = 1 << 22  # for fewer another thread does not pay
 _SPARE_SHARE = 8  # of a matrix, that blocks may add to it
 _MIDDLE = 8  # what a number of 4 bits without a minimum is counted from
 
@@ -80,18 +77,11 @@ def _finished(made: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
 # --- laid out for machine code
 
 
-def in_blocks(stored: Tensor) -> Tensor:
-    """(rows, n) as (blocks, n, 16): the last block filled up with zeros."""
-    rows, width = stored.shape
-    filled = torch.constant_pad_nd(stored, (0, 0, 0, -rows % LANES))
-    return filled.view(len(filled) // LANES, LANES, width).transpose(1, 2).contiguous()
-
-
 @dataclass(frozen=True)
 class InBlocks:
     """The same operators for a stored matrix of so many rows each of whose tensors is laid out with `in_blocks`."""
 
-    code: Product
+    code: Function
     rows: int
 
     def linear(
@@ -103,36 +93,24 @@ class InBlocks:
         assert columns == weight.shape[1] * (1 if weight.dtype == torch.int8 else 2)
         made = torch.empty(count, blocks * LANES)
         offsets = 0 if minimums is None else minimums.data_ptr()
-        given = flat.data_ptr(), weight.data_ptr(), scales.data_ptr(), offsets, made.data_ptr()
-        sizes = count, groups, columns // groups, blocks * LANES
-        threads = min(torch.get_num_threads(), made.numel() * columns // _THREAD_PRODUCTS)
-        if threads < 2:
-            self.code(*given, 0, blocks, *sizes)
-            return _finished(made[:, : self.rows], rows, bias)
-        bounds = [blocks * part // threads for part in range(threads + 1)]
-        for part in [
-            _threads(torch.get_num_threads()).submit(self.code, *given, first, last, *sizes)
-            for first, last in pairwise(bounds)
-        ]:
-            part.result()
+        over_blocks(
+            self.code,
+            (flat.data_ptr(), weight.data_ptr(), scales.data_ptr(), offsets, made.data_ptr()),
+            blocks,
+            (count, groups, columns // groups, blocks * LANES),
+            products=made.numel() * columns,
+            threads=torch.get_num_threads(),
+        )
         return _finished(made[:, : self.rows], rows, bias)
 
     def embedding(
         self, weight: Tensor, scales: Tensor, minimums: Tensor | None, ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
         at = ids.flatten()
-        if bool((at < 0).any()) or bool((at >= self.rows).any()):
-            raise IndexError(f"a row of a table of {self.rows} rows that it does not have")
-        block, lane = at // LANES, at % LANES
-        parts = [None if part is None else part[block, :, lane] for part in (weight, scales, minimums)]
+        parts = [None if part is None else taken(part, self.rows, at) for part in (weight, scales, minimums)]
         numbers, shares, offsets = parts
         assert numbers is not None and shares is not None
         return dequantised(numbers, shares, offsets).to(dtype).view(*ids.shape, -1)
-
-
-@cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "products")
 
 
 # --- of a stage
@@ -154,11 +132,12 @@ class _Stored:
 class StoredMatrices:
     """The quantised matrices of a stage that decodes: in blocks, where there is machine code for them here and nothing else
     reads them. `products`: what computes the nodes that read those; `rows_agree`: whether a row's product has the same bits
-    in any company."""
+    in any company, of `least_rows` at least."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self.products: dict[str, Callable[..., Tensor]] = {}
         self.rows_agree = True
+        self.least_rows = 1
         self._in_blocks: set[str] = set()
         readers: dict[_Stored, list[Node]] = {}
         for node in graph.nodes:
@@ -174,7 +153,7 @@ class StoredMatrices:
                 code = product(bits, scales.dtype == "float16", stored.minimums is not None)
                 rows = plain(weight.shape[0])
                 # What blocks add is in nobody's account: a matrix of few rows would take many times its bytes.
-                code = code if -rows % LANES <= rows // _SPARE_SHARE else None
+                code = code if filling(rows) <= rows // _SPARE_SHARE else None
                 made = None if code is None else InBlocks(code, rows)
             if made is not None:
                 self._in_blocks.update(stored.names)
@@ -187,6 +166,7 @@ class StoredMatrices:
                 if kind not in tried:
                     tried[kind] = _rows_agree(made, weight, scales, stored.minimums is not None, device)
                 self.rows_agree &= tried[kind]
+                self.least_rows = self.least_rows if made is not None else FEW_ROWS
 
     def laid_out(self, name: str, value: Tensor) -> Tensor:
         """A variable of the stage as `products` reads it."""
@@ -229,4 +209,5 @@ def _rows_agree(
     given = laid[0], laid[1], laid[2] if minimums else None, None
     multiply = linear if made is None else InBlocks(made.code, rows).linear
     like = torch.empty(0, device=device)
-    return rows_agree(lambda each: multiply(each, *given), columns, like)
+    few = FEW_ROWS if made is None else 1
+    return rows_agree(lambda each: multiply(each, *given), columns, like, least=few)

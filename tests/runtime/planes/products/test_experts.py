@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusion.runtime.planes import experts
-from fusion.runtime.planes.experts import (
+from fusion.runtime.planes.products import experts
+from fusion.runtime.planes.products.experts import (
     expert_linear,
     pack_experts,
     packed_expert_linear,

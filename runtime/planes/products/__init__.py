@@ -1,0 +1,9 @@
+"""Products of rows with a matrix, for stages that decode: the same bits in any company.
+
+machine_code     functions that LLVM makes for this machine
+packed_code      products with matrices of float32, as machine code
+packed           how such matrices lie, and what a library does where there is no such code
+quantised_code   products with matrices stored as int8 and int4, as machine code
+quantised        the same on any device, and how such matrices lie
+experts          products of rows with the matrix that each has chosen, rows sorted by it
+"""
