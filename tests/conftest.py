@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from support.turns import turn
+from support.warm_start import Zygote, warm_start
 
 TESTS = Path(__file__).parent
 PROCESSES = (
@@ -45,6 +46,10 @@ LONG = (
     "e2e/test_thin_client.py",
     "e2e/test_releases.py",
 )
+WARM = (
+    "e2e",
+    "attacks",
+)  # folders whose tests start so many of our commands that these are forked (`support/warm_start.py`)
 TURNS = "FUSION_PEER_TEST_TURNS"  # the folder of the locks that the workers of a run share
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
@@ -113,3 +118,21 @@ def torch_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("torch-cache"))
     yield
     del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+@pytest.fixture(scope="session")
+def zygote(torch_cache: None) -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def start(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How our commands start: forked where a test starts many, unless it is about how the real one does (`cold`)."""
+    folder = request.path.relative_to(TESTS).parts[0]
+    if folder not in WARM or request.node.get_closest_marker("cold"):
+        yield
+        return
+    with warm_start(request.getfixturevalue("zygote")):
+        yield

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cold]
 DEMO = (sys.executable, "-m", "fusion.cli.main", "demo", "--json")
 FIGURES = [
     "peers",

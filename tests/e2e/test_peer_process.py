@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from fusion.cli.local.fleet import LocalPeer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cold]
 BACK_SECONDS = 20.0
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8F2dTq3vEaHs"
 
