@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -35,16 +36,16 @@ def test_a_swarm_under_kills_ends_as_one_that_is_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("traces")
-def test_kills_at_exact_instants_of_a_step(tmp_path: Path) -> None:
-    path = tmp_path / "sweep.json"
-    done = subprocess.run(
-        [sys.executable, str(SWEEPS / "training.py"), "--kills", "3", "--stages", "2", "--standbys", "1",
-         "--seed", "4", "--run-seconds", "20", "--read-seconds", "0.05",
-         "--roles", "lead,last,standby", "--phases", "commit", "--json", str(path)],
-        capture_output=True, text=True, timeout=600, check=False,
+def test_kills_at_exact_instants_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python tests/sweeps/training.py`, in this process: so its peers start as those of other tests do."""
+    monkeypatch.syspath_prepend(SWEEPS)
+    import training
+
+    options = training.parser().parse_args(
+        ["--kills", "3", "--stages", "2", "--standbys", "1", "--seed", "4", "--run-seconds", "20",
+         "--read-seconds", "0.05", "--roles", "lead,last,standby", "--phases", "commit"]
     )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    report = json.loads(path.read_text())
+    report = asyncio.run(training.sweep(options))
     assert report["ok"] and report["problems"] == []
     assert {(kill["role"], kill["phase"]) for kill in report["done"]} == {
         ("lead", "commit"),

@@ -103,8 +103,8 @@ async def status(context: Context, peer: PeerId) -> Frame:
 
 def test_a_job_outlives_its_launcher_and_becomes_a_model_that_answers(peers: Peers, tmp_path: Path) -> None:
     swarm = peers.swarm(3)
-    steps = 700
-    job = write_job(tmp_path / "job.toml", "life", steps=steps, snapshot_every=100)
+    steps = 300
+    job = write_job(tmp_path / "job.toml", "life", steps=steps)
     laptop = tmp_path / "laptop"
     began = peers.run("train", str(job), "--detach", "--home", str(laptop), "--peer", swarm[0].address)
     assert began[-1]["event"] == "held" and began[-1]["job"] == began[0]["job"]
@@ -188,7 +188,7 @@ def test_two_jobs_at_once_finish_and_a_third_one_is_stopped_by_its_launcher_alon
 def test_ctrl_c_on_the_owner_of_a_stage_hands_the_job_to_an_idle_peer(peers: Peers, tmp_path: Path) -> None:
     """First the owner of the second stage leaves, then the lead: each time an idle peer goes on from the snapshot."""
     swarm = {peer.peer_id: peer for peer in peers.swarm(4)}
-    steps = 800
+    steps = 500
     first = list(swarm.values())[:2]
     job_file = write_job(
         tmp_path / "job.toml", "orphan", steps=steps, peers=tuple(peer.peer_id for peer in first)

@@ -32,7 +32,9 @@ def next_release(folder: Path) -> Sequence[str]:
     """What to put before a command so that it runs the release after this one, which is made in `folder`."""
     made = folder / "fusion"
     for part in CODE:
-        shutil.copytree(ROOT / part, made / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / part, made / part
+        )  # what was compiled, too: it knows its source by size and time
     for name in ("bootstrap_peers.txt", "py.typed"):
         shutil.copy(ROOT / name, made / name)
     for file, pattern, change in CHANGES:

@@ -369,7 +369,7 @@ def _report(found: Sweep, options: argparse.Namespace, seconds: float) -> dict[s
     }  # fmt: skip
 
 
-def main() -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
@@ -382,7 +382,11 @@ def main() -> int:
     parser.add_argument("--roles", default=",".join(ROLES))
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--json", type=Path, help="write the report, every kill in it, to this file")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    options = parser().parse_args()
     return tell(asyncio.run(sweep(options)), options.json, left_out="done")
 
 
