@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from support.examples import FEWER, examples
 from support.turns import turn
 from support.warm_start import Zygote, warm_start
 
@@ -37,14 +38,17 @@ HEAVY = (
     *("runtime/training/test_compressed.py", "runtime/training/test_takeover.py"),
     *("runtime/training/test_training.py", "runtime/serving/answers/test_gateway.py"),
     *("runtime/serving/answers/test_prefix_reuse.py", "families/", "runtime/capture/test_rope.py"),
+    *("runtime/serving/test_drafts.py", "runtime/planes/test_quantised.py"),
 )
 # Of those that start processes the longest: first, so that no worker is left with one of them in the end.
 LONG = (
     "e2e/test_chaos.py",
-    "attacks/",
     "e2e/test_demo_run.py",
-    "e2e/test_thin_client.py",
     "e2e/test_releases.py",
+    "e2e/test_job_life.py",
+    "e2e/test_generation.py",
+    "e2e/test_thin_client.py",
+    "attacks/",
 )
 WARM = (
     "e2e",
@@ -66,11 +70,14 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(_watch)
-settings.register_profile("busy", deadline=None)  # how long an example takes says how busy the machine is
-settings.load_profile("busy")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        os.environ[FEWER] = "1"
+    # No deadline: how long an example takes says how busy the machine is.
+    settings.register_profile("busy", deadline=None, max_examples=examples(100))
+    settings.load_profile("busy")
     if not hasattr(config, "workerinput"):
         os.environ[TURNS] = tempfile.mkdtemp(prefix="fusion-turns-")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.compression.codec import DTYPES, NONE, Encoded, Sparse, codec
 from fusion.compression.encoding import LOSSY
@@ -40,7 +41,7 @@ def test_a_dense_tensor_survives_the_wire_bit_for_bit(dtype: str, shape: list[in
 
 
 @given(specs, dtypes, shapes, seeds)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_every_codec_keeps_shape_and_dtype_and_sends_what_it_accounts_for(
     name: str, dtype: str, shape: list[int], seed: int
 ) -> None:
@@ -57,7 +58,7 @@ def test_every_codec_keeps_shape_and_dtype_and_sends_what_it_accounts_for(
 
 
 @given(st.sampled_from(sorted(BOUNDS)), floats, shapes, seeds, st.sampled_from((1e-12, 1.0, 1e3)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_no_element_is_further_off_than_the_codec_says(
     name: str, dtype: str, shape: list[int], seed: int, scale: float
 ) -> None:
@@ -70,7 +71,7 @@ def test_no_element_is_further_off_than_the_codec_says(
 
 
 @given(specs, dtypes, shapes, st.binary(max_size=600), st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_hostile_bytes_are_a_tensor_of_the_plan_or_one_line(
     name: str, dtype: str, shape: list[int], data: bytes, cut: bool
 ) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.compression.position_sizes import position_bytes
 from fusion.compression.positions import pack, unpack
@@ -20,7 +21,7 @@ def sets(draw: st.DrawFn) -> tuple[int, list[int]]:
 
 
 @given(sets())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_positions_survive_in_the_bytes_accounted_for(case: tuple[int, list[int]]) -> None:
     elements, chosen = case
     packed = pack(np.array(chosen, np.int64), elements)
@@ -43,7 +44,7 @@ def test_clustered_positions_cost_no_more(chosen: list[int]) -> None:
 
 
 @given(st.integers(1, 3000), st.integers(0, 3000), st.binary(max_size=500), st.booleans())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_hostile_bytes_ascend_below_the_size_or_are_refused(
     elements: int, count: int, data: bytes, cut: bool
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.compression.codec import Encoded, Sparse, codec
 from fusion.compression.encoding import DTYPES
@@ -29,7 +30,7 @@ def payload_of(encoded: Encoded) -> memoryview:
     st.integers(0, 1000),
     st.sampled_from((0, 1)),  # 0 digits: many equal magnitudes
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_the_largest_are_kept_and_the_others_are_zero(
     elements: int, density: float, values: str, dtype: str, seed: int, digits: int
 ) -> None:

@@ -82,9 +82,9 @@ def become(request: dict[str, Any]) -> None:
     os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["folder"])
-    show(request["arguments"], request["environment"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    show(request["arguments"], request["environment"])  # now that nothing points at what is there any more
     tempfile.tempdir = None  # an import may have asked for ours
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = standard(0, "rb", "strict")
@@ -139,13 +139,14 @@ def main() -> None:
         return
     channel.send(str(os.getpid()).encode())
     channel.close()
-    code = 1
+    code = 0
     try:
         become(request)
     except SystemExit as leaving:
-        code = leaving.code
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:
         traceback.print_exc()
+        code = 1
     end(code)
 
 

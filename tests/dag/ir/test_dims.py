@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.dag.ir.dims import Dim, Poly, bind, poly, size, symbol, symbols_of
 from fusion.dag.ir.errors import GraphError
@@ -20,7 +21,7 @@ DIMS = st.builds(
 
 
 @given(DIMS, DIMS, DIMS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_arithmetic_is_that_of_the_values(a: Dim, b: Dim, c: Dim) -> None:
     for made, value in (
         (a + b, bind(a, SIZES) + bind(b, SIZES)),
@@ -33,7 +34,7 @@ def test_arithmetic_is_that_of_the_values(a: Dim, b: Dim, c: Dim) -> None:
 
 
 @given(DIMS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_normal_form(a: Dim) -> None:
     if isinstance(a, Poly):
         assert symbols_of(a) and list(a.terms) == sorted(a.terms) and all(c for _, c in a.terms)

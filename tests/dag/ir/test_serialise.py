@@ -13,6 +13,7 @@ import msgpack
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.dag.ir import serialise
 from fusion.dag.ir.dims import Poly, poly, symbol
@@ -142,7 +143,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 @given(graphs())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_valid_graph_round_trips(graph: Graph) -> None:
     data = serialise.encode(graph)
     again = serialise.decode(data)
@@ -155,7 +156,7 @@ VALID = serialise.encode(small_graph())
 
 @example([(203, 10)])  # a line break in a dtype
 @given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_damaged_bytes_are_refused_or_are_another_valid_graph(damage: list[tuple[int, int]]) -> None:
     data = bytearray(VALID)
     for position, value in damage:
@@ -169,7 +170,7 @@ def test_damaged_bytes_are_refused_or_are_another_valid_graph(damage: list[tuple
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_noise_is_refused(data: bytes) -> None:
     refused(data)
 
@@ -189,7 +190,7 @@ JSON = st.recursive(
 
 
 @given(st.integers(0, 7), st.integers(0, 7), st.integers(0, 3), JSON)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_any_object_in_any_place_is_refused_in_one_line(
     section: int, item: int, field: int, value: Any
 ) -> None:

@@ -23,7 +23,8 @@ CACHED = [
     "llama", "gpt2", "mistral-windowed", "qwen3", "mistral", "phi", "neox", "mixtral", "bloom", "gemma2", "llama-bfloat16",
 ]  # fmt: skip
 QUICK = {"llama", "gpt2", "mistral-windowed"}
-LIKE_OTHERS = {"mistral", "phi"}  # as the windowed one without a window, as gpt2 with a rotary part
+# As the windowed one without a window, as gpt2 with a rotary part, as llama with norms of queries and keys.
+LIKE_OTHERS = {"mistral", "phi", "qwen3"}
 FAMILIES = [
     pytest.param(f, marks=() if f in QUICK else pytest.mark.slow if f in LIKE_OTHERS else pytest.mark.heavy)
     for f in CACHED

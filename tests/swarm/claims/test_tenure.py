@@ -6,6 +6,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.directory_records import JOB
+from support.examples import examples
 from support.operations import operations
 
 from fusion.swarm.claims.election import rank
@@ -226,7 +227,7 @@ def claims_of_others(draw: st.DrawFn) -> list[ClaimRecord]:
 
 
 @given(st.lists(claims_of_others(), max_size=20), st.integers(1, MAX_TERM - 1))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_nothing_that_others_say_without_a_proof_changes_a_live_tenure(
     said: list[list[ClaimRecord]], highest: int
 ) -> None:
@@ -238,7 +239,7 @@ def test_nothing_that_others_say_without_a_proof_changes_a_live_tenure(
 
 
 @given(st.lists(st.tuples(claims_of_others(), st.booleans(), st.floats(0.0, 5.0)), max_size=25))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_no_sequence_of_claims_uses_the_terms_up(steps: list[tuple[list[ClaimRecord], bool, float]]) -> None:
     """Whoever says what, with the word of a majority or without: terms stay below the ceiling but for ROUNDS for every
     time that a majority had its word."""
@@ -260,7 +261,7 @@ def test_no_sequence_of_claims_uses_the_terms_up(steps: list[tuple[list[ClaimRec
              unique_by=lambda each: each[0]),
     st.data(),
 )  # fmt: skip
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_honest_contenders_converge(entrants: list[tuple[PeerId, int, float]], data: st.DataObject) -> None:
     """Those that claim a vacancy, whichever of them a reader sees first: with all of them seen it is the highest rank."""
     known = None

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.swarm.dht.record_store import (
     MAX_OF_AN_AUTHOR,
@@ -36,7 +37,7 @@ puts = st.lists(
 
 
 @given(puts)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_it_never_holds_more_than_it_may_and_its_books_are_right(steps: list[tuple]) -> None:  # type: ignore[type-arg]
     store, now = RecordStore(SMALL), 0.0
     for key, author, sender, until, size, passed in steps:

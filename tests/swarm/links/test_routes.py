@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.swarm.links.routes import Demand, Hopping, Replica, cheapest, seconds
 from fusion.swarm.transport import PeerId
@@ -22,7 +23,7 @@ def links(**slow: float) -> object:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_no_route_is_cheaper(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 4))
     cost = st.floats(0, 1)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.swarm.errors import FrameError
 from fusion.swarm.streams.frame_parser import SCRATCH_BYTES, FrameParser
@@ -60,7 +61,7 @@ def feed(parser: FrameParser, data: bytes, sizes: list[int]) -> None:
 # The pure part.
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     kind=st.text(min_size=1, max_size=20),
     header=headers,
@@ -74,7 +75,7 @@ def test_a_frame_survives_the_wire(kind: str, header: dict[str, Any], payload: l
     assert data[HEAD_BYTES + header_bytes :] == b"".join(payload)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.binary(max_size=100))
 def test_arbitrary_bytes_are_a_header_or_a_frame_error(data: bytes) -> None:
     try:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.training.step import events as e
@@ -263,7 +264,7 @@ words = st.lists(
 
 
 @given(st.integers(2, 5), st.data(), st.integers(0, 2**32))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_a_liar_moves_itself_and_others_once_and_fails_no_job(
     stages: int, data: st.DataObject, seed: int
 ) -> None:

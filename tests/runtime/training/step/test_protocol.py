@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commit_model import SAMPLES, Model, ledger_of
+from support.examples import examples
 
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.training.data.ledger import Ledger
@@ -524,7 +525,7 @@ def play(
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_whatever_breaks_every_stage_applies_every_step_once_and_in_order(seed: int) -> None:
     model = play(seed, faults=0.03, leaves=0.0)
     assert [o.applied for o in model.owners] == [list(range(CONFIG.steps))] * model.stages
@@ -532,21 +533,21 @@ def test_whatever_breaks_every_stage_applies_every_step_once_and_in_order(seed: 
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_owners_that_come_from_another_history_are_sent_back_whatever_breaks(seed: int) -> None:
     model = play(seed, faults=0.03, leaves=0.02, forks=0.5)
     assert [o.applied for o in model.owners] == [list(range(CONFIG.steps))] * model.stages
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_departures_among_the_faults_lose_nothing_either(seed: int) -> None:
     model = play(seed, faults=0.02, leaves=0.05)
     assert [o.applied for o in model.owners] == [list(range(CONFIG.steps))] * model.stages
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_departures_alone_discard_no_step_and_send_nobody_back(seed: int) -> None:
     model = play(seed, faults=0.0, leaves=0.05, config=replace(CONFIG, steps=30))
     assert model.discards == 0 and model.restores == 0
