@@ -38,7 +38,7 @@ HEAVY = (
     *("runtime/training/test_compressed.py", "runtime/training/test_takeover.py"),
     *("runtime/training/test_training.py", "runtime/serving/answers/test_gateway.py"),
     *("runtime/serving/answers/test_prefix_reuse.py", "families/", "runtime/capture/test_rope.py"),
-    *("runtime/serving/test_drafts.py", "runtime/planes/test_quantised.py"),
+    *("runtime/serving/test_drafts.py", "runtime/planes/products/"),
 )
 # Of those that start processes the longest: first, so that no worker is left with one of them in the end.
 LONG = (
