@@ -11,6 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from fusion.dag.ir.opset import OPSET
+from fusion.runtime.capture.complex_numbers import is_complex
 
 Values = dict[str, Any]  # argument values by the name of torch's parameter
 
@@ -76,6 +77,7 @@ def supported(node: fx.Node) -> bool:
         or name in _PASSED_ON
         or name in _RESPELT
         or is_dropped(name)
+        or is_complex(node)  # in real numbers, or refused by its name
         or out_of_place(name) in OPSET
     )
 

@@ -28,6 +28,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.aten_names import op_name, operators, supported, writes_in_place
 from fusion.runtime.capture.lower import lower
 from fusion.runtime.capture.model_code import fixed_size, line_of_error, line_of_node
+from fusion.runtime.capture.ordered_sizes import ordered_sizes
 from fusion.runtime.capture.rope import fix_frequencies
 from fusion.runtime.capture.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
@@ -268,7 +269,12 @@ def _lowered(
 def _export(
     wrapped: nn.Module, example: tuple[torch.Tensor, ...], dims: tuple[dict[int, Any], ...]
 ) -> ExportedProgram:
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), fixed_size() as fixed:
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stderr(io.StringIO()),
+        ordered_sizes(),
+        fixed_size() as fixed,
+    ):
         warnings.simplefilter("ignore")
         try:
             exported: ExportedProgram = torch.export.export(

@@ -20,7 +20,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from fusion.dag.ir.dims import Dim, poly
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
-from fusion.dag.ir.opset import OPSET
+from fusion.dag.ir.opset import OPSET, infer
 from fusion.dag.ir.opset_spec import Parameter
 from fusion.runtime.capture.aten_names import (
     arguments,
@@ -31,11 +31,12 @@ from fusion.runtime.capture.aten_names import (
     passed_on,
     respell,
 )
+from fusion.runtime.capture.complex_numbers import Complex, in_real_numbers, is_complex
 from fusion.runtime.capture.model_code import line_of_node
 from fusion.runtime.capture.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
 
-Value = Ref | tuple[Ref, ...]
+Value = Ref | Complex | tuple[Ref | Complex, ...]
 
 _DTYPES = {getattr(torch, name): name for name in DTYPE_BYTES}
 _COUNTER = "num_batches_tracked"  # of a batch normalisation: it changes nothing that the model computes
@@ -199,10 +200,14 @@ class _Lowering:
         results = [self.env[n] for n in _flat(final.args)]
         if name == "wrap_with_set_grad_enabled" and not args[0]:
             results = [self.detached(node.name, value) for value in results]
-        assert all(isinstance(value, Ref) for value in results)
+        assert not any(isinstance(value, tuple) for value in results)
         self.env[node] = tuple(results)  # type: ignore[arg-type]
 
     def detached(self, name: str, value: Value) -> Value:
+        if isinstance(value, Complex):
+            real, imaginary = (self.detached(name, part) for part in (value.real, value.imaginary))
+            assert isinstance(real, Ref) and isinstance(imaginary, Ref)
+            return Complex(real, imaginary)
         if not isinstance(value, Ref) or value not in self.trained:
             return value
         ref = self.emit(f"{name}_detach", "aten.detach", (value,), (self.types[value],))[0]
@@ -224,6 +229,9 @@ class _Lowering:
             self.require_unshared(name, first)
             name = out_of_place(name)
         name, values = respell(name, node, values)
+        if is_complex(node):
+            self.env[node] = self.complex(node, name, values)
+            return
         if name not in OPSET:
             raise CaptureError(f"the op-set has no operator {name}")
         args = tuple(self.argument(name, p, values) for p in OPSET[name].parameters)
@@ -241,6 +249,19 @@ class _Lowering:
             for other in [n for n in self.env if self.memory.get(n, n) is written]:
                 self.env[other] = refs[0]
             self.memory[node] = written
+
+    def complex(self, node: fx.Node, name: str, values: Mapping[str, Any]) -> Value:
+        """What a call with complex numbers gives, in real ones."""
+
+        def known(value: Any) -> Any:
+            pair = self.env.get(value) if isinstance(value, fx.Node) else None
+            return pair if isinstance(pair, Complex) else self.convert(name, value)
+
+        def emit(op: str, *args: Arg) -> Ref:
+            return self.emit(node.name, op, args, infer(op, args, self.types))[0]
+
+        of = {p.name for p in OPSET[name].parameters} if name in OPSET else set(values)
+        return in_real_numbers(name, {n: known(v) for n, v in values.items() if n in of}, emit)
 
     def counts_batches(self, node: fx.Node, target: fx.Node) -> bool:
         """How many batches a normalisation has seen: that write is dropped."""
@@ -271,7 +292,9 @@ class _Lowering:
             if is_size(value):
                 return self.convert(op, value.meta["val"])
             found = self.env[value]
-            return found if isinstance(found, Ref) else tuple(found)
+            if isinstance(found, Complex):
+                raise CaptureError(f"the op-set has no complex numbers, which the model gives to {op}")
+            return found if isinstance(found, Ref) else cast(tuple[Ref, ...], found)
         if isinstance(value, (list, tuple)):
             return tuple(self.convert(op, v) for v in value)
         if isinstance(value, torch.dtype):
