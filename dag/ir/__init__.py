@@ -12,6 +12,7 @@ opset_contract      products, look-ups, norms, attention
 opset_quantised     products and look-ups of matrices stored as int8 and int4
 opset_experts       products with the matrix that each row has chosen
 opset_attention     attention to a cache with capped or biased scores
+opset_recurrence    states that decay, and that every position writes to and reads
 opset_convolution   windows that slide
 opset_index         values copied to other places
 opset_views         the same values in another shape

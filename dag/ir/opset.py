@@ -20,6 +20,7 @@ from fusion.dag.ir import (
     opset_make,
     opset_pointwise,
     opset_quantised,
+    opset_recurrence,
     opset_reduce,
     opset_views,
 )
@@ -43,6 +44,7 @@ _TABLES = (
     opset_make,
     opset_pointwise,
     opset_quantised,
+    opset_recurrence,
     opset_reduce,
     opset_views,
 )

@@ -8,6 +8,7 @@ masks                what an attention mask lets a position see, by evaluating i
 own_positions        positions that a model counts itself, from its input
 eager_attention      attention that a model writes out
 cached_convolution   short convolutions that read earlier positions from one
+cached_recurrence    linear attention and state spaces that go on with an earlier state
 kv_cache             attention that reads earlier positions from a cache
 last_position        logits of the last position only
 end_to_end           whether several sequences may run as one

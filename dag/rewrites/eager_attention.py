@@ -92,10 +92,17 @@ def read_attention(graph: Graph, softmax: Node, positional: frozenset[str]) -> E
     value = end.args[1]
     assert isinstance(value, Ref)
     found = EagerAttention(end, value, value, value)
-    scores: Ref | None = x
     if dropped:
         scores = _without_sinks(graph, x, found)
-    return _backwards(graph, scores, found, positional) if scores is not None else None
+        return None if scores is None else _backwards(graph, scores, found, positional)
+    whole = _largest_taken(graph, x)
+    if whole is not None:
+        return _backwards(graph, whole, found, positional, readers=2)
+    scaled = _scaled_by_sinks(graph, x, end)
+    if scaled is None:
+        return _backwards(graph, x, found, positional)
+    found.end, found.sinks = scaled
+    return _backwards(graph, x, found, positional, readers=2)
 
 
 def maker(graph: Graph, ref: Arg) -> Node | None:
@@ -151,29 +158,10 @@ def _forwards(graph: Graph, softmax: Node) -> tuple[Node, bool] | None:
 
 def _without_sinks(graph: Graph, x: Ref, found: EagerAttention) -> Ref | None:
     """The scores that were joined with one column more, which becomes `found.sinks`."""
-    node = maker(graph, x)
-    if node is not None and node.op == "aten.sub.Tensor" and node.args[2] == 1:
-        whole, most = node.args[:2]
-        top = maker(graph, most)
-        along = (-1, 3)
-        largest = top is not None and (
-            (top.op == "aten.max.dim" and top.args[1] in along and most == Ref(top.name))
-            or (top.op == "aten.amax" and top.args[1] in ((-1,), (3,)))
-        )
-        # A softmax does not see a number that is taken from a whole row.
-        if (
-            not largest
-            or top is None
-            or top.args[0] != whole
-            or top.args[2] is not True
-            or not _alone(graph, x)
-        ):
-            return None
-        if not isinstance(whole, Ref) or {graph.nodes[i] for i in graph.uses[whole]} != {node, top}:
-            return None
-        x, node = whole, maker(graph, whole)
-    elif not _alone(graph, x):
+    whole = _largest_taken(graph, x)
+    if whole is None and not _alone(graph, x):
         return None
+    node = maker(graph, x if whole is None else whole)
     if node is None or node.op != "aten.cat" or node.args[1] not in (-1, 3):
         return None
     parts = node.args[0]
@@ -184,6 +172,58 @@ def _without_sinks(graph: Graph, x: Ref, found: EagerAttention) -> Ref | None:
         return None
     found.sinks = _one_a_head(graph, column)
     return scores if found.sinks is not None and graph.types[column].shape[3] == 1 else None
+
+
+def _largest_taken(graph: Graph, x: Ref) -> Ref | None:
+    """The scores that the largest of each row was taken from, and that nothing else reads: a softmax does not see a number that
+    is taken from a whole row."""
+    node = maker(graph, x)
+    if node is None or node.op != "aten.sub.Tensor" or node.args[2] != 1 or not _alone(graph, x):
+        return None
+    whole, most = node.args[:2]
+    top = maker(graph, most)
+    if top is None or top.args[0] != whole or top.args[2] is not True or not isinstance(whole, Ref):
+        return None
+    last = len(graph.types[whole].shape) - 1
+    if not (
+        (top.op == "aten.max.dim" and top.args[1] in (-1, last) and most == Ref(top.name))
+        or (top.op == "aten.amax" and top.args[1] in ((-1,), (last,)))
+    ):
+        return None
+    return whole if {graph.nodes[i] for i in graph.uses[whole]} == {node, top} else None
+
+
+def _scaled_by_sinks(graph: Graph, scores: Ref, end: Node) -> tuple[Node, Ref] | None:
+    """The product of the result with sigmoid(logsumexp(scores) - sinks), and these: what a softmax gives where the sinks are
+    scores of one more key."""
+    sums = [node for i in graph.uses[scores] if (node := graph.nodes[i]).op == "aten.logsumexp"]
+    rank = len(graph.types[scores].shape)
+    if len(sums) != 1 or rank != 4 or sums[0].args[1] not in ((-1,), (rank - 1,)):
+        return None
+    less = _reader(graph, Ref(sums[0].name))
+    if less is None or less.op != "aten.sub.Tensor" or less.args[0] != Ref(sums[0].name) or less.args[2] != 1:
+        return None
+    shown = _reader(graph, Ref(less.name))
+    if shown is None or shown.op != "aten.sigmoid":
+        return None
+    at = Ref(shown.name)
+    step = _reader(graph, at)
+    if sums[0].args[2] is not True:
+        if step is None or step.op != "aten.unsqueeze" or step.args[1] not in (-1, rank - 1):
+            return None
+        at = Ref(step.name)
+        step = _reader(graph, at)
+    scaled = _reader(graph, Ref(end.name))
+    if step is None or step != scaled or step.op != "aten.mul.Tensor" or step.results != end.results:
+        return None
+    sinks = maker(graph, less.args[1])
+    source = sinks.args[0] if sinks is not None and sinks.op == "aten.reshape" else None
+    heads = graph.types[scores].shape[1]
+    if not isinstance(source, Ref) or graph.types[source].shape != (heads,) or sinks is None:
+        return None
+    across = (1, heads, 1, 1) if sums[0].args[2] is True else (1, heads, 1)
+    same = {graph.types[ref].dtype for ref in (scores, source, Ref(end.name))}
+    return (step, source) if sinks.results[0].shape == across and len(same) == 1 else None
 
 
 def _alone(graph: Graph, ref: Ref) -> bool:
@@ -212,11 +252,15 @@ def _one_a_head(graph: Graph, ref: Ref) -> Ref | None:
 
 
 def _backwards(
-    graph: Graph, at: Ref, found: EagerAttention, positional: frozenset[str]
+    graph: Graph, at: Ref, found: EagerAttention, positional: frozenset[str], readers: int = 1
 ) -> EagerAttention | None:
+    """From the scores `at`, which so many nodes of the attention read."""
+    if len(graph.uses[at]) != readers or at in graph.outputs:
+        return None
+    scores = at
     times = 1.0  # what the scores so far are multiplied by later
     inexact = False  # whether later steps would round otherwise in another dtype
-    while _pairs(graph, at) and _alone(graph, at):
+    while _pairs(graph, at) and (at == scores or _alone(graph, at)):
         node = maker(graph, at)
         if node is None:
             return None

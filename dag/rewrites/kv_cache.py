@@ -16,6 +16,7 @@ from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import infer
 from fusion.dag.rewrites.cached_convolution import cache_convolutions
+from fusion.dag.rewrites.cached_recurrence import cache_recurrences
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.eager_attention import (
     SOFTMAX,
@@ -44,7 +45,8 @@ def cache_attention(graph: Graph, evaluate: Evaluate, maximum_sequence: int | No
     that `maximum_sequence` positions never fill is left out. UnsupportedModel, in one line, for any other model.
     """
     graph = given_positions(clean(graph), evaluate)
-    cached = clean(cache_convolutions(clean(_Caching(graph, evaluate, maximum_sequence).run())))
+    cached = clean(_Caching(graph, evaluate, maximum_sequence).run())
+    cached = clean(cache_recurrences(cache_convolutions(cached)))
     require_separate_positions(cached)
     for ref in cached.outputs:
         if symbol(SEQUENCE) not in cached.types[ref].shape:

@@ -9,6 +9,9 @@ gguf/               GGUF files: what they say, their tensors, their tokenizer
 gguf_model          a causal language model in a GGUF file
 capture             a module as a graph, through torch.export, without its weights
 lower               an exported program in the op-set
+complex_numbers     complex numbers in real arithmetic
+ordered_sizes       the smaller of two sizes, where their ranges tell it
+recurrences         linear attention and state spaces as one operator
 rope                rotary positions whose frequencies depend on the length
 model_code          which line of the model's code a message is about
 aten_names          torch's names for operators and constants, in ours

@@ -29,6 +29,7 @@ from fusion.runtime.capture.aten_names import op_name, operators, supported, wri
 from fusion.runtime.capture.lower import lower
 from fusion.runtime.capture.model_code import fixed_size, line_of_error, line_of_node
 from fusion.runtime.capture.ordered_sizes import ordered_sizes
+from fusion.runtime.capture.recurrences import one_operator
 from fusion.runtime.capture.rope import fix_frequencies
 from fusion.runtime.capture.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
@@ -273,6 +274,7 @@ def _export(
         warnings.catch_warnings(),
         contextlib.redirect_stderr(io.StringIO()),
         ordered_sizes(),
+        one_operator(wrapped),
         fixed_size() as fixed,
     ):
         warnings.simplefilter("ignore")

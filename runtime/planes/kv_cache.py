@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
+from fusion.runtime.planes.recurrence import first_state, read
+
 BLOCK_POSITIONS = (
     64  # and an eighth of what a longer sequence has, so that growing costs little for each position
 )
@@ -68,11 +70,14 @@ class SessionCache:
         self._singly = False
         self._masks: dict[int | None, torch.Tensor] = {}
         self._slopes: dict[tuple[Sequence[float], int, int], torch.Tensor] = {}
+        # Of recurrences, by slot: positions and what those before came to, ascending. What is kept of positions says it too.
+        self._states: dict[int, list[tuple[int, torch.Tensor]]] = {}
 
     @property
     def bytes(self) -> int:
-        """Set aside."""
-        return self._reserved * self._position_bytes
+        """Set aside, and what states take."""
+        states = sum(state.nbytes for states in self._states.values() for _, state in states)
+        return self._reserved * self._position_bytes + states
 
     def reserve(self, positions: int) -> None:
         """Set memory aside for so many positions, rounded up to blocks; what is allocated already stays."""
@@ -109,6 +114,12 @@ class SessionCache:
         self.length = start  # until the run has written what follows
         self._masks.clear()
         self._slopes.clear()
+        self._keep_states(start)
+
+    def _keep_states(self, positions: int) -> None:
+        """Those of so many positions or fewer."""
+        for slot, states in self._states.items():
+            self._states[slot] = [(at, state) for at, state in states if at <= positions]
 
     def commit(self) -> None:
         self.length = self._end
@@ -117,6 +128,7 @@ class SessionCache:
         """Forget what is held beyond so many positions, and what is set aside and holds nothing; how many are held."""
         self.length = min(self.length, positions)
         self.reserve(0)
+        self._keep_states(self.length)
         return self.length
 
     def copy(self, other: SessionCache, positions: int) -> int:
@@ -125,6 +137,8 @@ class SessionCache:
         for slot, tensors in self._memory.items():
             for mine, theirs in zip(tensors, other._memory[slot], strict=True):
                 mine[:, :, : self._end] = theirs[:, :, : self._end]
+        self._states = {slot: list(states) for slot, states in other._states.items()}  # no state is ever written to
+        self._keep_states(self._end)
         self.commit()
         return self.length
 
@@ -167,6 +181,28 @@ class SessionCache:
         if bias is not None:
             total = total + bias
         return total.to(rows.dtype)
+
+    def recur(
+        self,
+        query: torch.Tensor,  # (1, key heads, count, width)
+        new: Sequence[torch.Tensor],  # key, value, decay and perhaps beta, as of `fusion.recurrence`
+        rates: torch.Tensor | None,
+        slot: int,
+    ) -> torch.Tensor:
+        """Store what is new, and go on with the state of the positions before. Where there is none of just these, as after
+        positions were forgotten, from the last one before it."""
+        held = self._memory[slot]
+        start, end = self._start, self._end
+        for memory, values in zip(held, new, strict=True):
+            memory[:, :, start:end] = values
+        known = self._states.get(slot, ())
+        at, state = known[-1] if known else (0, first_state(new))
+        if at < start:
+            _, state = read(None, [memory[:, :, at:start] for memory in held], rates, state)
+        seen, after = read(query, new, rates, state)
+        # That of before too: of several positions that are tried, the last ones are often taken back.
+        self._states[slot] = [(start, state), (end, after)]
+        return seen
 
     def _look(
         self,
@@ -294,12 +330,31 @@ class Attends(Protocol):
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int
     ) -> torch.Tensor: ...
 
+    def recur(
+        self, query: torch.Tensor, new: Sequence[torch.Tensor], rates: torch.Tensor | None, slot: int
+    ) -> torch.Tensor: ...
+
 
 def cached_convolution(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int, state: Attends
 ) -> torch.Tensor:
     """`fusion.cached_convolution`."""
     return state.convolve(rows, weight, bias, slot)
+
+
+def cached_recurrence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    rates: torch.Tensor | None,
+    slot: int,
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.cached_recurrence`."""
+    new = (key, value, decay) if beta is None else (key, value, decay, beta)
+    return state.recur(query, new, rates, slot)
 
 
 def scored_attention(

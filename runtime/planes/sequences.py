@@ -56,6 +56,20 @@ class Sequences:
             found.append(found[-1][:, :, -1:].expand(-1, -1, self._rows - at, -1))
         return torch.cat(found, 2)
 
+    def recur(
+        self, query: torch.Tensor, new: Sequence[torch.Tensor], rates: torch.Tensor | None, slot: int
+    ) -> torch.Tensor:
+        """Each piece of (1, key heads, rows, width) behind its own sequence, as it would be alone."""
+        found = []
+        at = 0
+        for cache, count in zip(self._caches, self._lengths, strict=True):
+            own = [values.narrow(2, at, count) for values in new]
+            found.append(cache.recur(query.narrow(2, at, count), own, rates, slot))
+            at += count
+        if at < self._rows:
+            found.append(found[-1][:, :, -1:].expand(-1, -1, self._rows - at, -1))
+        return torch.cat(found, 2)
+
     def last(self, values: torch.Tensor, axis: int) -> torch.Tensor:
         """The last position of each piece, or all of one whose positions run singly."""
         return values.index_select(axis, self._ends)

@@ -17,9 +17,15 @@ from torch.nn import functional
 from fusion.dag.ir.opset import OPSET
 from fusion.dag.ir.opset_spec import OpSpec
 from fusion.runtime.planes.dropout import dropout, dropout_attention
-from fusion.runtime.planes.kv_cache import cached_attention, cached_attention_scored, cached_convolution
+from fusion.runtime.planes.kv_cache import (
+    cached_attention,
+    cached_attention_scored,
+    cached_convolution,
+    cached_recurrence,
+)
 from fusion.runtime.planes.products.experts import expert_linear
 from fusion.runtime.planes.products.quantised import embedding, linear
+from fusion.runtime.planes.recurrence import recurrence
 
 Args = tuple[Any, ...]  # positional and complete, in the order of the op-set's parameters
 Call = tuple[Callable[..., Any], Args, dict[str, Any]]
@@ -32,6 +38,7 @@ STATEFUL: Mapping[str, Callable[..., torch.Tensor]] = {
     "fusion.cached_attention": cached_attention,
     "fusion.cached_attention_scored": cached_attention_scored,
     "fusion.cached_convolution": cached_convolution,
+    "fusion.cached_recurrence": cached_recurrence,
 }
 
 
@@ -113,6 +120,7 @@ _SPELLINGS: dict[str, Spelling] = {
     "aten.matmul": _plain(torch.matmul),
     "aten.scaled_dot_product_attention": _attention,
     "fusion.expert_linear": _plain(expert_linear),
+    "fusion.recurrence": _plain(recurrence),
     "aten.silu": _plain(torch._C._nn.silu),
     "aten.gelu": _plain(torch._C._nn.gelu),
     "fusion.gelu_tanh": lambda args: (torch._C._nn.gelu, args, {"approximate": "tanh"}),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from families.trial import Outcome
+from families.trial import TIMES_ROUNDING, TOLERANCE, Outcome
 
 HOW = {
     "cached": "KV cache", "recomputed": "recomputed", "refused": "refused", "wrong": "WRONG", "not tried": "not tried",
@@ -28,7 +28,9 @@ def text(outcomes: Sequence[Outcome], version: str, untried: Sequence[str] = ())
         "greedily after prompts of 1, 7 and 50 tokens, and held against `generate()` and against the logits of the whole",
         "sequence. **KV cache**: a token runs one position. **Recomputed**: each token computes the whole sequence anew, which is",
         "exact for any model that can be captured. **Refused**: `serve` says why, in the line shown, and serves nothing. The",
-        "error is that of the worst logit, as a share of the largest logit where that exceeds 1.",
+        "error is that of the worst logit, as a share of the largest logit where that exceeds 1. All are computed in float32, and",
+        f"an error above {TOLERANCE:.0e} counts as wrong, but where the model's own float32 is that far from its float64: there the",
+        f"error may be {TIMES_ROUNDING} times that difference, which stands beside it. Tokens are always the same.",
         "",
         counts(outcomes),
         "",
@@ -65,7 +67,10 @@ def short(outcome: Mapping[str, Any]) -> str:
 
 
 def _error(outcome: Outcome) -> str:
-    return "" if outcome.error is None else f"{outcome.error:.0e}"
+    if outcome.error is None:
+        return ""
+    own = "" if outcome.rounding is None else f" (own float32: {outcome.rounding:.0e})"
+    return f"{outcome.error:.0e}{own}"
 
 
 def _cell(why: str) -> str:

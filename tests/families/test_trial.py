@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,16 +49,27 @@ def test_what_would_answer_otherwise_is_called_wrong(tmp_path: Path, monkeypatch
     assert outcome("llama", tmp_path).served == "wrong"
 
 
+def test_an_error_is_held_against_how_much_the_model_itself_rounds(tmp_path: Path) -> None:
+    assert trial.tolerable(trial.TOLERANCE, None) and not trial.tolerable(2 * trial.TOLERANCE, None)
+    assert trial.tolerable(7e-4, 2e-4) and not trial.tolerable(9e-4, 2e-4)
+    assert not trial.tolerable(0.02, 0.02)  # that could be anything
+    trial.written("llama", tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert 0 < trial.own_rounding(model, tmp_path, [(2, torch.arange(9)[None])]) < 1e-5
+
+
 def test_the_page() -> None:
     found = [
         Outcome(family="a", served="cached", error=1e-6, tokens=9),
         Outcome(family="b", served="recomputed", why="no KV cache for this model: x | y", error=2e-6),
         Outcome(family="c", served="refused", why="the op-set has no operator aten.z"),
+        Outcome(family="r", served="cached", error=2e-4, rounding=1e-4),
         Outcome(family="d", served="not tried", why="needs timm"),
     ]
     text = page.text(found, "5.0", ["e", "f"])
     assert "Still to be tried" not in page.text(found, "5.0") and "): e, f." in text
     assert "| a | KV cache | 1e-06 |  |" in text
     assert "| b | recomputed | 2e-06 | x \\| y |" in text
+    assert "| r | KV cache | 2e-04 (own float32: 1e-04) |  |" in text
     assert "| d | needs timm |" in text.partition("## Not tried")[2]
-    assert page.counts(found).startswith("3 families tried, 2 served exactly (67%)")
+    assert page.counts(found).startswith("4 families tried, 3 served exactly (75%)")

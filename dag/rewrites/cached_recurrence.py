@@ -1,0 +1,23 @@
+"""Give recurrences a memory: `fusion.recurrence`, which begins with a state of zeros, becomes `fusion.cached_recurrence`, which goes
+on with that of earlier positions. It is causal by what it is, so there is nothing to recognise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusion.dag.ir.graph import Graph, Node
+from fusion.dag.ir.opset import kept
+
+_WHOLE = "fusion.recurrence"
+
+
+def cache_recurrences(graph: Graph) -> Graph:
+    """The graph for a piece of a sequence, as far as recurrences go. Slots go on from those that are taken."""
+    slot = 1 + max((cache[0] for node in graph.nodes if (cache := kept(node)) is not None), default=-1)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.op == _WHOLE:
+            node = replace(node, op="fusion.cached_recurrence", args=(*node.args, slot))
+            slot += 1
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
