@@ -77,7 +77,9 @@ def _agrees(function: Callable[..., Any]) -> bool:
         torch.manual_seed(1)
         args, kwargs = _KNOWN[function.__name__].example()
         try:
-            theirs, ours = (_first(f(*args, **kwargs)) for f in (inspect.unwrap(function), _in_place_of(function)))
+            theirs, ours = (
+                _first(f(*args, **kwargs)) for f in (inspect.unwrap(function), _in_place_of(function))
+            )
         except (TypeError, KeyError, RuntimeError, ValueError):  # a function of another version
             return False
     same = theirs.shape == ours.shape and theirs.dtype == ours.dtype

@@ -66,6 +66,11 @@ TIED: Mapping[str, Mapping[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "longcat_flash": {"qk_head_dim": 32},
     "mamba2": {"num_heads": 8},
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    },
     "jamba": {
         "num_hidden_layers": 4,
         "attn_layer_period": 2,

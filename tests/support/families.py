@@ -83,6 +83,34 @@ def config(family: str) -> Any:
                 topk_group=2, num_experts_per_tok=3, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
                 qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_shared_experts=1,
             )  # fmt: skip
+        case "gpt-oss":  # sinks, biased experts, every other layer sees a window
+            return transformers.GptOssConfig(
+                **{**EXPERTS, "num_hidden_layers": 2}, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
+                sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"],
+                tie_word_embeddings=False,
+            )  # fmt: skip
+        case "qwen3-next":  # gated delta rule but in every other layer, experts
+            return transformers.Qwen3NextConfig(
+                **{**EXPERTS, "num_hidden_layers": 2}, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+                linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2,
+                moe_intermediate_size=32, shared_expert_intermediate_size=32,
+                layer_types=["linear_attention", "full_attention"],
+            )  # fmt: skip
+        case "kimi-linear":  # the same, decaying by itself in each width
+            more = {**EXPERTS, "num_hidden_layers": 2, "num_key_value_heads": 4}
+            return transformers.KimiLinearConfig(
+                **more, linear_num_heads=4, linear_head_dim=8, kv_lora_rank=16, q_lora_rank=None,
+                qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
+                moe_intermediate_size=32, layer_types=["linear_attention", "full_attention"],
+            )  # fmt: skip
+        case "mamba":
+            small = {**COMMON, "hidden_size": 64, "num_hidden_layers": 2}
+            return transformers.MambaConfig(**small, state_size=8, time_step_rank=8)
+        case "mamba2":
+            small = {**COMMON, "hidden_size": 64, "num_hidden_layers": 2}
+            return transformers.Mamba2Config(
+                **small, state_size=8, num_heads=8, head_dim=16, n_groups=2, chunk_size=16
+            )
         case "mpt":  # ALiBi, from a table of its own; its code is another at the length of that table
             return transformers.MptConfig(
                 **COMMON, d_model=64, n_layers=3, n_heads=4, expansion_ratio=2, max_seq_len=POSITIONS + 1

@@ -15,6 +15,7 @@ from fusion.dag.cutting.costs import node_costs
 from fusion.dag.ir.dims import bind, symbol
 from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType
 from fusion.dag.ir.opset import OPSET, REQUIRED, OpSpec, infer, mixed_dims, spec
+from fusion.runtime.planes.recurrence import recurrence
 
 B, S = 11, 5  # batch and sequence in the samples; no other dimension has these sizes
 
@@ -123,6 +124,8 @@ SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments wi
     ("fusion.expert_linear", f(B * S, 8), i(B * S), f(2, 4, 8), f(2, 4), 0, 2, False), ("fusion.expert_linear", f(B * S, 8), i(B * S, high=6), f(3, 8, 4), None, 2, 6, True),
     ("fusion.cached_attention_scored", f(B, 4, S, 8), f(B, 2, S, 8), f(B, 2, S, 4), f(1, 4, S, 1), f(4), 0, 0.25, 3, 30.0, None),
     ("fusion.cached_attention_scored", f(B, 4, S, 8), f(B, 1, S, 8), T((B, 1, S, 4), "float16"), None, None, 0, 1.0, None, None, (0.5, 0.25, 0.125, 0.0)),
+    ("fusion.recurrence", f(B, 2, S, 8), f(B, 2, S, 8), f(B, 4, S, 6), f(B, 4, S, 1), None, f(4, 8)),
+    ("fusion.cached_recurrence", f(B, 2, S, 8), f(B, 2, S, 8), f(B, 4, S, 6), f(B, 4, S, 8), f(B, 4, S, 1), None, 0),
     *QUANTISED, ("fusion.cached_convolution", f(B, 1, S, 8), f(8, 1, 3), f(8), 0), ("aten.conv1d", f(B, 4, S), f(8, 4, 3), f(8), (1,), (1,)), ("aten.conv1d", f(B, 4, S), f(8, 4, 1)), ("aten.conv1d", f(B, 4, 16), f(8, 4, 3), None, (2,)), ("aten.conv2d", f(B, 4, 16, 12), f(8, 2, 3, 3), f(8), (2, 2), (1, 1), (1, 1), 2),
     ("aten.conv2d", f(4, 16, 12), f(8, 4, 3, 3), None, (1, 2), (2,), (2, 2)), ("aten.conv3d", f(B, 2, 4, 4, 4), f(4, 2, 2, 2, 2)), ("aten.conv_transpose1d", f(B, 4, S), f(4, 8, 3), f(8), (2,), (1,), (1,)), ("aten.conv_transpose2d.input", f(B, 4, 6, 6), f(4, 2, 2, 2), f(4), (2, 2), (0, 0), (0, 0), 2),
     ("aten.max_pool1d", f(B, 4, 16), (2,)), ("aten.max_pool2d", f(B, 4, 16, 15), (3, 3), (2, 2), (1, 1), (1, 1), True), ("aten.avg_pool1d", f(B, 4, 7), (2,), (2,), (0,), True), ("aten.avg_pool2d", f(B, 4, 7, 8), (2, 2)), ("aten.adaptive_avg_pool1d", f(B, 4, 8), (2,)), ("aten.adaptive_avg_pool2d", f(B, 4, 8, 8), (1, 1)),
@@ -183,6 +186,8 @@ OURS = {
         q, k, v, m, 0.0, c, scale=s, enable_gqa=g
     ),
     "fusion.expert_linear": lambda *args: _experts(*args),
+    "fusion.recurrence": lambda *args: recurrence(*args),
+    "fusion.cached_recurrence": lambda *args: recurrence(*args[:-1]),
     "fusion.cached_convolution": lambda x, w, b, slot: F.conv1d(
         x[:, 0].mT, w, b, padding=w.shape[2] - 1, groups=len(w)
     )[..., : x.shape[2]].mT[:, None],

@@ -92,8 +92,26 @@ def conv1d(x, kernel, bias, _stride, padding, _dilation, groups):
     return np.swapaxes(convolve(behind, kernel, bias), 1, 2)
 
 
+def recurrence(q, k, v, decay, beta, rates):
+    """Every position anew from the first one."""
+    q, k = (np.repeat(t, v.shape[1] // t.shape[1], 1) for t in (q, k))
+    state = np.zeros((*v.shape[:2], k.shape[3], v.shape[3]))
+    found = np.zeros(v.shape)
+    for t in range(v.shape[2]):
+        state = state * np.exp(decay[:, :, t] * (1 if rates is None else rates))[..., None]
+        new = v[:, :, t]
+        if beta is not None:
+            new = (new - np.einsum("bhk,bhkv->bhv", k[:, :, t], state)) * beta[:, :, t]
+        state = state + k[:, :, t, :, None] * new[:, :, None]
+        found[:, :, t] = np.einsum("bhk,bhkv->bhv", q[:, :, t], state)
+    return found
+
+
 OPS = {
     "aten.conv1d": conv1d,
+    "fusion.recurrence": recurrence,
+    "aten.logsumexp": lambda x, dims, keepdim: np.log(np.exp(x).sum(tuple(dims), keepdims=keepdim)),
+    "aten.sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "aten.squeeze.dim": np.squeeze,
     "aten.add.Tensor": lambda a, b, alpha: a + alpha * b,
     "aten.sub.Tensor": lambda a, b, alpha: a - alpha * b,
@@ -188,6 +206,14 @@ def run(graph, values, sizes, cache=None):
             new, kernel, bias, slot = args
             cache[slot] = [np.concatenate([*cache.get(slot, [new[:, :, :0]]), new], 2)]
             out = convolve(cache[slot][0][:, 0], kernel, bias)[:, None, -new.shape[2] :]
+        elif node.op == "fusion.cached_recurrence":
+            *new, rates, slot = args
+            length = new[0].shape[2]
+            old = cache.get(slot, [None if t is None else t[:, :, :0] for t in new])
+            cache[slot] = [
+                None if b is None else np.concatenate([a, b], 2) for a, b in zip(old, new, strict=True)
+            ]
+            out = recurrence(*cache[slot], rates)[:, :, -length:]
         else:
             out = OPS[node.op](*args)
         for i, result in enumerate(out if isinstance(out, list) else [out]):

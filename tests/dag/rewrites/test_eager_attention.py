@@ -130,7 +130,25 @@ def with_sinks(b, q, k, v):
     return b("aten.matmul", w, v)
 
 
+def without_largest(b, q, k, v):
+    """MiMo's: a softmax does not see what is taken from a whole row."""
+    s = masked(b, b("aten.mul.Tensor", scores(b, q, k), 0.3))
+    return weighted(b, b("aten.sub.Tensor", s, b("aten.amax", s, (-1,), True), 1), v)
+
+
+def sinks_as_a_factor(b, q, k, v, *, of=None, times=None):
+    """Granite's: the share of the weights that one key more would have left to the others."""
+    s = masked(b, b("aten.mul.Tensor", scores(b, q, k), 0.3))
+    total = b("aten.logsumexp", s if of is None else of(b, s), (-1,), False)
+    less = b("aten.sub.Tensor", total, b("aten.reshape", Ref("sinks"), (1, HEADS, 1)), 1)
+    share = b("aten.unsqueeze", b("aten.sigmoid", less), -1)
+    share = share if times is None else b("aten.mul.Tensor", share, times)
+    return b("aten.mul.Tensor", weighted(b, s, v), share)
+
+
 RECOGNISED = {
+    "the largest taken": (without_largest, {"scale": 0.3}),
+    "sinks as a factor": (sinks_as_a_factor, {"scale": 0.3, "sinks": Ref("sinks")}),
     "scores, scale, mask": (eager, {"scale": 0.3}),
     "a window": (partial(eager, make=partial(windowed_mask, window=5)), {"window": 5}),
     "scaled before": (scaled_before, {"scale": 1.0}),
@@ -252,6 +270,10 @@ def sinks_and_slopes(b, q, k, v):
 
 
 REFUSED = {
+    "sinks of other scores": (
+        partial(sinks_as_a_factor, of=lambda b, s: b("aten.mul.Tensor", s, 2.0)), "not recognised",
+    ),
+    "another factor": (partial(sinks_as_a_factor, times=0.5), "not recognised"),
     "sinks and slopes": (sinks_and_slopes, "has sinks"),
     "no mask": (lambda b, q, k, v: weighted(b, scores(b, q, k), v), "sees later positions"),
     "almost causal": (partial(eager, make=almost_causal), "neither causal"),

@@ -37,9 +37,23 @@ def run(stages: list[TorchDecodingStage], start: int, tokens: torch.Tensor) -> t
     return values["result/0"][0, -1]
 
 
-GATE = ["llama", "qwen3", "gpt2", "mistral", "mistral-windowed", "phi", "neox", "mixtral", "bloom", "gemma2"]
+GATE = [
+    "llama",
+    "qwen3",
+    "gpt2",
+    "mistral",
+    "mistral-windowed",
+    "phi",
+    "neox",
+    "mixtral",
+    "bloom",
+    "gemma2",
+    "gpt-oss",
+    "qwen3-next",
+]
 SLOW = ["mpt", "falcon", "falcon-alibi", "gptj", "codegen", "gptneo", "opt", "xglm", "gemma3", "cohere2"]
 EXPERTS = ["qwen3-moe", "qwen2-moe", "olmoe", "granite-moe", "deepseek-v3"]
+STATES = ["kimi-linear", "mamba", "mamba2"]
 EAGER = ["llama", "gpt2", "neox", "falcon-alibi"]  # families whose attention can be written out as well
 
 
@@ -47,7 +61,9 @@ def slow(names: list[str]) -> list[object]:
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("family", [*GATE, *slow([*SLOW, *EXPERTS, *(f"{name}, eager" for name in EAGER)])])
+@pytest.mark.parametrize(
+    "family", [*GATE, *slow([*SLOW, *EXPERTS, *STATES, *(f"{name}, eager" for name in EAGER)])]
+)
 def test_cached_decoding_is_token_identical_to_generate(family: str) -> None:
     _, model = exported(family)
     torch.manual_seed(1)
