@@ -109,7 +109,7 @@ def config(family: str) -> Any:
         case "mamba2":
             small = {**COMMON, "hidden_size": 64, "num_hidden_layers": 2}
             return transformers.Mamba2Config(
-                **small, state_size=8, num_heads=8, head_dim=16, n_groups=2, chunk_size=16
+                **small, state_size=16, num_heads=64, head_dim=2, n_groups=4, chunk_size=16
             )
         case "mpt":  # ALiBi, from a table of its own; its code is another at the length of that table
             return transformers.MptConfig(

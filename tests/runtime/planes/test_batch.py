@@ -151,6 +151,22 @@ def test_models_without_a_cache_run_one_after_another(family: str) -> None:
     assert torch.equal(both["a"]["result/0"], alone) and both["b"]["result/0"].shape == (1, 1, 256)
 
 
+@pytest.mark.heavy
+def test_models_with_states_run_together_where_no_row_rounds_by_its_company() -> None:
+    assert not stages_of("qwen3-next", 1)[0].together  # a gate of one number a position
+    stages = stages_of("mamba2", 1)
+    assert stages[0].together
+    ids = [(7 * i * i + 3) % 256 for i in range(30)]
+    for name in "abc":
+        stages[0].open(name, POSITIONS)
+    whole = [run(stages, {"a": (i, [token])})["a"]["result/0"] for i, token in enumerate(ids)]
+    run(stages, {"b": (0, ids[:5]), "c": (0, ids[3:20])})
+    tried = run(stages, {"b": (5, [*ids[5:12], 1, 2]), "c": (17, ids[:1])}, singly={"b"})["b"]["result/0"]
+    assert torch.equal(tried[:, :7], torch.cat(whole[5:12], 1))
+    rest = run(stages, {"c": (18, [4]), "b": (12, ids[12:])})["b"]["result/0"]
+    assert torch.equal(rest, whole[-1])
+
+
 def test_one_that_fails_leaves_the_others_as_they_were() -> None:
     stages = stages_of("llama", 1)
     for name in "ab":
