@@ -6,6 +6,7 @@ from fusion.dag.ir.graph import TensorType
 from fusion.dag.ir.opset_shapes import is_float
 from fusion.dag.ir.opset_spec import Call, Mixed, OpSpec, Types, elements, op, plain
 
+MAX_STATE = 1 << 24  # elements of the state of one sequence; large models have a million
 _TENSORS = "query: tensor, key: tensor, value: tensor, decay: tensor, beta: tensor?, rates: tensor?"
 
 
@@ -34,6 +35,8 @@ def recurrence(call: Call) -> Types:
         raise call.fail(f"{heads} heads over {shared} key heads")
     if not isinstance(width, int) or not isinstance(v.shape[3], int):
         raise call.fail(f"key {k} and value {v} have no fixed width")
+    if heads * width * v.shape[3] > MAX_STATE:
+        raise call.fail(f"a state of {heads} x {width} x {v.shape[3]} elements: more than {MAX_STATE}")
     if q.shape != k.shape or any((t.shape[0], t.shape[2]) != (v.shape[0], v.shape[2]) for t in given):
         raise call.fail(f"query {q}, key {k} and value {v} do not fit each other")
     if decay.shape[1] != heads or decay.shape[3] not in (1, width):

@@ -57,6 +57,7 @@ def test_a_sequence_in_pieces_is_as_the_whole(build, execute, evaluate, how):
         ({"beta": (2, 4, 5, 8)}, "beta"),
         ({"beta": (2, 4, 1)}, "needs"),
         ({"rates": (4, 8)}, "rates"),
+        ({"key": (2, 2, 5, 4096), "query": (2, 2, 5, 4096), "value": (2, 4, 5, 4096)}, "a state of"),
     ],
 )
 def test_what_does_not_fit_is_refused(changed, why):
