@@ -30,7 +30,7 @@ def text(outcomes: Sequence[Outcome], version: str, untried: Sequence[str] = ())
         "exact for any model that can be captured. **Refused**: `serve` says why, in the line shown, and serves nothing. The",
         "error is that of the worst logit, as a share of the largest logit where that exceeds 1. All are computed in float32, and",
         f"an error above {TOLERANCE:.0e} counts as wrong, but where the model's own float32 is that far from its float64: there the",
-        f"error may be {TIMES_ROUNDING} times that difference, which stands beside it. Tokens are always the same.",
+        f"error may be {TIMES_ROUNDING} times that difference, which stands beside it. Every token has to be the same in any case.",
         "",
         counts(outcomes),
         "",
