@@ -31,7 +31,11 @@ _STATES = "the model keeps a state beside its cache, which a graph has no place 
 
 @contextmanager
 def one_operator(module: nn.Module) -> Iterator[None]:
-    """While open, the recurrences that are known here are one operator in the code of every part of a module."""
+    """While open, the recurrences that are known here are one operator in the code of every part of a module. In training mode
+    they stay as they are, as the operator has no gradient: such a model is refused for its loop."""
+    if module.training:
+        yield
+        return
     code = {type(part).__module__ for part in module.modules()}
     found = [
         (sys.modules[name], attribute, function)

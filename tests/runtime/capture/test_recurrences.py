@@ -72,6 +72,8 @@ def test_a_function_is_replaced_while_the_model_is_captured_and_no_longer(
     graph = capture_language_model(Scans(), training=False, maximum_sequence=32)
     assert [node.op for node in graph.nodes].count("fusion.recurrence") == 1
     assert globals()["mamba_selective_scan"] is scan
+    with pytest.raises(CaptureError, match="does not leave the size of sequence free"):  # it has no gradient
+        capture_language_model(Scans(), training=True, maximum_sequence=32)
     monkeypatch.setattr(recurrences, "_agrees", lambda _: False)
     with pytest.raises(CaptureError, match="does not leave the size of sequence free"):
         capture_language_model(Scans(), training=False, maximum_sequence=32)
@@ -82,7 +84,7 @@ def test_a_state_or_several_sequences_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(globals(), "mamba_selective_scan", scan)
     monkeypatch.setitem(globals(), "torch_chunk_gated_delta_rule", rule)
     x, g = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2)
-    with one_operator(Scans()):
+    with one_operator(Scans().eval()):
         with pytest.raises(CaptureError, match="keeps a state"):
             globals()["mamba_selective_scan"](g, g, g[0], g, g, return_last_state=True)
         with pytest.raises(CaptureError, match="keeps a state"):
