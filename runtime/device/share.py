@@ -1,13 +1,13 @@
 """Which of the calls that wait for a device runs next: shared out among authors, then among the jobs of one. Pure.
 
-A call cannot be interrupted, so what is shared are the seconds that calls took (start-time fair queueing: Goyal, Vin and
-Cheng 1996). Each author has a tag, which grows by the seconds of its calls, and the lowest goes first. It grows the faster the younger
+What is shared are the seconds that calls took (start-time fair queueing: Goyal, Vin and Cheng 1996). A call that runs for
+long rests between two of its operators, and each part counts as a call. Each author has a tag, which grows by the seconds of its calls, and the lowest goes first. It grows the faster the younger
 the author is here, up to AGE_SECONDS: who has just come has the less of a device that others keep busy, and a new id has least. An author that goes on
 with less than its share keeps what it saved, up to CREDIT_SECONDS: whoever computes now and then does not wait for whoever
 always does, but for the call that runs. Whoever comes anew, or after a rest, has saved nothing. Of one job calls run in the
 order in which they were made.
 
-Serving does not wait for more than one training call of other jobs, however the tags are.
+Serving does not wait for more than one training call of other jobs, unless its author has had far more.
 
 A job whose next call comes right after its last one would find another's call begun each time. So the device is held free
 for a job of the lower tag, HOLD_SECONDS at most, where what it would wait for otherwise is more than what is lost if it does
@@ -16,6 +16,10 @@ not come back, each as often as that happens (anticipatory scheduling: Iyer and 
 And while an author that has had less is about, one that has had more pauses after each call for as long as that took, PAUSE_SECONDS at
 most: whoever waits for the one and the other device in turn would find a call under way on each. All pauses together take no longer
 than the calls for whose sake they are made.
+
+An operator cannot be interrupted. After one of more than LONG_SECONDS its author's training, or its answers, pause for LONG_TIMES
+as long, so that others wait for a tenth of the time. Such a pause may take more time than the calls for whose sake it is, the more of it the younger the author
+is; or else whoever computes a little now and then could keep somebody's large model from the device.
 """
 
 from __future__ import annotations
@@ -36,6 +40,9 @@ REST_SECONDS = 10.0  # without a call, after which nothing is left of that
 HOLD_SECONDS = 0.004
 # After a call of an author that has had more than another who is about: for as long as the call took, and no longer.
 PAUSE_SECONDS = 0.02
+LONG_SECONDS = 0.05  # without a rest: others notice
+LONG_TIMES = 9.0  # so long as that for which its author rests then: others wait for a tenth of the time
+IDLE_SHARE = 0.25  # of the calls for whose sake it is, that a second in which the device is free for such a rest counts for
 ABOUT_SECONDS = 1.0  # for which an author is, after a call
 LESS_SECONDS = 0.5  # that it has had less: of two who want all that they can get each has had less by turns
 REMEMBERED = 1024  # authors, and jobs
@@ -89,14 +96,19 @@ class _Line:
     def begins(self, who: Hashable) -> None:
         self._now = max(self._now, self.tag(who))
 
-    def ends(self, who: Hashable, seconds: float, at: float) -> None:
-        self._keep(who, self.tag(who) + seconds / self._weight(who, at), at)
+    def stays(self, who: Hashable, at: float) -> None:
+        """It still wants it."""
+        self._keep(who, self.tag(who), at)
 
-    def _weight(self, who: Hashable, at: float) -> float:
-        """Its age, where that of the oldest one who is about is 1."""
+    def ends(self, who: Hashable, seconds: float, at: float) -> None:
+        self._keep(who, self.tag(who) + seconds / self.weight(who, at, at - seconds), at)
+
+    def weight(self, who: Hashable, at: float, since: float) -> float:
+        """Its age, where that of the oldest one who is about, or has been `since`, is 1."""
         if self._came is None:
             return 1.0
-        ages = {other: 1.0 + min(AGE_SECONDS, at - self._came[other]) for other in (who, *self._about(at))}
+        about = (who, *self._about(since))
+        ages = {other: 1.0 + min(AGE_SECONDS, at - self._came[other]) for other in about}
         return ages[who] / max(ages.values())
 
     def others(self, who: Hashable, at: float) -> Iterator[float]:
@@ -132,8 +144,12 @@ class DeviceShare:
         self._ended: LRUCache[PeerId, tuple[float, float]] = LRUCache(
             REMEMBERED
         )  # when the last call did, its seconds
+        # Of an author's training, and of its answers: until when they leave the device to others.
+        self._rests: LRUCache[tuple[PeerId, bool], float] = LRUCache(REMEMBERED)
         self._due = 0.0  # seconds of pauses that calls of those who have had less have made up for
-        self._paused: float | None = None  # since when the device is free for such a pause
+        self._paused: tuple[float, float] | None = (
+            None  # since when the device is free for such a pause, and what a second of it counts for
+        )
         self._running: Whose | None = None
         self._last: Whose | None = None  # whose call ended last
 
@@ -150,18 +166,32 @@ class DeviceShare:
     def choose(self, waiting: Sequence[Waiting]) -> Waiting | float:
         """Of those that wait, in the order in which they came and at least one, the one to run; or the seconds to wait for
         another one."""
-        first: dict[JobId, Waiting] = {}
+        calls: dict[JobId, Waiting] = {}
         for call in waiting:
-            first.setdefault(call.whose.job, call)
-        overdue = [call for call in first.values() if call.whose.serves and call.passed]
-        found = min(overdue or first.values(), key=lambda call: self._order(call.whose))
+            calls.setdefault(call.whose.job, call)
+        authors = dict.fromkeys(call.whose.author for call in calls.values())
+        for author in authors:
+            self._authors.stays(author, self._clock())
+        rests = {id(call): self._long_rest(call.whose) for call in calls.values()}
+        first = [call for call in calls.values() if rests[id(call)] <= 0.0]
+        if not first:
+            costs = [self._authors.weight(author, self._clock(), self._clock()) for author in authors]
+            self._pause(max(costs) * IDLE_SHARE)
+            return min(ABOUT_SECONDS, *rests.values())  # whoever it is for may be gone by then
+        most = CREDIT_SECONDS + min(self._authors.tag(call.whose.author) for call in first)
+        overdue = [
+            call
+            for call in first
+            if call.whose.serves and call.passed and self._authors.tag(call.whose.author) <= most
+        ]
+        found = min(overdue or first, key=lambda call: self._order(call.whose))
         if overdue:
             return found
         if (hold := self._for_last(found.whose)) > 0.0:
             return hold
         pause = self._for_others(found.whose)
-        if pause > 0.0 and self._paused is None:
-            self._paused = self._clock()
+        if pause > 0.0:
+            self._pause(1.0)
         return pause or found
 
     def begins(self, call: Waiting, waiting: Sequence[Waiting]) -> None:
@@ -171,7 +201,8 @@ class DeviceShare:
         self._line(whose).begins(whose)
         self._running = whose
         if self._paused is not None:
-            self._due -= self._clock() - self._paused
+            since, cost = self._paused
+            self._due -= cost * (self._clock() - since)
             self._paused = None
         for other in waiting:
             other.passed += _holds_up(whose, other.whose)
@@ -184,10 +215,17 @@ class DeviceShare:
         habits.call = seconds if habits.ended == -math.inf else habits.call + RECENT * (seconds - habits.call)
         habits.ended = self._clock()
         self._ended[whose.author] = habits.ended, seconds
+        if seconds > LONG_SECONDS:
+            self._rests[(whose.author, whose.serves)] = habits.ended + LONG_TIMES * seconds
         about = self._authors.others(whose.author, self._clock())
         if any(tag > self._authors.tag(whose.author) + LESS_SECONDS for tag in about):
             self._due = min(CREDIT_SECONDS, self._due + seconds)
         self._running, self._last = None, whose
+
+    def rests(self, whose: Whose, seconds: float) -> Waiting:
+        """The call that ran is between two operators, after so long. It goes on when it is chosen."""
+        self.ends(whose, seconds)
+        return Waiting(whose)
 
     def _order(self, whose: Whose) -> tuple[float, float]:
         return self._authors.tag(whose.author), self._line(whose).tag(whose)
@@ -214,9 +252,21 @@ class DeviceShare:
         left = ended + min(PAUSE_SECONDS, seconds) - self._clock()
         if left <= 0.0 or self._due <= 0.0:
             return 0.0
-        about = self._authors.others(next_one.author, self._clock())
-        own = self._authors.tag(next_one.author)
-        return left if any(tag < own - LESS_SECONDS for tag in about) else 0.0
+        return left if self._had_more(next_one.author) else 0.0
+
+    def _long_rest(self, whose: Whose) -> float:
+        """Seconds for which it leaves the device to others, after a call that held them up for long."""
+        left = self._rests.get((whose.author, whose.serves), -math.inf) - self._clock()
+        return left if left > 0.0 and self._due > 0.0 and self._had_more(whose.author) else 0.0
+
+    def _pause(self, cost: float) -> None:
+        if self._paused is None:
+            self._paused = self._clock(), cost
+
+    def _had_more(self, author: PeerId) -> bool:
+        """Than another who is about."""
+        own = self._authors.tag(author)
+        return any(tag < own - LESS_SECONDS for tag in self._authors.others(author, self._clock()))
 
 
 def _holds_up(running: Whose | None, whose: Whose) -> bool:

@@ -15,7 +15,7 @@ progress         how a job stands: what watchers are shown
 protocol         every protocol, by name and cap
 cool_down        what failed is left alone for a while
 memory_budget    the memory that a peer lends, and what it is set aside for
-worker           the one thread of a device
+worker           the thread of a device, and who has it
 watch            who looks on, in a simulation
 context          what the parts of one peer process share
 stage_graphs     the stages of a job's graph, read and cut once

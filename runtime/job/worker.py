@@ -1,8 +1,9 @@
-"""The one thread that runs torch work of one device, so that the asyncio loop never waits for arithmetic.
+"""The thread that runs torch work of one device, so that the asyncio loop never waits for arithmetic.
 
 Calls run one at a time: those of one job in the order in which they were made, those of several by what each has had of
-the device (`fusion.runtime.device.share`). Cancelling an awaiting task does not stop a call that has begun
-(arithmetic cannot be interrupted); a call that has not begun is dropped.
+the device (`fusion.runtime.device.share`). A call that runs for long rests between two operators (`rest`), and calls of other
+jobs may overtake it there, in another thread. Cancelling an awaiting task does not stop a call that has begun; a call that has
+not begun is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread, local
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -22,8 +23,20 @@ import torch
 
 from fusion.runtime.device.share import NOBODY, DeviceShare, Waiting, Whose
 
+SLICE_SECONDS = 0.01  # for which a call runs before it may rest
+IDLE_THREADS = 4  # kept for calls that overtake others
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_here = local()
+
+
+def rest() -> bool:
+    """Between two operators of a call, in the thread that runs it: calls of other jobs run now, if it is their turn. Whether
+    it was time for that. Elsewhere it does nothing."""
+    here: Callable[[], bool] | None = getattr(_here, "rest", None)
+    return here is not None and here()
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,74 +101,124 @@ class Worker:
         await self.aclose()
 
 
+@dataclass(eq=False)
+class _Hand:
+    """A thread of the device's. One of them has the device, the others wait for it."""
+
+    turn: Condition
+    given: tuple[Waiting, _Call] | None = None  # to run next
+
+
 class _Queue:
-    """What waits for the one thread, which begins with the first call. Which call it runs is chosen when it is free."""
+    """What waits for a device, which one thread has at a time. Which call runs is chosen when it is free, by the thread that had
+    it last. There is one thread, but for calls that others overtake: each of these keeps its own until it has ended."""
 
     def __init__(self, name: str, prepare: Callable[[], None]) -> None:
         self._name = name
         self._prepare = prepare
-        self._changed = Condition()
+        self._lock = Lock()
+        self._changed = Condition(self._lock)  # for whoever has the device
         self._share = DeviceShare(time.monotonic)
         self._calls: dict[int, tuple[Waiting, _Call]] = {}  # in order, by id of the first
-        self._thread: Thread | None = None
+        self._resting: dict[int, tuple[Waiting, _Hand]] = {}  # calls that have begun, the same
+        self._holder: _Hand | None = None
+        self._idle: list[_Hand] = []
+        self._threads: list[Thread] = []
         self._closed = False
+        self._whose, self._began = NOBODY, 0.0  # what runs, and since when without a rest
 
     def submit(self, whose: Whose, call: _Call) -> None:
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise RuntimeError("the worker is closed")
             waiting = self._share.arrives(whose)
             self._calls[id(waiting)] = waiting, call
             self._changed.notify()
-        if self._thread is None:
-            self._thread = Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+            if self._holder is None:
+                self._holder = self._new_hand()
 
     async def aclose(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
             dropped, self._calls = list(self._calls.values()), {}
             self._changed.notify()
+            for hand in self._idle:
+                hand.turn.notify()
         for _, call in dropped:
             call.outcome.cancel()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+        while self._threads:
+            await asyncio.to_thread(self._threads.pop().join)
 
-    # --- the thread
+    # --- the threads
 
-    def _work(self) -> None:
+    def rest(self, hand: _Hand) -> bool:
+        """In a call, between two operators: whoever is to run before it goes on does. False while it has not run for long."""
+        if time.monotonic() - self._began < SLICE_SECONDS:
+            return False
+        with self._lock:
+            waiting = self._share.rests(self._whose, time.monotonic() - self._began)
+            self._resting[id(waiting)] = waiting, hand
+            self._pass_on(hand)
+            while self._holder is not hand:
+                hand.turn.wait()
+        return True
+
+    def _work(self, hand: _Hand) -> None:
         self._prepare()
-        while (chosen := self._next()) is not None:
-            waiting, call = chosen
-            _do(call, partial(self._ended, waiting.whose, time.monotonic()))
-            del chosen, waiting, call  # or what they hold would stay until the next one
+        _here.rest = partial(self.rest, hand)
+        while (given := self._next(hand)) is not None:
+            _do(given[1], self._ended)
+            del given  # or what it holds would stay until the next one
 
-    def _ended(self, whose: Whose, began: float) -> None:
-        with self._changed:
-            self._share.ends(whose, time.monotonic() - began)
+    def _ended(self) -> None:
+        with self._lock:
+            self._share.ends(self._whose, time.monotonic() - self._began)
 
-    def _next(self) -> tuple[Waiting, _Call] | None:
-        """The call to run now; None once the queue is closed."""
-        with self._changed:
-            while True:
-                self._calls = {
-                    key: each for key, each in self._calls.items() if not each[1].outcome.cancelled()
-                }
-                waiting = [each for each, _ in self._calls.values()]
-                if not waiting:
-                    if self._closed:
-                        return None
-                    self._changed.wait()
-                    continue
-                choice = self._share.choose(waiting)
-                if isinstance(choice, float):
-                    self._changed.wait(choice)
-                    continue
-                found = self._calls.pop(id(choice))
-                self._share.begins(choice, [each for each in waiting if each is not choice])
-                return found
+    def _next(self, hand: _Hand) -> tuple[Waiting, _Call] | None:
+        """What this thread runs now; None where it is to end."""
+        with self._lock:
+            if self._holder is hand and hand.given is None and not self._pass_on(hand):
+                return None
+            if self._holder is not hand:
+                if len(self._idle) >= IDLE_THREADS:
+                    return None
+                self._idle.append(hand)
+                while hand.given is None and not self._closed:
+                    hand.turn.wait()
+            given, hand.given = hand.given, None
+            return given
+
+    def _pass_on(self, hand: _Hand) -> bool:
+        """Choose what runs now, and give its thread the device, which `hand` has. False once the queue is closed and empty."""
+        while True:
+            self._calls = {key: each for key, each in self._calls.items() if not each[1].outcome.cancelled()}
+            waiting = [each for each, _ in (*self._resting.values(), *self._calls.values())]
+            if not waiting and self._closed:
+                return False
+            choice = self._share.choose(waiting) if waiting else None
+            if isinstance(choice, Waiting):
+                break
+            self._changed.wait(choice)
+        self._share.begins(choice, [each for each in waiting if each is not choice])
+        self._whose, self._began = choice.whose, time.monotonic()
+        if (resting := self._resting.pop(id(choice), None)) is not None:
+            self._holder = resting[1]
+        else:
+            if any(hand is other for _, other in self._resting.values()):
+                hand = self._idle.pop() if self._idle else self._new_hand()
+            hand.given = self._calls.pop(id(choice))
+            self._holder = hand
+        self._holder.turn.notify()
+        return True
+
+    def _new_hand(self) -> _Hand:
+        hand = _Hand(Condition(self._lock))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(Thread(target=self._work, args=(hand,), name=self._name, daemon=True))
+        self._threads[-1].start()
+        return hand
 
 
 def _do(call: _Call, ended: Callable[[], None]) -> None:

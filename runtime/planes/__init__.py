@@ -3,6 +3,7 @@
 plane            what a plane promises: forward, backward, apply, state; decoding
 choice           the planes that there are, by name
 codegen          a graph as one Python function, with nothing of its text in it
+rests            where a long run lets others go first
 torch_ops        how that function calls each operator
 dropout          masks that are a function of (seed, step, microbatch, node)
 recurrence       a state that every position writes to and reads

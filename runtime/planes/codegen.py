@@ -18,6 +18,7 @@ from fusion.dag.ir.dims import Dim, Poly, bind, symbol, symbols_of
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Node, Ref
 from fusion.dag.ir.opset import spec
+from fusion.runtime.planes.rests import may_rest
 from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
 
@@ -163,6 +164,7 @@ class _Writer:
                 except KeyError:
                     raise GraphError(f"unknown op {op!r:.100}") from None
             self.results(node, op, made)
+            self.call(may_rest, (made,), {})
         self.code.output(tuple(self.find(ref) for ref in graph.outputs))
         module = fx.GraphModule(nn.Module(), self.code)
         return Program(graph, module.forward, tuple(self.dimensions), self.stateful, module.code)

@@ -37,6 +37,7 @@ SAMPLES = save({"x": torch.zeros(64, 4)})
 WEIGHTS = save({"w0": torch.zeros(4, 4)})  # of `deep_training`
 NOTHING = struct.pack("<Q", 2) + b"{}"  # safetensors of no tensors
 PLACED_SECONDS = 60.0
+LONG_SAMPLES = 8192
 SEATS_OF_ONE = 60  # stages that a greedy author offers to each peer
 
 
@@ -135,6 +136,42 @@ async def huge_batches(one: Stranger) -> dict[str, Any]:
             await asyncio.sleep(3.0)
     finally:
         renewing.cancel()
+    await counter.stop()
+    return counter.notes
+
+
+async def long_calls(one: Stranger) -> dict[str, Any]:
+    """A job without an end whose every call has some fifty operators and takes seconds, at the peer that runs most for others."""
+    return await _endless(one, width=256, blocks=24)
+
+
+async def long_operators(one: Stranger) -> dict[str, Any]:
+    """The same of a few operators, of which each takes about a second."""
+    return await _endless(one, width=1536, blocks=2)
+
+
+async def _endless(one: Stranger, width: int, blocks: int) -> dict[str, Any]:
+    """Only one peer is asked: these calls are not made longer, they really compute, on cores that all peers share."""
+    counter = await open_counter(one)
+    built = Builder(width)
+    for _ in range(blocks):
+        built.block(width, width)
+    built.at = built.add("aten.mean", built.at, None)
+    weights = save({f"w{n}": torch.zeros(width, width) for n in range(blocks)})
+    samples = save({"x": torch.zeros(64, width)})
+    counter.offer(
+        training(
+            counter,
+            counter.put(serialise.encode(built.graph())),
+            one.peers[1],
+            microbatch_size=LONG_SAMPLES,
+            steps=10**6,
+            data=samples,
+            weights=(counter.put(weights),),
+        )
+    )
+    await counter.keep_published()
+    await counter.stop()
     return counter.notes
 
 
@@ -166,12 +203,14 @@ def training(
     peer: PeerId,
     microbatches: int = 1,
     microbatch_size: int = 4,
+    steps: int = 1,
+    data: bytes = SAMPLES,
     **changes: Any,
 ) -> Manifest:
-    """One stage, one step."""
+    """One stage."""
     config = TrainConfig(
-        steps=1, microbatches=microbatches, microbatch_size=microbatch_size, sequence=0, seed=1,
-        evaluate_batches=1, optimizer=OptimizerConfig(), data=DataConfig(kind="arrays", train=counter.put(SAMPLES)),
+        steps=steps, microbatches=microbatches, microbatch_size=microbatch_size, sequence=0, seed=1,
+        evaluate_batches=1, optimizer=OptimizerConfig(), data=DataConfig(kind="arrays", train=counter.put(data)),
     )  # fmt: skip
     manifest = Manifest(
         name="hostile", kind="train", graph=graph, cuts=(), weights=(counter.put(WEIGHTS),), proposed=(peer,),
@@ -220,5 +259,7 @@ ATTACKS = {
     "understated_memory": Attack(understated_memory, seconds=15.0, check=little_was_fetched, alone=True),
     "understated_disk": Attack(understated_disk, seconds=15.0, check=little_was_fetched, alone=True),
     "huge_batches": Attack(huge_batches, seconds=20.0, check=little_was_fetched, alone=True),
+    "long_calls": Attack(long_calls, seconds=20.0, check=little_was_fetched, alone=True),
+    "long_operators": Attack(long_operators, seconds=20.0, check=little_was_fetched, alone=True),
     "seat_grab": Attack(seat_grab, seconds=30.0, check=others_find_room, alone=True),
 }

@@ -11,17 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
-from attacks.stranger import Offer, Stranger, store_request
+from attacks.stranger import CALL_SECONDS, Offer, Stranger, store_request
 from support.directory_records import job_record, provider_record
 
 from fusion.runtime.job.fields import plain
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.protocol import JOB
+from fusion.swarm.authority.statements import seal_statement, stop_statement
 from fusion.swarm.blobs.index import CHUNK_BYTES, BlobIndex, index_of
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.protocol import BLOB
-from fusion.swarm.transport import Stream, call
+from fusion.swarm.transport import PeerId, Stream, call
 
 RENEWED_SECONDS = 4.0
 RECORD_SECONDS = 12.0
@@ -88,6 +89,20 @@ class Counter:
             began = time.monotonic()
             await self.publish()
             await asyncio.sleep(max(0.1, RENEWED_SECONDS - (time.monotonic() - began)))
+
+    async def stop(self) -> None:
+        """End our training jobs: what is measured afterwards is to be quiet."""
+        author = self.one.identity
+
+        async def end(job: JobId, peer: PeerId) -> None:
+            statement = seal_statement(stop_statement(job, author.peer_id, time.time()), author.sign)
+            with suppress(SwarmError, TimeoutError):
+                async with asyncio.timeout(CALL_SECONDS):
+                    await call(
+                        self.one.transport, peer, JOB.name, "stop", {"job": job, "statement": statement}
+                    )
+
+        await asyncio.gather(*(end(job, manifest.proposed[0]) for job, manifest in self.jobs.items()))
 
     @property
     def notes(self) -> dict[str, Any]:

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.runtime.device.share import CREDIT_SECONDS, NOBODY, PAUSE_SECONDS, DeviceShare, Waiting, Whose
+from fusion.runtime.device.share import (
+    ABOUT_SECONDS,
+    CREDIT_SECONDS,
+    NOBODY,
+    DeviceShare,
+    Waiting,
+    Whose,
+)
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
 
@@ -58,7 +65,7 @@ class Device:
                 continue
             choice = self.share.choose(self.waiting)
             if isinstance(choice, float):
-                assert 0.0 < choice <= PAUSE_SECONDS + 1e-9
+                assert 0.0 < choice <= ABOUT_SECONDS
                 later = self._arrivals[0][0] if self._arrivals else self.now + choice
                 self.now = min(self.now + choice, later)
                 continue
@@ -160,13 +167,51 @@ def test_serving_waits_for_one_training_call_of_another_job_at_most() -> None:
     device = Device()
     answers = whose("author", "answers", serves=True)
     trains = [whose("author", f"job {n}") for n in range(3)] + [whose("other")]
-    seconds = {answers: 0.3} | dict.fromkeys(trains, 1.0)
+    seconds = {answers: 0.03} | dict.fromkeys(trains, 1.0)
     for owner in seconds:
         device.ask(owner, 0.0)
     device.run(60.0, seconds, {})
     between = [device.order[at : at + 2] for at in range(len(device.order) - 1)]
     assert all(answers in pair for pair in between[5:])
     assert min(device.used[owner] for owner in trains) >= 5, "and training goes on"
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_operators_of_seconds_leave_others_most_of_the_time(serves: bool) -> None:
+    """Also where these wait for another device in between, and however many jobs have such operators."""
+    device = Device()
+    honest, strange = whose("honest"), [whose("strange", f"job {n}", serves=serves) for n in range(4)]
+    device.ask(honest, 0.0)
+    for owner in strange:
+        device.ask(owner, 300.0)
+    seconds = {honest: 0.015} | dict.fromkeys(strange, 2.0)
+    device.run(300.0, seconds, {honest: (1, 0.015)})
+    before = device.used[honest]
+    device.run(400.0, seconds, {honest: (1, 0.015)})
+    assert device.used[honest] - before >= 0.85 * before / 3
+    assert sum(device.used[owner] for owner in strange) * 2.0 >= 0.05 * 100, "and nobody has nothing"
+
+
+def test_who_computes_little_does_not_keep_large_operators_from_the_device() -> None:
+    device = Device()
+    large, little = whose("large"), whose("little")
+    device.ask(large, 0.0)
+    device.ask(large, 0.0)
+    device.ask(little, 60.0)
+    device.run(360.0, {large: 2.0, little: 0.01}, {little: (1, 0.5)})
+    assert device.used[large] * 2.0 >= 0.8 * 360.0
+
+
+def test_a_call_that_rests_goes_on_behind_who_has_had_less_and_before_its_jobs_next() -> None:
+    share = DeviceShare(lambda: 0.0)
+    first, second = share.arrives(whose("one")), share.arrives(whose("one"))
+    share.begins(first, [second])
+    other = share.arrives(whose("other"))
+    rested = share.rests(first.whose, 0.01)
+    assert share.choose([rested, second, other]) is other
+    share.begins(other, [rested, second])
+    share.ends(other.whose, 1.0)
+    assert share.choose([rested, second]) is rested
 
 
 def test_calls_of_one_job_run_in_their_order() -> None:
@@ -263,7 +308,7 @@ def test_every_call_runs_once_whatever_comes_when(
             continue
         choice = share.choose(waiting)
         if isinstance(choice, float):
-            assert 0.0 < choice <= PAUSE_SECONDS + 1e-9
+            assert 0.0 < choice <= ABOUT_SECONDS
             now += choice
             continue
         assert any(call is choice for call in waiting)

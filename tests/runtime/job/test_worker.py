@@ -12,7 +12,7 @@ from fusion.runtime.capture.models import GPT
 from fusion.runtime.device.share import Whose
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.job.worker import Worker
+from fusion.runtime.job.worker import Worker, rest
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
 
@@ -189,3 +189,69 @@ def test_the_built_in_model_starts_near_a_uniform_guess() -> None:
 def test_a_model_that_cannot_be_names_the_field(wrong: dict[str, float]) -> None:
     with pytest.raises(JobError, match=rf"model\.{next(iter(wrong))}"):
         GPTConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_another_jobs_call_overtakes_one_that_rests_and_its_own_jobs_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fusion.runtime.job.worker.SLICE_SECONDS", 0.0)
+
+    async def main() -> None:
+        seen: list[str] = []
+        begun, go = threading.Event(), threading.Event()
+
+        def long(name: str, rests: int) -> str:
+            begun.set()
+            assert go.wait(10)
+            for number in range(rests):
+                seen.append(f"{name} {number}")
+                assert rest()
+            return name
+
+        async with Worker() as worker:
+            jobs = [worker.of(Whose(PeerId(name), JobId(name))) for name in ("a", "b", "c")]
+            calls = [asyncio.ensure_future(jobs[0].run(long, "a", 3))]
+            await asyncio.to_thread(begun.wait, 10)
+            calls += [asyncio.ensure_future(jobs[0].run(seen.append, "a's next"))]
+            calls += [asyncio.ensure_future(job.run(long, "bc"[n], 2)) for n, job in enumerate(jobs[1:])]
+            await asyncio.sleep(0.01)
+            go.set()
+            assert [await call for call in calls] == ["a", None, "b", "c"]
+        assert [each for each in seen if each[0] == "a"] == ["a 0", "a 1", "a 2", "a's next"]
+        assert {"b 0", "c 0"} <= set(seen[: seen.index("a 2")]), "they did not wait for its end"
+
+    assert not rest(), "elsewhere it does nothing"
+    asyncio.run(main())
+
+
+def test_closing_waits_for_calls_that_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusion.runtime.job.worker.SLICE_SECONDS", 0.0)
+
+    async def main() -> None:
+        worker = Worker()
+        begun, go = [threading.Event(), threading.Event()], threading.Event()
+
+        def first() -> bool:
+            begun[0].set()
+            while not begun[1].is_set():
+                rest()
+            return True
+
+        def second() -> bool:
+            begun[1].set()
+            return go.wait(10)
+
+        calls = [
+            asyncio.ensure_future(worker.of(Whose(PeerId(name), JobId(name))).run(function))
+            for name, function in (("a", first), ("b", second))
+        ]
+        for each in begun:
+            await asyncio.to_thread(each.wait, 10)
+        closing = asyncio.ensure_future(worker.aclose())
+        await asyncio.sleep(0.01)
+        assert not closing.done()
+        go.set()
+        await closing
+        assert await asyncio.gather(*calls) == [True, True]
+
+    asyncio.run(main())
