@@ -23,6 +23,7 @@ from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+DECODED_NODES = 8  # from one place where a run may rest to the next, where there are no gradients: each costs half a microsecond
 _MAX_SIZES = 256  # combinations of symbol sizes whose dimensions are remembered
 
 Tensors = tuple[torch.Tensor, ...]
@@ -148,7 +149,7 @@ class _Writer:
                 if dim not in self.dimensions:
                     self.dimensions[dim] = self.placeholder()
         state = self.placeholder()
-        for node in graph.nodes:
+        for number, node in enumerate(graph.nodes, 1):
             op, args = node.op, tuple(self.value(node.op, a) for a in node.args)
             if not self.training:
                 op, args = evaluation(op, args)
@@ -164,7 +165,8 @@ class _Writer:
                 except KeyError:
                     raise GraphError(f"unknown op {op!r:.100}") from None
             self.results(node, op, made)
-            self.call(may_rest, (made,), {})
+            if self.training or number % DECODED_NODES == 0:
+                self.call(may_rest, (made,), {})
         self.code.output(tuple(self.find(ref) for ref in graph.outputs))
         module = fx.GraphModule(nn.Module(), self.code)
         return Program(graph, module.forward, tuple(self.dimensions), self.stateful, module.code)

@@ -1,23 +1,24 @@
 """Whose chunks run first where several users have some waiting. Pure.
 
 Users take turns, so that one with a hundred sessions waits with the last of them and not others behind all. And turns stay
-short for whoever has few: while one user decodes fewer sessions than another, the other has at most a few rows in a turn for
-each session of the first, as many as its turn can bear (`TurnTimes`): a single answer beside any number of
-somebody else's then waits for about half a turn at each stage. Of prompts one chunk runs beside tokens, whoever's they are: it is
+short for whoever has few: while one user decodes fewer sessions than another, the other has at most MORE_ROWS in a turn for
+each session of the first, and turns without it now and then (`Rests`). Four rows take about the time of one: where weights are
+what takes it (`fusion.runtime.planes.products.packed`), and where calling operators does. Of prompts one chunk runs beside tokens, whoever's they are: it is
 that of the user who had one longest ago (`PromptTurns`), so that a hundred prompts of one are no longer a wait for another's than one.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-MORE_ROWS = 3  # at most, of another user in a turn, for each session of the one with the fewest
-BORNE = 0.5  # of what a turn takes with a user's own rows, that others' may add
-RECENT = 0.05  # the share of the newest turn in what is believed
-LEAST_SPREAD = 0.1  # of rows (their variance), to tell what one takes
-OUTLIER = 2.0  # times what was expected: a turn that took longer was interrupted, and counts as that
+MORE_ROWS = 3  # of another user in a turn, for each session of the one with the fewest
+REST_TIMES = 4.0  # so long as a turn of others alone, until the next one
+AWAY_TIMES = (
+    10.0  # so long as such a turn: whoever is away for longer comes over slow links, and is not waited for
+)
 
 Item = TypeVar("Item")
 UserOf = Callable[[Item], Hashable]
@@ -34,37 +35,24 @@ def in_turns(waiting: Sequence[Item], user_of: UserOf[Item]) -> list[Item]:
     return [item for _, item in sorted(ranked, key=lambda entry: entry[0])]
 
 
-class TurnTimes:
-    """What a turn of tokens takes, by how many rows it has: the line of least squares through those of late. Where weights are what
-    takes the time, four rows take that of one (`fusion.runtime.planes.products.packed`); where the model is small, what is done for each
-    session is most of it. Until turns of different sizes were seen a row is taken to cost nothing."""
+class Rests:
+    """While a user with the fewest sessions is away at other stages for a moment, turns of others alone take a part of the time only:
+    it would find one under way each time, and its frames the interpreter taken."""
 
     def __init__(self) -> None:
-        self._rows = self._seconds = 0.0  # means
-        self._spread = self._together = 0.0  # variance of rows, their covariance with seconds
-        self._row_seconds = 0.0
+        self._seen = -math.inf  # a user with the fewest, in a turn
+        self._until = -math.inf
 
-    def took(self, rows: int, seconds: float) -> None:
-        if not self._rows:
-            self._rows, self._seconds = float(rows), seconds
-            return
-        expected = self._seconds + self._row_seconds * (rows - self._rows)
-        if expected > 0.0:
-            seconds = min(seconds, OUTLIER * expected)
-        by_rows, by_seconds = rows - self._rows, seconds - self._seconds
-        self._rows += RECENT * by_rows
-        self._seconds += RECENT * by_seconds
-        self._spread = (1 - RECENT) * (self._spread + RECENT * by_rows * by_rows)
-        self._together = (1 - RECENT) * (self._together + RECENT * by_rows * by_seconds)
-        if self._spread >= LEAST_SPREAD:
-            self._row_seconds = max(0.0, self._together / self._spread)
+    def ran(self, alone: bool, seconds: float, now: float) -> None:
+        """A turn, which is over. `alone`: without a row of a user with the fewest sessions, where others have more."""
+        if alone:
+            self._until = min(now + REST_TIMES * seconds, self._seen + AWAY_TIMES * seconds)
+        else:
+            self._seen = now
 
-    def more_rows(self, own: int) -> int:
-        """How many rows of another user may be in a turn for each of a user's `own`: 1 to MORE_ROWS."""
-        alone = self._seconds + self._row_seconds * (own - self._rows)
-        if self._row_seconds * own * MORE_ROWS <= BORNE * alone:
-            return MORE_ROWS
-        return max(1, int(BORNE * alone / (self._row_seconds * own)))
+    def left(self, now: float) -> float:
+        """Seconds until the next turn of others alone."""
+        return max(0.0, self._until - now)
 
 
 class PromptTurns:
@@ -87,14 +75,18 @@ class PromptTurns:
         self._turns.pop(user, None)
 
 
-def fair_rows(
-    waiting: Sequence[Item], user_of: UserOf[Item], decoding: Mapping[Hashable, int], more_rows: int
-) -> list[Item]:
-    """Those that may run in one turn, in turns. `decoding`: how many sessions of each user decode; `more_rows`: of another for
-    each session of the user with the fewest."""
+def with_fewest(decoding: Mapping[Hashable, int]) -> frozenset[Hashable]:
+    """The users with the fewest sessions that decode, of those in `decoding`, where others have more."""
+    fewest = min(decoding.values(), default=0)
+    few = frozenset(user for user, count in decoding.items() if count == fewest)
+    return few if len(few) < len(decoding) else frozenset()
+
+
+def fair_rows(waiting: Sequence[Item], user_of: UserOf[Item], decoding: Mapping[Hashable, int]) -> list[Item]:
+    """Those that may run in one turn, in turns. `decoding`: how many sessions of each user decode."""
     if len(decoding) < 2:
         return list(waiting)
-    most = more_rows * min(decoding.values())
+    most = MORE_ROWS * min(decoding.values())
     taken = Counter[Hashable]()
     found = []
     for item in in_turns(waiting, user_of):

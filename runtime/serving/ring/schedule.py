@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.ring.fair_turns import PromptTurns, TurnTimes, fair_rows
+from fusion.runtime.serving.ring.fair_turns import PromptTurns, Rests, fair_rows, with_fewest
 from fusion.runtime.serving.ring.session import Chunk, SessionId
 
 if TYPE_CHECKING:  # it holds tensors' layouts
@@ -65,7 +65,8 @@ class Schedule(Generic[Session]):
         self._positions = 0  # that wait
         self._decoding: set[SessionId] = set()  # sessions whose newest chunk is a short one
         self._prompts = PromptTurns()
-        self._times = TurnTimes()
+        self._few: frozenset[Hashable] = frozenset()  # users with the fewest sessions, at the last turn
+        self._rests = Rests()
         self._held: set[SessionId] = set()  # sessions of which a chunk that had its turn comes again
 
     def admit(self, session: Session) -> bool:
@@ -126,8 +127,8 @@ class Schedule(Generic[Session]):
         """How many guesses of it may be under way: where others decode, they take the time of their tokens."""
         return GUESSES // max(1, len(self._decoding | {session.id}))
 
-    def next_turn(self) -> tuple[Work[Session], ...]:
-        """The chunks that run together next, one a session; nothing while none waits."""
+    def next_turn(self, now: float = 0.0) -> tuple[Work[Session], ...]:
+        """The chunks that run together next, one a session; nothing while none waits, or for as long as `rest` says."""
         first: dict[SessionId, Work[Session]] = {}
         for work in self._waiting:
             if work.session.id not in self._held:
@@ -135,8 +136,14 @@ class Schedule(Generic[Session]):
         share = -(-len(self._decoding) // self._stages)
         users = Counter(self._user_of(self.sessions[each]) for each in self._decoding)
         tokens = [work for work in first.values() if work.chunk.length <= SHORT_POSITIONS]
-        more = self._times.more_rows(min(users.values(), default=1))
-        tokens = fair_rows(tokens, self._of, users, more)[: max(1, share)]
+        self._few = with_fewest(users)
+        if (
+            self._few
+            and self.rest(now) > 0.0
+            and not any(self._of(work) in self._few for work in first.values())
+        ):
+            return ()
+        tokens = fair_rows(tokens, self._of, users)[: max(1, share)]
         long = [work for work in first.values() if work.chunk.length > SHORT_POSITIONS]
         prompts = self._prompts.ranked(long, self._of)
         chosen: list[Work[Session]] = []
@@ -151,10 +158,15 @@ class Schedule(Generic[Session]):
         self._keep([work for work in self._waiting if id(work) not in taken])
         return tuple(chosen)
 
-    def took(self, turn: Sequence[Work[Session]], seconds: float) -> None:
-        """How long a turn has run."""
-        if all(work.chunk.length <= SHORT_POSITIONS for work in turn):
-            self._times.took(sum(work.chunk.length for work in turn), seconds)
+    def rest(self, now: float) -> float:
+        """Seconds for which what waits may have to wait for a user who has fewer sessions."""
+        return self._rests.left(now) if self._waiting else 0.0
+
+    def took(self, turn: Sequence[Work[Session]], seconds: float, now: float) -> None:
+        """How long the turn has run that is over now."""
+        self._rests.ran(
+            bool(self._few) and not any(self._of(work) in self._few for work in turn), seconds, now
+        )
 
     def _of(self, work: Work[Session]) -> Hashable:
         return self._user_of(work.session)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
@@ -241,7 +242,8 @@ class RingStage:
             turn = await self._next(passing)
             began = self._clock()
             outcomes = await self._worker.run(self._runner.run, turn)
-            self._schedule.took(turn, self._clock() - began)
+            now = self._clock()
+            self._schedule.took(turn, now - began, now)
             for work, outcome in zip(turn, outcomes, strict=True):
                 if isinstance(outcome, MemoryError):
                     self._schedule.hold(work.session)
@@ -253,14 +255,17 @@ class RingStage:
     async def _next(self, passing: asyncio.Future[None]) -> Turn:
         """`passing`: what the turn before gave is on its way."""
         while True:
-            turn = self._schedule.next_turn()
+            now = self._clock()
+            turn = self._schedule.next_turn(now)
             self._room.set()
             if turn:
                 return turn
             self._arrived.clear()
             # What passes on may bring work of its own, which a step of the draft model would hold up.
             if not passing.done() or not await self._draft():
-                await self._arrived.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._schedule.rest(now) or None):
+                        await self._arrived.wait()
 
     async def _draft(self) -> bool:
         """Nothing else waits: let the draft model guess. Whether it ran."""

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.serving.ring.fair_turns import REST_TIMES
 from fusion.runtime.serving.ring.schedule import (
     MAX_SESSIONS,
     SHARED_POSITIONS,
@@ -177,3 +178,22 @@ def test_prompts_of_many_sessions_of_one_user_let_anothers_through() -> None:
         ran.append(prompt.session.id)
         schedule.add(work(prompt.session, SHARED_POSITIONS, SHARED_POSITIONS))  # behind the others
     assert ran == ["a0", "a1", "b", "a2", "b", "a3"]
+
+
+def test_turns_without_the_user_with_fewest_sessions_come_now_and_then() -> None:
+    schedule: Schedule[Named] = Schedule(stages=1, bounded=False, user_of=lambda each: each.id[0])
+    many, one = [session(f"a{i}") for i in range(12)], session("b")
+    assert all(schedule.admit(each) for each in (*many, one))
+    for each in (*many, one):
+        schedule.add(work(each))
+    first = schedule.next_turn(0.0)
+    assert one in [w.session for w in first]
+    schedule.took(first, 1.0, 1.0)
+    alone = schedule.next_turn(1.0)
+    assert alone and one not in [w.session for w in alone], "it is at another stage"
+    schedule.took(alone, 1.0, 2.0)
+    assert schedule.next_turn(2.0) == () and schedule.rest(2.0) == REST_TIMES
+    schedule.add(work(one, 1))
+    assert one in [w.session for w in schedule.next_turn(2.0)], "it is back, and others' rows go along"
+    schedule.remove(one)
+    assert schedule.next_turn(2.0), "nobody else is here"
