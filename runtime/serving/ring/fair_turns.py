@@ -2,8 +2,8 @@
 
 Users take turns, so that one with a hundred sessions waits with the last of them and not others behind all. And turns stay
 short for whoever has few: while one user decodes fewer sessions than another, the other has at most MORE_ROWS in a turn for
-each session of the first, and turns without it now and then (`Rests`). Four rows take about the time of one: where weights are
-what takes it (`fusion.runtime.planes.products.packed`), and where calling operators does. Of prompts one chunk runs beside tokens, whoever's they are: it is
+each session of the first, and turns without it now and then (`Rests`). Where reading weights is what takes the
+time, or calling operators, four rows take little more than one. Of prompts one chunk runs beside tokens, whoever's they are: it is
 that of the user who had one longest ago (`PromptTurns`), so that a hundred prompts of one are no longer a wait for another's than one.
 """
 
