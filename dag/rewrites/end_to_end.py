@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
 from fusion.dag.cutting.positional import keeps_last
 from fusion.dag.cutting.references import substitute
@@ -22,11 +21,6 @@ _ALONE = frozenset({"pointwise", "contraction"})  # what may follow the cut to t
 _ROW_PRODUCTS = frozenset({
     "aten.linear", "aten.addmm", "fusion.linear_int8", "fusion.linear_int4", "fusion.expert_linear",
 })  # fmt: skip
-# Functions that a CPU computes for several elements at once, and otherwise for those that are left over. With so many of them a
-# position nothing is left over, however many positions run.
-_ROUNDED = frozenset({"aten.sigmoid", "aten.softplus", "aten.silu", "aten.gelu", "fusion.gelu_tanh"})
-_AT_ONCE = 64
-_STATE = "fusion.cached_recurrence"
 
 Along = tuple[int, int]
 
@@ -55,12 +49,7 @@ def end_to_end(graph: Graph) -> EndToEnd | None:
         return None
     given = {name: along for name, along in inputs.items() if along is not None}
     made = tuple(along for along in outputs if along is not None)
-    if (
-        len(given) < len(inputs)
-        or len(made) < len(outputs)
-        or not given
-        or not (_rows_apart(whole) and _rows_even(whole))
-    ):
+    if len(given) < len(inputs) or len(made) < len(outputs) or not given or not _rows_apart(whole):
         return None
     return EndToEnd(given, made, last, tuple(ref in short for ref in graph.outputs))
 
@@ -98,20 +87,6 @@ def _every_position(graph: Graph, last: frozenset[str]) -> tuple[Graph, frozense
         nodes.append(node)
     outputs = tuple(kept.get(ref, ref) for ref in graph.outputs)
     return replace(graph, nodes=tuple(nodes), outputs=outputs), frozenset(short)
-
-
-def _rows_even(graph: Graph) -> bool:
-    """Whether each position has the same bits however many run, as far as these functions go: models with states have gates of
-    one number a head, which need not."""
-    if not any(node.op == _STATE for node in graph.nodes):
-        return True
-    for node in graph.nodes:
-        if node.op in _ROUNDED and (axis := sequence_axis(node.results[0])) is not None:
-            rows = rows_per_position(node.results[0], axis)
-            fixed = (d for i, d in enumerate(node.results[0].shape) if i != axis and isinstance(d, int))
-            if rows * prod(fixed) % _AT_ONCE:
-                return False
-    return True
 
 
 def _rows_apart(graph: Graph) -> bool:

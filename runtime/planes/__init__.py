@@ -5,6 +5,7 @@ choice           the planes that there are, by name
 codegen          a graph as one Python function, with nothing of its text in it
 rests            where a long run lets others go first
 torch_ops        how that function calls each operator
+rounding         functions whose rounding depends on how many numbers they get
 dropout          masks that are a function of (seed, step, microbatch, node)
 recurrence       a state that every position writes to and reads
 kv_cache         keys and values of past positions, and the attention that reads them

@@ -19,6 +19,7 @@ from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Node, Ref
 from fusion.dag.ir.opset import spec
 from fusion.runtime.planes.rests import may_rest
+from fusion.runtime.planes.rounding import UNEVEN, even, in_rows
 from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
 
@@ -131,6 +132,7 @@ class _Writer:
     ) -> None:
         self.products = products
         self.last = last
+        self.even = not training and device.type == "cpu"  # positions have the same bits however many are run
         self.graph = graph
         self.device = device
         self.training = training
@@ -161,9 +163,14 @@ class _Writer:
                 made = self.call(STATEFUL[op], (*args, state, *self.number(op, node.name)), {})
             else:
                 try:
-                    made = self.call(*spell(op, args, self.device))
+                    target, given, named = spell(op, args, self.device)
                 except KeyError:
                     raise GraphError(f"unknown op {op!r:.100}") from None
+                if self.even and op in UNEVEN:
+                    target = even(target)
+                elif self.even and spec(op).family == "reduction":
+                    target = in_rows(target)
+                made = self.call(target, given, named)
             self.results(node, op, made)
             if self.training or number % DECODED_NODES == 0:
                 self.call(may_rest, (made,), {})

@@ -152,9 +152,9 @@ def test_models_without_a_cache_run_one_after_another(family: str) -> None:
 
 
 @pytest.mark.heavy
-def test_models_with_states_run_together_where_no_row_rounds_by_its_company() -> None:
-    assert not stages_of("qwen3-next", 1)[0].together  # a gate of one number a position
-    stages = stages_of("mamba2", 1)
+@pytest.mark.parametrize("family", ["qwen3-next", "mamba2"])  # the first has a gate of one number a position
+def test_models_with_states_run_together(family: str) -> None:
+    stages = stages_of(family, 1)
     assert stages[0].together
     ids = [(7 * i * i + 3) % 256 for i in range(30)]
     for name in "abc":
@@ -164,7 +164,10 @@ def test_models_with_states_run_together_where_no_row_rounds_by_its_company() ->
     tried = run(stages, {"b": (5, [*ids[5:12], 1, 2]), "c": (17, ids[:1])}, singly={"b"})["b"]["result/0"]
     assert torch.equal(tried[:, :7], torch.cat(whole[5:12], 1))
     rest = run(stages, {"c": (18, [4]), "b": (12, ids[12:])})["b"]["result/0"]
-    assert torch.equal(rest, whole[-1])
+    stages[0].open("alone", POSITIONS)
+    run(stages, {"alone": (0, ids[:5])})
+    run(stages, {"alone": (5, [*ids[5:12], 1, 2])}, singly={"alone"})
+    assert torch.equal(rest, run(stages, {"alone": (12, ids[12:])})["alone"]["result/0"])
 
 
 def test_one_that_fails_leaves_the_others_as_they_were() -> None:
