@@ -17,6 +17,7 @@ import numpy.typing as npt
 from fusion.dag.cutting.costs import differentiable, node_costs
 from fusion.dag.cutting.positional import POSITIONAL, keeps_last, repeatable, written_buffers
 from fusion.dag.cutting.references import argument_symbols, needed, substitute
+from fusion.dag.cutting.source import source_values
 from fusion.dag.cutting.stage import Edge, Stage, TieGroup, edge_name
 from fusion.dag.ir.dims import Poly, bind, size
 from fusion.dag.ir.errors import GraphError
@@ -39,7 +40,7 @@ def split(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
     bounds = _bounds(graph, cuts)
     parts = _partition(graph, bounds)
     variables = _variables(graph, parts)
-    gradient = differentiable(graph)
+    gradient, of_source = differentiable(graph), source_values(graph)
     consumers: dict[Ref, list[int]] = {}
     for s, part in enumerate(parts):
         for ref in part.foreign:
@@ -47,7 +48,13 @@ def split(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
     producer = {ref: _stage_of(graph.node_index[ref.name], bounds) for ref in consumers}
     edges = {
         ref: Edge(
-            edge_name(ref), ref, graph.types[ref], producer[ref], tuple(consumers[ref]), ref in gradient
+            edge_name(ref),
+            ref,
+            graph.types[ref],
+            producer[ref],
+            tuple(consumers[ref]),
+            ref in gradient,
+            ref in of_source,
         )
         for ref in sorted(consumers, key=lambda r: (graph.node_index[r.name], r.index))
     }

@@ -24,6 +24,9 @@ class Edge:
     producer: int  # stage index
     consumers: tuple[int, ...]  # stage indices, ascending, all > producer
     needs_gradient: bool  # a floating value that depends on a trainable parameter
+    of_source: bool = (
+        False  # made once for a session, of what it was given to read (`fusion.dag.cutting.source`)
+    )
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""Attention to a cache that is not a plain softmax of products: capped scores, a bias by position, sinks."""
+"""Attention to a cache that is not a plain softmax of products: capped scores, a bias by position or by distance, sinks; and
+attention to what a session was given to read before it began."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 
 from fusion.dag.ir.graph import TensorType
-from fusion.dag.ir.opset_contract import attention_flops, leads
+from fusion.dag.ir.opset_contract import attention_flops, cached_attention, leads
 from fusion.dag.ir.opset_shapes import is_float, same
 from fusion.dag.ir.opset_spec import Call, Mixed, OpSpec, Types, elements, op, plain
 
@@ -54,6 +56,60 @@ def cached_attention_scored(call: Call) -> Types:
     return (TensorType((*q.shape[:-1], v.shape[-1]), v.dtype),)
 
 
+def cached_attention_relative(call: Call) -> Types:
+    """As `fusion.cached_attention` without a window; the score of query i and key j of head h is
+
+        query_i . key_j * scale + table[buckets[min(i - j, len(buckets) - 1)], h]
+
+    as T5 has it (arXiv 1910.10683, section 2.1). `table` (rows, heads), of any floating dtype, is read in that of the scores;
+    the result has the dtype of value."""
+    q, k, v, table, buckets = (call[n] for n in ("query", "key", "value", "table", "buckets"))
+    scores = replace(v, dtype=q.dtype)
+    cached_attention(Call(call.op, {**call.values, "value": scores, "window": None}))
+    if k.dtype != q.dtype or not is_float(v.dtype):
+        raise call.fail(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}")
+    if len(table.shape) != 2 or table.shape[1] != q.shape[1] or not is_float(table.dtype):
+        raise call.fail(f"table {table} has no number for each of {q.shape[1]} heads")
+    rows = table.shape[0]
+    if not buckets or not isinstance(rows, int) or not all(0 <= bucket < rows for bucket in buckets):
+        raise call.fail(f"buckets are rows of the table, 0 to {rows} without it")
+    if not isfinite(call["scale"]):
+        raise call.fail("scale must be finite")
+    return (TensorType((*q.shape[:-1], v.shape[-1]), v.dtype),)
+
+
+def source_attention(call: Call) -> Types:
+    """query (batch, heads, length, width), key and value (batch, key heads, source, width[']): every query to all keys, which
+    belong to what the session was given to read (an encoder's output) and are the same for each of its positions. Whoever
+    runs a sequence in pieces keeps them under `slot`."""
+    q, k, v = (call[n] for n in ("query", "key", "value"))
+    if any(len(t.shape) != 4 for t in (q, k, v)) or call["slot"] < 0:
+        raise call.fail("needs (batch, heads, length, width) and a slot of at least 0")
+    same(call, q.shape[-1], k.shape[-1], "width of query and key")
+    same(call, k.shape[-2], v.shape[-2], "length of key and value")
+    if any(t.dtype != q.dtype for t in (k, v)) or not is_float(q.dtype):
+        raise call.fail(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}")
+    lead = leads(call, grouped=True)
+    if any(part != lead[0] for part in lead):
+        raise call.fail(f"batch of {q}, {k} and {v}")
+    if call["scale"] is not None and not isfinite(call["scale"]):
+        raise call.fail("scale must be finite")
+    return (TensorType((*q.shape[:-1], v.shape[-1]), q.dtype),)
+
+
+def _source_mixes(_: Call) -> Mixed:
+    return {"query": {3}, "key": {2, 3}, "value": {2}}
+
+
+def _relative_mixes(_: Call) -> Mixed:
+    return {"query": {3}, "key": {3}, "table": {0}}
+
+
+def _relative_flops(call: Call, results: Types) -> int:
+    rows = elements(results[0]) // max(1, plain(results[0].shape[-1]))
+    return attention_flops(call, results) + rows * plain(call["key"].shape[-2])
+
+
 def _mixes(_: Call) -> Mixed:
     # Along length the cache carries what came before, so a sequence may be given in pieces.
     return {"query": {3}, "key": {3}}
@@ -71,4 +127,10 @@ SPECS: list[OpSpec] = [
        "query: tensor, key: tensor, value: tensor, bias: tensor?, sinks: tensor?, slot: int, scale: float, window: int?, softcap: float?, slopes: floats?",
        cached_attention_scored, "attention",
        mixes=_mixes, flops=_flops, differentiable=False, keeps=("key", "value", "bias"), since=2),
+    op("fusion.cached_attention_relative",
+       "query: tensor, key: tensor, value: tensor, table: tensor, slot: int, scale: float, buckets: ints",
+       cached_attention_relative, "attention",
+       mixes=_relative_mixes, flops=_relative_flops, differentiable=False, keeps=("key", "value"), since=2),
+    op("fusion.source_attention", "query: tensor, key: tensor, value: tensor, slot: int, scale: float?", source_attention, "attention",
+       mixes=_source_mixes, flops=attention_flops, differentiable=False, keeps=("key", "value"), since=2),
 ]  # fmt: skip

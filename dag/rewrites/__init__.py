@@ -5,6 +5,7 @@ experts              one op for a product with the matrices that rows have chose
 expert_groups        experts in groups that a cut may lie between (expert parallelism)
 positions            whether each position is treated by itself
 masks                what an attention mask lets a position see, by evaluating it
+relative_bias        a bias by distance, from a table
 own_positions        positions that a model counts itself, from its input
 eager_attention      attention that a model writes out
 cached_convolution   short convolutions that read earlier positions from one

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from fusion.dag.cutting.references import needed
+from fusion.dag.cutting.source import SOURCE, SOURCE_ATTENTION, misread, source_values
 from fusion.dag.ir.dims import Dim, symbol
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
@@ -29,25 +30,37 @@ from fusion.dag.rewrites.eager_attention import (
     positional_names,
     read_attention,
 )
-from fusion.dag.rewrites.masks import Bias, Evaluate, affine_bias, visible_window
+from fusion.dag.rewrites.masks import Bias, Evaluate, affine_bias, shows_all, visible_window
 from fusion.dag.rewrites.own_positions import given_positions
 from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions
+from fusion.dag.rewrites.relative_bias import RelativeBias, relative_bias
 
 FUSED = "aten.scaled_dot_product_attention"
 
 
-def cache_attention(graph: Graph, evaluate: Evaluate, maximum_sequence: int | None = None) -> Graph:
+def cache_attention(
+    graph: Graph,
+    evaluate: Evaluate,
+    maximum_sequence: int | None = None,
+    maximum_source: int | None = None,
+) -> Graph:
     """The inference graph for a piece of a sequence: its inputs and outputs are of the new positions only.
 
     `position_ids` must count from 0 at the start of each sequence, and a session must give its positions in order.
     `evaluate` runs the small sub-graphs that make masks (see `masks.Evaluate`). Slots number the caches 0, 1, ... in
     the order of the nodes; keys and values that were repeated for grouped queries are cached before that. A window
-    that `maximum_sequence` positions never fill is left out. UnsupportedModel, in one line, for any other model.
+    that `maximum_sequence` positions never fill is left out. Of an encoder-decoder, attention to what the encoder gives becomes
+    `fusion.source_attention`, and the encoder stays as it is; `maximum_source`: of the source's positions.
+    UnsupportedModel, in one line, for any other model.
     """
     graph = given_positions(clean(graph), evaluate)
-    cached = clean(_Caching(graph, evaluate, maximum_sequence).run())
-    cached = clean(cache_recurrences(cache_convolutions(cached)))
+    walk = _Caching(graph, evaluate, maximum_sequence, maximum_source)
+    cached = clean(cache_recurrences(cache_convolutions(clean(walk.run()))))
     require_separate_positions(cached)
+    if (node := misread(cached)) is not None:
+        raise UnsupportedModel(
+            f"no KV cache for this model: {node.name} ({node.op}) reads the encoder in another way than attention does"
+        )
     for ref in cached.outputs:
         if symbol(SEQUENCE) not in cached.types[ref].shape:
             raise UnsupportedModel(
@@ -59,16 +72,22 @@ def cache_attention(graph: Graph, evaluate: Evaluate, maximum_sequence: int | No
 class _Caching:
     """One walk over the nodes, in which each attention becomes one with a cache."""
 
-    def __init__(self, graph: Graph, evaluate: Evaluate, longest: int | None) -> None:
+    def __init__(
+        self, graph: Graph, evaluate: Evaluate, longest: int | None, longest_source: int | None
+    ) -> None:
         self.graph = graph
         self.evaluate = evaluate
         self.longest = longest
+        self.longest_source = longest_source
+        self.of_source = source_values(graph)
         self.positional = positional_names(graph)
         self.types = dict(graph.types)
         self.nodes: list[Node] = []
         self.slots = 0
         self.windows: dict[Hides, int | None] = {}
         self.biases: dict[Ref, Bias] = {}
+        self.relatives: dict[Ref, RelativeBias | None] = {}
+        self.shown: dict[Ref, bool] = {}
 
     def run(self) -> Graph:
         graph = self.graph
@@ -79,7 +98,11 @@ class _Caching:
         }
         for node in graph.nodes:
             try:
-                if node.op == FUSED:
+                if Ref(node.name) in self.of_source:
+                    self.nodes.append(node)  # runs once, over all of the source
+                elif node.op == FUSED and set(node.args[1:3]) <= self.of_source:
+                    self.across(node)
+                elif node.op == FUSED:
                     self.fused(node)
                 elif node.name in written:
                     self.written(written[node.name])
@@ -90,6 +113,20 @@ class _Caching:
             except GraphError as why:
                 raise _refusal(node, f"does not fit a cache: {why}") from None
         return replace(graph, nodes=tuple(self.nodes))
+
+    def across(self, node: Node) -> None:
+        """Attention of the sequence to the source: to all of it."""
+        query, key, value = (a for a in node.args[:3] if isinstance(a, Ref))
+        mask, dropout, is_causal, scale, _ = node.args[3:]
+        if dropout != 0 or is_causal is True:
+            raise _refusal(node, "sees a part of the source")
+        if isinstance(mask, Ref):
+            if mask not in self.shown:
+                most = {SEQUENCE: self.longest or 1 << 30, SOURCE: self.longest_source or 1 << 30}
+                self.shown[mask] = shows_all(self.graph, mask, self.evaluate, most)
+            if not self.shown[mask]:
+                raise _refusal(node, "hides a part of the source, or adds to its scores")
+        self.attention(node, SOURCE_ATTENTION, query, key, value, self.slot(), scale)
 
     def fused(self, node: Node) -> None:
         query, key, value = (a for a in node.args[:3] if isinstance(a, Ref))
@@ -107,7 +144,7 @@ class _Caching:
                 raise _refusal(node, "sees later positions")
         assert scale is None or isinstance(scale, (int, float))
         keys = self.unrepeated(node, query, key, value, grouped is True)
-        if not seen.biases and seen.slopes is None:
+        if not seen.biases and seen.slopes is None and seen.relative is None:
             self.plain(node, query, *keys, scale, self.window(seen))
             return
         width = self.types[query].shape[3]
@@ -173,7 +210,8 @@ class _Caching:
             except UnsupportedModel as why:
                 parts = hidden_parts(self.graph, added)
                 if parts is None:
-                    self.slope(node, seen, added, str(why))
+                    if not self.by_distance(node, seen, added):
+                        self.slope(node, seen, added, str(why))
                     return
                 for hides in parts[0]:
                     seen.add(self.seen_by(hides))
@@ -193,6 +231,18 @@ class _Caching:
             require_separate_positions(part)
         except UnsupportedModel:
             return False
+        return True
+
+    def by_distance(self, node: Node, seen: _Seen, added: Added) -> bool:
+        """Whether the bias is one that is looked up by distance."""
+        if added.bias not in self.relatives:
+            self.relatives[added.bias] = relative_bias(self.graph, added.bias, self.evaluate, self.longest)
+        found = self.relatives[added.bias]
+        if found is None:
+            return False
+        if added.times != 1 or seen.relative is not None:
+            raise _refusal(node, "scales a bias by distance, or has two of them")
+        seen.relative = found
         return True
 
     def slope(self, node: Node, seen: _Seen, added: Added, why: str) -> None:
@@ -269,6 +319,16 @@ class _Caching:
 
     def scored(self, found: EagerAttention, values: tuple[Ref, Ref, Ref], seen: _Seen) -> None:
         query, key, value = values
+        if seen.relative is not None:
+            more = seen.biases or (seen.slopes, found.softcap, found.sinks, self.window(seen)) != (None,) * 4
+            if more:
+                raise _refusal(
+                    found.end, "has a bias by distance beside a window, a cap, sinks or another bias"
+                )
+            table, buckets = seen.relative.table, seen.relative.buckets
+            op = "fusion.cached_attention_relative"
+            self.attention(found.end, op, query, key, value, table, self.slot(), found.scale, buckets)
+            return
         bias: Ref | None = None
         for i, ref in enumerate(seen.biases):
             ref = self.cast(found.end, f"bias_cast_{i}", ref) if found.end.op == FUSED else ref
@@ -316,6 +376,7 @@ class _Seen:
     window: int | None = None
     biases: list[Ref] = field(default_factory=list)  # for each key
     slopes: tuple[float, ...] | None = None
+    relative: RelativeBias | None = None
     constant: bool = False  # whether a number for all keys was left out
 
     def add(self, window: int | None) -> None:

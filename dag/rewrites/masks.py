@@ -29,6 +29,7 @@ POSITIONS = "position_ids"
 HIDDEN = -1e9  # an additive mask hides a position with this or less
 FAMILIES = frozenset({"pointwise", "reduction", "move", "view", "make"})
 _LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 17, 33, 40)
+_SOME = 5  # of one size while another is tried
 _DIRECT = 2048  # thresholds up to here are tried as they are: a mask then has at most about 4 million entries
 _ENDLESS = 1 << 31  # no position is ever as large as this
 _ROWS = 1 << 21  # the longest row of numbers that is tried
@@ -53,7 +54,7 @@ def visible_window(
     The mask is of booleans (True: visible, or the other way round where it `hides`), or is added to the scores. Positions
     are those of one sequence from its start, at most `longest`. UnsupportedModel for a mask of another kind, or one that
     depends on more than positions."""
-    part = _mask_graph(graph, mask)
+    part = mask_graph(graph, mask)
     if hides:
         part = _negated(part)
     numbers = _numbers(part)
@@ -79,6 +80,31 @@ def visible_window(
     return large[0] + (beyond.pop() or 0)
 
 
+def shows_all(graph: Graph, mask: Ref, evaluate: Evaluate, longest: Mapping[str, int]) -> bool:
+    """Whether `mask`, of booleans or added to the scores, hides nothing and adds nothing, whatever the sizes, which are at most
+    `longest` by symbol. UnsupportedModel for one that depends on more than positions."""
+    part = mask_graph(graph, mask)
+    numbers = _numbers(part)
+    if any(n > _DIRECT for n in numbers) or any(_scales(part, node) for node in part.nodes):
+        return False
+    near = {*_LENGTHS, *(n + d for n in numbers for d in (-1, 0, 1, 2) if n + d > 0)}
+    for first, others in ((n, m) for n in sorted(near) for m in {n, _SOME}):
+        for name in longest:
+            known = {each: min(first if each == name else others, most) for each, most in longest.items()}
+            if not _shows_all(part, known | {"batch": 2}, evaluate):
+                return False
+    return True
+
+
+def _shows_all(part: Graph, sizes: Mapping[str, int], evaluate: Evaluate) -> bool:
+    positions = np.tile(np.arange(sizes["sequence"], dtype=np.int64), (sizes["batch"], 1))
+    try:
+        (values,) = evaluate(part, {i.name: positions for i in part.inputs}, sizes)
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return bool(values.all() if values.dtype == np.bool_ else (values == 0).all())
+
+
 @dataclass(frozen=True)
 class Bias:
     """What is added to the score of key j as query i sees it: slope * (j - i) and a number a row, for each head."""
@@ -91,7 +117,7 @@ class Bias:
 def affine_bias(graph: Graph, bias: Ref, evaluate: Evaluate, longest: int | None) -> Bias:
     """Of `bias` (..., heads, sequence or 1, sequence), which is added to the scores and may hide positions. Tried for
     all lengths that it could depend on up to `longest`. UnsupportedModel for any other."""
-    part = _mask_graph(graph, bias)
+    part = mask_graph(graph, bias)
     if longest is None:
         raise _refusal(bias, "adds to the scores, and nothing says how long a sequence can be")
     found: Bias | None = None
@@ -158,7 +184,7 @@ def _negated(part: Graph) -> Graph:
     return replace(part, nodes=(*part.nodes, hidden), outputs=(Ref(hidden.name),))
 
 
-def _mask_graph(graph: Graph, mask: Ref) -> Graph:
+def mask_graph(graph: Graph, mask: Ref) -> Graph:
     nodes = needed(graph, [mask])
     names = {mask.name, *(ref.name for node in nodes for ref in node.refs())}
     foreign = sorted(names - {POSITIONS} - {node.name for node in nodes})

@@ -15,6 +15,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 
+from fusion.dag.cutting.source import SOURCE, SOURCE_FEATURES, SOURCE_IDS
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.aten_names import op_name, operators, supported, writes_in_place
 from fusion.runtime.capture.lower import lower
@@ -68,6 +70,30 @@ def capture_language_model(module: nn.Module, *, training: bool, maximum_sequenc
     wrapped = _LanguageModel(hollow, training)
     dims = tuple({0: batch, 1: sequence} for _ in example)
     return _capture(module, wrapped, example, dims, training)
+
+
+def capture_encoder_decoder(
+    module: nn.Module, *, maximum_sequence: int, maximum_source: int, features: int = 0
+) -> Graph:
+    """The graph of an encoder-decoder: inputs `source_ids` (batch, source) int64, or with `features` instead
+    `source_features` (batch, features, maximum_source) float, and `input_ids`, `position_ids` (batch, sequence) int64 of
+    the decoder; one output, the logits (batch, sequence, vocabulary). The module is called as transformers' are."""
+    least = min(maximum_sequence, maximum_source)
+    if least < 11:
+        raise CaptureError(f"maximum sequence and maximum source: at least 11, not {least}")
+    hollow = _exportable(_hollow(module))
+    wrapped = _EncoderDecoder(hollow, SOURCE_FEATURES if features else SOURCE_IDS)
+    batch, sequence = Dim("batch", max=MAX_BATCH), Dim("sequence", max=maximum_sequence)
+    text = torch.zeros(2, 8, dtype=torch.int64)
+    dims: tuple[dict[int, Any], ...] = ({0: batch, 1: sequence},) * 2
+    if features:
+        dtype = next((p.dtype for p in hollow.parameters() if p.is_floating_point()), torch.float32)
+        source, first = torch.zeros(2, features, maximum_source, dtype=dtype), {0: batch}
+    else:
+        source, first = torch.zeros(2, 11, dtype=torch.int64), {0: batch, 1: Dim(SOURCE, max=maximum_source)}
+    example = {wrapped.source: source, "input_ids": text, "position_ids": text.clone()}
+    graph = _capture(module, wrapped, example, (first, *dims), training=False)
+    return replace(graph, symbols=("batch", "sequence", SOURCE))
 
 
 def capture_module(
@@ -123,6 +149,24 @@ class _LanguageModel(nn.Module):
         if not self.with_loss:
             return logits
         return functional.cross_entropy(logits.flatten(0, 1).float(), values[2].flatten())
+
+
+class _EncoderDecoder(nn.Module):
+    def __init__(self, module: nn.Module, source: str) -> None:
+        super().__init__()
+        self.module = module
+        self.source = source
+        code = inspect.unwrap(type(module).forward).__code__
+        named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        self.positions = "decoder_position_ids" in named
+
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        source, ids, positions = values
+        given = {self.source.replace("source", "input"): source, "decoder_input_ids": ids}
+        if self.positions:
+            given["decoder_position_ids"] = positions
+        logits: torch.Tensor = self.module(**given, use_cache=False).logits
+        return logits
 
 
 def _language_model_keywords(module: nn.Module) -> frozenset[str]:

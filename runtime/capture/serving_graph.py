@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fusion.dag.cutting.source import SOURCE
 from fusion.dag.ir.dims import Poly, bind
-from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Graph, Input, Node, TensorType
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.experts import name_experts, require_named_experts
@@ -23,9 +24,13 @@ Array = npt.NDArray[np.generic]
 
 
 def serving_graph(
-    graph: Graph, *, cache: Literal["kv", "recompute"] = "kv", maximum_sequence: int | None = None
+    graph: Graph,
+    *,
+    cache: Literal["kv", "recompute"] = "kv",
+    maximum_sequence: int | None = None,
+    maximum_source: int | None = None,
 ) -> Graph:
-    """`graph` as `capture_language_model(training=False)` gives it, rewritten for decoding.
+    """`graph` as `capture_language_model(training=False)` or `capture_encoder_decoder` gives it, rewritten for decoding.
 
     With "kv" every attention reads a cache: UnsupportedModel (one line) for a model in which that would change what
     it computes. With "recompute" the whole prefix is run for each token, which is exact for any model; UnsupportedModel only
@@ -33,7 +38,10 @@ def serving_graph(
     """
     graph = name_experts(clean(graph))
     require_named_experts(graph)
-    graph = cache_attention(graph, evaluate, maximum_sequence) if cache == "kv" else graph
+    if cache == "kv":
+        graph = cache_attention(graph, evaluate, maximum_sequence, maximum_source)
+    elif SOURCE in graph.symbols:
+        raise UnsupportedModel("an encoder-decoder is served with a KV cache or not at all")
     return fuse(last_position(graph))
 
 

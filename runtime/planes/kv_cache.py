@@ -7,7 +7,7 @@ run positions again. Memory is taken in blocks of positions, first set aside (`r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,25 +37,54 @@ class KeptShape:
 
 
 class Scored(NamedTuple):
-    """What makes the scores of `fusion.cached_attention_scored` other than plain ones, but for the bias of each key."""
+    """What makes the scores of `fusion.cached_attention_scored` and `fusion.cached_attention_relative` other than plain ones,
+    but for the bias of each key."""
 
-    sinks: torch.Tensor | None
-    softcap: float | None
-    slopes: Sequence[float] | None
+    sinks: torch.Tensor | None = None
+    softcap: float | None = None
+    slopes: Sequence[float] | None = None
+    # (distances, heads): what is added where the key is so many positions before the query, the last for all that are further
+    relative: torch.Tensor | None = None
 
     def of(self, heads: slice) -> Scored:
         """Of these heads alone."""
         sinks = None if self.sinks is None else self.sinks[heads]
         slopes = None if self.slopes is None else self.slopes[heads]
-        return Scored(sinks, self.softcap, slopes)
+        relative = None if self.relative is None else self.relative[:, heads]
+        return Scored(sinks, self.softcap, slopes, relative)
+
+    def by_distance(self, first: int, count: int, length: int) -> torch.Tensor | None:
+        """(1, heads, count, length): `relative` for queries of which the first is `first` positions behind the first key."""
+        if self.relative is None:
+            return None
+        device = self.relative.device
+        queries = torch.arange(first, first + count, device=device)[:, None]
+        distance = (queries - torch.arange(length, device=device)).clamp(0, len(self.relative) - 1)
+        return self.relative[distance].permute(2, 0, 1)[None]
+
+
+@dataclass(eq=False)
+class KeptSource:
+    """Keys and values of a session's source, of `length` positions, by slot, once its encoder has run."""
+
+    length: int
+    bytes: int  # set aside for them
+    kept: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class SessionCache:
     """The cache of one session, of at most `capacity` positions: tensors (1, heads, room, width) for each slot, of keys, of
-    values and perhaps of a bias."""
+    values and perhaps of a bias. `source`: what it keeps of what it was given to read, which does not grow."""
 
-    def __init__(self, slots: Mapping[int, Sequence[KeptShape]], capacity: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: Mapping[int, Sequence[KeptShape]],
+        capacity: int,
+        device: torch.device,
+        source: KeptSource | None = None,
+    ) -> None:
         self.capacity = capacity
+        self.source = source
         self.length = 0  # positions held
         self._device = device
         self._position_bytes = sum(shape.bytes(1) for shapes in slots.values() for shape in shapes)
@@ -77,7 +106,8 @@ class SessionCache:
     def bytes(self) -> int:
         """Set aside, and what states take."""
         states = sum(state.nbytes for states in self._states.values() for _, state in states)
-        return self._reserved * self._position_bytes + states
+        source = 0 if self.source is None else self.source.bytes
+        return self._reserved * self._position_bytes + states + source
 
     def reserve(self, positions: int) -> None:
         """Set memory aside for so many positions, rounded up to blocks; what is allocated already stays."""
@@ -163,6 +193,14 @@ class SessionCache:
         rows = zip(range(start, end), torch.split(query, 1, 2), strict=True)
         return torch.cat([self._look(row, held, at, at + 1, scale, window, scored) for at, row in rows], 2)
 
+    def attend_source(self, query: torch.Tensor, slot: int, scale: float | None) -> torch.Tensor:
+        """To all of the source, (1, heads, count, width)."""
+        if self.source is None or slot not in self.source.kept:
+            raise ValueError("the session's source has not been run")
+        key, value = self.source.kept[slot]
+        rows = torch.split(query, 1, 2) if self._singly else (query,)
+        return torch.cat([all_attention(each, key, value, scale) for each in rows], 2)
+
     def convolve(
         self,
         rows: torch.Tensor,  # (1, 1, count, channels)
@@ -235,6 +273,7 @@ class SessionCache:
                 mask=mask,
                 scored=scored,
                 first=first,
+                ahead=start - first,
             )
         plain = start == 0 and (window is None or end <= window)
         mask = None if count == 1 or plain else self._mask(first, window, query.device)
@@ -259,8 +298,9 @@ class SessionCache:
         mask: torch.Tensor | None,
         scored: Scored,
         first: int,
+        ahead: int,
     ) -> torch.Tensor:
-        """What the queries see of these keys, the first of which is at position `first`. Of so many heads at a time that the
+        """What the queries see of these keys, the first of which is at position `first`, `ahead` of which they begin. Of so many heads at a time that the
         scores of one position take no more memory than MOST_SCORES."""
         heads, length = query.shape[1], keys.shape[2]
         each, most = heads // keys.shape[1], max(1, MOST_SCORES // length)
@@ -280,6 +320,7 @@ class SessionCache:
                         mask=mask,
                         scored=scored.of(of),
                         first=first,
+                        ahead=ahead,
                     )
                     parts.append(part)
             return torch.cat(parts, 1)
@@ -287,7 +328,7 @@ class SessionCache:
         if scored.slopes is not None:
             far = self._far(scored.slopes, first, first + length, query)
             bias = far if bias is None else bias + far
-        return scored_attention(query, keys, values, scale, mask, bias, scored)
+        return scored_attention(query, keys, values, scale, mask, bias, scored, ahead)
 
     def _far(self, slopes: Sequence[float], first: int, end: int, query: torch.Tensor) -> torch.Tensor:
         """(1, heads, 1, end - first): slope * (j - last position). From the query's own position it differs by a number a
@@ -328,6 +369,8 @@ class Attends(Protocol):
         scored: Scored | None = None,
     ) -> torch.Tensor: ...
 
+    def attend_source(self, query: torch.Tensor, slot: int, scale: float | None) -> torch.Tensor: ...
+
     def convolve(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int
     ) -> torch.Tensor: ...
@@ -367,6 +410,7 @@ def scored_attention(
     mask: torch.Tensor | None,  # (count, length) booleans, True where a query may look
     bias: torch.Tensor | None,  # (1, heads or 1, 1, length)
     scored: Scored,
+    ahead: int = 0,  # of the first key, the first query
 ) -> torch.Tensor:
     """Step by step as models write it out, each step in the dtype of the scores; so many rows at a time that the scores
     of a long sequence take little memory."""
@@ -386,6 +430,8 @@ def scored_attention(
             scores = torch.tanh(scores / scored.softcap) * scored.softcap
         if bias is not None:
             scores = scores + bias
+        if (far := scored.by_distance(ahead + at, count, length)) is not None:
+            scores = scores + far
         if mask is not None:
             scores = scores.masked_fill(~mask[at : at + count], -torch.inf)
         if sinks is not None:
@@ -427,3 +473,40 @@ def cached_attention_scored(
     new = (key, value) if bias is None else (key, value, bias)
     scored = Scored(sinks, softcap, None if slopes is None else tuple(slopes))
     return state.attend(query, new, slot, scale, window, scored)
+
+
+def cached_attention_relative(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    slot: int,
+    scale: float,
+    buckets: list[int],
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.cached_attention_relative`."""
+    relative = table[torch.tensor(buckets, device=table.device)].to(query.dtype)
+    return state.attend(query, (key, value), slot, scale, None, Scored(relative=relative))
+
+
+def all_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Every query to all keys."""
+    grouped = query.shape[1] != key.shape[1]
+    return functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
+
+
+def source_attention(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    slot: int,
+    scale: float | None,
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.source_attention`; without `key` and `value`, to those that each session keeps."""
+    if key is None or value is None:
+        return state.attend_source(query, slot, scale)
+    return all_attention(query, key, value, scale)

@@ -71,7 +71,8 @@ class TrainingStage(Protocol):
 class Piece:
     """Positions [start, start + n) of one session (batch 1). `start` must equal what the cache holds, or be less: the cache
     is then cut back to `start` first. `inputs` as in `TrainingStage.forward`. `singly`: each position as if it were run alone,
-    bit for bit, and logits of all of them; only where pieces run `together`."""
+    bit for bit, and logits of all of them; only where pieces run `together`. Of an encoder-decoder, a piece [-n, 0) is the source,
+    all of it, which runs before anything else of the session."""
 
     session: str
     start: int
@@ -86,8 +87,8 @@ class DecodingStage(Protocol):
     caches: bool  # whether it keeps anything between runs: one without attention needs nothing
     together: bool
 
-    def open(self, session: str, capacity: int) -> None:
-        """Begin a session of at most `capacity` positions."""
+    def open(self, session: str, capacity: int, source: int = 0) -> None:
+        """Begin a session of at most `capacity` positions, with a source of so many."""
 
     def reserve(self, session: str, positions: int) -> bool:
         """Set KV memory aside for the first so many positions, rounded up to blocks; what holds positions already stays.

@@ -43,6 +43,18 @@ class Sequences:
             found.append(found[-1][:, :, -1:].expand(-1, -1, self._rows - at, -1))
         return torch.cat(found, 2)
 
+    def attend_source(self, query: torch.Tensor, slot: int, scale: float | None) -> torch.Tensor:
+        """Each piece to its own sequence's source."""
+        if len(self._lengths) == 1 and self._lengths[0] == self._rows:
+            return self._caches[0].attend_source(query, slot, scale)
+        parts = torch.split(query[:, :, : sum(self._lengths)], list(self._lengths), 2)
+        found = [
+            cache.attend_source(part, slot, scale) for cache, part in zip(self._caches, parts, strict=True)
+        ]
+        if (padding := self._rows - sum(self._lengths)) > 0:
+            found.append(found[-1][:, :, -1:].expand(-1, -1, padding, -1))
+        return torch.cat(found, 2)
+
     def convolve(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int
     ) -> torch.Tensor:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
+from fusion.dag.cutting.costs import type_bytes
+from fusion.dag.cutting.source import SOURCE, SOURCE_ATTENTION, Halves, halves
 from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.dims import bind
 from fusion.dag.ir.graph import Graph
 from fusion.dag.ir.opset import kept
 from fusion.dag.rewrites.end_to_end import Along, EndToEnd, end_to_end
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.codegen import TORCH_DTYPES, compile_graph
-from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
+from fusion.runtime.planes.kv_cache import KeptShape, KeptSource, SessionCache
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.plane import Piece, Tensors
 from fusion.runtime.planes.products.packed import padded
@@ -28,12 +32,17 @@ class TorchDecodingStage:
     def __init__(self, stage: Stage, variables: Tensors, device: str = "cpu") -> None:
         self.stage = stage
         self.device = torch.device(device)
-        self._slots = _slot_shapes(stage.graph)
         matrices = Matrices(stage.graph, variables, self.device)
+        both = halves(stage)
+        self._encoder = None if both is None else _Encoder(both, matrices, self.device)
+        if both is not None:
+            stage = both.decode
+        self._slots = _slot_shapes(stage.graph)
         layout = end_to_end(stage.graph) if matrices.rows_agree else None
         self._layout = layout
         self.least_rows = matrices.least_rows  # how many rows run at once at least
-        self.together = layout is not None  # whether pieces run as one
+        self._idle = both is not None and not stage.graph.outputs  # all that is here is an encoder's
+        self.together = layout is not None or self._idle  # whether pieces run as one
         self._program = compile_graph(
             stage.graph,
             self.device,
@@ -41,7 +50,8 @@ class TorchDecodingStage:
             products=matrices.products(together=layout is not None),
             last=layout.last if layout is not None else frozenset(),
         )
-        self._variables = tuple(matrices.laid_out[v.name] for v in stage.graph.variables)
+        # What stands for keys and values of the source is with each session.
+        self._variables = tuple(matrices.laid_out.get(v.name) for v in stage.graph.variables)
         if self._slots and layout is None:
             self._program.require("sequence")
         self._keys = output_keys(stage)
@@ -49,10 +59,11 @@ class TorchDecodingStage:
         self._sessions: dict[str, SessionCache] = {}
         self._retained: dict[int, SessionCache] = {}
 
-    def open(self, session: str, capacity: int) -> None:
+    def open(self, session: str, capacity: int, source: int = 0) -> None:
         if capacity < 1:
             raise ValueError(f"capacity: at least 1 position, not {capacity}")
-        self._sessions[session] = SessionCache(self._slots, capacity, self.device)
+        kept = None if self._encoder is None else self._encoder.kept(source)
+        self._sessions[session] = SessionCache(self._slots, capacity, self.device, kept)
 
     def reserve(self, session: str, positions: int) -> bool:
         cache = self._sessions.get(session)
@@ -69,9 +80,30 @@ class TorchDecodingStage:
         if len(set(map(id, caches))) < len(caches):
             raise ValueError("a session runs one piece at a time")
         with torch.inference_mode():
-            if self._layout is not None:
-                return self._together(self._layout, pieces, caches)
-            return [self._alone(piece, cache) for piece, cache in zip(pieces, caches, strict=True)]
+            encoded = {
+                place: self._encode(piece, cache)
+                for place, (piece, cache) in enumerate(zip(pieces, caches, strict=True))
+                if piece.start < 0
+            }
+            rest = [place for place in range(len(pieces)) if place not in encoded]
+            found = self._decode([pieces[place] for place in rest], [caches[place] for place in rest])
+            return [encoded[place] if place in encoded else next(found) for place in range(len(pieces))]
+
+    def _encode(self, piece: Piece, cache: SessionCache) -> dict[str, torch.Tensor]:
+        if self._encoder is None or cache.source is None:
+            raise ValueError("the model reads no source")
+        return self._encoder.run(piece, cache.source)
+
+    def _decode(
+        self, pieces: Sequence[Piece], caches: Sequence[SessionCache]
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        if not pieces:
+            return iter(())
+        if self._idle:
+            return iter([{} for _ in pieces])
+        if self._layout is not None:
+            return iter(self._together(self._layout, pieces, caches))
+        return iter([self._alone(piece, cache) for piece, cache in zip(pieces, caches, strict=True)])
 
     def _cache(self, session: str) -> SessionCache:
         cache = self._sessions.get(session)
@@ -132,7 +164,7 @@ class TorchDecodingStage:
 
     def retain(self, session: str, name: int, positions: int) -> tuple[int, int]:
         cache = self._sessions.pop(session, None)
-        if cache is None or not self._slots or not (held := cache.cut(positions)):
+        if cache is None or not self._slots or cache.source is not None or not (held := cache.cut(positions)):
             return 0, 0
         self._retained[name] = cache
         return held, cache.bytes
@@ -167,6 +199,37 @@ class TorchDecodingStage:
         return sum(cache.bytes for cache in self._retained.values())
 
 
+class _Encoder:
+    """The half of a stage that is run once for a session."""
+
+    def __init__(self, both: Halves, matrices: Matrices, device: torch.device) -> None:
+        stage = both.encode
+        self._device = device
+        self._slots = both.slots
+        self._types = [stage.graph.types[ref] for ref in both.handed]
+        self._symbols = stage.graph.symbols
+        self._keys = output_keys(stage)
+        products = matrices.products(together=False)
+        self._program = compile_graph(stage.graph, device, training=False, products=products)
+        self._variables = tuple(matrices.laid_out[v.name] for v in stage.graph.variables)
+
+    def kept(self, length: int) -> KeptSource:
+        sizes = dict.fromkeys(self._symbols, 1) | {SOURCE: length}
+        bound = (replace(t, shape=tuple(bind(d, sizes) for d in t.shape)) for t in self._types)
+        return KeptSource(length, sum(map(type_bytes, bound)))
+
+    def run(self, piece: Piece, kept: KeptSource) -> dict[str, torch.Tensor]:
+        if piece.start != -kept.length:
+            raise ValueError(f"the session's source has {kept.length} positions, not {-piece.start}")
+        given = selected(self._program, piece.inputs, self._device)
+        outputs = self._program.run(given, self._variables, None)
+        sends, handed = outputs[: len(self._keys)], outputs[len(self._keys) :]
+        # Laid out alike wherever they were made: what comes over the wire is.
+        own = [value.clone(memory_format=torch.contiguous_format) for value in handed]
+        kept.kept = dict(zip(self._slots, zip(own[::2], own[1::2], strict=True), strict=True))
+        return dict(zip(self._keys, sends, strict=True))
+
+
 def _positions(values: Sequence[torch.Tensor], along: Sequence[Along], names: Sequence[str]) -> int:
     """How many positions a piece has. ValueError where its values do not agree, or one has a part of a position."""
     found = set()
@@ -193,7 +256,7 @@ def _slot_shapes(graph: Graph) -> dict[int, tuple[KeptShape, ...]]:
     found: dict[int, tuple[KeptShape, ...]] = {}
     for node in graph.nodes:
         cache = kept(node)
-        if cache is None:
+        if cache is None or node.op == SOURCE_ATTENTION:
             continue
         slot, values = cache
         if slot in found:

@@ -19,9 +19,11 @@ from fusion.dag.ir.opset_spec import OpSpec
 from fusion.runtime.planes.dropout import dropout, dropout_attention
 from fusion.runtime.planes.kv_cache import (
     cached_attention,
+    cached_attention_relative,
     cached_attention_scored,
     cached_convolution,
     cached_recurrence,
+    source_attention,
 )
 from fusion.runtime.planes.products.experts import expert_linear
 from fusion.runtime.planes.products.quantised import embedding, linear
@@ -37,8 +39,10 @@ STATEFUL: Mapping[str, Callable[..., torch.Tensor]] = {
     "fusion.dropout_attention": dropout_attention,
     "fusion.cached_attention": cached_attention,
     "fusion.cached_attention_scored": cached_attention_scored,
+    "fusion.cached_attention_relative": cached_attention_relative,
     "fusion.cached_convolution": cached_convolution,
     "fusion.cached_recurrence": cached_recurrence,
+    "fusion.source_attention": source_attention,
 }
 
 

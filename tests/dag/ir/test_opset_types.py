@@ -126,6 +126,8 @@ SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments wi
     ("fusion.cached_attention_scored", f(B, 4, S, 8), f(B, 1, S, 8), T((B, 1, S, 4), "float16"), None, None, 0, 1.0, None, None, (0.5, 0.25, 0.125, 0.0)),
     ("fusion.recurrence", f(B, 2, S, 8), f(B, 2, S, 8), f(B, 4, S, 6), f(B, 4, S, 1), None, f(4, 8)),
     ("fusion.cached_recurrence", f(B, 2, S, 8), f(B, 2, S, 8), f(B, 4, S, 6), f(B, 4, S, 8), f(B, 4, S, 1), None, 0),
+    ("fusion.cached_attention_relative", f(B, 4, S, 8), f(B, 2, S, 8), f(B, 2, S, 4), f(6, 4), 0, 0.5, (0, 1, 5)),
+    ("fusion.source_attention", f(B, 4, S, 8), f(B, 2, 7, 8), f(B, 2, 7, 4), 0, 0.5),
     *QUANTISED, ("fusion.cached_convolution", f(B, 1, S, 8), f(8, 1, 3), f(8), 0), ("aten.conv1d", f(B, 4, S), f(8, 4, 3), f(8), (1,), (1,)), ("aten.conv1d", f(B, 4, S), f(8, 4, 1)), ("aten.conv1d", f(B, 4, 16), f(8, 4, 3), None, (2,)), ("aten.conv2d", f(B, 4, 16, 12), f(8, 2, 3, 3), f(8), (2, 2), (1, 1), (1, 1), 2),
     ("aten.conv2d", f(4, 16, 12), f(8, 4, 3, 3), None, (1, 2), (2,), (2, 2)), ("aten.conv3d", f(B, 2, 4, 4, 4), f(4, 2, 2, 2, 2)), ("aten.conv_transpose1d", f(B, 4, S), f(4, 8, 3), f(8), (2,), (1,), (1,)), ("aten.conv_transpose2d.input", f(B, 4, 6, 6), f(4, 2, 2, 2), f(4), (2, 2), (0, 0), (0, 0), 2),
     ("aten.max_pool1d", f(B, 4, 16), (2,)), ("aten.max_pool2d", f(B, 4, 16, 15), (3, 3), (2, 2), (1, 1), (1, 1), True), ("aten.avg_pool1d", f(B, 4, 7), (2,), (2,), (0,), True), ("aten.avg_pool2d", f(B, 4, 7, 8), (2, 2)), ("aten.adaptive_avg_pool1d", f(B, 4, 8), (2,)), ("aten.adaptive_avg_pool2d", f(B, 4, 8, 8), (1, 1)),
@@ -193,6 +195,12 @@ OURS = {
     )[..., : x.shape[2]].mT[:, None],
     "fusion.cached_attention": lambda q, k, v, slot, scale, window: F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=True
+    ),
+    "fusion.cached_attention_relative": lambda q, k, v, *_: F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    ),
+    "fusion.source_attention": lambda q, k, v, slot, scale: F.scaled_dot_product_attention(
+        q, k, v, scale=scale, enable_gqa=True
     ),
     "fusion.cached_attention_scored": lambda q, k, v, *_: F.scaled_dot_product_attention(
         q.to(v.dtype), k.to(v.dtype), v, is_causal=True, enable_gqa=True

@@ -1,0 +1,101 @@
+"""Small encoder-decoders of transformers with random weights that make answers vary, and what their own `generate()` says."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation import GenerationMixin
+
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.capture.capture import capture_encoder_decoder
+from fusion.runtime.capture.serving_graph import serving_graph
+
+VOCABULARY = 120
+POSITIONS = 128
+FRAMES, CHANNELS = 60, 8
+START, END = 3, 2
+HEADS = {"bart": 0, "t5": 2}  # seeds with which answers vary
+
+
+def build(family: str, **more: Any) -> Any:
+    """A module of "bart", "t5" or "whisper", with its positions of at most POSITIONS, and FRAMES of features."""
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": END, "decoder_start_token_id": START}
+    common = {"vocab_size": VOCABULARY, "d_model": 32, "tie_word_embeddings": False, **tokens, **more}
+    layers = {f"{half}_{part}": n for half in ("encoder", "decoder") for part, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
+    torch.manual_seed(3)
+    if family == "t5":
+        config = transformers.T5Config(
+            d_kv=8, d_ff=48, num_layers=2, num_heads=4, n_positions=POSITIONS,
+            relative_attention_num_buckets=8, relative_attention_max_distance=20, **common,
+        )  # fmt: skip
+        model: Any = transformers.T5ForConditionalGeneration(config)
+    elif family == "bart":
+        config = transformers.BartConfig(
+            max_position_embeddings=POSITIONS, forced_eos_token_id=None, **layers, **common
+        )
+        model = transformers.BartForConditionalGeneration(config)
+    else:
+        config = transformers.WhisperConfig(
+            max_source_positions=FRAMES // 2, max_target_positions=POSITIONS, num_mel_bins=CHANNELS, **layers, **common
+        )  # fmt: skip
+        model = transformers.WhisperForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * _spread(name, parameter))
+        if family != "whisper":  # one that is tied says the same token again and again
+            drawn = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(HEADS[family]))
+            model.lm_head.weight = torch.nn.Parameter(drawn)
+    model.generation_config = transformers.GenerationConfig(
+        decoder_start_token_id=START, pad_token_id=0, eos_token_id=END
+    )
+    return model.eval()
+
+
+def _spread(name: str, parameter: torch.Tensor) -> float:
+    """Of what is added to each number that a model begins with, so that none of them can be left out unnoticed."""
+    if parameter.dim() == 1:
+        return 0.1
+    if "relative" in name:
+        return 2.0
+    return 1.0 if "embed" in name or "shared" in name else parameter.shape[-1] ** -0.5
+
+
+@functools.cache
+def made(family: str) -> tuple[Graph, Any]:
+    """The graph that is served, and the module."""
+    model = build(family)
+    sizes = {"maximum_sequence": POSITIONS, "maximum_source": POSITIONS}
+    if family == "whisper":
+        sizes["maximum_source"] = FRAMES
+    captured = capture_encoder_decoder(model, **sizes, features=CHANNELS if family == "whisper" else 0)
+    return serving_graph(captured, **sizes), model
+
+
+def source(family: str, length: int, seed: int = 0) -> torch.Tensor:
+    """(1, length) token ids, or (1, CHANNELS, FRAMES) features."""
+    draw = torch.Generator().manual_seed(seed)
+    if family == "whisper":
+        return torch.randn(1, CHANNELS, FRAMES, generator=draw)
+    return torch.randint(4, VOCABULARY, (1, length), generator=draw)
+
+
+def generated(model: Any, given: torch.Tensor, new: int) -> list[int]:
+    """The tokens after START that `generate()` chooses, greedily, an end or none."""
+    name = "input_features" if given.is_floating_point() else "input_ids"
+    with torch.inference_mode():
+        # Whisper's own generate() cuts audio into windows around the same method.
+        found = GenerationMixin.generate(
+            model, **{name: given}, max_new_tokens=new, min_new_tokens=new, eos_token_id=None, do_sample=False
+        )
+    return [int(token) for token in found[0, 1:]]
+
+
+def logits(model: Any, given: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """(positions, vocabulary) over the whole sequence at once."""
+    name = "input_features" if given.is_floating_point() else "input_ids"
+    with torch.inference_mode():
+        found: torch.Tensor = model(**{name: given}, decoder_input_ids=torch.tensor([tokens]), use_cache=False).logits[0]  # fmt: skip
+    return found
