@@ -3,7 +3,8 @@
 sources             where a model comes from: the built-in GPT, a Hugging Face directory, a GGUF file, an exported job
 models              the built-in GPT
 model_dtype         the dtype that a model runs in
-huggingface         a causal language model in a directory
+encoder_decoder     what an encoder-decoder reads, and what its answers follow
+huggingface         a language model in a directory
 stored_weights      where its files hold each tensor, whole or in pieces
 gguf/               GGUF files: what they say, their tensors, their tokenizer
 gguf_model          a causal language model in a GGUF file

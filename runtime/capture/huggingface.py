@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model in a directory: config.json, safetensors, perhaps tokenizer.json.
+"""A Hugging Face language model in a directory, causal or an encoder-decoder: config.json, safetensors, perhaps tokenizer.json.
 
 Only the machine that launches a job reads one, and only it needs transformers. The module is built without memory for
 its parameters; weights are read from the files when they are asked for, a stage at a time, under the names that the
@@ -20,7 +20,13 @@ from torch import nn
 
 from fusion.dag.ir.graph import Graph, Variable
 from fusion.dag.rewrites.expert_groups import part_of
-from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
+from fusion.runtime.capture.capture import (
+    capture_encoder_decoder,
+    capture_language_model,
+    is_exported,
+    variables_from_module,
+)
+from fusion.runtime.capture.encoder_decoder import auto_class, longest_answer, reads_source, source_config
 from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype, stored_dtypes
 from fusion.runtime.capture.rope import fixed_length
 from fusion.runtime.capture.stored_weights import (
@@ -31,6 +37,7 @@ from fusion.runtime.capture.stored_weights import (
     weights_files,
 )
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.job.model_files import check_huggingface, json_object
 from fusion.runtime.planes.codegen import TORCH_DTYPES
 
@@ -50,10 +57,20 @@ class HuggingFaceModel:
     weights: StoredWeights
     dtype: str  # that the module computes in
     stored_dtypes: Mapping[str, int]  # bytes of the files' floating-point tensors, by dtype
+    source: SourceConfig | None = None  # what an encoder-decoder reads
 
     def capture(self, *, training: bool = False, maximum_sequence: int | None = None) -> Graph:
         """See `capture_language_model`; at most the model's own `max_sequence` positions."""
         longest = min(maximum_sequence or self.max_sequence, self.max_sequence)
+        if self.source is not None:
+            if training:
+                raise JobError(
+                    f"{self.directory} holds an encoder-decoder, which can be served and not trained"
+                )
+            length, channels = self.source.length, self.source.channels
+            return capture_encoder_decoder(
+                self.module, maximum_sequence=longest, maximum_source=length, features=channels
+            )
         return capture_language_model(self.module, training=training, maximum_sequence=longest)
 
     def read(self, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:
@@ -105,16 +122,21 @@ def open_model(
         module = hollow_module(config, directory, chosen)
     else:
         module = _random_module(config, directory, chosen, seed)
+    longest, source = _longest(text), None
+    if reads_source(config):
+        source = source_config(config, directory, longest)
+        longest = longest_answer(config, longest)
     return HuggingFaceModel(
         directory=directory,
         module=module,
         vocabulary=int(text.vocab_size),
-        max_sequence=_longest(text),
+        max_sequence=longest,
         end_tokens=_end_tokens(directory, text),
         tokenizer=tokenizer if tokenizer.is_file() else None,
         weights=stored_weights(files, module, _loading(module)) if weights else no_weights(module),
         dtype=chosen,
         stored_dtypes=stored,
+        source=source,
     )
 
 
@@ -164,12 +186,13 @@ def _random_module(config: Any, directory: Path, dtype: str, seed: int) -> nn.Mo
 
 def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
     try:
-        module: nn.Module = _transformers().AutoModelForCausalLM.from_config(
+        kind = auto_class(config) if reads_source(config) else "AutoModelForCausalLM"
+        module: nn.Module = getattr(_transformers(), kind).from_config(
             config, dtype=TORCH_DTYPES[dtype], trust_remote_code=False
         )
     except (ValueError, ImportError) as error:
         raise JobError(
-            f"{directory} is not a causal language model that transformers knows: {_line(error)}"
+            f"{directory} is not a language model that transformers knows: {_line(error)}"
         ) from error
     _keep_wide(module, dtype)
     return module.eval()

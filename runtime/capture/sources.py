@@ -23,6 +23,7 @@ from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import CaptureError, JobError
 from fusion.runtime.job.fields import build, plain
+from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.job.model_files import (
     ABOUT_FILE,
     GRAPH_FILE,
@@ -82,6 +83,7 @@ class LanguageModel:
     dtype: str = FLOAT32  # that it computes in
     stored_dtypes: Mapping[str, int] = field(default_factory=dict)  # bytes of its files' weights, by dtype
     training: Graph | None = None
+    source: SourceConfig | None = None  # what an encoder-decoder reads
     tokenizer: Path | bytes | None = None  # tokenizer.json, or what would stand in it
     config: tuple[Path, ...] = ()  # files that an export repeats
     chat: Mapping[str, bytes] = field(
@@ -139,6 +141,7 @@ def huggingface(
         read=model.read,
         dtype=model.dtype,
         stored_dtypes=model.stored_dtypes,
+        source=model.source,
         tokenizer=model.tokenizer,
         config=tuple(path for path in files if path.is_file()),
         chat=chat_files(config.path),

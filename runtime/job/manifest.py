@@ -80,6 +80,23 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """What an encoder-decoder is given to read before it answers: token ids, or features of sound. `start`: the tokens that an
+    answer follows."""
+
+    start: tuple[int, ...]
+    length: int  # ids at most, or frames: exactly so many
+    channels: int = (
+        0  # numbers of a frame, in float32, all frames of a channel one behind the other; 0: token ids
+    )
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of an id, or of a frame."""
+        return 4 * self.channels or 8
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     cache: Literal["kv", "recompute"]
     max_sequence: int
@@ -87,6 +104,7 @@ class ServeConfig:
     end_tokens: tuple[int, ...] = ()
     prefill_chunk: int = 512
     hop_bytes: tuple[int, ...] = ()  # that cross each cut for one position; empty: not known
+    source: SourceConfig | None = None  # of an encoder-decoder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,10 @@ from fusion.runtime.job.manifest import (
     Manifest,
     OptimizerConfig,
     ServeConfig,
+    SourceConfig,
     TrainConfig,
 )
+from fusion.runtime.job.protocol import MAX_SOURCE_BYTES
 from fusion.swarm.authority.law import MAX_ADMITTED
 from fusion.swarm.identity import is_peer_id
 
@@ -35,7 +37,10 @@ def encode(manifest: Manifest) -> bytes:
     """Canonical msgpack: the same manifest always has the same bytes, so its digest can be the job's id.
     Raises JobError for a manifest that `decode` would refuse."""
     validate(manifest)
-    packed: bytes = msgpack.packb(plain(manifest), use_bin_type=True)
+    fields = plain(manifest)
+    if manifest.serve is not None and manifest.serve.source is None:
+        del fields["serve"]["source"]  # as peers know it that have no part in encoder-decoders
+    packed: bytes = msgpack.packb(fields, use_bin_type=True)
     return packed
 
 
@@ -198,6 +203,19 @@ def _validate_serve(serve: ServeConfig) -> None:
     _require(all(0 <= b <= 1 << 40 for b in serve.hop_bytes), "serve.hop_bytes", "from 0 to 2^40 each")
     inside = all(0 <= token < serve.vocabulary for token in serve.end_tokens)
     _require(inside, "serve.end_tokens", "ids below serve.vocabulary")
+    if serve.source is not None:
+        _validate_source(serve, serve.source)
+
+
+def _validate_source(serve: ServeConfig, source: SourceConfig) -> None:
+    _require(serve.cache == "kv", "serve.cache", "kv for an encoder-decoder")
+    _require(0 <= source.channels <= 1 << 12, "serve.source.channels", "from 0 to 4096")
+    most = MAX_SOURCE_BYTES // source.unit_bytes
+    _require(1 <= source.length <= most, "serve.source.length", f"from 1 to {most}")
+    _require(1 <= len(source.start) <= 64, "serve.source.start", "1 to 64 tokens")
+    inside = all(0 <= token < serve.vocabulary for token in source.start)
+    _require(inside, "serve.source.start", "ids below serve.vocabulary")
+    _require(len(source.start) < serve.max_sequence, "serve.max_sequence", "more than serve.source.start")
 
 
 def _require(condition: bool, field: str, rule: str) -> None:

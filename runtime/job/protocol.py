@@ -8,6 +8,7 @@ from __future__ import annotations
 from fusion.swarm.protocol import SWARM_PROTOCOLS, WireProtocol
 
 MAX_PROMPT_BYTES = 8 << 20  # a million token ids, or that many characters and more
+MAX_SOURCE_BYTES = MAX_PROMPT_BYTES // 2  # of what an encoder-decoder reads, which travels with a prompt
 
 STAGE = WireProtocol(
     name="/fusion/stage/3",

@@ -69,11 +69,23 @@ def read_servable(
     say("reading the model")
     model = sources.in_files(path, dtype)
     about = model.about
+    if draft is not None and model.source is not None:
+        raise JobError("draft: no model guesses for an encoder-decoder")
     say(f"it runs in {dtype_text(model.dtype, model.stored_dtypes)}")
     say("rewriting its graph for decoding")
     try:
-        graph, cached = serving_graph(model.inference, cache="kv", maximum_sequence=about.max_sequence), True
+        graph, cached = (
+            serving_graph(
+                model.inference,
+                cache="kv",
+                maximum_sequence=about.max_sequence,
+                maximum_source=None if model.source is None else model.source.length,
+            ),
+            True,
+        )
     except UnsupportedModel as reason:
+        if model.source is not None:
+            raise JobError(f"{path} holds an encoder-decoder that cannot be served: {reason}") from None
         if draft is not None:
             raise JobError(
                 f"draft: nothing can be guessed for a model without a KV cache ({reason})"
@@ -91,6 +103,7 @@ def read_servable(
         max_sequence=about.max_sequence,
         vocabulary=about.vocabulary,
         end_tokens=about.end_tokens,
+        source=model.source,
     )
     drafted = None
     if draft is not None:

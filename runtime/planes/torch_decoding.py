@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ class TorchDecodingStage:
             last=layout.last if layout is not None else frozenset(),
         )
         # What stands for keys and values of the source is with each session.
-        self._variables = tuple(matrices.laid_out.get(v.name) for v in stage.graph.variables)
+        self._variables: tuple[Any, ...] = tuple(matrices.laid_out.get(v.name) for v in stage.graph.variables)
         if self._slots and layout is None:
             self._program.require("sequence")
         self._keys = output_keys(stage)

@@ -19,7 +19,7 @@ from fusion.runtime.planes.weights_file import WeightsFile
 from fusion.runtime.serving.draft_loader import DraftLoader
 from fusion.runtime.serving.grammar.grammars import Grammars
 from fusion.runtime.serving.loaded_stage import LoadedStage
-from fusion.runtime.serving.ring.frames import last_reader, plan_ring
+from fusion.runtime.serving.ring.frames import LastReader, last_reader, plan_ring
 from fusion.runtime.serving.stage_blobs import StageBlobs
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.printable import one_line
@@ -50,7 +50,9 @@ class StageLoader:
         self._loading: dict[Place, asyncio.Task[LoadedStage]] = {}
         # Of each ring, by its graph and cuts, what all its stages have in common: its last reader of token ids, or why it is
         # none. Worked out once and not beside another: of a stranger's job of thousands of stages dozens are loaded at once.
-        self._rings: LRUCache[tuple[Digest, tuple[int, ...]], int | JobError] = LRUCache(REMEMBERED_RINGS)
+        self._rings: LRUCache[tuple[Digest, tuple[int, ...]], LastReader | JobError] = LRUCache(
+            REMEMBERED_RINGS
+        )
         self._planning = asyncio.Lock()
 
     async def load(self, place: Place, manifest: Manifest) -> LoadedStage:
@@ -135,7 +137,7 @@ class StageLoader:
         draft = await self._drafts.load(job, manifest) if stage == 0 else None
         return LoadedStage(plan, plane, manifest.weights[stage], weights_bytes(part), draft)
 
-    async def _last_reader(self, stages: tuple[Stage, ...], manifest: Manifest) -> int:
+    async def _last_reader(self, stages: tuple[Stage, ...], manifest: Manifest) -> LastReader:
         """Raises JobFailed for a model that cannot be served in a ring."""
         ring = (manifest.graph, tuple(manifest.cuts))
         async with self._planning:
@@ -147,7 +149,7 @@ class StageLoader:
         return found
 
 
-def _reader_or_error(stages: tuple[Stage, ...]) -> int | JobError:
+def _reader_or_error(stages: tuple[Stage, ...]) -> LastReader | JobError:
     try:
         return last_reader(stages)
     except JobError as error:

@@ -98,7 +98,7 @@ class ToyPlane:
         self.broken = False
         self._on_run = on_run
 
-    def open(self, session: str, capacity: int) -> None:
+    def open(self, session: str, capacity: int, source: int = 0) -> None:
         kept = sum(map(_positions, self.retained.values()))
         if self.full or capacity + sum(self.capacity[each] for each in self.seen) + kept > self.most:
             raise MemoryError("no room for another session's cache")

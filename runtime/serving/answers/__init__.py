@@ -3,6 +3,7 @@
 failover          whose fault it is, and what to do; pure
 pace              whether tokens come clearly slower; pure
 route_choice      which holder of each stage; pure
+reading           what a model is given to read: its prompt, a source; pure
 catalog           which models are served, and by whom
 gateway_session   sessions as a gateway holds them
 session_pair      the session of an answer that runs, and the next

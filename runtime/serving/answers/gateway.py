@@ -35,6 +35,7 @@ from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
 from fusion.runtime.serving.answers.generation import Generation
 from fusion.runtime.serving.answers.owner_reports import OwnerReports
+from fusion.runtime.serving.answers.reading import reading
 from fusion.runtime.serving.answers.session_pair import OpenGrammar, Task
 from fusion.runtime.serving.answers.text_threads import TextThreads
 from fusion.runtime.serving.requests.request import (
@@ -120,11 +121,14 @@ class Gateway:
         began = self._context.clock.monotonic()
         model = await self._catalog.find(request.model)
         await self._check_access(model, client or self._context.peer_id, request.grants)
-        check_size(request, model.serve.max_sequence)
+        serve = model.serve
+        check_size(request, serve.max_sequence if serve.source is None else serve.source.length)
         if request.prompt is not None:
             prompt = await self._text(model, model.text.encode, request.prompt, plain=not request.chat)
         else:
             prompt = list(request.prompt_ids or ())
+        read = reading(serve, prompt, request.features)
+        asked, prompt = max(len(prompt), len(read.prompt)), list(read.prompt)
         max_tokens = request.max_tokens
         if request.chat:
             max_tokens = min(max_tokens, max(1, model.serve.max_sequence - len(prompt)))
@@ -154,6 +158,8 @@ class Gateway:
                 guesses=request.guesses,
                 schema=request.schema.encode(),
                 grammar=grammar,
+                source=read.source,
+                source_length=read.length,
             )
             generation = Generation(
                 self._context,
@@ -182,7 +188,7 @@ class Gateway:
             text=text.whole,
             tokens=tuple(tokens),
             finish="stop" if text.stopped else generation.finish,
-            prompt_tokens=len(prompt),
+            prompt_tokens=asked,
             cached_tokens=generation.cached_tokens,
             route=_peers(generation),
             seconds=self._context.clock.monotonic() - began,

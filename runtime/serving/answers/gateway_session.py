@@ -60,14 +60,14 @@ class GatewaySession:
     def where(self, stage: int) -> str:
         return f"stage {stage} of {self.model.manifest.name} on {friendly_name(self.route[stage].peer)}"
 
-    def prompt(self, tokens: Sequence[int], *, guesses: bool) -> None:
+    def prompt(self, tokens: Sequence[int], *, guesses: bool, source: bytes = b"") -> None:
         """Every stage is ready: let the ring begin, after what all of them hold. The last position always runs: the first token
-        comes of it. `guesses`: the first stage may guess, where all of them know of it."""
+        comes of it. `guesses`: the first stage may guess, where all of them know of it; `source`: what an encoder reads first."""
         self.reused = min(*self.held.values(), len(tokens) - 1)
         said: dict[str, Any] = {"from": self.reused} if self.reused else {}
         if guesses and len(self.guessing) == len(self.route):
             said["guesses"] = True
-        self.links[0].post("prompt", {"session": self.id, **said}, [pack_tokens(tokens)])
+        self.links[0].post("prompt", {"session": self.id, **said}, [source, pack_tokens(tokens)])
 
     def slow(self) -> None:
         """Tell every stage that the tokens come slower than they did."""
@@ -115,8 +115,11 @@ class GatewaySessions:
         return Counter((stage, hop.peer) for route in routes for stage, hop in enumerate(route))
 
     def prefixes(self, model: ServedModel, holder: PeerId) -> PrefixHash | None:
-        """By what stages find what they have of the holder's sequences. None: without a KV cache they have nothing."""
-        return PrefixHash(self._prefix_key, f"{model.job} {holder}") if model.serve.cache == "kv" else None
+        """By what stages find what they have of the holder's sequences. None: without a KV cache they have nothing, and of an
+        encoder-decoder nothing that another source would not change."""
+        if model.serve.cache != "kv" or model.serve.source is not None:
+            return None
+        return PrefixHash(self._prefix_key, f"{model.job} {holder}")
 
     async def open(
         self,

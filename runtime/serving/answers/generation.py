@@ -164,7 +164,8 @@ class Generation:
                 session.waiting.discard(event.stage)
                 if not session.waiting:
                     # Since it was announced more may have come from the session that runs beside it.
-                    session.prompt(pair.known[: session.opening.prompt_length], guesses=pair.task.guesses)
+                    known = pair.known[: session.opening.prompt_length]
+                    session.prompt(known, guesses=pair.task.guesses, source=pair.task.source)
                     if not self._begun:
                         self.cached_tokens = min(session.reused, len(pair.task.prompt))
             case "leaving" if session is pair.current:

@@ -38,6 +38,8 @@ class Task:
     guesses: bool = True
     schema: bytes = b""  # UTF-8: of the JSON that the answer is to be; b"": any text
     grammar: GrammarSession | None = None  # how the answer stands with it
+    source: bytes = b""  # what an encoder-decoder reads first, of so many ids or frames
+    source_length: int = 0
 
 
 class SessionPair:
@@ -87,6 +89,7 @@ class SessionPair:
             user=task.user,
             prefix=prefix,
             schema_bytes=len(task.schema),
+            source=task.source_length,
         )
         return await self._sessions.open(opening, task.model, self.events, self.known, task.schema)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
+from fusion.runtime.job.protocol import MAX_PROMPT_BYTES, MAX_SOURCE_BYTES
 from fusion.runtime.serving.requests.json_schema import checked_schema
 from fusion.swarm.authority.access import chain_of
 from fusion.swarm.transport import PeerId
@@ -140,9 +140,17 @@ class GenerateRequest:
     chat: bool = False
     guesses: bool = True  # False: the first stage guesses no tokens; the answer is the same
     schema: str = ""  # of the JSON that the answer is to be, as `checked_schema` gives it; "": any text
+    # Of sound, for a model that hears: float32, the frames of a channel one behind the other. Then `prompt_ids` are what the
+    # answer follows, or None for what it follows as a rule.
+    features: bytes = b""
 
     def __post_init__(self) -> None:
-        if (self.prompt is None) == (self.prompt_ids is None):
+        if self.features:
+            if self.prompt is not None or len(self.features) % 4:
+                raise JobError("features: float32 numbers, and no text beside them")
+            if len(self.features) > MAX_SOURCE_BYTES:
+                raise JobError(f"features: at most {MAX_SOURCE_BYTES} bytes, not {len(self.features)}")
+        elif (self.prompt is None) == (self.prompt_ids is None):
             raise JobError("prompt: give either a text or token ids")
         if self.prompt is not None and not _is_text(self.prompt):
             raise JobError("prompt: a text that UTF-8 can hold")
@@ -164,7 +172,7 @@ class GenerateRequest:
     def newer(self) -> bool:
         """Whether it asks for what the release before does not know, and would pass over."""
         return (
-            bool(self.sampling.newer or self.stop or self.chat or self.schema)
+            bool(self.sampling.newer or self.stop or self.chat or self.schema or self.features)
             or self.top_logprobs is not None
         )
 
@@ -192,6 +200,9 @@ class GenerateRequest:
             header["guesses"] = False
         if self.prompt is not None:
             kind, payload = "chat" if self.chat else "text", self.prompt.encode()
+        elif self.features:
+            header["features"] = len(self.features)
+            kind, payload = "features", self.features + pack_tokens(self.prompt_ids or ())
         else:
             assert self.prompt_ids is not None
             kind, payload = "ids", pack_tokens(self.prompt_ids)
@@ -210,14 +221,21 @@ class GenerateRequest:
         if isinstance(kind, str) and kind.endswith(WITH_SCHEMA):
             kind = kind.removesuffix(WITH_SCHEMA)
             schema, payload = split_schema(payload, whole(header, "schema", 0))
-        if kind not in ("text", "chat", "ids"):
-            raise JobError("prompt: text, chat or ids")
+        if kind not in ("text", "chat", "ids", "features"):
+            raise JobError("prompt: text, chat, ids or features")
         if len(payload) > MAX_PROMPT_BYTES:
             raise JobError(f"prompt: at most {MAX_PROMPT_BYTES} bytes, not {len(payload)}")
+        features = b""
+        if kind == "features":
+            size = whole(header, "features", 0)
+            if not 0 < size <= min(len(payload), MAX_SOURCE_BYTES):
+                raise JobError("features: as many bytes as there are")
+            features, payload = bytes(payload[:size]), payload[size:]
         try:
-            text = None if kind == "ids" else str(payload, "utf-8")
+            text = None if kind in ("ids", "features") else str(payload, "utf-8")
         except UnicodeDecodeError:
             raise JobError("prompt: UTF-8 text") from None
+        ids = None if text is not None or (features and not payload) else tuple(unpack_tokens(payload))
         answered = header.get("answered", b"")
         if not isinstance(answered, bytes):
             raise JobError("answered: the bytes of token ids")
@@ -227,7 +245,7 @@ class GenerateRequest:
         return cls(
             model=model,
             prompt=text,
-            prompt_ids=None if text is not None else tuple(unpack_tokens(payload)),
+            prompt_ids=ids,
             max_tokens=whole(header, "max_tokens", DEFAULT_MAX_TOKENS),
             sampling=Sampling.from_header(header),
             seeded="seed" in header,
@@ -239,6 +257,7 @@ class GenerateRequest:
             chat=kind == "chat",
             guesses=header.get("guesses") is not False,
             schema=schema,
+            features=features,
         )
 
 

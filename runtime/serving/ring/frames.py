@@ -1,23 +1,27 @@
 """What one stage of a served model sends another: the plan fixes names, dtypes and shapes, so frames carry only data.
 
 A parcel is the payload of one `chunk` frame: the token ids of its positions where a later stage reads them, then
-each edge's tensor in the order of the plan, row-major. Its size follows from the number of positions.
+each edge's tensor in the order of the plan, row-major. Its size follows from the number of positions. The source of an
+encoder-decoder goes around the same way, by a plan of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 
+from fusion.dag.cutting.source import SOURCE, SOURCE_INPUTS, halves
 from fusion.dag.cutting.stage import Edge, Stage
-from fusion.dag.ir.dims import bind, symbols_of
-from fusion.dag.ir.graph import DTYPE_BYTES
+from fusion.dag.ir.dims import Poly, bind, symbols_of
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import DTYPE_BYTES, Input
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.serving.requests.request import whole
 from fusion.swarm.errors import FrameError
 
@@ -40,7 +44,9 @@ class Parcel:
     producer: int
     consumer: int
     edges: tuple[Edge, ...]
-    ids: bool  # the token ids of the chunk come first
+    ids: bool  # the token ids of the chunk, or the source itself, come first
+    symbol: str = "sequence"  # what a chunk is a piece of
+    id_bytes: int = ID_BYTES  # of what comes first, for each position
     # By the length of a chunk that decodes: a parcel is laid out three times for each token.
     _layouts: dict[int, tuple[Layout, ...]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -48,7 +54,7 @@ class Parcel:
         """Shape and size in bytes of each edge for `length` positions of one sequence."""
         if (known := self._layouts.get(length)) is not None:
             return known
-        sizes = {"batch": 1, "sequence": length}
+        sizes = {"batch": 1, self.symbol: length}
         found = []
         for edge in self.edges:
             shape = tuple(bind(dim, sizes) for dim in edge.type.shape)
@@ -59,7 +65,7 @@ class Parcel:
         return made
 
     def size_bytes(self, length: int) -> int:
-        return length * ID_BYTES * self.ids + sum(size for _, _, size in self.layout(length))
+        return length * self.id_bytes * self.ids + sum(size for _, _, size in self.layout(length))
 
     def size_of(self, header: Mapping[str, Any]) -> int:
         """Of the payload that a `chunk` frame of this header has. FrameError, JobError where it says no length."""
@@ -67,6 +73,11 @@ class Parcel:
         if length < 1:
             raise FrameError(f"a chunk of {length} positions")
         return self.size_bytes(length)
+
+    def most_bytes(self, serve: ServeConfig) -> int:
+        """Of any payload."""
+        whole_source = 0 if serve.source is None else serve.source.length
+        return self.size_bytes(whole_source if self.symbol == SOURCE else serve.max_sequence)
 
     def pack(self, outputs: Mapping[str, torch.Tensor], ids: memoryview) -> list[memoryview]:
         """Buffers of the payload; `ids` are the bytes of the chunk's token ids. Copies only what is not already
@@ -82,7 +93,7 @@ class Parcel:
     def unpack(self, payload: memoryview, length: int, inputs: dict[str, torch.Tensor]) -> memoryview | None:
         """Put the tensors, which share the payload's memory, into `inputs` by edge name; the bytes of the token
         ids where the parcel has them. The payload's size has been checked."""
-        offset = length * ID_BYTES if self.ids else 0
+        offset = length * self.id_bytes if self.ids else 0
         for edge, shape, size in self.layout(length):
             if size:
                 part = payload[offset : offset + size]
@@ -90,7 +101,7 @@ class Parcel:
             else:
                 inputs[edge.name] = torch.empty(shape, dtype=TORCH_DTYPES[edge.type.dtype])
             offset += size
-        return payload[: length * ID_BYTES] if self.ids else None
+        return payload[: length * self.id_bytes] if self.ids else None
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,8 @@ class RingPlan:
     outgoing: tuple[Parcel, ...]  # by consumer, ascending; the stage after is always among them
     reads_ids: bool
     reads_positions: bool
+    source: Input | None = None  # of the model that is read here, in the plan of the source
+    encode: RingPlan | None = None  # the plan of the source, which goes around before the first position
 
     @property
     def first(self) -> bool:
@@ -112,20 +125,50 @@ class RingPlan:
     def last(self) -> bool:
         return self.index == self.stages - 1
 
+    def of(self, start: int) -> RingPlan:
+        """What holds for a chunk that starts there: the source lies before the first position. FrameError where there is none."""
+        if start >= 0:
+            return self
+        if self.encode is None:
+            raise FrameError("the model reads no source")
+        return self.encode
+
+    def incoming_by(self, sender: int) -> list[Parcel]:
+        """What a stage sends us."""
+        plans = [self] if self.encode is None else [self, self.encode]
+        return [parcel for plan in plans for parcel in plan.incoming if parcel.producer == sender]
+
+    @property
+    def consumers(self) -> tuple[int, ...]:
+        """The stages that we feed."""
+        plans = [self] if self.encode is None else [self, self.encode]
+        return tuple(sorted({parcel.consumer for plan in plans for parcel in plan.outgoing}))
+
 
 def hop_bytes(stages: Sequence[Stage]) -> tuple[int, ...]:
     """What crosses each cut for one position, first cut first. JobError as in `plan_ring`."""
-    last = last_reader(stages)
+    last = last_reader(stages).ids
     changes = [0] * (len(stages) + 1)  # from one cut to the next
     for stage in stages:
-        for parcel in _incoming(stage, last):
+        both = halves(stage)
+        for parcel in _incoming(stage if both is None else both.decode, last):
             size = parcel.size_bytes(1)
             changes[parcel.producer + 1] += size
             changes[parcel.consumer + 1] -= size
     return tuple(accumulate(changes[1:-1]))
 
 
-def plan_ring(stages: Sequence[Stage], index: int, last: int | None = None) -> RingPlan:
+@dataclass(frozen=True)
+class LastReader:
+    """The last stage that reads token ids: they travel along the chain as far as that; and the last one that reads the source. -1
+    where none does. `source_bytes`: of an id or a frame of it."""
+
+    ids: int = -1
+    source: int = -1
+    source_bytes: int = ID_BYTES
+
+
+def plan_ring(stages: Sequence[Stage], index: int, last: LastReader | None = None) -> RingPlan:
     """The ring as stage `index` sees it. JobError for a model that cannot be served this way. `last`: what `last_reader`
     says of the stages, which takes time in proportion to their number and is the same for each of them.
 
@@ -133,25 +176,57 @@ def plan_ring(stages: Sequence[Stage], index: int, last: int | None = None) -> R
     skip edges go straight to each stage that reads them.
     """
     last = last_reader(stages) if last is None else last
-    me = stages[index]
+    me, encode = stages[index], None
+    both = halves(me)
+    if both is not None:
+        me, early = both.decode, both.encode
+        more = (SOURCE, last.source_bytes)
+        encode = RingPlan(
+            index=index,
+            stages=len(stages),
+            incoming=tuple(
+                replace(p, symbol=more[0], id_bytes=more[1]) for p in _incoming(early, last.source)
+            ),
+            outgoing=tuple(
+                replace(p, symbol=more[0], id_bytes=more[1])
+                for p in _outgoing(early, len(stages), last.source)
+            ),
+            reads_ids=False,
+            reads_positions=False,
+            source=next((i for i in early.graph.inputs if i.name in SOURCE_INPUTS), None),
+        )
     return RingPlan(
         index=index,
         stages=len(stages),
-        incoming=_incoming(me, last),
-        outgoing=_outgoing(me, len(stages), last),
+        incoming=_incoming(me, last.ids),
+        outgoing=_outgoing(me, len(stages), last.ids),
         reads_ids=_reads(me, "input_ids"),
         reads_positions=_reads(me, "position_ids"),
+        encode=encode,
     )
 
 
-def last_reader(stages: Sequence[Stage]) -> int:
-    """The last stage that reads token ids: they travel along the chain as far as that. -1 where none does. JobError for a
-    model that cannot be served in a ring."""
-    found = -1
+def last_reader(stages: Sequence[Stage]) -> LastReader:
+    """JobError for a model that cannot be served in a ring."""
+    found = LastReader()
     for stage in stages:
         _check(stage, last=stage.index == len(stages) - 1)
-        found = stage.index if _reads(stage, "input_ids") else found
+        if _reads(stage, "input_ids"):
+            found = replace(found, ids=stage.index)
+        for given in stage.graph.inputs:
+            if given.name in SOURCE_INPUTS:
+                found = replace(found, source=stage.index, source_bytes=_source_bytes(given))
     return found
+
+
+def _source_bytes(given: Input) -> int:
+    """Of an id, or of a frame of features, which travel in float32. JobError for an input of another shape."""
+    match given.name, given.type.shape, given.type.dtype:
+        case "source_ids", (_, Poly()), "int64":
+            return ID_BYTES
+        case "source_features", (_, int() as channels, int()), _ if "float" in given.type.dtype:
+            return 4 * channels
+    raise JobError(f"serving: the model's input {given.name} is {given.type}")
 
 
 def _incoming(stage: Stage, last_reader: int) -> tuple[Parcel, ...]:
@@ -184,11 +259,16 @@ def _reads(stage: Stage, name: str) -> bool:
 def _check(stage: Stage, last: bool) -> None:
     received = {edge.name for edge in stage.receives}
     for given in stage.graph.inputs:
-        if given.name not in received and given.name not in ("input_ids", "position_ids"):
+        if given.name not in received and given.name not in ("input_ids", "position_ids", *SOURCE_INPUTS):
             raise JobError(f"serving: the model's input {given.name} is neither input_ids nor position_ids")
     if bool(stage.results) != last or (last and 0 not in stage.results):
         raise JobError("serving: the logits must be made by the last stage")
+    try:
+        halves(stage)
+    except GraphError as error:
+        raise JobError(f"serving: {error}") from None
     for edge in stage.receives:
-        unknown = {s for dim in edge.type.shape for s in symbols_of(dim)} - {"batch", "sequence"}
+        known = {"batch", SOURCE if edge.of_source else "sequence"}
+        unknown = {s for dim in edge.type.shape for s in symbols_of(dim)} - known
         if unknown or edge.type.dtype not in TORCH_DTYPES:
             raise JobError(f"serving: edge {edge.name} of type {edge.type} cannot be sent")

@@ -97,7 +97,8 @@ class Gateways:
             raise JobError(
                 "prompt: one for each open session, to the first stage, from the gateway that opened it"
             )
-        tokens = unpack_tokens(frame.payload)
+        source, payload = self._source(session, frame.payload)
+        tokens = unpack_tokens(payload)
         if len(tokens) != session.opening.prompt_length:
             raise JobError(
                 f"prompt: {session.opening.prompt_length} tokens were announced, not {len(tokens)}"
@@ -107,6 +108,7 @@ class Gateways:
         start = whole(frame.header, "from", 0)
         if not 0 <= start <= min(session.held, len(tokens) - 1):
             raise JobError(f"from: 0 to the {session.held} positions that are held, less than the prompt has")
+        session.source = source
         session.feed = Feed(
             tokens,
             recompute=serve.cache == "recompute",
@@ -115,6 +117,21 @@ class Gateways:
             capacity=session.opening.capacity,
         )
         self._fed(session)
+
+    def _source(self, session: StageSession, payload: memoryview) -> tuple[memoryview | None, memoryview]:
+        """What a prompt's payload has of a source, and the rest."""
+        serve, length = self._position.serve, session.opening.source
+        if serve.source is None:
+            return None, payload
+        source, rest = (
+            payload[: length * serve.source.unit_bytes],
+            payload[length * serve.source.unit_bytes :],
+        )
+        if not serve.source.channels:
+            tokens = unpack_tokens(source)
+            if len(tokens) != length or min(tokens) < 0 or max(tokens) >= serve.vocabulary:
+                raise JobError(f"source: {length} tokens from 0 to {serve.vocabulary - 1}")
+        return source, rest
 
     def _close(self, stream: QueuedStream, frame: Frame) -> None:
         session = self._sessions.named(frame.header)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NewType
 
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.serving.requests.json_schema import MAX_SCHEMA_BYTES
 from fusion.runtime.serving.requests.request import Finish, Sampling, check_top_logprobs, whole
 from fusion.runtime.serving.ring.guesses import LEAST_ALONE, MAX_GUESSES, Allowance, Drafter
@@ -49,6 +50,7 @@ class Opening:
     user: int = 0  # whose of the gateway's clients it is, by a number of the gateway's own; turns are shared between users
     prefix: bytes = b""  # the chain of its first blocks, of which a stage may have keys and values already
     schema_bytes: int = 0  # of the schema that the answer follows, which goes to the last stage; 0: none
+    source: int = 0  # ids or frames that an encoder-decoder reads first, which come with the prompt
 
     @property
     def reads_prompt(self) -> bool:
@@ -92,10 +94,19 @@ class Opening:
             header["prefix"] = self.prefix
         if self.schema_bytes:
             header["schema"] = self.schema_bytes
+        if self.source:
+            header["source"] = self.source
         return header
 
     @classmethod
-    def from_header(cls, header: Mapping[str, Any], *, stages: int, max_sequence: int) -> Opening:
+    def from_header(
+        cls,
+        header: Mapping[str, Any],
+        *,
+        stages: int,
+        max_sequence: int,
+        source: SourceConfig | None = None,
+    ) -> Opening:
         """JobError for anything that is not a session this model can run."""
         session, route, sampling = header.get("session"), header.get("route"), header.get("sampling")
         if not isinstance(session, str) or not 1 <= len(session) <= 64:
@@ -116,7 +127,11 @@ class Opening:
             user=whole(header, "user", 0),
             prefix=checked_chain(header),
             schema_bytes=whole(header, "schema", 0),
+            source=whole(header, "source", 0),
         )
+        check_source(opening.source, source)
+        if source is not None and opening.prefix:
+            raise JobError("prefix: an encoder-decoder has none")
         if min(opening.prompt_length, opening.max_tokens) < 1 or opening.capacity > max_sequence:
             raise JobError(f"max_tokens: prompt and answer take 2 to {max_sequence} positions")
         check_top_logprobs(opening.top_logprobs)
@@ -129,6 +144,17 @@ class Opening:
         return opening
 
 
+def check_source(length: int, source: SourceConfig | None) -> None:
+    """JobError in one line where a session cannot have so much of a source."""
+    if source is None:
+        if length:
+            raise JobError("source: this model reads none")
+    elif source.channels and length != source.length:
+        raise JobError(f"source: {source.length} frames of features, not {length}")
+    elif not 1 <= length <= source.length:
+        raise JobError(f"source: 1 to {source.length} tokens, not {length}")
+
+
 def _hop(entry: object) -> Hop:
     match entry:
         case [str() as peer, int() as term] if len(peer) <= 128:
@@ -138,7 +164,8 @@ def _hop(entry: object) -> Hop:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions [start, start + length) of one session, run in one go; `sample`: choose the next token after it.
+    """Positions [start, start + length) of one session, run in one go; `sample`: choose the next token after it. Those before 0
+    are the source's, and run all at once.
 
     With `guesses`, the ids of its last positions, a token is chosen after each of its positions up to the first wrong guess.
     `number`: of the session's chunks, from 1, where positions may come again; else 0."""
@@ -159,9 +186,11 @@ class Chunk:
         return self.number or self.end
 
     @classmethod
-    def from_header(cls, header: Mapping[str, Any], capacity: int, vocabulary: int) -> Chunk:
+    def from_header(cls, header: Mapping[str, Any], capacity: int, vocabulary: int, source: int = 0) -> Chunk:
         """Of another stage, in a session of so many positions. FrameError, JobError where it is none."""
         start, length = whole(header, "start", -1), whole(header, "length", 0)
+        if source and (start, length) == (-source, source):
+            return cls(start, length, sample=False)
         if start < 0 or length < 1 or start + length > capacity:
             raise FrameError(f"positions {start} to {start + length} are not in the session")
         guesses = guessed_tokens(header, "guesses", vocabulary)

@@ -13,12 +13,13 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.requests.request import pack_tokens, whole
-from fusion.runtime.serving.ring.batches import BATCHES, BY_ITSELF, TurnFrames, frames_of
+from fusion.runtime.serving.ring.batches import BATCHES, BY_ITSELF, MAX_BYTES, TurnFrames, frames_of
 from fusion.runtime.serving.ring.constraint import Constrain, unconstrained
 from fusion.runtime.serving.ring.drafting import Drafting
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan
@@ -58,7 +59,6 @@ class RingStage:
         self._runner = runner
         self._plan = plan
         self._position = position
-        self._incoming = {parcel.producer: parcel for parcel in plan.incoming}
         self._sessions = StageSessions(
             transport, worker, self._runner, plan, position, clock, chain, constrain
         )
@@ -139,8 +139,8 @@ class RingStage:
             return
         if batches:
             await stream.send(BATCHES, {})
-        if sender in self._incoming:
-            stream.allow(self._incoming[sender].size_bytes(self._position.serve.max_sequence))
+        if fed := self._plan.incoming_by(sender):
+            stream.allow(max(MAX_BYTES, *(parcel.most_bytes(self._position.serve) for parcel in fed)))
         self._streams.add(stream)
         try:
             while True:
@@ -149,7 +149,7 @@ class RingStage:
                     case "chunk":
                         await self._take_chunk(sender, stream.remote, frame)
                     case "chunks":
-                        for each in frames_of(frame, self._parcel(sender).size_of):
+                        for each in frames_of(frame, partial(self._size_of, sender)):
                             await self._take_chunk(sender, stream.remote, each)
                     case "token":
                         self._take_token(stream.remote, frame.header)
@@ -167,31 +167,39 @@ class RingStage:
         session = self._sessions.named(frame.header)
         if session is None or not session.ready:
             return  # closed while the frame was under way
-        parcel = self._parcel(sender)
-        if session.opening.route[sender].peer != remote:
+        opening = session.opening
+        if not self._plan.incoming_by(sender) or opening.route[sender].peer != remote:
             raise self._not_fed_by(sender)
-        chunk = Chunk.from_header(frame.header, session.opening.capacity, self._position.serve.vocabulary)
+        chunk = Chunk.from_header(
+            frame.header, opening.capacity, self._position.serve.vocabulary, opening.source
+        )
+        plan = self._plan.of(chunk.start)
+        parcel = self._parcel(plan, sender)
         if len(frame.payload) != parcel.size_bytes(chunk.length):
             raise FrameError(f"{len(frame.payload)} bytes; {parcel.size_bytes(chunk.length)} were to come")
-        if len(self._incoming) > 1:
-            shares = session.share(chunk, sender, frame, len(self._incoming))
+        if len(plan.incoming) > 1:
+            shares = session.share(chunk, sender, frame, len(plan.incoming))
             if shares is None:
                 return
-            parts = tuple((p, shares[p.producer].payload) for p in self._plan.incoming)
+            parts = tuple((p, shares[p.producer].payload) for p in plan.incoming)
         else:
             parts = ((parcel, frame.payload),)
         while not self._schedule.has_room:
             self._room.clear()
             await self._room.wait()
-        self._schedule.add(Work(session, chunk, memoryview(b""), parts))
-        self._arrived.set()
+        for work in session.in_order(Work(session, chunk, memoryview(b""), parts)):
+            self._schedule.add(work)
+            self._arrived.set()
 
-    def _parcel(self, sender: int) -> Parcel:
-        """What the stage sends us. StaleTerm where it sends nothing."""
-        parcel = self._incoming.get(sender)
+    def _parcel(self, plan: RingPlan, sender: int) -> Parcel:
+        """What the stage sends us by this plan. StaleTerm where it sends nothing."""
+        parcel = next((each for each in plan.incoming if each.producer == sender), None)
         if parcel is None:
             raise self._not_fed_by(sender)
         return parcel
+
+    def _size_of(self, sender: int, header: Mapping[str, Any]) -> int:
+        return self._parcel(self._plan.of(whole(header, "start", 0)), sender).size_of(header)
 
     def _not_fed_by(self, sender: int) -> StaleTerm:
         return StaleTerm(f"stage {sender} does not feed stage {self._plan.index} in this session")
@@ -223,6 +231,12 @@ class RingStage:
         """Put in the session's next chunk, if the first stage knows one, and what it guesses behind it."""
         feed, schedule = session.feed, self._schedule
         assert feed is not None
+        if session.source is not None:
+            length, source = session.opening.source, session.source
+            session.source = None
+            schedule.add(Work(session, Chunk(-length, length, sample=False), source))
+            self._arrived.set()
+            return
         most = schedule.prefill_positions(session, self._position.serve.prefill_chunk, feed.fed)
         while not session.closed and (step := feed.next(most, schedule.guesses(session))) is not None:
             chunk, ids = step
@@ -303,9 +317,10 @@ class RingStage:
         self._sessions.heard(session, ran=chunk.end)
         if outcome.tokens:
             self._answer(session, outcome.tokens, tokens)
-        if session.hops:
+        hops = session.hops if chunk.start >= 0 else session.source_hops
+        if hops:
             header = {"session": session.id, **chunk.to_header()}
-            for (parcel, link), payload in zip(session.hops, outcome.sends, strict=True):
+            for (parcel, link), payload in zip(hops, outcome.sends, strict=True):
                 chunks.put(link, header, payload, parcel.size_bytes(chunk.length))
         if session.feed is not None and not chunk.sample:
             self._advance(session)  # the prompt's next chunk, behind what others have waiting

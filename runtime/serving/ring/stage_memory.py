@@ -78,7 +78,10 @@ class StageMemory:
         async with self._beginning:
             source, taken = self._source(session)
             try:
-                return await self._worker.run(self._runner.begin, session.id, capacity, positions, source)
+                encoded = session.opening.source
+                return await self._worker.run(
+                    self._runner.begin, session.id, capacity, positions, source, encoded
+                )
             except MemoryError:
                 if taken is not None:
                     self._prefixes.put_back(taken)

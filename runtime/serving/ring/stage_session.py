@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fusion.dag.ir.graph import TensorType
 from fusion.runtime.planes.plane import DecodingStage, Piece
 from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.drafts.drafter import DraftStep, ModelDrafter
 from fusion.runtime.serving.requests.request import Logprobs
 from fusion.runtime.serving.ring.constraint import TokenConstraint
-from fusion.runtime.serving.ring.frames import Parcel, RingPlan
+from fusion.runtime.serving.ring.frames import TORCH_DTYPES, Parcel, RingPlan
 from fusion.runtime.serving.ring.guesses import Verdicts
 from fusion.runtime.serving.ring.penalties import TokenCounts
 from fusion.runtime.serving.ring.sampling import logprobs, sample
@@ -37,14 +38,18 @@ class StageSession:
     closed: bool = False
     task: asyncio.Task[None] | None = None  # makes it ready
     hops: list[tuple[Parcel, QueuedStream]] = field(default_factory=list)
+    source_hops: list[tuple[Parcel, QueuedStream]] = field(default_factory=list)  # for the source
     back: QueuedStream | None = None  # from the last stage to the first
     feed: Feed | None = None  # at the first stage
+    source: memoryview | None = None  # there, until it has been fed
     drafter: ModelDrafter | None = None  # there, where there is a draft model
     counts: TokenCounts | None = None  # at the last stage, where there are penalties
     verdicts: Verdicts = field(init=False)  # of the last stage, in the worker thread
     user: tuple[PeerId, int] = field(init=False)  # whose it is: one of its gateway's clients'
     constraint: TokenConstraint | None = None  # there, where there is a schema
     parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # order of chunk -> sender -> its share
+    early: list[Work[StageSession]] = field(default_factory=list)  # chunks that came before the source
+    encoded: bool = False  # whether the source has come
     ran: int = 0  # chunks
     heard_at: float = 0.0  # when its gateway last said anything about it, or a chunk of it ran
     freed: asyncio.Task[None] | None = None  # frees its memory, once it is closed
@@ -74,6 +79,19 @@ class StageSession:
             return None
         self.parts = {order: kept for order, kept in self.parts.items() if order > chunk.order}
         return shares
+
+    def in_order(self, work: Work[StageSession]) -> Sequence[Work[StageSession]]:
+        """What may run now that `work` has come: nothing before the source, of which a part may come over another link and later.
+        FrameError where too many wait."""
+        if work.chunk.start < 0:
+            early, self.early, self.encoded = self.early, [], True
+            return [work, *early]
+        if self.encoded or not self.opening.source:
+            return [work]
+        if len(self.early) >= self.opening.capacity:
+            raise FrameError("chunks of a session whose source never comes")
+        self.early.append(work)
+        return []
 
 
 @dataclass(frozen=True)
@@ -145,15 +163,22 @@ class StageRunner:
         """Whether chunks may have guesses."""
         return self._plane.together
 
-    def begin(self, session: SessionId, capacity: int, positions: int, source: Source | None = None) -> int:
+    def begin(
+        self,
+        session: SessionId,
+        capacity: int,
+        positions: int,
+        source: Source | None = None,
+        encoded: int = 0,
+    ) -> int:
         """Begin a session of at most `capacity` positions, with memory for the first and with what it finds at `source`: how
-        many positions it holds. MemoryError, in one line, where these do not fit: all is as before then."""
+        many positions it holds. `encoded`: how much an encoder reads. MemoryError, in one line, where these do not fit: all is as before then."""
         plane, held = self._plane, 0
         moved = source.name if source is not None and source.moved else None
         if source is not None and isinstance(moved, int):
             held = plane.resume(session, capacity, moved, source.positions)
         else:
-            plane.open(session, capacity)
+            plane.open(session, capacity, encoded)
         plane.reserve(session, positions)
         try:
             self._account()
@@ -223,6 +248,8 @@ class StageRunner:
     def _grow(self, work: Work[StageSession]) -> MemoryError | None:
         """Set memory aside for the chunk."""
         session = work.session.id
+        if work.chunk.start < 0:
+            return None  # set aside when the session was opened
         if self._plane.reserve(session, work.chunk.end):
             try:
                 self._account()
@@ -244,9 +271,13 @@ class StageRunner:
     def _piece(self, work: Work[StageSession]) -> tuple[Piece, memoryview]:
         """What the plane runs, and the bytes of the chunk's token ids where there are any."""
         chunk, ids = work.chunk, work.ids
-        inputs: dict[str, torch.Tensor] = {}
+        plan, inputs = self._plan.of(chunk.start), dict[str, torch.Tensor]()
         for parcel, payload in work.parts:
             ids = parcel.unpack(payload, chunk.length, inputs) or ids
+        if plan.source is not None:
+            inputs[plan.source.name] = _source(plan.source.type, ids, chunk.length)
+        if plan is not self._plan:
+            return Piece(work.session.id, chunk.start, inputs), ids
         if self._plan.reads_ids:
             inputs["input_ids"] = torch.frombuffer(bytearray(ids), dtype=torch.int64).unsqueeze(0)
         if self._plan.reads_positions:
@@ -264,11 +295,20 @@ class StageRunner:
     def _made(
         self, work: Work[StageSession], outputs: Mapping[str, torch.Tensor], ids: memoryview
     ) -> Outcome:
-        if not self._plan.last:
-            return Outcome(sends=tuple(p.pack(outputs, ids) for p in self._plan.outgoing))
+        plan = self._plan.of(work.chunk.start)
+        if not plan.last:
+            return Outcome(sends=tuple(p.pack(outputs, ids) for p in plan.outgoing))
         if not work.chunk.sample:
             return Outcome()
         return Outcome(tokens=tuple(_choose(work.session, work.chunk, outputs["result/0"][0])))
+
+
+def _source(type_: TensorType, data: memoryview, length: int) -> torch.Tensor:
+    """Ids, or features, of one session as the model's input takes them; the size of `data` has been checked."""
+    given = bytearray(data)
+    if type_.dtype == "int64":
+        return torch.frombuffer(given, dtype=torch.int64).unsqueeze(0)
+    return torch.frombuffer(given, dtype=torch.float32).view(1, -1, length).to(TORCH_DTYPES[type_.dtype])
 
 
 def _stale(work: Work[StageSession]) -> bool:

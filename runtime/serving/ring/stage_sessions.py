@@ -131,8 +131,9 @@ class StageSessions:
     def open(self, gateway: QueuedStream, header: Mapping[str, Any], payload: memoryview) -> None:
         """Begin to open a session; the gateway is told when it is. `payload`: at the last stage the schema, if there is
         one, and the prompt's ids where it or penalties need them. Raises JobError, StaleTerm."""
+        serve = self._position.serve
         opening = Opening.from_header(
-            header, stages=self._plan.stages, max_sequence=self._position.serve.max_sequence
+            header, stages=self._plan.stages, max_sequence=serve.max_sequence, source=serve.source
         )
         hop = opening.route[self._plan.index]
         if hop.peer != self._position.peer or hop.term not in self.terms:
@@ -146,7 +147,7 @@ class StageSessions:
             return
         said = SaidAtOpening()
         if self._plan.last:
-            said = SaidAtOpening.of(opening, payload, self._position.serve.vocabulary)
+            said = SaidAtOpening.of(opening, payload, serve.vocabulary)
         session = StageSession(opening, gateway, heard_at=self._clock(), counts=said.counts)
         if not self.schedule.admit(session):
             other = self._shares.yields(asker, opening.capacity)
@@ -168,7 +169,7 @@ class StageSessions:
         except NotConstrained as error:
             self.fail(session, f"{self.here}: {error}", error.reason)
             return
-        wanted = [parcel.consumer for parcel in self._plan.outgoing]
+        wanted = [*self._plan.consumers]
         wanted += [0] if self._plan.last and not self._plan.first else []
         links: dict[int, QueuedStream] = {}
         for stage in wanted:
@@ -192,6 +193,8 @@ class StageSessions:
                 self._vanished(session, stage)
                 return
         session.hops = [(parcel, links[parcel.consumer]) for parcel in self._plan.outgoing]
+        if self._plan.encode is not None:
+            session.source_hops = [(p, links[p.consumer]) for p in self._plan.encode.outgoing]
         session.back = links.get(0)
         session.ready = True
         known = [*opening.newer, *(["guesses"] if self._guesses else [])]

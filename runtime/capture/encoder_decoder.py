@@ -1,0 +1,58 @@
+"""Encoder-decoders of transformers: which directories hold one, what it reads, and what its answers follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import SourceConfig
+from fusion.runtime.job.model_files import json_object
+
+TEXT, SPEECH = "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"
+_FRAMES_A_POSITION = 2  # of features: the second convolution of a speech encoder takes every other frame
+
+
+def reads_source(config: Any) -> bool:
+    """Whether the directory's model has an encoder: such a family may also be saved as a decoder alone."""
+    named = getattr(config, "architectures", None) or []
+    return bool(getattr(config, "is_encoder_decoder", False)) and not any("ForCausalLM" in n for n in named)
+
+
+def auto_class(config: Any) -> str:
+    """The class of transformers that makes the module."""
+    return SPEECH if _channels(config) else TEXT
+
+
+def source_config(config: Any, directory: Path, longest: int) -> SourceConfig:
+    """`longest`: positions of a text that the model reads. JobError where nothing says what its answers begin with."""
+    if getattr(config, "decoder_vocab_size", None) not in (None, config.vocab_size):
+        raise JobError(f"{directory}: a model whose encoder and decoder have other tokens is not served")
+    path = directory / "generation_config.json"
+    said = json_object(path) if path.is_file() else {}
+
+    def setting(name: str) -> Any:
+        return said.get(name, getattr(config, name, None))
+
+    first = setting("decoder_start_token_id")
+    first = setting("bos_token_id") if first is None else first
+    forced = setting("forced_bos_token_id")
+    # (place, token): what speech models are told of language and task, from the second place on.
+    more = [token for _, token in setting("forced_decoder_ids") or [] if token is not None]
+    start = [token for token in (first, forced, *more) if token is not None]
+    if first is None or not all(isinstance(token, int) for token in start):
+        raise JobError(
+            f"{directory}: nothing says what its answers begin with: decoder_start_token_id in config.json"
+        )
+    channels = _channels(config)
+    length = _FRAMES_A_POSITION * int(config.max_source_positions) if channels else longest
+    return SourceConfig(start=tuple(start), length=length, channels=channels)
+
+
+def longest_answer(config: Any, longest: int) -> int:
+    """Positions of its decoder."""
+    return min(longest, int(config.max_target_positions)) if _channels(config) else longest
+
+
+def _channels(config: Any) -> int:
+    return int(getattr(config, "num_mel_bins", 0) or 0)
