@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fusion.cli import client, grants, job_client
 from fusion.cli.asking import answer_trace, settings
+from fusion.cli.asking.features import features_of
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
@@ -26,6 +28,12 @@ def generate(
     prompt_ids: Annotated[
         str | None,
         typer.Option("--prompt-ids", metavar="1,2,3", help="Token ids, where a model has no tokenizer."),
+    ] = None,
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            "--features", metavar="FILE.npy", help="Of sound, for a model that hears, as Whisper does."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate, at most.")] = 64,
     temperature: settings.Temperature = 0.0,
@@ -56,9 +64,12 @@ def generate(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Go on from a prompt with a model that the swarm serves. Tokens appear as they are made."""
+    """Go on from a prompt with a model that the swarm serves; an encoder-decoder reads it and answers. Tokens appear as they are
+    made."""
     output = Output(as_json=json)
-    if (prompt is None) == (prompt_ids is None):
+    if features is not None and prompt is not None:
+        raise ValueError("give either a PROMPT or --features")
+    if features is None and (prompt is None) == (prompt_ids is None):
         raise ValueError("give either a PROMPT or --prompt-ids")
     ids = options.parse_ids(prompt_ids) if prompt_ids is not None else None
     from fusion.runtime.serving.requests.request import GenerateRequest
@@ -67,6 +78,7 @@ def generate(
         model=model,
         prompt=prompt,
         prompt_ids=ids,
+        features=b"" if features is None else features_of(features),
         max_tokens=max_tokens,
         sampling=settings.sampling(
             temperature=temperature,
@@ -100,6 +112,7 @@ async def _generate(request: GenerateRequest, way: client.Way, output: Output, t
         seen = answer_trace.AnswerTrace()
         # The prompt stands before its answer, as the model sees it; ids have no text of their own.
         text = request.prompt or ""
+        has_text = request.prompt is not None or bool(request.features)
         others = another_peer(context.directory)  # where the gateway vanishes, one of them goes on
         try:
             shown = grants.grants_from(context)
@@ -109,10 +122,10 @@ async def _generate(request: GenerateRequest, way: client.Way, output: Output, t
                 if isinstance(piece, Piece):
                     seen.token()
                     pieces.append(piece)
-                    output.write(piece.text if request.prompt is not None else f"{piece.id} ")
+                    output.write(piece.text if has_text else f"{piece.id} ")
                     continue
                 answer = piece
-                if request.prompt is not None:  # what was held back until it was certain
+                if has_text:  # what was held back until it was certain
                     output.write(answer.text[len("".join(each.text for each in pieces)) :])
         except NotAdmitted:
             raise

@@ -1,6 +1,7 @@
 """What `generate` and `chat` share, and how a conversation goes. Knows no way into the swarm.
 
 settings       options that say how tokens are chosen
+features       sound from a file, for a model that hears
 answer_trace   how fast an answer came, and through whom
 conversation   what was said so far, and what a line means; pure
 line_input     lines from a terminal, a pipe or a file

@@ -13,6 +13,7 @@ from fusion.dag.cutting.costs import differentiable
 from fusion.dag.cutting.cuts import value_bytes
 from fusion.dag.cutting.positional import repeatable
 from fusion.dag.cutting.references import needed
+from fusion.dag.cutting.source import source_values
 from fusion.dag.cutting.stage import edge_name
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref
 
@@ -59,11 +60,16 @@ def crossing(graph: Graph, sizes: Mapping[str, int]) -> Crossing:
                 found.append((ref, later))
     found.sort(key=lambda item: (index[item[0].name], item[0].index))
     types = [graph.types[ref] for ref, _ in found]
+    once = source_values(graph)  # of an encoder-decoder: they cross before the first microbatch
     each = np.array([DTYPE_BYTES[t.dtype] for t in types], dtype=np.int64)
     return Crossing(
         names=tuple(edge_name(ref) for ref, _ in found),
         dtypes=tuple(t.dtype for t in types),
-        elements=np.array([value_bytes(t, sizes) for t in types], dtype=np.int64) // np.maximum(each, 1),
+        elements=np.array(
+            [0 if ref in once else value_bytes(t, sizes) for (ref, _), t in zip(found, types, strict=True)],
+            dtype=np.int64,
+        )
+        // np.maximum(each, 1),
         element_bytes=each,
         gradient=np.array([ref in gradient for ref, _ in found], dtype=bool),
         producer=np.array([index[ref.name] for ref, _ in found], dtype=np.int64),

@@ -7,7 +7,7 @@ graph of stages has no cycle whatever the cuts are, and a value that skips stage
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -95,14 +95,14 @@ def legal_cuts(graph: Graph) -> tuple[int, ...]:
     return tuple(i + 1 for i in fixed[:-1] if not barred[i + 1] and i < most)
 
 
-def crossings(graph: Graph, sizes: Mapping[str, int]) -> tuple[Bytes, Bytes]:
+def crossings(graph: Graph, sizes: Mapping[str, int], without: Collection[Ref] = ()) -> tuple[Bytes, Bytes]:
     """For each cut 0 .. len(nodes): bytes that cross it forward, and bytes of gradients that cross it backward, in one
-    microbatch, each value counted once however many read it."""
+    microbatch, each value counted once however many read it, and those `without` not at all."""
     forward = np.zeros(len(graph.nodes) + 2, dtype=np.int64)
     backward = forward.copy()
     repeated, gradient, index = repeatable(graph), differentiable(graph), graph.node_index
     for ref, readers in graph.uses.items():
-        if ref.name not in index or ref.name in repeated:
+        if ref.name not in index or ref.name in repeated or ref in without:
             continue
         made, last, bytes_ = index[ref.name], readers[-1], value_bytes(graph.types[ref], sizes)
         for total in (forward, backward) if ref in gradient else (forward,):

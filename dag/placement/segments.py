@@ -12,7 +12,8 @@ import numpy.typing as npt
 from fusion.dag.cutting.costs import node_costs
 from fusion.dag.cutting.cuts import crossings
 from fusion.dag.cutting.memory import MemoryConfig, MemoryTables, measure_memory
-from fusion.dag.ir.graph import Graph
+from fusion.dag.cutting.source import source_values
+from fusion.dag.ir.graph import Graph, Ref
 
 Row = npt.NDArray[np.float64]  # by bound
 At = Any  # an index into the bounds, or an array of them
@@ -63,9 +64,12 @@ def measure(
     bounds = (0, *cuts, len(graph.nodes))
     at = np.array(bounds)
     costs = node_costs(graph, sizes)
-    forward, backward = crossings(graph, sizes)
-    moved = np.array([c.moved_bytes for c in costs], dtype=np.float64)
-    flops = np.array([c.forward_flops for c in costs], dtype=np.float64)
+    # What an encoder-decoder makes of its source comes once a session: a token does not wait for it.
+    once = source_values(graph)
+    forward, backward = crossings(graph, sizes, once)
+    again = np.array([Ref(node.name) not in once for node in graph.nodes], dtype=np.float64)
+    moved = again * np.array([c.moved_bytes for c in costs], dtype=np.float64)
+    flops = again * np.array([c.forward_flops for c in costs], dtype=np.float64)
     backward_flops = np.array([c.backward_flops if training else 0 for c in costs], dtype=np.float64)
     return Segments(
         bounds=bounds,

@@ -29,24 +29,42 @@ def source_config(config: Any, directory: Path, longest: int) -> SourceConfig:
     if getattr(config, "decoder_vocab_size", None) not in (None, config.vocab_size):
         raise JobError(f"{directory}: a model whose encoder and decoder have other tokens is not served")
     path = directory / "generation_config.json"
-    said = json_object(path) if path.is_file() else {}
+    said = json_object(path) if path.is_file() else None
 
     def setting(name: str) -> Any:
-        return said.get(name, getattr(config, name, None))
+        return getattr(config, name, None) if said is None else said.get(name)
 
-    first = setting("decoder_start_token_id")
-    first = setting("bos_token_id") if first is None else first
+    ways = (
+        setting("decoder_start_token_id"),
+        getattr(config, "decoder_start_token_id", None),
+        setting("bos_token_id"),
+    )
+    first = next((token for token in ways if token is not None), None)
     forced = setting("forced_bos_token_id")
-    # (place, token): what speech models are told of language and task, from the second place on.
-    more = [token for _, token in setting("forced_decoder_ids") or [] if token is not None]
-    start = [token for token in (first, forced, *more) if token is not None]
+    # (place, token): what speech models are told of language and task, from the second place on; None: the model says that.
+    told = [token for _, token in setting("forced_decoder_ids") or []]
+    known = told[: told.index(None)] if None in told else told
+    last = setting("no_timestamps_token_id")
+    if last is not None and last not in known and known == told and not setting("is_multilingual"):
+        known = [*known, last]
+    start = [token for token in (first, forced, *known) if token is not None]
     if first is None or not all(isinstance(token, int) for token in start):
         raise JobError(
             f"{directory}: nothing says what its answers begin with: decoder_start_token_id in config.json"
         )
     channels = _channels(config)
     length = _FRAMES_A_POSITION * int(config.max_source_positions) if channels else longest
-    return SourceConfig(start=tuple(start), length=length, channels=channels)
+
+    def withheld(name: str) -> tuple[int, ...]:
+        return tuple(token for token in setting(name) or () if 0 <= token < config.vocab_size)
+
+    return SourceConfig(
+        start=tuple(start),
+        length=length,
+        channels=channels,
+        never=withheld("suppress_tokens"),
+        not_first=withheld("begin_suppress_tokens"),
+    )
 
 
 def longest_answer(config: Any, longest: int) -> int:

@@ -86,9 +86,9 @@ class SourceConfig:
 
     start: tuple[int, ...]
     length: int  # ids at most, or frames: exactly so many
-    channels: int = (
-        0  # numbers of a frame, in float32, all frames of a channel one behind the other; 0: token ids
-    )
+    channels: int = 0  # numbers of a frame, float32, the frames of a channel together; 0: token ids
+    never: tuple[int, ...] = ()  # tokens that no answer has
+    not_first: tuple[int, ...] = ()  # and those that it does not begin with
 
     @property
     def unit_bytes(self) -> int:
@@ -105,6 +105,12 @@ class ServeConfig:
     prefill_chunk: int = 512
     hop_bytes: tuple[int, ...] = ()  # that cross each cut for one position; empty: not known
     source: SourceConfig | None = None  # of an encoder-decoder
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the graph's symbols, in the longest session."""
+        sizes = {"batch": 1, "sequence": self.max_sequence}
+        return sizes if self.source is None else {**sizes, "source": self.source.length}
 
 
 @dataclass(frozen=True, kw_only=True)

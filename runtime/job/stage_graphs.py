@@ -15,7 +15,6 @@ from cachetools import LRUCache
 from fusion.dag.cutting.costs import bound_types, type_bytes
 from fusion.dag.cutting.cuts import split, tie_groups
 from fusion.dag.cutting.memory import MemoryConfig, measure_memory
-from fusion.dag.cutting.source import SOURCE
 from fusion.dag.cutting.stage import Stage, TieGroup
 from fusion.dag.ir import serialise
 from fusion.dag.ir.dims import bind, size
@@ -169,5 +168,4 @@ def sizes_of(config: Config) -> dict[str, int]:
     """Of one microbatch, or of the longest session."""
     if isinstance(config, TrainConfig):
         return {"batch": config.microbatch_size, "sequence": config.sequence}
-    sizes = {"batch": 1, "sequence": config.max_sequence}
-    return sizes if config.source is None else {**sizes, SOURCE: config.source.length}
+    return config.sizes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
@@ -24,11 +25,15 @@ class FirstToken:
 
 
 async def first_token(context: Context, prepared: Prepared, patience_seconds: float) -> FirstToken | None:
-    """Ask the model for one token after token 0, through whoever has its first stage. None where we may not ask it. JobFailed
+    """Ask the model for one token after token 0, or of silence where it hears, through whoever has its first stage. None where we may not ask it. JobFailed
     where none comes in so long; why, in one line."""
     is_open = prepared.manifest.admission.kind == "open"
     grants = () if is_open else tuple(context.access.chain(prepared.job))
-    request = GenerateRequest(model=prepared.job, prompt_ids=(0,), max_tokens=1, grants=grants)
+    source = prepared.manifest.serve.source if prepared.manifest.serve is not None else None
+    given: dict[str, Any] = {"prompt_ids": (0,)}
+    if source is not None and source.channels:
+        given = {"features": bytes(source.length * source.unit_bytes)}
+    request = GenerateRequest(model=prepared.job, max_tokens=1, grants=grants, **given)
     loop, trouble = asyncio.get_running_loop(), "no answer"
     try:
         async with asyncio.timeout(patience_seconds):

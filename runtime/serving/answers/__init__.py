@@ -3,8 +3,8 @@
 failover          whose fault it is, and what to do; pure
 pace              whether tokens come clearly slower; pure
 route_choice      which holder of each stage; pure
-reading           what a model is given to read: its prompt, a source; pure
 catalog           which models are served, and by whom
+task              what is to be answered, and what the model reads of it; pure
 gateway_session   sessions as a gateway holds them
 session_pair      the session of an answer that runs, and the next
 liveness          whether the stages are there and get on

@@ -35,8 +35,7 @@ from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
 from fusion.runtime.serving.answers.generation import Generation
 from fusion.runtime.serving.answers.owner_reports import OwnerReports
-from fusion.runtime.serving.answers.reading import reading
-from fusion.runtime.serving.answers.session_pair import OpenGrammar, Task
+from fusion.runtime.serving.answers.task import OpenGrammar, Task, reading
 from fusion.runtime.serving.answers.text_threads import TextThreads
 from fusion.runtime.serving.requests.request import (
     MAX_SEED,

@@ -33,7 +33,8 @@ from fusion.runtime.serving.answers.liveness import Liveness
 from fusion.runtime.serving.answers.moves import Moves
 from fusion.runtime.serving.answers.pace import Pace
 from fusion.runtime.serving.answers.recovery import Recovery, Suspect
-from fusion.runtime.serving.answers.session_pair import SessionPair, Task
+from fusion.runtime.serving.answers.session_pair import SessionPair
+from fusion.runtime.serving.answers.task import Task
 from fusion.runtime.serving.requests.request import Finish, Logprobs, Piece
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.errors import SwarmError

@@ -4,42 +4,13 @@ token."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from random import Random
 
-from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.gateway_session import Event, GatewaySession, GatewaySessions
 from fusion.runtime.serving.answers.route_choice import RemainingWork
-from fusion.runtime.serving.grammar.matcher import GrammarSession
-from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.answers.task import Task
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
-from fusion.swarm.directory.records import JobId
-from fusion.swarm.transport import PeerId
-
-# How an answer that has these tokens already stands with a schema: of a job, for a client.
-OpenGrammar = Callable[[JobId, Manifest, str, Sequence[int], PeerId], Awaitable[GrammarSession]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is to be answered."""
-
-    model: ServedModel
-    prompt: Sequence[int]
-    answered: Sequence[int]  # tokens that the user has already, from another gateway
-    max_tokens: int  # those included
-    sampling: Sampling
-    logits: bool
-    top_logprobs: int | None = None
-    holder: PeerId  # whose it is: stages may have the beginning of it from another one of the same holder
-    user: int = 0  # who asks, as stages are told
-    guesses: bool = True
-    schema: bytes = b""  # UTF-8: of the JSON that the answer is to be; b"": any text
-    grammar: GrammarSession | None = None  # how the answer stands with it
-    source: bytes = b""  # what an encoder-decoder reads first, of so many ids or frames
-    source_length: int = 0
 
 
 class SessionPair:

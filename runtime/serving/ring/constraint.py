@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fusion.runtime.job.errors import JobError, JobFailed
-from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.job.manifest import ServeConfig, SourceConfig
 from fusion.runtime.serving.grammar.matcher import GrammarsBusy, GrammarSession
 from fusion.runtime.serving.requests.request import split_schema
 from fusion.runtime.serving.ring.penalties import TokenCounts, prompt_of
@@ -66,6 +66,31 @@ async def constraint_of(
     except (SwarmError, JobError, JobFailed, OSError) as error:
         raise NotConstrained(error) from None
     return TokenConstraint(session, serve.vocabulary, serve.end_tokens)
+
+
+class Withheld:
+    """Tokens that a model is not to say, as its files have it."""
+
+    def __init__(self, source: SourceConfig, vocabulary: int) -> None:
+        self._later = torch.ones(vocabulary, dtype=torch.bool)
+        self._later[list(source.never)] = False
+        self._first = self._later.clone()
+        self._first[list(source.not_first)] = False
+
+    def of(self, allowed: torch.Tensor | None, *, first: bool) -> torch.Tensor:
+        """Of the tokens that are `allowed` (vocabulary,), those that may be said; `first`: as the first of an answer."""
+        mine = self._first if first else self._later
+        return mine if allowed is None else mine & allowed
+
+
+def withheld_by(serve: ServeConfig) -> Withheld | None:
+    """None where every token may be said."""
+    source = serve.source
+    return (
+        None
+        if source is None or not (source.never or source.not_first)
+        else Withheld(source, serve.vocabulary)
+    )
 
 
 class TokenConstraint:

@@ -65,6 +65,11 @@ class Opening:
         return (*self.sampling.newer, *(() if self.top_logprobs is None else ("top_logprobs",)), *schema)
 
     @property
+    def first(self) -> int:
+        """The position of the answer's first token, which sessions before this one may have given."""
+        return self.prompt_length - self.answered
+
+    @property
     def capacity(self) -> int:
         """Positions that the KV cache needs room for; the last token is never fed back, one spare is harmless."""
         return self.prompt_length + self.max_tokens
@@ -86,7 +91,7 @@ class Opening:
         }
         if self.top_logprobs is not None:
             header["top_logprobs"] = self.top_logprobs
-        if self.reads_prompt:
+        if self.reads_prompt or self.source:
             header["answered"] = self.answered
         if self.user:
             header["user"] = self.user

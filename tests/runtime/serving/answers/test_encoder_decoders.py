@@ -31,13 +31,16 @@ from fusion.swarm.errors import RemoteError
 pytestmark = [pytest.mark.heavy]
 
 NEW = 30
+NEVER, NOT_FIRST = (10, 59), (114, 95)  # what the model would say, and does not
 
 
 async def serve(swarm: Swarm, family: str, cuts: tuple[int, ...] | None = None) -> JobId:
     features = family == "whisper"
-    read = SourceConfig(
-        start=(START,), length=FRAMES if features else POSITIONS, channels=CHANNELS if features else 0
-    )
+    read = SourceConfig(start=(START,), length=POSITIONS)
+    if features:
+        read = SourceConfig(
+            start=(START,), length=FRAMES, channels=CHANNELS, never=NEVER, not_first=NOT_FIRST
+        )
     config = {"max_sequence": POSITIONS, "vocabulary": VOCABULARY, "source": read}
     return await swarm.serve(family, 3, cuts=cuts, made=made(family), serve=config, opset=2)
 
@@ -49,6 +52,9 @@ def asked(given: torch.Tensor) -> dict[str, Any]:
 
 
 def wanted(family: str, given: torch.Tensor) -> list[int]:
+    if family == "whisper":
+        withheld = {"suppress_tokens": list(NEVER), "begin_suppress_tokens": list(NOT_FIRST)}
+        return generated(made(family)[1], given, NEW, **withheld)
     return generated(made(family)[1], given, NEW)
 
 

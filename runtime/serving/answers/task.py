@@ -1,0 +1,70 @@
+"""What is to be answered, and what the model is given to read of it: a prompt, and for an encoder-decoder a source beside
+that. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.grammar.matcher import GrammarSession
+from fusion.runtime.serving.requests.request import Sampling, pack_tokens
+from fusion.runtime.serving.ring.session import check_source
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.transport import PeerId
+
+# How an answer that has these tokens already stands with a schema: of a job, for a client.
+OpenGrammar = Callable[[JobId, Manifest, str, Sequence[int], PeerId], Awaitable[GrammarSession]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be answered."""
+
+    model: ServedModel
+    prompt: Sequence[int]
+    answered: Sequence[int]  # tokens that the user has already, from another gateway
+    max_tokens: int  # those included
+    sampling: Sampling
+    logits: bool
+    top_logprobs: int | None = None
+    holder: PeerId  # whose it is: stages may have the beginning of it from another one of the same holder
+    user: int = 0  # who asks, as stages are told
+    guesses: bool = True
+    schema: bytes = b""  # UTF-8: of the JSON that the answer is to be; b"": any text
+    grammar: GrammarSession | None = None  # how the answer stands with it
+    source: bytes = b""  # what an encoder-decoder reads first, of so many ids or frames
+    source_length: int = 0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`prompt`: the tokens that the answer follows; `source`: what travels with them, of `length` ids or frames."""
+
+    prompt: Sequence[int]
+    source: bytes = b""
+    length: int = 0
+
+
+def reading(serve: ServeConfig, ids: Sequence[int], features: bytes) -> Reading:
+    """`ids`: of the request's text, or that it gave. JobError, in one line, where the model cannot read that."""
+    config = serve.source
+    if config is None:
+        if features:
+            raise JobError("features: this model takes none; give a prompt")
+        return Reading(ids)
+    if not config.channels:
+        if features:
+            raise JobError("features: this model reads text; give a prompt")
+        check_source(len(ids), config)
+        if any(not 0 <= token < serve.vocabulary for token in ids):
+            raise JobError(f"prompt_ids: this model's tokens are 0 to {serve.vocabulary - 1}")
+        return Reading(config.start, pack_tokens(ids), len(ids))
+    if len(features) != config.length * config.unit_bytes:
+        raise JobError(
+            f"features: this model takes {config.channels} channels of {config.length} frames in float32, "
+            f"{config.length * config.unit_bytes} bytes, not {len(features)}"
+        )
+    return Reading(ids or config.start, features, config.length)
