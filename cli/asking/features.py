@@ -16,10 +16,10 @@ def features_of(path: Path) -> bytes:
     import numpy as np
 
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        found = np.lib.format.open_memmap(path, mode="r")  # looks into nothing but the header, and takes no objects
     except (ValueError, EOFError) as error:
         raise ValueError(f"--features: {path} is no .npy file of numbers: {error}") from None
-    if not isinstance(found, np.ndarray) or found.dtype.kind != "f":
+    if found.dtype.kind != "f":
         raise ValueError(f"--features: {path} holds no array of floating-point numbers")
     shape = found.shape[1:] if found.ndim == 3 and found.shape[0] == 1 else found.shape
     if len(shape) != 2 or 0 in shape:

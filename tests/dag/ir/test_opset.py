@@ -40,9 +40,20 @@ _TYPES = {
     Ref("ids"): TensorType((4,), "int64"),
     Ref("experts"): TensorType((3, 5, 8), "float32"),
     Ref("heads"): TensorType((2,), "float32"),
+    Ref("rows"): TensorType((3, 2), "float32"),
+    Ref("few"): TensorType((symbol("batch"), 2, 5, 8), "float32"),
     Ref("q"): TensorType((symbol("batch"), 2, symbol("sequence"), 8), "float32"),
 }
 _Q = Ref("q")
+
+
+def relative(
+    table: Any = Ref("rows"),  # noqa: B008 - frozen
+    slot: int = 0,
+    scale: float = 1.0,
+    buckets: Any = (0, 2, 1),
+) -> Any:
+    return _Q, _Q, _Q, table, slot, scale, buckets
 
 
 def scored(
@@ -116,6 +127,17 @@ _X, _W, _N, _BIG = Ref("x"), Ref("w"), Ref("n"), Ref("big")
         ("fusion.cached_attention_scored", scored(slopes=(0.5,) * 2000), "argument slopes"),
         ("fusion.cached_attention_scored", scored(slopes=(True, 1)), "argument slopes"),
         ("fusion.cached_attention_scored", scored(sinks=Ref("heads"), slopes=(0.5, 1)), "sinks would see"),
+        ("fusion.cached_attention_relative", relative(table=Ref("w")), "number for each of 2 heads"),
+        ("fusion.cached_attention_relative", relative(buckets=(0, 3)), "buckets"),
+        ("fusion.cached_attention_relative", relative(buckets=(-1,)), "buckets"),
+        ("fusion.cached_attention_relative", relative(buckets=()), "buckets"),
+        ("fusion.cached_attention_relative", relative(buckets=(0,) * 2000), "argument buckets"),
+        ("fusion.cached_attention_relative", relative(slot=-1), "slot"),
+        ("fusion.cached_attention_relative", relative(scale=float("nan")), "scale"),
+        ("fusion.source_attention", (_Q, _Q, _Q, -1, None), "slot"),
+        ("fusion.source_attention", (_Q, _Q, Ref("few"), 0, None), "length of key and value"),
+        ("fusion.source_attention", (_Q, Ref("w"), Ref("w"), 0, None), "heads, length, width"),
+        ("fusion.source_attention", (_Q, _Q, _Q, 0, float("inf")), "scale"),
         ("fusion.cached_attention_scored", scored(cap=0.0), "softcap"),
         ("fusion.cached_attention_scored", scored(scale=float("-inf")), "scale"),
     ],

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import plain
-from fusion.runtime.job.manifest import DataConfig, Manifest, OptimizerConfig, ServeConfig, TrainConfig
+from fusion.runtime.job.manifest import (
+    DataConfig,
+    Manifest,
+    OptimizerConfig,
+    ServeConfig,
+    SourceConfig,
+    TrainConfig,
+)
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.identity import Identity
@@ -50,7 +57,34 @@ SERVE = replace(
 )
 
 
-@pytest.mark.parametrize("manifest", [SOUND, SERVE])
+SOURCE = SourceConfig(start=(2, 3), length=20, never=(4,), not_first=(5,))
+assert SERVE.serve is not None
+READING = replace(SERVE, serve=replace(SERVE.serve, source=SOURCE))
+
+
+def test_who_knows_no_encoder_decoders_reads_the_manifest_of_any_other_model() -> None:
+    fields = msgpack.unpackb(manifests.encode(SERVE))
+    assert "source" not in fields["serve"]
+    assert "source" in msgpack.unpackb(manifests.encode(READING))["serve"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"start": ()}, {"start": (9,)}, {"start": (1,) * 8}, {"length": 0}, {"length": 1 << 20}, {"channels": -1},
+        {"channels": 80, "length": 1 << 15}, {"never": (9,)}, {"not_first": (-1,)},
+    ],
+)  # fmt: skip
+def test_a_source_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    assert READING.serve is not None
+    serve = replace(READING.serve, source=replace(SOURCE, **wrong))
+    with pytest.raises(JobError, match="manifest: serve"):
+        manifests.encode(replace(READING, serve=serve))
+    with pytest.raises(JobError, match=r"serve\.cache"):
+        manifests.encode(replace(READING, serve=replace(READING.serve, cache="recompute")))
+
+
+@pytest.mark.parametrize("manifest", [SOUND, SERVE, READING])
 def test_round_trip_is_canonical(manifest: Manifest) -> None:
     data = manifests.encode(manifest)
     assert manifests.decode(data) == manifest

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.every_setting import EVERY_SETTING
 
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.protocol import MAX_SOURCE_BYTES
 from fusion.runtime.serving.requests.request import GenerateRequest, Logprobs, Piece, Sampling
 
 values = st.floats(-9999, 0)
@@ -38,6 +39,25 @@ def test_what_the_release_before_does_not_know_is_told_apart(newer: dict[str, An
     assert set(plain.to_frame()[0]) == {
         *("model", "max_tokens", "temperature", "top_k", "top_p", "seed", "prompt")
     }
+
+
+@pytest.mark.parametrize("ids", [None, (3, 4)])
+def test_features_come_before_what_the_answer_follows(ids: tuple[int, ...] | None) -> None:
+    asked = GenerateRequest(features=b"abcdefgh", prompt_ids=ids)
+    header, payload = asked.to_frame()
+    assert asked.newer and GenerateRequest.from_frame(header, memoryview(payload)).features == b"abcdefgh"
+    assert GenerateRequest.from_frame(header, memoryview(payload)).prompt_ids == ids
+    for size in (0, -1, 1, len(payload) + 4, 1 << 62, "8"):
+        with pytest.raises(JobError):
+            GenerateRequest.from_frame({**header, "features": size}, memoryview(payload))
+
+
+def test_features_are_whole_numbers_of_a_size_that_is_taken() -> None:
+    for wrong in ({"features": b"abc"}, {"features": b"abcd", "prompt": "text"}):
+        with pytest.raises(JobError, match="features"):
+            GenerateRequest(**wrong)
+    with pytest.raises(JobError, match="at most"):
+        GenerateRequest(features=bytes(MAX_SOURCE_BYTES + 4))
 
 
 def test_a_chat_is_a_text() -> None:

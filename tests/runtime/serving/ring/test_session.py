@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.serving.requests.request import (
     GenerateRequest,
     Sampling,
@@ -15,7 +16,10 @@ from fusion.runtime.serving.requests.request import (
     pack_tokens,
     unpack_tokens,
 )
+from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk, Feed, Hop, Opening, SessionId
+from fusion.runtime.serving.ring.stage_session import StageSession
+from fusion.swarm.errors import FrameError
 from fusion.swarm.transport import PeerId
 
 ids = st.lists(st.integers(0, 2**40), min_size=1, max_size=60)
@@ -79,6 +83,43 @@ def test_an_opening_comes_back_from_its_header() -> None:
         Opening.from_header(sent.to_header(), stages=2, max_sequence=6)
 
 
+@pytest.mark.parametrize(("length", "channels"), [(0, 0), (6, 0), (-1, 0), (4, 2), (6, 2)])
+def test_a_source_that_the_model_does_not_read_is_refused(length: int, channels: int) -> None:
+    source = SourceConfig(start=(1,), length=5, channels=channels)
+    header = opening(source=5).to_header()
+    kwargs: Any = {"stages": 2, "max_sequence": 7, "source": source}
+    assert Opening.from_header(header, **kwargs).source == 5
+    with pytest.raises(JobError, match="source"):
+        Opening.from_header({**header, "source": length}, **kwargs)
+    with pytest.raises(JobError, match="source: this model reads none"):
+        Opening.from_header(header, stages=2, max_sequence=7)
+    with pytest.raises(JobError, match="prefix"):
+        Opening.from_header({**header, "prefix": bytes(32), "prompt_length": 100}, **kwargs)
+
+
+def test_the_source_is_a_chunk_before_the_first_position() -> None:
+    sent = Chunk(-5, 5, sample=False)
+    assert sent.end == sent.order == 0
+    assert Chunk.from_header(sent.to_header(), 10, 9, source=5) == sent
+    for start, length, source in ((-5, 5, 0), (-5, 4, 5), (-4, 4, 5), (-6, 6, 5)):
+        with pytest.raises(FrameError):
+            Chunk.from_header({"start": start, "length": length}, 10, 9, source=source)
+
+
+def test_nothing_runs_before_the_source() -> None:
+    session: Any = object.__new__(StageSession)
+    session.opening, session.early, session.encoded = opening(source=5), [], False
+    first, second, source = (
+        Work(session, Chunk(start, 5, sample=False), memoryview(b"")) for start in (0, 5, -5)
+    )
+    assert [session.in_order(each) for each in (first, second)] == [[], []]
+    assert session.in_order(source) == [source, first, second] and session.in_order(first) == [first]
+    session.encoded = False
+    with pytest.raises(FrameError, match="never comes"):
+        for _ in range(8):
+            session.in_order(first)
+
+
 def test_an_answer_ends_with_an_end_token_or_after_max_tokens() -> None:
     session = opening()
     assert [session.finish(5, position, (9,)) for position in range(3, 7)] == ["", "", "", "length"]
@@ -90,7 +131,7 @@ scalars = (
 )
 headers = st.dictionaries(
     st.sampled_from(
-        ["session", "route", "prompt_length", "max_tokens", "sampling", "logits", "model", "prompt", "seed"]
+        ["session", "route", "prompt_length", "max_tokens", "sampling", "logits", "model", "prompt", "seed", "source", "features"]
     ),
     scalars
     | st.lists(st.lists(scalars, max_size=3), max_size=3)
