@@ -24,9 +24,9 @@ def auto_class(config: Any) -> str:
     return SPEECH if _channels(config) else TEXT
 
 
-def source_config(config: Any, directory: Path, longest: int) -> SourceConfig:
+def source_config(config: Any, directory: Path, longest: int, vocabulary: int) -> SourceConfig:
     """`longest`: positions of a text that the model reads. JobError where nothing says what its answers begin with."""
-    if getattr(config, "decoder_vocab_size", None) not in (None, config.vocab_size):
+    if getattr(config, "decoder_vocab_size", None) not in (None, vocabulary):
         raise JobError(f"{directory}: a model whose encoder and decoder have other tokens is not served")
     path = directory / "generation_config.json"
     said = json_object(path) if path.is_file() else None
@@ -56,7 +56,7 @@ def source_config(config: Any, directory: Path, longest: int) -> SourceConfig:
     length = _FRAMES_A_POSITION * int(config.max_source_positions) if channels else longest
 
     def withheld(name: str) -> tuple[int, ...]:
-        return tuple(token for token in setting(name) or () if 0 <= token < config.vocab_size)
+        return tuple(token for token in setting(name) or () if 0 <= token < vocabulary)
 
     return SourceConfig(
         start=tuple(start),

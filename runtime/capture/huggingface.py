@@ -124,7 +124,7 @@ def open_model(
         module = _random_module(config, directory, chosen, seed)
     longest, source = _longest(text), None
     if reads_source(config):
-        source = source_config(config, directory, longest)
+        source = source_config(config, directory, longest, int(text.vocab_size))
         longest = longest_answer(config, longest)
     return HuggingFaceModel(
         directory=directory,

@@ -48,21 +48,21 @@ def test_a_family_with_an_encoder_may_be_saved_as_a_decoder_alone() -> None:
 def test_answers_follow_what_the_files_say(
     said: dict[str, Any], start: tuple[int, ...], tmp_path: Path
 ) -> None:
-    found = source_config(config(), generation(tmp_path, **said), 20)
+    found = source_config(config(), generation(tmp_path, **said), 20, 50)
     assert (found.start, found.length, found.channels) == (start, 20, 0)
 
 
 def test_without_settings_of_generation_the_configuration_counts(tmp_path: Path) -> None:
-    assert source_config(config(decoder_start_token_id=4), tmp_path, 20).start == (4,)
+    assert source_config(config(decoder_start_token_id=4), tmp_path, 20, 50).start == (4,)
     with pytest.raises(JobError, match="decoder_start_token_id"):
-        source_config(config(), tmp_path, 20)
+        source_config(config(), tmp_path, 20, 50)
     with pytest.raises(JobError, match="other tokens"):
-        source_config(config(decoder_start_token_id=4, decoder_vocab_size=60), tmp_path, 20)
+        source_config(config(decoder_start_token_id=4, decoder_vocab_size=60), tmp_path, 20, 50)
 
 
 def test_sound_has_frames_and_tokens_that_are_withheld(tmp_path: Path) -> None:
     hears = config(num_mel_bins=80, max_source_positions=1500)
     said = {"decoder_start_token_id": 1, "suppress_tokens": [3, 60, -1], "begin_suppress_tokens": [5]}
-    found = source_config(hears, generation(tmp_path, **said), 448)
+    found = source_config(hears, generation(tmp_path, **said), 448, 50)
     assert (found.length, found.channels, found.never, found.not_first) == (3000, 80, (3,), (5,))
     assert found.unit_bytes * found.length == 960_000

@@ -18,6 +18,8 @@ from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
+pytestmark = pytest.mark.heavy
+
 NEW = 40
 Stages = list[TorchDecodingStage]
 
@@ -49,7 +51,9 @@ def run(stages: Stages, *pieces: tuple[str, int, list[int]]) -> list[torch.Tenso
     return [known["result/0"][0, -1] for known in values]
 
 
-@pytest.mark.parametrize("family", ["bart", "t5", "whisper"])
+@pytest.mark.parametrize(
+    "family", ["t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bart", "whisper"))]
+)
 def test_decoding_is_token_identical_to_generate(family: str) -> None:
     graph, model = made(family)
     assert needed_version(graph) == 2  # peers that know no encoder are not asked
@@ -75,7 +79,7 @@ def test_decoding_is_token_identical_to_generate(family: str) -> None:
     assert varied >= 10
 
 
-@pytest.mark.parametrize("family", ["bart", "t5"])
+@pytest.mark.parametrize("family", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 def test_sessions_that_run_together_get_the_bits_that_they_get_alone(family: str) -> None:
     stages = staged(family, 5)
     assert all(stage.together for stage in stages)
@@ -91,20 +95,20 @@ def test_sessions_that_run_together_get_the_bits_that_they_get_alone(family: str
 
 
 def test_memory_counts_the_source_and_it_is_not_retained() -> None:
-    stages = staged("bart", 0)
+    stages = staged("t5", 0)
     for stage in stages:
         stage.open("s", POSITIONS, 10)
     ten = sum(stage.used_bytes() for stage in stages)
     for stage in stages:
         stage.open("s", POSITIONS, 11)
     assert sum(stage.used_bytes() for stage in stages) - ten == 2 * 2 * 32 * 4  # layers, keys and values
-    opened(stages, "s", source("bart", 11))
+    opened(stages, "s", source("t5", 11))
     run(stages, ("s", 0, [START]))
     assert all(stage.retain("s", 1, 1) == (0, 0) for stage in stages)
 
 
 def test_a_session_without_its_source_is_refused() -> None:
-    stages = staged("bart", 0)
+    stages = staged("t5", 0)
     for stage in stages:
         stage.open("s", POSITIONS, 4)
     with pytest.raises(ValueError, match="source has not been run"):
@@ -125,6 +129,7 @@ def test_every_value_is_in_one_half() -> None:
             } - {n.name for n in graph.nodes if not list(n.refs())}
 
 
+@pytest.mark.slow
 def test_attention_that_is_written_out_is_refused() -> None:
     model = build("t5", attn_implementation="eager")
     graph = capture_encoder_decoder(model, maximum_sequence=64, maximum_source=64)

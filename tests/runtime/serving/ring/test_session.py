@@ -131,7 +131,19 @@ scalars = (
 )
 headers = st.dictionaries(
     st.sampled_from(
-        ["session", "route", "prompt_length", "max_tokens", "sampling", "logits", "model", "prompt", "seed", "source", "features"]
+        [
+            "session",
+            "route",
+            "prompt_length",
+            "max_tokens",
+            "sampling",
+            "logits",
+            "model",
+            "prompt",
+            "seed",
+            "source",
+            "features",
+        ]
     ),
     scalars
     | st.lists(st.lists(scalars, max_size=3), max_size=3)
