@@ -107,6 +107,11 @@ class ServeConfig:
     source: SourceConfig | None = None  # of an encoder-decoder
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens of a text that it is given."""
+        return self.max_sequence if self.source is None else self.source.length
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Of the graph's symbols, in the longest session."""
         sizes = {"batch": 1, "sequence": self.max_sequence}

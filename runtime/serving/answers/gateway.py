@@ -121,7 +121,7 @@ class Gateway:
         model = await self._catalog.find(request.model)
         await self._check_access(model, client or self._context.peer_id, request.grants)
         serve = model.serve
-        check_size(request, serve.max_sequence if serve.source is None else serve.source.length)
+        check_size(request, serve.longest_prompt)
         if request.prompt is not None:
             prompt = await self._text(model, model.text.encode, request.prompt, plain=not request.chat)
         else:
@@ -223,7 +223,7 @@ class Gateway:
 
     async def encode(self, model: ServedModel, text: str, *, plain: bool = True) -> tuple[int, ...]:
         """As `Text.encode`. JobError for a text that the model cannot take, JobFailed where its tokenizer takes too long."""
-        check_size(GenerateRequest(prompt=text), model.serve.max_sequence)
+        check_size(GenerateRequest(prompt=text), model.serve.longest_prompt)
         return tuple(await self._text(model, model.text.encode, text, plain=plain))
 
     async def spell(self, model: ServedModel, tokens: Sequence[int]) -> list[bytes]:

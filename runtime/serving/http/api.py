@@ -173,7 +173,11 @@ class Api:
 
 def _left(model: ServedModel, prompt: Sequence[int]) -> int:
     """Positions for an answer; at least 1, so that a prompt that is too long is told so."""
-    return max(1, model.serve.max_sequence - len(prompt))
+    source = model.serve.source
+    follows = (
+        prompt if source is None else source.start
+    )  # an encoder-decoder reads the prompt, and answers from its start
+    return max(1, model.serve.max_sequence - len(follows))
 
 
 def _model(known: Known, names: Counter[str]) -> Json:
