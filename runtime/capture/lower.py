@@ -215,6 +215,10 @@ class _Lowering:
         return ref
 
     def call(self, node: fx.Node, name: str) -> None:
+        if not hasattr(node.target, "_schema"):  # a function of Python's, of which torch says nothing
+            raise CaptureError(
+                f"the op-set has no operator {name}, which the model calls{line_of_node(node)}"
+            )
         values = arguments(node)
         first: Any = next(iter(node.args), None)
         same, memory = passed_on(name, node, values)
