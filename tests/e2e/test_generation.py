@@ -41,6 +41,22 @@ CACHED = (
     "mixtral",
     "bloom",
     "gemma2",
+    "gemma3",
+    "qwen3-moe",
+    "olmoe",
+    "granite-moe",
+    "deepseek-v3",
+    "gpt-oss",
+    "mpt",
+    "falcon",
+    "falcon-alibi",
+    "gptj",
+    "codegen",
+    "gptneo",
+    "opt",
+    "xglm",
+    "qwen3-next",
+    "mamba2",
 )
 RECOMPUTED = ("openai-gpt",)  # attention that is not recognised: what is hidden has a small weight
 GATE = (CACHED[0], RECOMPUTED[0])
