@@ -116,6 +116,30 @@ def test_answers_of_other_families(peers: Any, tmp_path: Path) -> None:
     compare_families(peers, peers.swarm(STAGES), tmp_path, OTHERS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_layer_of_experts_that_fits_no_peer_goes_over_several(
+    peers: Any, tmp_path: Path, count: int
+) -> None:
+    mixtral = config("mixtral")
+    mixtral.num_hidden_layers, mixtral.num_local_experts = 1, 16
+    mixtral.hidden_size, mixtral.intermediate_size, mixtral.initializer_range = 256, 2048, 0.05
+    model = build(mixtral)
+    experts = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "experts" in n)
+    lent = int(1.3 * experts / count)
+    model.save_pretrained(tmp_path / "model")
+    swarm = peers.swarm(count, "--memory", str(lent))
+    peers.run("serve", str(tmp_path / "model"), "--name", "experts", "--home", str(swarm[0].home))
+    for length in PROMPTS:
+        wanted, _ = greedy(model, prompt_of(length), NEW)
+        assert len(set(wanted)) >= VARIED, length
+        text = ",".join(map(str, prompt_of(length)))
+        asked = ("--prompt-ids", text, "--max-tokens", str(NEW), "--home", str(swarm[-1].home))
+        [record] = peers.run("generate", *asked)
+        assert record["tokens"] == wanted, length
+        assert set(record["route"]) == {peer.peer_id for peer in swarm}
+
+
 def compare_families(
     peers: Any, swarm: Sequence[LocalPeer], tmp_path: Path, families: tuple[str, ...]
 ) -> None:
