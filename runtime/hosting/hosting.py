@@ -65,7 +65,7 @@ class Hosting:
     ) -> None:
         assert context.succession is not None, "whoever holds stages takes others over"
         config = config or HostingConfig()
-        # Called when stages have ended here, once for all that did so within REST_SECONDS: a stranger's job may end in
+        # Called when stages have ended here, or stand by no more, once for all that did so within REST_SECONDS: a stranger's job may end in
         # dozens of them, and whoever collects garbage then stops the loop for as long as it takes.
         self.on_rest: Callable[[], object] = lambda: None
         self._rest_due = False
@@ -105,6 +105,7 @@ class Hosting:
 
     async def start(self) -> None:
         self._stages.on_begin, self._stages.on_release = self._begun, self._released
+        self._pool.on_stop = self._rest_soon
         self._context.leases.on_lost = self._stages.lost
         await self._takeover.start(self)
         await self._gossip.start()
@@ -189,10 +190,13 @@ class Hosting:
         self._pool.promoted(place)
 
     def _released(self) -> None:
+        self._rest_soon()
+        self.nudge()
+
+    def _rest_soon(self) -> None:
         if not self._rest_due:
             self._rest_due = True
             asyncio.get_running_loop().call_later(REST_SECONDS, self._rest)
-        self.nudge()
 
     def _rest(self) -> None:
         self._rest_due = False

@@ -78,6 +78,9 @@ class Pool:
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         fitness: float = 0.0,
     ) -> None:
+        self.on_stop: Callable[[], object] = lambda: (
+            None
+        )  # we stand by for a stage no more, and what was kept for it may go
         self._context = context
         self._services = services
         self._spawn = spawn
@@ -307,6 +310,7 @@ class Pool:
             covered.task.cancel()
         self._context.leases.standbys.stand_down(*place)
         self._services[covered.manifest.kind].forget(*place)
+        self.on_stop()
 
     def _say(self, place: Place, covered: _Covered) -> None:
         step, ready = max(covered.step, 0), covered.step >= 0

@@ -368,11 +368,12 @@ def test_a_job_that_ended_is_let_go_and_one_that_the_directory_forgot_for_a_mome
 ) -> None:
     async def scenario(made: Swarm) -> None:
         await made.own(0)
-        ours = made.join()
+        ours, dropped = made.join(), list[int]()
+        ours.pool.on_stop = lambda: dropped.append(len(ours.stock.forgotten))
         await ours.beat()
         await settled(ours)
         await ours.beat(ended=True)
-        assert covered(ours) == [0]
+        assert covered(ours) == [0] and dropped == []
         made.clock.advance(9.0)
         await ours.beat()
         made.clock.advance(9.0)
@@ -381,6 +382,7 @@ def test_a_job_that_ended_is_let_go_and_one_that_the_directory_forgot_for_a_mome
         made.clock.advance(2.0)
         await ours.beat(ended=True)
         assert covered(ours) == [] and ours.stock.forgotten == [0] and await ours.claims() == {}
+        assert dropped == [1]  # whoever collects what it was finds it
 
     run(tmp_path, scenario)
 
