@@ -46,7 +46,7 @@ from fusion.runtime.launch.export_files import export_files
 from fusion.runtime.launch.pack import pack_data
 from fusion.runtime.launch.prepare import train_config
 from fusion.runtime.planes.plane import Piece
-from fusion.runtime.planes.products.packed import in_blocks, linear, pack
+from fusion.runtime.planes.products.packed import Packed, in_blocks, linear, pack
 from fusion.runtime.planes.products.quantised import InBlocks
 from fusion.runtime.planes.products.quantised_code import product
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
@@ -171,12 +171,18 @@ def _best(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
     return found
 
 
+def held_bytes(value: torch.Tensor | Packed) -> int:
+    return (value.blocks if isinstance(value, Packed) else value).nbytes
+
+
 def of_model(model: LanguageModel, windows: torch.Tensor | None, rounds: int) -> dict[str, Any]:
     graph = serving_graph(model.inference, maximum_sequence=model.about.max_sequence)
     made = {name_of(kind): stage_of(graph, model.read, kind) for kind in KINDS}
     results: dict[str, Any] = {
         "parameter_bytes": {name: bytes_ for name, (_, bytes_) in made.items()},
-        "held_bytes": {name: sum(v.nbytes for v in stage._variables) for name, (stage, _) in made.items()},
+        "held_bytes": {
+            name: sum(held_bytes(v) for v in stage._variables) for name, (stage, _) in made.items()
+        },
     }
     if windows is not None:
         whole = clean(model.inference)
