@@ -21,6 +21,7 @@ from fusion.dag.cutting.costs import bound_types, differentiable, stashed, stora
 from fusion.dag.cutting.crossing import crossing
 from fusion.dag.ir.graph import Graph, Ref, TensorType
 from fusion.dag.ir.opset import kept
+from fusion.dag.ir.opset_recurrence import state_bytes
 from fusion.dag.ir.opset_spec import elements
 
 Row = npt.NDArray[np.float64]  # by node, or by bound
@@ -159,12 +160,13 @@ class _Measure:
         return table.matrix() + self._between(own)
 
     def cache(self) -> Matrix:
-        """Keys and values of one session as long as the sizes say."""
+        """Keys, values and states of one session as long as the sizes say."""
         own = np.zeros(len(self._graph.nodes))
         for i, node in enumerate(self._graph.nodes):
             cache = kept(node)
             if cache is not None:
                 own[i] = sum(type_bytes(self._types[ref]) for ref in cache[1])
+                own[i] += state_bytes(self._types, node)
         return self._between(own)
 
     def working(self, types: Types) -> Matrix:

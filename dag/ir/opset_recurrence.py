@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fusion.dag.ir.graph import TensorType
+from collections.abc import Mapping
+
+from fusion.dag.ir.graph import DTYPE_BYTES, Node, Ref, TensorType
 from fusion.dag.ir.opset_shapes import is_float
 from fusion.dag.ir.opset_spec import Call, Mixed, OpSpec, Types, elements, op, plain
 
@@ -48,6 +50,16 @@ def recurrence(call: Call) -> Types:
     ):
         raise call.fail(f"rates {rates} do not fit decay {decay} and key {k}")
     return (TensorType(v.shape, "float32"),)
+
+
+def state_bytes(types: Mapping[Ref, TensorType], node: Node) -> int:
+    """What the node keeps of a session beside its positions: two states, of now and of before."""
+    if node.op != "fusion.cached_recurrence":
+        return 0
+    _, key, value, *_ = node.args
+    assert isinstance(key, Ref) and isinstance(value, Ref)
+    state = (types[value].shape[1], types[key].shape[3], types[value].shape[3])
+    return 2 * elements(TensorType(state, "float32")) * DTYPE_BYTES["float32"]
 
 
 def _mixes(call: Call) -> Mixed:

@@ -1,4 +1,4 @@
-"""Keys and values of past positions: memory of each session, which grows with it, and the attention that reads it.
+"""What a session keeps of past positions, keys and values above all: memory that grows with it, and the operators that read it.
 
 Positions of a session are 0 .. length - 1, each written once; cutting the cache back only forgets, so a stage can
 run positions again. Memory is taken in blocks of positions, first set aside (`reserve`), then allocated when a run needs it.
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
+from fusion.runtime.planes.attention import Scored, all_attention, most_scored, scored_attention
 from fusion.runtime.planes.recurrence import first_state, read
 
 BLOCK_POSITIONS = (
     64  # and an eighth of what a longer sequence has, so that growing costs little for each position
 )
 KEPT_SLOPES = 4  # for the layers of a run, which have the same ones mostly
-MOST_SCORES = 1 << 22  # at once, where they are computed one by one: 16 MB of float32
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _KEY_BLOCK = 512  # keys that scaled_dot_product_attention takes at once on a CPU
 
@@ -34,33 +34,6 @@ class KeptShape:
 
     def bytes(self, capacity: int) -> int:
         return self.heads * self.width * capacity * self.dtype.itemsize
-
-
-class Scored(NamedTuple):
-    """What makes the scores of `fusion.cached_attention_scored` and `fusion.cached_attention_relative` other than plain ones,
-    but for the bias of each key."""
-
-    sinks: torch.Tensor | None = None
-    softcap: float | None = None
-    slopes: Sequence[float] | None = None
-    # (distances, heads): what is added where the key is so many positions before the query, the last for all that are further
-    relative: torch.Tensor | None = None
-
-    def of(self, heads: slice) -> Scored:
-        """Of these heads alone."""
-        sinks = None if self.sinks is None else self.sinks[heads]
-        slopes = None if self.slopes is None else self.slopes[heads]
-        relative = None if self.relative is None else self.relative[:, heads]
-        return Scored(sinks, self.softcap, slopes, relative)
-
-    def by_distance(self, first: int, count: int, length: int) -> torch.Tensor | None:
-        """(1, heads, count, length): `relative` for queries of which the first is `first` positions behind the first key."""
-        if self.relative is None:
-            return None
-        device = self.relative.device
-        queries = torch.arange(first, first + count, device=device)[:, None]
-        distance = (queries - torch.arange(length, device=device)).clamp(0, len(self.relative) - 1)
-        return self.relative[distance].permute(2, 0, 1)[None]
 
 
 @dataclass(eq=False)
@@ -82,9 +55,11 @@ class SessionCache:
         capacity: int,
         device: torch.device,
         source: KeptSource | None = None,
+        state_bytes: int = 0,
     ) -> None:
         self.capacity = capacity
         self.source = source
+        self._state_bytes = state_bytes  # of recurrences: two states each, set aside from the first on
         self.length = 0  # positions held
         self._device = device
         self._position_bytes = sum(shape.bytes(1) for shapes in slots.values() for shape in shapes)
@@ -104,10 +79,9 @@ class SessionCache:
 
     @property
     def bytes(self) -> int:
-        """Set aside, and what states take."""
-        states = sum(state.nbytes for states in self._states.values() for _, state in states)
+        """Set aside."""
         source = 0 if self.source is None else self.source.bytes
-        return self._reserved * self._position_bytes + states + source
+        return self._reserved * self._position_bytes + self._state_bytes + source
 
     def reserve(self, positions: int) -> None:
         """Set memory aside for so many positions, rounded up to blocks; what is allocated already stays."""
@@ -301,9 +275,9 @@ class SessionCache:
         ahead: int,
     ) -> torch.Tensor:
         """What the queries see of these keys, the first of which is at position `first`, `ahead` of which they begin. Of so many heads at a time that the
-        scores of one position take no more memory than MOST_SCORES."""
+        scores of one position take no more memory than `most_scored` allows."""
         heads, length = query.shape[1], keys.shape[2]
-        each, most = heads // keys.shape[1], max(1, MOST_SCORES // length)
+        each, most = heads // keys.shape[1], most_scored(length)
         if heads > most:
             parts = []
             for at in range(0, heads, each):  # those that share their keys
@@ -402,47 +376,6 @@ def cached_recurrence(
     return state.recur(query, new, rates, slot)
 
 
-def scored_attention(
-    query: torch.Tensor,  # (1, heads, count, width)
-    keys: torch.Tensor,  # (1, key heads, length, width)
-    values: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None,  # (count, length) booleans, True where a query may look
-    bias: torch.Tensor | None,  # (1, heads or 1, 1, length)
-    scored: Scored,
-    ahead: int = 0,  # of the first key, the first query
-) -> torch.Tensor:
-    """Step by step as models write it out, each step in the dtype of the scores; so many rows at a time that the scores
-    of a long sequence take little memory."""
-    heads, length = query.shape[1], keys.shape[2]
-    groups = keys.shape[1]
-    sinks = None if scored.sinks is None else scored.sinks.view(1, heads, 1, 1)
-    across = keys[0].transpose(1, 2)  # (key heads, width, length)
-    found = []
-    at = 0
-    for rows in torch.split(query, max(1, MOST_SCORES // (heads * length)), 2):
-        count = rows.shape[2]
-        together = rows.reshape(groups, heads // groups * count, -1)
-        scores = torch.bmm(together, across).view(1, heads, count, length)
-        if scale != 1:
-            scores = scores * scale
-        if scored.softcap is not None:
-            scores = torch.tanh(scores / scored.softcap) * scored.softcap
-        if bias is not None:
-            scores = scores + bias
-        if (far := scored.by_distance(ahead + at, count, length)) is not None:
-            scores = scores + far
-        if mask is not None:
-            scores = scores.masked_fill(~mask[at : at + count], -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.expand(1, heads, count, 1)], -1)
-        weights = torch.softmax(scores, -1)[..., :length].to(values.dtype)
-        seen = torch.bmm(weights.reshape(groups, heads // groups * count, length), values[0])
-        found.append(seen.view(1, heads, count, -1))
-        at += count
-    return found[0] if len(found) == 1 else torch.cat(found, 2)
-
-
 def cached_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -488,14 +421,6 @@ def cached_attention_relative(
     """`fusion.cached_attention_relative`."""
     relative = table[torch.tensor(buckets, device=table.device)].to(query.dtype)
     return state.attend(query, (key, value), slot, scale, None, Scored(relative=relative))
-
-
-def all_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-) -> torch.Tensor:
-    """Every query to all keys."""
-    grouped = query.shape[1] != key.shape[1]
-    return functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
 
 
 def source_attention(

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fusion.runtime.job.worker import rest
+
 
 def recurrence(
     query: torch.Tensor,  # (batch, key heads, length, width)
@@ -58,6 +60,7 @@ def read(
         if queries is not None:
             seen = (state * queries[:, :, at].reshape(batch, shared, 1, width, 1)).sum(-2)
             found.append(seen.reshape(batch, shared * times, -1))
+        rest()  # a prompt may take long, and others wait
     if not found:
         return torch.zeros_like(value[:, :, :0]), state
     return torch.stack(found, 2), state

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from fusion.runtime.planes.kv_cache import Scored, SessionCache
+from fusion.runtime.planes.attention import Scored
+from fusion.runtime.planes.kv_cache import SessionCache
+
+Part = Callable[[torch.Tensor], torch.Tensor]  # of a tensor along the rows, those of one piece
 
 
 class Sequences:
@@ -31,52 +35,33 @@ class Sequences:
         scored: Scored | None = None,
     ) -> torch.Tensor:
         """Each piece to its own sequence, as it would alone."""
-        lengths, at = self._lengths, 0
-        if len(lengths) == 1 and lengths[0] == self._rows:
-            return self._caches[0].attend(query, new, slot, scale, window, scored)
-        found = []
-        for cache, count in zip(self._caches, lengths, strict=True):
-            own = [values.narrow(2, at, count) for values in new]
-            found.append(cache.attend(query.narrow(2, at, count), own, slot, scale, window, scored))
-            at += count
-        if at < self._rows:
-            found.append(found[-1][:, :, -1:].expand(-1, -1, self._rows - at, -1))
-        return torch.cat(found, 2)
+        return self._each(
+            lambda cache, part: cache.attend(part(query), [*map(part, new)], slot, scale, window, scored)
+        )
 
     def attend_source(self, query: torch.Tensor, slot: int, scale: float | None) -> torch.Tensor:
         """Each piece to its own sequence's source."""
-        if len(self._lengths) == 1 and self._lengths[0] == self._rows:
-            return self._caches[0].attend_source(query, slot, scale)
-        parts = torch.split(query[:, :, : sum(self._lengths)], list(self._lengths), 2)
-        found = [
-            cache.attend_source(part, slot, scale) for cache, part in zip(self._caches, parts, strict=True)
-        ]
-        if (padding := self._rows - sum(self._lengths)) > 0:
-            found.append(found[-1][:, :, -1:].expand(-1, -1, padding, -1))
-        return torch.cat(found, 2)
+        return self._each(lambda cache, part: cache.attend_source(part(query), slot, scale))
 
     def convolve(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int
     ) -> torch.Tensor:
         """Each piece of (1, 1, rows, channels) behind its own sequence, as it would be alone."""
-        found = []
-        at = 0
-        for cache, count in zip(self._caches, self._lengths, strict=True):
-            found.append(cache.convolve(rows.narrow(2, at, count), weight, bias, slot))
-            at += count
-        if at < self._rows:
-            found.append(found[-1][:, :, -1:].expand(-1, -1, self._rows - at, -1))
-        return torch.cat(found, 2)
+        return self._each(lambda cache, part: cache.convolve(part(rows), weight, bias, slot))
 
     def recur(
         self, query: torch.Tensor, new: Sequence[torch.Tensor], rates: torch.Tensor | None, slot: int
     ) -> torch.Tensor:
         """Each piece of (1, key heads, rows, width) behind its own sequence, as it would be alone."""
-        found = []
-        at = 0
+        return self._each(lambda cache, part: cache.recur(part(query), [*map(part, new)], rates, slot))
+
+    def _each(self, run: Callable[[SessionCache, Part], torch.Tensor]) -> torch.Tensor:
+        """What `run` makes of each piece, one behind the other along dimension 2, and the last position again for the padding."""
+        if len(self._lengths) == 1 and self._lengths[0] == self._rows:
+            return run(self._caches[0], lambda values: values)
+        found, at = list[torch.Tensor](), 0
         for cache, count in zip(self._caches, self._lengths, strict=True):
-            own = [values.narrow(2, at, count) for values in new]
-            found.append(cache.recur(query.narrow(2, at, count), own, rates, slot))
+            found.append(run(cache, partial(torch.narrow, dim=2, start=at, length=count)))
             at += count
         if at < self._rows:
             found.append(found[-1][:, :, -1:].expand(-1, -1, self._rows - at, -1))

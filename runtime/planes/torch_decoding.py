@@ -10,15 +10,13 @@ from typing import Any
 import torch
 
 from fusion.dag.cutting.costs import type_bytes
-from fusion.dag.cutting.source import SOURCE, SOURCE_ATTENTION, Halves, halves
+from fusion.dag.cutting.source import SOURCE, Halves, halves
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import bind
-from fusion.dag.ir.graph import Graph
-from fusion.dag.ir.opset import kept
 from fusion.dag.rewrites.end_to_end import Along, EndToEnd, end_to_end
-from fusion.runtime.job.errors import JobError
-from fusion.runtime.planes.codegen import TORCH_DTYPES, compile_graph
-from fusion.runtime.planes.kv_cache import KeptShape, KeptSource, SessionCache
+from fusion.runtime.planes.cache_shapes import slot_shapes, state_bytes_of
+from fusion.runtime.planes.codegen import compile_graph
+from fusion.runtime.planes.kv_cache import KeptSource, SessionCache
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.plane import Piece, Tensors
 from fusion.runtime.planes.products.packed import padded
@@ -38,7 +36,8 @@ class TorchDecodingStage:
         self._encoder = None if both is None else _Encoder(both, matrices, self.device)
         if both is not None:
             stage = both.decode
-        self._slots = _slot_shapes(stage.graph)
+        self._slots = slot_shapes(stage.graph)
+        self._state_bytes = state_bytes_of(stage.graph)
         layout = end_to_end(stage.graph) if matrices.rows_agree else None
         self._layout = layout
         self.least_rows = matrices.least_rows  # how many rows run at once at least
@@ -64,7 +63,7 @@ class TorchDecodingStage:
         if capacity < 1:
             raise ValueError(f"capacity: at least 1 position, not {capacity}")
         kept = None if self._encoder is None else self._encoder.kept(source)
-        self._sessions[session] = SessionCache(self._slots, capacity, self.device, kept)
+        self._sessions[session] = SessionCache(self._slots, capacity, self.device, kept, self._state_bytes)
 
     def reserve(self, session: str, positions: int) -> bool:
         cache = self._sessions.get(session)
@@ -250,23 +249,3 @@ def _joined(parts: Sequence[torch.Tensor], axis: int, each: int, padding: int) -
         last = parts[-1].narrow(axis, length - each, each)
         parts = [*parts, *[last] * padding]
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
-
-
-def _slot_shapes(graph: Graph) -> dict[int, tuple[KeptShape, ...]]:
-    """What each attention of the stage that has a cache keeps there."""
-    found: dict[int, tuple[KeptShape, ...]] = {}
-    for node in graph.nodes:
-        cache = kept(node)
-        if cache is None or node.op == SOURCE_ATTENTION:
-            continue
-        slot, values = cache
-        if slot in found:
-            raise JobError(f"two attention nodes share slot {slot} of the KV cache")
-        shapes = []
-        for type_ in (graph.types[ref] for ref in values):
-            heads, width = type_.shape[1], type_.shape[3]
-            if not (isinstance(heads, int) and isinstance(width, int)):
-                raise JobError(f"the heads of attention slot {slot} have no fixed size")
-            shapes.append(KeptShape(heads, width, TORCH_DTYPES[type_.dtype]))
-        found[slot] = tuple(shapes)
-    return found

@@ -113,7 +113,10 @@ def linear(rows: torch.Tensor, matrix: Packed, bias: torch.Tensor | None) -> tor
 def _product(code: Function, rows: torch.Tensor, matrix: Packed, bias: torch.Tensor | None) -> torch.Tensor:
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()
     blocks, columns, _ = matrix.blocks.shape
-    assert flat.shape[1] == columns and flat.dtype == torch.float32
+    if flat.shape[1] != columns or flat.dtype != torch.float32:  # the code would read beyond the rows
+        raise ValueError(
+            f"rows {tuple(flat.shape)} {flat.dtype} for a matrix of {columns} columns of float32"
+        )
     made = flat.new_empty(flat.shape[0], blocks * LANES)
     over_blocks(
         code,

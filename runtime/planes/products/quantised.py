@@ -90,7 +90,10 @@ class InBlocks:
         flat = rows.reshape(-1, rows.shape[-1]).float().contiguous()
         count, columns = flat.shape
         blocks, groups, _ = scales.shape
-        assert columns == weight.shape[1] * (1 if weight.dtype == torch.int8 else 2)
+        if columns != weight.shape[1] * (
+            1 if weight.dtype == torch.int8 else 2
+        ):  # the code would read beyond the rows
+            raise ValueError(f"rows {tuple(flat.shape)} for a stored matrix {tuple(weight.shape)}")
         made = torch.empty(count, blocks * LANES)
         offsets = 0 if minimums is None else minimums.data_ptr()
         over_blocks(

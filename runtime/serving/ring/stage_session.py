@@ -85,11 +85,13 @@ class StageSession:
         """What may run now that `work` has come: nothing before the source, of which a part may come over another link and later.
         FrameError where too many wait."""
         if work.chunk.start < 0:
+            if self.encoded:
+                raise FrameError("the source of a session comes once")
             early, self.early, self.encoded = self.early, [], True
             return [work, *early]
         if self.encoded or not self.opening.source:
             return [work]
-        if len(self.early) >= self.opening.capacity:
+        if sum(each.chunk.length for each in (*self.early, work)) > self.opening.capacity:
             raise FrameError("chunks of a session whose source never comes")
         self.early.append(work)
         return []

@@ -11,7 +11,8 @@ from fusion.runtime.capture.capture import capture_language_model, variables_fro
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.planes.kv_cache import KeptShape, Scored, SessionCache
+from fusion.runtime.planes.attention import Scored
+from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
@@ -70,7 +71,7 @@ def scored_reference(
 def test_scores_that_are_not_plain_are_those_of_the_whole(
     pieces: list[int], most_scores: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fusion.runtime.planes.kv_cache.MOST_SCORES", most_scores)
+    monkeypatch.setattr("fusion.runtime.planes.attention.MOST_SCORES", most_scores)
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 6)
     bias = torch.randn(1, 4, 20, 1)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import families
 
+from fusion.dag.cutting.cuts import split
+from fusion.dag.cutting.memory import MemoryConfig, measure_memory
+from fusion.dag.ir.opset_recurrence import state_bytes
+from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
 from fusion.runtime.planes.recurrence import recurrence
+from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 LENGTH = 20
 FLOAT = torch.float32
@@ -96,8 +102,19 @@ def test_a_run_that_fails_leaves_no_state() -> None:
     assert torch.equal(run(held, given, 5, 8), recurrence(*given)[:, :, 5:8])  # type: ignore[arg-type]
 
 
-def test_states_are_counted() -> None:
-    held = cache(True, False)
-    run(held, tensors(True, False), 0, 5)
-    positions = 32 * (2 * 8 + 4 * 6 + 4 * 8 + 4) * 4
-    assert held.bytes == positions + 2 * 4 * 8 * 6 * 4
+@pytest.mark.heavy
+def test_states_are_counted_from_the_first_on() -> None:
+    graph, _ = families.made("mamba2", positions=64)
+    (stage,) = split(graph, [])
+    expected = sum(state_bytes(graph.types, node) for node in graph.nodes)
+    layers = sum(node.op == "fusion.cached_recurrence" for node in graph.nodes)
+    node = next(node for node in graph.nodes if node.op == "fusion.cached_recurrence")
+    _, heads, _, wide = graph.types[node.args[2]].shape  # type: ignore[index]
+    width = graph.types[node.args[1]].shape[3]  # type: ignore[index]
+    assert expected == layers * 2 * heads * width * wide * 4  # type: ignore[operator]
+    plane = TorchDecodingStage(stage, variables_from_module(families.made("mamba2", positions=64)[1]))
+    plane.open("a", 64)
+    assert plane.used_bytes() == expected
+    table = measure_memory(graph, [0, len(graph.nodes)], {"batch": 1, "sequence": 64}, False, MemoryConfig())
+    plane.reserve("a", 64)
+    assert table.kept_bytes[0, 1] == plane.used_bytes()

@@ -110,10 +110,13 @@ def test_nothing_runs_before_the_source() -> None:
     session: Any = object.__new__(StageSession)
     session.opening, session.early, session.encoded = opening(source=5), [], False
     first, second, source = (
-        Work(session, Chunk(start, 5, sample=False), memoryview(b"")) for start in (0, 5, -5)
+        Work(session, Chunk(start, length, sample=False), memoryview(b""))
+        for start, length in ((0, 3), (3, 4), (-5, 5))
     )
     assert [session.in_order(each) for each in (first, second)] == [[], []]
     assert session.in_order(source) == [source, first, second] and session.in_order(first) == [first]
+    with pytest.raises(FrameError, match="comes once"):
+        session.in_order(source)
     session.encoded = False
     with pytest.raises(FrameError, match="never comes"):
         for _ in range(8):
