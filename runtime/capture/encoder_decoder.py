@@ -62,8 +62,8 @@ def source_config(config: Any, directory: Path, longest: int, vocabulary: int) -
         start=tuple(start),
         length=length,
         channels=channels,
-        never=withheld("suppress_tokens"),
-        not_first=withheld("begin_suppress_tokens"),
+        suppress_tokens=withheld("suppress_tokens"),
+        begin_suppress_tokens=withheld("begin_suppress_tokens"),
     )
 
 

@@ -87,8 +87,8 @@ class SourceConfig:
     start: tuple[int, ...]
     length: int  # ids at most, or frames: exactly so many
     channels: int = 0  # numbers of a frame, float32, the frames of a channel together; 0: token ids
-    never: tuple[int, ...] = ()  # tokens that no answer has
-    not_first: tuple[int, ...] = ()  # and those that it does not begin with
+    suppress_tokens: tuple[int, ...] = ()  # tokens that no answer has
+    begin_suppress_tokens: tuple[int, ...] = ()  # and those that it does not begin with
 
     @property
     def unit_bytes(self) -> int:

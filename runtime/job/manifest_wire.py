@@ -26,7 +26,7 @@ from fusion.swarm.identity import is_peer_id
 
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_STAGES = 4096
-MAX_WITHHELD = 4096  # tokens that an encoder-decoder does not say
+MAX_SUPPRESSED = 4096  # tokens that an encoder-decoder does not say
 MAX_REPLICAS = 64  # that are proposed for one stage
 MAX_STEP_SAMPLES = 1 << 15  # in a step, and in an evaluation: whoever leads knows them by number
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -216,10 +216,10 @@ def _validate_source(serve: ServeConfig, source: SourceConfig) -> None:
     _require(1 <= len(source.start) <= 64, "serve.source.start", "1 to 64 tokens")
     inside = all(0 <= token < serve.vocabulary for token in source.start)
     _require(inside, "serve.source.start", "ids below serve.vocabulary")
-    for name in ("never", "not_first"):
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
         tokens = getattr(source, name)
-        inside = len(tokens) <= MAX_WITHHELD and all(0 <= token < serve.vocabulary for token in tokens)
-        _require(inside, f"serve.source.{name}", f"at most {MAX_WITHHELD} ids below serve.vocabulary")
+        inside = len(tokens) <= MAX_SUPPRESSED and all(0 <= token < serve.vocabulary for token in tokens)
+        _require(inside, f"serve.source.{name}", f"at most {MAX_SUPPRESSED} ids below serve.vocabulary")
     _require(len(source.start) < serve.max_sequence, "serve.max_sequence", "more than serve.source.start")
 
 

@@ -1,23 +1,23 @@
 """What runs stages. A plane knows no peers, no protocol and no codecs.
 
-plane            what a plane promises: forward, backward, apply, state; decoding
-choice           the planes that there are, by name
-codegen          a graph as one Python function, with nothing of its text in it
-rests            where a long run lets others go first
-torch_ops        how that function calls each operator
-rounding         functions whose rounding depends on how many numbers they get
-dropout          masks that are a function of (seed, step, microbatch, node)
-recurrence       a state that every position writes to and reads
-attention        of queries to keys and values that are given
-kv_cache         keys and values of past positions, and the attention that reads them
-learning_rate    the learning rate of each step, without torch
-optimizer        AdamW and SGD as data, with their schedules
-weights_file     tensors in a file, written and read one at a time
-stage_values     the values that a stage takes and gives, by name
-products/        products of rows with matrices, the same bits in any company
-matrices         the variables of a stage that decodes, laid out for such products
-cache_shapes     what a stage keeps of a session, by its graph
-sequences        pieces of several sequences in one run
-torch_decoding   a stage that decodes, on CPU or CUDA
-torch_plane      all of it on CPU or CUDA
+plane             what a plane promises: forward, backward, apply, state; decoding
+choice            the planes that there are, by name
+codegen           a graph as one Python function, with nothing of its text in it
+preemption        where a long run of a graph may be preempted
+torch_ops         how that function calls each operator
+batch_invariant   functions that round by how many numbers they get, made not to
+dropout           masks that are a function of (seed, step, microbatch, node)
+recurrence        a state that every position writes to and reads
+attention         of queries to keys and values that are given
+kv_cache          what a session keeps of past positions, and the operators that read it
+learning_rate     the learning rate of each step, without torch
+optimizer         AdamW and SGD as data, with their schedules
+weights_file      tensors in a file, written and read one at a time
+stage_values      the values that a stage takes and gives, by name
+products/         products of rows with matrices, the same bits in any company
+matrices          the variables of a stage that decodes, laid out for such products
+cache_shapes      what a stage keeps of a session, by its graph
+sequences         pieces of several sequences in one run
+torch_decoding    a stage that decodes, on CPU or CUDA
+torch_plane       all of it on CPU or CUDA
 """

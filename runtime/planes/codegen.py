@@ -18,8 +18,8 @@ from fusion.dag.ir.dims import Dim, Poly, bind, symbol, symbols_of
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Node, Ref
 from fusion.dag.ir.opset import spec
-from fusion.runtime.planes.rests import may_rest
-from fusion.runtime.planes.rounding import UNEVEN, even, in_rows
+from fusion.runtime.planes.batch_invariant import UNEVEN, even, in_rows
+from fusion.runtime.planes.preemption import preemption_point
 from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
 
@@ -173,7 +173,7 @@ class _Writer:
                 made = self.call(target, given, named)
             self.results(node, op, made)
             if self.training or number % DECODED_NODES == 0:
-                self.call(may_rest, (made,), {})
+                self.call(preemption_point, (made,), {})
         self.code.output(tuple(self.find(ref) for ref in graph.outputs))
         module = fx.GraphModule(nn.Module(), self.code)
         return Program(graph, module.forward, tuple(self.dimensions), self.stateful, module.code)

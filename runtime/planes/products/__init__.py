@@ -1,4 +1,4 @@
-"""Products of rows with a matrix, for stages that decode: the same bits in any company.
+"""Products of rows with a matrix, for stages that decode: batch-invariant: a row has the same bits in any batch.
 
 machine_code     functions that LLVM makes for this machine
 packed_code      products with matrices of float32, as machine code

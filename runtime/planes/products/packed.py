@@ -1,4 +1,4 @@
-"""Products of rows with a matrix, for decoding: the bits of a row do not depend on the rows beside it.
+"""Batch-invariant products of rows with a matrix, for decoding: the bits of a row do not depend on the rows beside it.
 
 Whoever decodes in a batch must get the bits that it gets alone. Matrices in float32 are laid out in blocks for code of our own
 (`packed_code`), for which that holds from one row on. Where there is no such code, a library's products are used: they take another way for one row

@@ -68,14 +68,14 @@ async def constraint_of(
     return TokenConstraint(session, serve.vocabulary, serve.end_tokens)
 
 
-class Withheld:
+class SuppressedTokens:
     """Tokens that a model is not to say, as its files have it."""
 
     def __init__(self, source: SourceConfig, vocabulary: int) -> None:
         self._later = torch.ones(vocabulary, dtype=torch.bool)
-        self._later[list(source.never)] = False
+        self._later[list(source.suppress_tokens)] = False
         self._first = self._later.clone()
-        self._first[list(source.not_first)] = False
+        self._first[list(source.begin_suppress_tokens)] = False
 
     def of(self, allowed: torch.Tensor | None, *, first: bool) -> torch.Tensor:
         """Of the tokens that are `allowed` (vocabulary,), those that may be said; `first`: as the first of an answer."""
@@ -83,13 +83,13 @@ class Withheld:
         return mine if allowed is None else mine & allowed
 
 
-def withheld_by(serve: ServeConfig) -> Withheld | None:
+def suppressed_by(serve: ServeConfig) -> SuppressedTokens | None:
     """None where every token may be said."""
     source = serve.source
     return (
         None
-        if source is None or not (source.never or source.not_first)
-        else Withheld(source, serve.vocabulary)
+        if source is None or not (source.suppress_tokens or source.begin_suppress_tokens)
+        else SuppressedTokens(source, serve.vocabulary)
     )
 
 

@@ -15,7 +15,7 @@ from fusion.runtime.planes.plane import DecodingStage, Piece
 from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.drafts.drafter import DraftStep, ModelDrafter
 from fusion.runtime.serving.requests.request import Logprobs
-from fusion.runtime.serving.ring.constraint import TokenConstraint, Withheld
+from fusion.runtime.serving.ring.constraint import SuppressedTokens, TokenConstraint
 from fusion.runtime.serving.ring.frames import TORCH_DTYPES, Parcel, RingPlan
 from fusion.runtime.serving.ring.guesses import Verdicts
 from fusion.runtime.serving.ring.penalties import TokenCounts
@@ -47,7 +47,7 @@ class StageSession:
     verdicts: Verdicts = field(init=False)  # of the last stage, in the worker thread
     user: tuple[PeerId, int] = field(init=False)  # whose it is: one of its gateway's clients'
     constraint: TokenConstraint | None = None  # there, where there is a schema
-    withheld: Withheld | None = None  # there, where the model has tokens that it is not to say
+    suppressed: SuppressedTokens | None = None  # there, where the model has tokens that it is not to say
     parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # order of chunk -> sender -> its share
     early: list[Work[StageSession]] = field(default_factory=list)  # chunks that came before the source
     encoded: bool = False  # whether the source has come
@@ -332,8 +332,8 @@ def _choose(session: StageSession, chunk: Chunk, logits: torch.Tensor) -> Iterat
     for place in range(first - chunk.end, 0):
         position, row = chunk.end + place + 1, logits[place]
         allowed = None if constraint is None else constraint.allowed()
-        if session.withheld is not None:
-            allowed = session.withheld.of(allowed, first=position == opening.first)
+        if session.suppressed is not None:
+            allowed = session.suppressed.of(allowed, first=position == opening.first)
         token = sample(row, opening.sampling, position, counts, allowed)
         complete = constraint is not None and constraint.push(token)
         verdicts.push(token)

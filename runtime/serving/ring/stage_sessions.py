@@ -16,8 +16,8 @@ from fusion.runtime.serving.ring.constraint import (
     NotConstrained,
     SaidAtOpening,
     constraint_of,
+    suppressed_by,
     unconstrained,
-    withheld_by,
 )
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition, ShownGrants, no_grants
@@ -62,7 +62,7 @@ class StageSessions:
         constrain: Constrain = unconstrained,
     ) -> None:
         self._constrain = constrain
-        self._withheld = withheld_by(position.serve) if plan.last else None
+        self._suppressed = suppressed_by(position.serve) if plan.last else None
         self.terms = {position.term}
         self.leaving = False  # our time is up: the sessions may end, and no new ones begin
         self.schedule: Schedule[StageSession] = Schedule(
@@ -151,7 +151,7 @@ class StageSessions:
         if self._plan.last:
             said = SaidAtOpening.of(opening, payload, serve.vocabulary)
         session = StageSession(opening, gateway, heard_at=self._clock(), counts=said.counts)
-        session.withheld = self._withheld
+        session.suppressed = self._suppressed
         if not self.schedule.admit(session):
             other = self._shares.yields(asker, opening.capacity)
             if other is None:

@@ -64,5 +64,10 @@ def test_sound_has_frames_and_tokens_that_are_withheld(tmp_path: Path) -> None:
     hears = config(num_mel_bins=80, max_source_positions=1500)
     said = {"decoder_start_token_id": 1, "suppress_tokens": [3, 60, -1], "begin_suppress_tokens": [5]}
     found = source_config(hears, generation(tmp_path, **said), 448, 50)
-    assert (found.length, found.channels, found.never, found.not_first) == (3000, 80, (3,), (5,))
+    assert (found.length, found.channels, found.suppress_tokens, found.begin_suppress_tokens) == (
+        3000,
+        80,
+        (3,),
+        (5,),
+    )
     assert found.unit_bytes * found.length == 960_000

@@ -57,7 +57,7 @@ SERVE = replace(
 )
 
 
-SOURCE = SourceConfig(start=(2, 3), length=20, never=(4,), not_first=(5,))
+SOURCE = SourceConfig(start=(2, 3), length=20, suppress_tokens=(4,), begin_suppress_tokens=(5,))
 assert SERVE.serve is not None
 READING = replace(SERVE, serve=replace(SERVE.serve, source=SOURCE))
 
@@ -72,7 +72,7 @@ def test_who_knows_no_encoder_decoders_reads_the_manifest_of_any_other_model() -
     "wrong",
     [
         {"start": ()}, {"start": (9,)}, {"start": (1,) * 8}, {"length": 0}, {"length": 1 << 20}, {"channels": -1},
-        {"channels": 80, "length": 1 << 15}, {"never": (9,)}, {"not_first": (-1,)},
+        {"channels": 80, "length": 1 << 15}, {"suppress_tokens": (9,)}, {"begin_suppress_tokens": (-1,)},
     ],
 )  # fmt: skip
 def test_a_source_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:

@@ -39,7 +39,11 @@ async def serve(swarm: Swarm, family: str, cuts: tuple[int, ...] | None = None) 
     read = SourceConfig(start=(START,), length=POSITIONS)
     if features:
         read = SourceConfig(
-            start=(START,), length=FRAMES, channels=CHANNELS, never=NEVER, not_first=NOT_FIRST
+            start=(START,),
+            length=FRAMES,
+            channels=CHANNELS,
+            suppress_tokens=NEVER,
+            begin_suppress_tokens=NOT_FIRST,
         )
     config = {"max_sequence": POSITIONS, "vocabulary": VOCABULARY, "source": read}
     return await swarm.serve(family, 3, cuts=cuts, made=made(family), serve=config, opset=2)

@@ -13,7 +13,7 @@ from fusion.dag.cutting.cuts import split
 from fusion.runtime.device.share import Whose
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.job.worker import Worker, rest
-from fusion.runtime.planes import rests
+from fusion.runtime.planes import preemption
 from fusion.runtime.planes.plane import RngKey
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
 from fusion.swarm.directory.records import JobId
@@ -51,8 +51,8 @@ def test_runs_that_overtake_each_other_give_the_bits_that_each_gives_alone(
         rested[name] += 1
         return rest()
 
-    monkeypatch.setattr(rests, "rest", lambda: counted("forward"))
-    monkeypatch.setattr(rests, "_before", lambda gradients: counted("backward") and None)
+    monkeypatch.setattr(preemption, "rest", lambda: counted("forward"))
+    monkeypatch.setattr(preemption, "_before", lambda gradients: counted("backward") and None)
 
     async def main() -> list[list[torch.Tensor]]:
         async with Worker() as worker:

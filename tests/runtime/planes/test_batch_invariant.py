@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.runtime.planes import rounding
-from fusion.runtime.planes.rounding import UNEVEN, even
+from fusion.runtime.planes import batch_invariant
+from fusion.runtime.planes.batch_invariant import UNEVEN, even
 from fusion.runtime.planes.torch_ops import spell
 
 MORE: dict[str, tuple[Any, ...]] = {
@@ -22,7 +22,7 @@ MORE: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("op", sorted(UNEVEN))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_counts_change_no_bit(op: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "_THREADED", 100)
+    monkeypatch.setattr(batch_invariant, "_THREADED", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     numbers = torch.randn(1, 640, generator=torch.Generator().manual_seed(0)).mul(3).abs().to(dtype)
 

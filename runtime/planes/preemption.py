@@ -12,7 +12,7 @@ import torch
 from fusion.runtime.job.worker import rest
 
 
-def may_rest(made: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+def preemption_point(made: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
     """After the operator that made this. Where the run rested, so does the backward pass of it, before it comes here."""
     if not rest():
         return

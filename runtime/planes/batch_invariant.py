@@ -1,5 +1,5 @@
-"""What a CPU rounds in one way or another by how many numbers it gets, computed so that whoever decodes has the same bits in any
-company.
+"""Batch-invariant forms of what a CPU rounds in one way or another by how many numbers it gets, so that whoever decodes has the same
+bits in any batch.
 
 Functions of single numbers are computed for several at once, and in another way for those that are left over: seen here for those
 below, by a bit in the last place or two. So they are run with nothing left over. Sums along the last dimension, and what is
