@@ -40,9 +40,10 @@ help:
 demo: $(VENV)/.installed
 	@exec $(BIN)/fusion-peer demo --stop-with $$PPID $(ARGS)
 
-# A test a core, those that start processes among them; lint and types are tests as well (tests/test_lint.py).
-WORKERS ?= logical
-PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 4 --dist worksteal
+# One test more than there are cores, as those that start processes wait for them, four at most; lint and types are tests as well
+# (tests/test_lint.py).
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 check: $(VENV)/.installed-dev .typing/fusion
 	@exec $(PYTEST) -m "not process and not heavy and not slow" $(ARGS)

@@ -185,6 +185,7 @@ def test_two_jobs_at_once_finish_and_a_third_one_is_stopped_by_its_launcher_alon
     with_client(peers.root / "client", swarm[1].address, is_over)
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_the_owner_of_a_stage_hands_the_job_to_an_idle_peer(peers: Peers, tmp_path: Path) -> None:
     """First the owner of the second stage leaves, then the lead: each time an idle peer goes on from the snapshot."""
     swarm = {peer.peer_id: peer for peer in peers.swarm(4)}

@@ -41,6 +41,7 @@ def opsets(peers: Peers, through: LocalPeer) -> dict[str, int]:
     return with_client(peers.root / "looking", through.address, read)
 
 
+@pytest.mark.slow
 def test_two_releases_train_one_job_and_the_older_leaves_what_it_cannot_run(
     peers: Peers, tmp_path: Path, newer: Sequence[str]
 ) -> None:

@@ -266,10 +266,10 @@ def answer(stages: list[TorchDecodingStage], prompt: list[int], count: int) -> t
 
 
 CASES = [
-    ("llama", "int8"),
+    pytest.param("llama", "int8", marks=pytest.mark.slow),
     ("gpt2", "int8"),
-    pytest.param("llama", "int4", marks=pytest.mark.heavy),
-    pytest.param("gpt2", "int4", marks=pytest.mark.heavy),
+    ("llama", "int4"),
+    pytest.param("gpt2", "int4", marks=pytest.mark.slow),
 ]
 
 
