@@ -209,7 +209,7 @@ def of_matrices(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
             weight, scales, minimums = (*stored, None)[:3]
             code = product(8 if kind == "int8" else 4, True, minimums is not None)
             assert code is not None
-            way = InBlocks(code, rows).linear
+            way = InBlocks(code, rows, columns, scales.shape[1]).linear
             ways[kind] = partial(way, weight=weight, scales=scales, minimums=minimums, bias=None)
         for count in (4, 64):
             given = torch.randn(1, count, columns)

@@ -146,9 +146,9 @@ class Code:
     def number(self, value: int) -> Any:
         return ir.Constant(self.word, value)
 
-    def bytes(self, value: int) -> Any:
-        """A byte in all lanes."""
-        return ir.Constant(ir.VectorType(self.byte, LANES), [value] * LANES)
+    def whole_numbers(self, value: int) -> Any:
+        """One whole number in all lanes."""
+        return ir.Constant(self.integers, [value] * LANES)
 
 
 def compiled(addresses: int, numbers: int, write: Callable[[Code], None]) -> Function | None:

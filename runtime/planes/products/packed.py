@@ -11,7 +11,7 @@ of a run of one, which are those of any program that decodes, and nothing is pad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,6 +22,7 @@ from fusion.runtime.planes.products.machine_code import LANES, Function, over_bl
 from fusion.runtime.planes.products.packed_code import product
 
 FEW_ROWS = 4  # at least, where a product of one row goes another way
+_LANE_BITS = LANES.bit_length() - 1
 _TRIED_ROWS = (1, 2, 3, FEW_ROWS, 5, 6, 8, 12, 16, 24, 40)
 
 
@@ -81,11 +82,46 @@ def filling(rows: int) -> int:
     return -rows % LANES
 
 
-def taken(blocks: torch.Tensor, rows: int, ids: torch.Tensor) -> torch.Tensor:
-    """The rows `ids` (n,) of a matrix of so many rows in blocks: (n, columns). IndexError for one that it does not have."""
-    if bool((ids < 0).any()) or bool((ids >= rows).any()):
+def places(ids: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the rows `ids` (n,) of a matrix of so many rows lie: their blocks, and their lanes there. IndexError for one that it
+    does not have."""
+    found = (
+        ids.tolist()
+    )  # one pass over what is a handful, where a reduction of a tensor costs more than all else here
+    if found and not 0 <= min(found) <= max(found) < rows:
         raise IndexError(f"a row of a table of {rows} rows that it does not have")
-    return blocks[ids // LANES, :, ids % LANES]
+    return ids >> _LANE_BITS, ids & LANES - 1
+
+
+def multiplied(
+    code: Function,
+    rows: torch.Tensor,
+    stored: Sequence[int],
+    blocks: int,
+    outputs: int,
+    sizes: Sequence[int],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """rows (..., columns), float32, with the matrix of so many `outputs` and `blocks` at the addresses `stored`: (..., outputs).
+    `sizes`: what `code` is told of it. Whoever calls has made sure that the rows are as wide as the matrix: the code would read
+    beyond them."""
+    *outer, columns = rows.shape
+    given = rows.contiguous()
+    count, width = given.numel() // columns, blocks * LANES
+    found = torch.empty((*outer, width))
+    over_blocks(
+        code,
+        (given.data_ptr(), *stored, found.data_ptr()),
+        blocks,
+        (count, *sizes, width),
+        products=count * width * columns,
+        threads=torch.get_num_threads(),
+    )
+    if width != outputs:
+        found = found[..., :outputs].contiguous()
+    if bias is not None:
+        found += bias
+    return found
 
 
 @dataclass(frozen=True)
@@ -111,25 +147,12 @@ def linear(rows: torch.Tensor, matrix: Packed, bias: torch.Tensor | None) -> tor
 
 
 def _product(code: Function, rows: torch.Tensor, matrix: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-    flat = rows.reshape(-1, rows.shape[-1]).contiguous()
     blocks, columns, _ = matrix.blocks.shape
-    if flat.shape[1] != columns or flat.dtype != torch.float32:  # the code would read beyond the rows
+    if rows.shape[-1] != columns or rows.dtype != torch.float32:  # the code would read beyond the rows
         raise ValueError(
-            f"rows {tuple(flat.shape)} {flat.dtype} for a matrix of {columns} columns of float32"
+            f"rows {tuple(rows.shape)} {rows.dtype} for a matrix of {columns} columns of float32"
         )
-    made = flat.new_empty(flat.shape[0], blocks * LANES)
-    over_blocks(
-        code,
-        (flat.data_ptr(), matrix.blocks.data_ptr(), made.data_ptr()),
-        blocks,
-        (flat.shape[0], columns, blocks * LANES),
-        products=made.numel() * columns,
-        threads=torch.get_num_threads(),
-    )
-    found = made[:, : matrix.rows].contiguous()
-    if bias is not None:
-        found += bias
-    return found.view(*rows.shape[:-1], matrix.rows)
+    return multiplied(code, rows, (matrix.blocks.data_ptr(),), blocks, matrix.rows, (columns,), bias)
 
 
 @cache
@@ -151,7 +174,8 @@ def addmm(bias: torch.Tensor, rows: torch.Tensor, matrix: Packed, *_: object) ->
 
 def embedding(table: Packed, ids: torch.Tensor, *_: object) -> torch.Tensor:
     """`aten.embedding` with a packed table."""
-    return taken(table.blocks, table.rows, ids.flatten()).view(*ids.shape, -1)
+    block, lane = places(ids.flatten(), table.rows)
+    return table.blocks[block, :, lane].view(*ids.shape, -1)
 
 
 def row_by_row(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -7,14 +7,14 @@ that it has; elsewhere, and on CUDA, tiles of it become float32 as they are need
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fusion.dag.ir.graph import Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset_spec import plain
-from fusion.runtime.planes.products.machine_code import LANES, Function, over_blocks
-from fusion.runtime.planes.products.packed import FEW_ROWS, filling, in_blocks, rows_agree, taken
+from fusion.runtime.planes.products.machine_code import LANES, Function
+from fusion.runtime.planes.products.packed import FEW_ROWS, filling, in_blocks, multiplied, places, rows_agree
 from fusion.runtime.planes.products.quantised_code import product
 
 Tensor = torch.Tensor
@@ -53,7 +53,9 @@ def linear(
         part = slice(at, at + tile)
         matrix = dequantised(weight[part], scales[part], None if minimums is None else minimums[part])
         made[:, part] = torch.mm(flat, matrix.t())
-    return _finished(made, rows, bias)
+    if bias is not None:
+        made += bias.float()
+    return made.to(rows.dtype).view(*rows.shape[:-1], weight.shape[0])
 
 
 def embedding(
@@ -67,53 +69,43 @@ def embedding(
     return dequantised(numbers, shares, offsets).to(dtype).view(*ids.shape, -1)
 
 
-def _finished(made: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
-    """Products (rows, out) float32 as (..., out) in the dtype of the rows, with the bias."""
-    if bias is not None:
-        made = made + bias.float()
-    return made.to(rows.dtype).view(*rows.shape[:-1], made.shape[1])
-
-
 # --- laid out for machine code
 
 
 @dataclass(frozen=True)
 class InBlocks:
-    """The same operators for a stored matrix of so many rows each of whose tensors is laid out with `in_blocks`."""
+    """The same operators for a stored matrix (rows, columns) with so many groups in a row, each of whose tensors is laid out with
+    `in_blocks`."""
 
     code: Function
     rows: int
+    columns: int
+    groups: int
 
     def linear(
         self, rows: Tensor, weight: Tensor, scales: Tensor, minimums: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        flat = rows.reshape(-1, rows.shape[-1]).float().contiguous()
-        count, columns = flat.shape
-        blocks, groups, _ = scales.shape
-        if columns != weight.shape[1] * (
-            1 if weight.dtype == torch.int8 else 2
-        ):  # the code would read beyond the rows
-            raise ValueError(f"rows {tuple(flat.shape)} for a stored matrix {tuple(weight.shape)}")
-        made = torch.empty(count, blocks * LANES)
+        if rows.shape[-1] != self.columns:  # the code would read beyond the rows
+            raise ValueError(f"rows {tuple(rows.shape)} for a stored matrix of {self.columns} columns")
         offsets = 0 if minimums is None else minimums.data_ptr()
-        over_blocks(
+        found = multiplied(
             self.code,
-            (flat.data_ptr(), weight.data_ptr(), scales.data_ptr(), offsets, made.data_ptr()),
-            blocks,
-            (count, groups, columns // groups, blocks * LANES),
-            products=made.numel() * columns,
-            threads=torch.get_num_threads(),
+            rows.float(),
+            (weight.data_ptr(), scales.data_ptr(), offsets),
+            -(-self.rows // LANES),
+            self.rows,
+            (self.groups, self.columns // self.groups),
+            None if bias is None else bias.float(),
         )
-        return _finished(made[:, : self.rows], rows, bias)
+        return found if rows.dtype == torch.float32 else found.to(rows.dtype)
 
     def embedding(
         self, weight: Tensor, scales: Tensor, minimums: Tensor | None, ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        at = ids.flatten()
-        parts = [None if part is None else taken(part, self.rows, at) for part in (weight, scales, minimums)]
-        numbers, shares, offsets = parts
-        assert numbers is not None and shares is not None
-        return dequantised(numbers, shares, offsets).to(dtype).view(*ids.shape, -1)
+        block, lane = places(ids.flatten(), self.rows)
+        numbers, shares = weight[block, :, lane], scales[block, :, lane]
+        offsets = None if minimums is None else minimums[block, :, lane]
+        return dequantised(numbers, shares, offsets).to(dtype).view(*ids.shape, self.columns)
 
 
 # --- of a stage
@@ -150,19 +142,25 @@ class StoredMatrices:
         for stored, nodes in readers.items():
             weight, scales = graph.types[Ref(stored.weight)], graph.types[Ref(stored.scales)]
             apart = all(len(graph.uses[Ref(name)]) == len(nodes) for name in stored.names)
+            multiplies = any(node.op in _LINEAR for node in nodes)  # else rows lie best as they are
             made = None
-            if apart and device.type == "cpu" and not {Ref(name) for name in stored.names} & {*graph.outputs}:
+            if (
+                multiplies
+                and apart
+                and device.type == "cpu"
+                and not {Ref(name) for name in stored.names} & {*graph.outputs}
+            ):
                 bits = 8 if weight.dtype == "int8" else 4
                 code = product(bits, scales.dtype == "float16", stored.minimums is not None)
-                rows = plain(weight.shape[0])
+                rows, groups = plain(weight.shape[0]), plain(scales.shape[1])
                 # What blocks add is in nobody's account: a matrix of few rows would take many times its bytes.
                 code = code if filling(rows) <= rows // _SPARE_SHARE else None
-                made = None if code is None else InBlocks(code, rows)
+                made = None if code is None else InBlocks(code, rows, _columns(weight), groups)
             if made is not None:
                 self._in_blocks.update(stored.names)
                 for node in nodes:
                     self.products[node.name] = made.linear if node.op in _LINEAR else made.embedding
-            if any(node.op in _LINEAR for node in nodes):
+            if multiplies:
                 # The code is the same for all sizes; a library may take another way for each.
                 sort = weight.dtype, scales.dtype, stored.minimums is not None
                 kind = sort if made is not None else (*sort, weight.shape, scales.shape)
@@ -194,13 +192,17 @@ def _stored(graph: Graph, node: Node) -> _Stored | None:
     return stored if once and graph.variable_names.issuperset(stored.names) else None
 
 
+def _columns(weight: TensorType) -> int:
+    """Of the matrix that a stored one stands for."""
+    return plain(weight.shape[1]) * (1 if weight.dtype == "int8" else 2)
+
+
 def _rows_agree(
     made: InBlocks | None, weight: TensorType, scales: TensorType, minimums: bool, device: torch.device
 ) -> bool:
     """`rows_agree` for a random matrix of this type, or a tile of it."""
     chance = torch.Generator().manual_seed(0)
-    held, groups = plain(weight.shape[1]), plain(scales.shape[1])
-    columns = held if weight.dtype == "int8" else 2 * held
+    held, groups, columns = plain(weight.shape[1]), plain(scales.shape[1]), _columns(weight)
     rows = min(plain(weight.shape[0]), max(1, TILE_ELEMENTS // columns))
     least, dtype = (-128, torch.int8) if weight.dtype == "int8" else (0, torch.uint8)
     numbers = torch.randint(least, least + 256, (rows, held), generator=chance, dtype=dtype)
@@ -210,7 +212,7 @@ def _rows_agree(
     parts = [numbers, shares, *([shares] if minimums else [])]
     laid = [(in_blocks(part) if made is not None else part).to(device) for part in parts]
     given = laid[0], laid[1], laid[2] if minimums else None, None
-    multiply = linear if made is None else InBlocks(made.code, rows).linear
+    multiply = linear if made is None else replace(made, rows=rows).linear
     like = torch.empty(0, device=device)
     few = FEW_ROWS if made is None else 1
     return rows_agree(lambda each: multiply(each, *given), columns, like, least=few)

@@ -18,7 +18,7 @@ from typing import Any
 from fusion.runtime.planes.products.machine_code import LANES, Code, Function, compiled
 
 # (rows, blocks) that are run at once: see `packed_code`
-_TILES = ((4, 1), (2, 2), (2, 1), (1, 2), (1, 1))
+_TILES = ((4, 1), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1))
 
 
 @cache
@@ -97,12 +97,14 @@ class _Writer:
     def numbers(self, stored: Any) -> list[Any]:
         """The numbers in 16 bytes as floats: of one column, or of two with 4 bits."""
         code, at = self.code, self.at
-        parts = [stored]
-        if self.bits == 4:
-            parts = [at.and_(stored, code.bytes(15)), at.lshr(stored, code.bytes(4))]
-            if not self.minimums:
-                parts = [at.sub(part, code.bytes(8)) for part in parts]
-        return [at.sitofp(at.sext(part, code.integers), code.floats) for part in parts]
+        if self.bits == 8:
+            return [at.sitofp(at.sext(stored, code.integers), code.floats)]
+        # Made wide first: two instructions that read memory, where bytes that are halved before take six more.
+        wide = at.zext(stored, code.integers)
+        parts = [at.and_(wide, code.whole_numbers(15)), at.lshr(wide, code.whole_numbers(4))]
+        if not self.minimums:
+            parts = [at.sub(part, code.whole_numbers(8)) for part in parts]
+        return [at.sitofp(part, code.floats) for part in parts]
 
     def load_shares(self, base: Any, place: Any) -> Any:
         found = self.code.load(base, place, self.share, LANES)

@@ -49,7 +49,8 @@ def blocks(parts: Parts) -> tuple[InBlocks, Parts]:
     )
     assert code is not None, "no machine code here: is llvmlite installed?"
     laid = in_blocks(weight), in_blocks(scales), None if minimums is None else in_blocks(minimums)
-    return InBlocks(code, len(weight)), laid
+    columns = weight.shape[1] * (1 if weight.dtype == torch.int8 else 2)
+    return InBlocks(code, len(weight), columns, scales.shape[1]), laid
 
 
 def number_by_number(
