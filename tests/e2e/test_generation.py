@@ -55,6 +55,9 @@ CACHED = (
     "codegen",
     "gptneo",
     "opt",
+    "xglm",
+    "llama-yarn",
+    "llama-dynamic",
     "qwen3-next",
     "mamba2",
 )

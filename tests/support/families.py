@@ -43,6 +43,12 @@ def config(family: str) -> Any:
             return transformers.Qwen3Config(**GROUPED, head_dim=16)
         case "llama-bfloat16":
             return transformers.LlamaConfig(**GROUPED, dtype="bfloat16")
+        case "llama-yarn":  # answers go beyond the positions that its frequencies are stretched from
+            yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": POSITIONS // 4}
+            return transformers.LlamaConfig(**GROUPED, rope_parameters={"rope_theta": 10000.0, **yarn})
+        case "llama-dynamic":  # served for as many positions as have the frequencies that it begins with
+            dynamic = {"rope_type": "dynamic", "factor": 4.0}
+            return transformers.LlamaConfig(**GROUPED, rope_parameters={"rope_theta": 10000.0, **dynamic})
         case "gpt2":
             return transformers.GPT2Config(**GPT)
         case "mistral":
