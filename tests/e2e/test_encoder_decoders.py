@@ -1,4 +1,5 @@
-"""Encoder-decoders from their directories on three peers, by the commands, against `generate()`; one of the peers is killed."""
+"""Encoder-decoders from their directories on three peers, by the commands, against `generate()`; one of the peers is killed while an answer
+comes."""
 
 from __future__ import annotations
 
@@ -10,11 +11,19 @@ import numpy as np
 import pytest
 import torch
 from support.encoder_decoders import END, START, build, generated, source
+from support.jobs import with_client
 from support.source_tokenizer import tokenizer_of_sources
+
+from fusion.cli.local.fleet import LocalPeer
+from fusion.runtime.job.context import Context
+from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.swarm.transport import PeerId
 
 pytestmark = pytest.mark.e2e
 
 STAGES, NEW = 3, 40
+LONG, KILLED_AFTER = 100, 10  # tokens of the answer in whose middle a peer dies, and pieces of it before that
 
 
 def served(peers: Any, family: str, folder: Path, **more: Any) -> tuple[Any, list[str], list[Any]]:
@@ -30,13 +39,15 @@ def served(peers: Any, family: str, folder: Path, **more: Any) -> tuple[Any, lis
     return model, ask, swarm
 
 
-def wanted(model: Any, given: Any) -> list[int]:
-    tokens = generated(model, given, NEW)
+def wanted(model: Any, given: Any, new: int = NEW) -> list[int]:
+    tokens = generated(model, given, new)
     return tokens[: tokens.index(END) + 1] if END in tokens else tokens
 
 
 @pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=pytest.mark.slow)])
-def test_a_text_is_read_and_answered_also_when_a_peer_dies(family: str, peers: Any, tmp_path: Path) -> None:
+def test_a_text_is_read_and_answered_also_when_a_peer_dies_in_the_middle(
+    family: str, peers: Any, tmp_path: Path
+) -> None:
     tokenizer = tokenizer_of_sources()
     model, ask, swarm = served(peers, family, tmp_path / "model", vocab_size=tokenizer.get_vocab_size())
     text = "def open(name):\n    return "
@@ -46,10 +57,32 @@ def test_a_text_is_read_and_answered_also_when_a_peer_dies(family: str, peers: A
     assert record["text"] == tokenizer.decode([t for t in record["tokens"] if t != END])
     named = {peer.peer_id: peer for peer in swarm}
     victim = next(named[each] for each in record["route"] if named[each] is not swarm[0])
-    victim.process.send_signal(signal.SIGKILL)
     given = source(family, 25, 4)
+    answer = killed_inside(peers, family, swarm[0], victim, given)
+    assert list(answer.tokens) == wanted(model, given, LONG) and len(answer.tokens) > KILLED_AFTER
+    assert victim.peer_id not in answer.route
     [record] = peers.run(*ask, "--prompt-ids", ",".join(map(str, given[0].tolist())))
     assert record["tokens"] == wanted(model, given) and victim.peer_id not in record["route"]
+
+
+def killed_inside(
+    peers: Any, family: str, gateway: LocalPeer, victim: LocalPeer, given: torch.Tensor
+) -> Answer:
+    """The answer to token ids (1, length) of a gateway on whose route the victim was until it was killed."""
+
+    async def asking(context: Context) -> Answer:
+        ids = tuple(given[0].tolist())
+        request = GenerateRequest(model=family, prompt_ids=ids, max_tokens=LONG)
+        pieces = 0
+        async for piece in generate(context.transport, PeerId(gateway.peer_id), request):
+            if isinstance(piece, Answer):
+                return piece
+            pieces += 1
+            if pieces == KILLED_AFTER:
+                victim.process.send_signal(signal.SIGKILL)
+        raise AssertionError("no answer")
+
+    return with_client(peers.root / "client", gateway.address, asking)
 
 
 @pytest.mark.slow
