@@ -15,11 +15,6 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
-try:
-    from llvmlite import binding, ir
-except ImportError:  # a machine that LLVM is not made for
-    binding = ir = None
-
 LANES = 16  # numbers that are counted with at once: the rows of a matrix that a block has
 _GROUP = 4  # blocks that are run with all rows before the next
 _THREAD_PRODUCTS = 1 << 22  # for fewer another thread does not pay
@@ -28,9 +23,10 @@ Function = Callable[..., None]  # of addresses and whole numbers
 
 
 class Code:
-    """A function that is being written: of so many addresses, and then of so many whole numbers."""
+    """A function that is being written with `llvmlite.ir`: of so many addresses, and then of so many whole numbers."""
 
-    def __init__(self, addresses: int, numbers: int) -> None:
+    def __init__(self, ir: Any, triple: str, addresses: int, numbers: int) -> None:
+        self.ir = ir
         self.word, self.byte, self.half, self.float = (
             ir.IntType(64),
             ir.IntType(8),
@@ -40,7 +36,7 @@ class Code:
         self.floats, self.integers = (ir.VectorType(kind, LANES) for kind in (self.float, ir.IntType(32)))
         self.zero, self.zeros = ir.Constant(self.float, 0.0), ir.Constant(self.floats, [0.0] * LANES)
         self.module = ir.Module()
-        self.module.triple = binding.get_process_triple()
+        self.module.triple = triple
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType()] * addresses + [self.word] * numbers)
         self._function = ir.Function(self.module, kind, "function")
         fused = ir.FunctionType(self.floats, [self.floats] * 3)
@@ -127,7 +123,7 @@ class Code:
     def load(self, base: Any, place: Any, kind: Any, count: int = 0) -> Any:
         """One number of a kind, or so many as a vector."""
         address = self.at.gep(base, [place], source_etype=kind)
-        found = self.at.load(address, typ=ir.VectorType(kind, count) if count else kind)
+        found = self.at.load(address, typ=self.ir.VectorType(kind, count) if count else kind)
         found.align = 1 if kind == self.byte else 2 if kind == self.half else 4
         return found
 
@@ -139,21 +135,23 @@ class Code:
 
     def spread(self, one: Any) -> Any:
         """One float in all lanes."""
-        empty = ir.Constant(self.floats, ir.Undefined)
-        placed = self.at.insert_element(empty, one, ir.Constant(ir.IntType(32), 0))
-        return self.at.shuffle_vector(placed, empty, ir.Constant(self.integers, [0] * LANES))
+        empty = self.ir.Constant(self.floats, self.ir.Undefined)
+        placed = self.at.insert_element(empty, one, self.ir.Constant(self.ir.IntType(32), 0))
+        return self.at.shuffle_vector(placed, empty, self.ir.Constant(self.integers, [0] * LANES))
 
     def number(self, value: int) -> Any:
-        return ir.Constant(self.word, value)
+        return self.ir.Constant(self.word, value)
 
     def whole_numbers(self, value: int) -> Any:
         """One whole number in all lanes."""
-        return ir.Constant(self.integers, [value] * LANES)
+        return self.ir.Constant(self.integers, [value] * LANES)
 
 
 def compiled(addresses: int, numbers: int, write: Callable[[Code], None]) -> Function | None:
     """What `write` writes, for this machine; None where LLVM makes nothing for it, or nothing fast."""
-    if binding is None:
+    try:
+        from llvmlite import binding, ir  # 40 MiB of memory, which a peer without such a matrix does not need
+    except ImportError:  # a machine that LLVM is not made for
         return None
     try:
         binding.initialize_native_target()
@@ -164,7 +162,7 @@ def compiled(addresses: int, numbers: int, write: Callable[[Code], None]) -> Fun
             return None
         if not triple.startswith(("x86_64", "aarch64", "arm64")):
             return None
-        code = Code(addresses, numbers)
+        code = Code(ir, triple, addresses, numbers)
         write(code)
         code.at.ret_void()
         module = binding.parse_assembly(str(code.module))
