@@ -32,6 +32,7 @@ from fusion.runtime.capture.rope import fixed_length
 from fusion.runtime.capture.stored_weights import (
     Loading,
     StoredWeights,
+    computed,
     no_weights,
     stored_weights,
     weights_files,
@@ -85,6 +86,8 @@ class HuggingFaceModel:
                 continue
             part = part_of(variable.name)
             value = self._attributes.get(variable.name if part is None else part.name)
+            if value is not None and value.is_meta and part is None:
+                value = computed(self.module, variable.name)
             if value is None or value.is_meta:
                 raise JobError(f"{self.directory}: no safetensors file has the weight {variable.name}")
             found[variable.name] = (value if part is None else value[part.start : part.stop]).clone()

@@ -7,6 +7,7 @@ What it would do with the whole model, its own operations do here with the tenso
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -183,3 +184,29 @@ def _stored(module: Any, files: Iterable[str], loading: Loading) -> dict[str, St
         targets = converter.target_patterns
         stored.update({new.replace(targets[0], target): found for target in targets})
     return stored
+
+
+def computed(module: Any, name: str) -> torch.Tensor | None:
+    """A parameter that files leave out because the model's own code computes it, as Marian's table of positions; None where
+    the model's class names no such, or what its code makes is drawn at random."""
+    said = ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
+    patterns = [pattern for each in said for pattern in getattr(module, each, None) or ()]
+    if not any(re.search(pattern, name) for pattern in patterns) or not hasattr(module, "_init_weights"):
+        return None
+    one, other = (_initialised(module, name, seed) for seed in (0, 1))
+    return one if torch.equal(one, other) else None  # numbers that were not set are NaN, and so not equal
+
+
+def _initialised(module: Any, name: str, seed: int) -> torch.Tensor:
+    """The parameter of this name as transformers sets it in a module that is loaded without it."""
+    place, _, own = name.rpartition(".")
+    holder = copy.copy(module.get_submodule(place))
+    holder._parameters = {
+        key: None if value is None else torch.nn.Parameter(torch.full_like(value, torch.nan, device="cpu"))
+        for key, value in holder._parameters.items()
+    }
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module._init_weights(holder)
+    found: torch.Tensor = getattr(holder, own).detach()
+    return found

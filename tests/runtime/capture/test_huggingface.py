@@ -96,6 +96,37 @@ def test_what_the_library_keeps_in_float32_stays_so(tmp_path: Path) -> None:
     assert set(wanted.values()) == {torch.bfloat16, torch.float32}
 
 
+class Tables(torch.nn.Module):
+    """As transformers has it: one table that its code computes, and one that is drawn."""
+
+    _keys_to_ignore_on_save = ("computed", r"drawn\.weight", "forgotten")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed, self.drawn, self.forgotten, self.stored = (torch.nn.Embedding(4, 3) for _ in range(4))
+
+    def _init_weights(self, module: torch.nn.Embedding) -> None:
+        if module._parameters["weight"].dtype == torch.bfloat16:
+            module.weight.copy_(torch.arange(12.0).view(4, 3).sin())
+        elif module.padding_idx is not None:
+            module.weight.normal_()
+
+
+def test_a_table_that_files_leave_out_is_what_the_models_code_computes() -> None:
+    model = Tables()
+    model.computed.to(torch.bfloat16)
+    model.drawn.padding_idx = 0
+    model.to("meta")
+    found = stored_weights.computed(model, "computed.weight")
+    assert found is not None and torch.equal(found, torch.arange(12.0).view(4, 3).sin().bfloat16())
+    assert model.computed.weight.is_meta
+    before = torch.get_rng_state()
+    # At random; not set at all; not said to be left out.
+    for name in ("drawn.weight", "forgotten.weight", "stored.weight"):
+        assert stored_weights.computed(model, name) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_without_weights_a_seed_says_what_they_are(tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path)
     with pytest.raises(JobError, match=r"has no \*\.safetensors"):
