@@ -32,7 +32,7 @@ import torch._dynamo
 import transformers
 import transformers.generation.utils
 import transformers.modeling_utils
-from families import page, trial
+from families import encoder_decoders, page, trial
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 RESULTS = Path("models.json")
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--limit-seconds", type=int, default=180, help="of processor time, a family")
     parser.add_argument("--limit-gib", type=int, default=8, help="of address space, a family")
     given = parser.parse_args()
-    families = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    families = [*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *encoder_decoders.families()]
     only = [name for name in given.only.split(",") if name]
     if unknown := sorted(set(only) - set(families)):
         parser.error(f"--only: transformers {transformers.__version__} has no family {unknown[0]}")
@@ -59,7 +59,7 @@ def main() -> int:
     outcomes = [trial.Outcome(**known[name]) for name in families if name in known]
     untried = [name for name in families if name not in known]
     PAGE.write_text(page.text(outcomes, transformers.__version__, untried))
-    print(page.counts(outcomes))
+    print(page.counts(outcomes), flush=True)
     return int(any(outcome.served == "wrong" for outcome in outcomes))
 
 
@@ -93,7 +93,8 @@ def _child(family: str, directory: Path, answer: Path, seconds: int, memory_byte
         if not os.environ.get("FAMILIES_LOUD"):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             os.dup2(2, 1)
-        found = trial.outcome(family, directory / "model")
+        way = encoder_decoders if family.endswith(encoder_decoders.READS) else trial
+        found = way.outcome(family, directory / "model")
         whole = answer.with_suffix(".part")
         whole.write_text(json.dumps(found.plain()))
         whole.rename(answer)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from families.encoder_decoders import READS
 from families.trial import TIMES_ROUNDING, TOLERANCE, Outcome
 
 HOW = {
@@ -14,11 +15,14 @@ HOW = {
 
 
 def text(outcomes: Sequence[Outcome], version: str, untried: Sequence[str] = ()) -> str:
-    rows = [
-        f"| {o.family} | {HOW[o.served]} | {_error(o)} | {_cell(o.why)} |"
-        for o in outcomes
-        if o.served != "not tried"
-    ]
+    rows, reading = [], []
+    for o in outcomes:
+        if o.served != "not tried":
+            name = o.family.removesuffix(READS)
+            row = f"| {name} | {HOW[o.served]} | {_error(o)} | {_cell(o.why)} |"
+            (rows if name == o.family else reading).append(row)
+    pairs = [o for o in outcomes if o.family.endswith(READS)]
+    alone = [o for o in outcomes if not o.family.endswith(READS)]
     missing = [f"| {o.family} | {_cell(o.why)} |" for o in outcomes if o.served == "not tried"]
     return "\n".join([
         "# Models",
@@ -33,12 +37,25 @@ def text(outcomes: Sequence[Outcome], version: str, untried: Sequence[str] = ())
         f"error may be {TIMES_ROUNDING} times that difference, which stands beside it. Every token has to be that of `generate()`, or the one of",
         "the largest logit of the model's own.",
         "",
-        counts(outcomes),
+        counts(alone),
         "",
         "| family | served | worst logit error | why not with a KV cache |",
         "|---|---|---|---|",
         *rows,
         "",
+        *([
+            "## Encoder-decoders",
+            "",
+            "The same for families that read a source, a text of 1, 7 and 50 tokens or sound: the encoder runs once, then a token runs",
+            "one position. What has no KV cache is refused.",
+            "",
+            counts(pairs),
+            "",
+            "| family | served | worst logit error | why not |",
+            "|---|---|---|---|",
+            *reading,
+            "",
+        ] if pairs else []),
         *([f"Still to be tried (`make models` goes on with them): {', '.join(untried)}.", ""] if untried else []),
         "## Not tried",
         "",

@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from families import page, trial  # noqa: E402
+from families import encoder_decoders, page, trial  # noqa: E402
 from families.tiny import LAYERS, MIXED_LAYERS, tiny  # noqa: E402
 from families.trial import Outcome, outcome  # noqa: E402
 
@@ -34,6 +34,13 @@ def test_a_family_is_served_as_transformers_runs_it(tmp_path: Path) -> None:
     assert found.tokens >= 5
 
 
+@pytest.mark.slow
+def test_a_family_that_reads_a_source_is_served_as_transformers_runs_it(tmp_path: Path) -> None:
+    found = encoder_decoders.outcome(f"bart{encoder_decoders.READS}", tmp_path)
+    assert (found.served, found.why) == ("cached", "") and found.tokens >= 3
+    assert found.error is not None and found.error < trial.TOLERANCE
+
+
 def test_what_would_answer_otherwise_is_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serving_graph = trial.serving_graph
 
@@ -53,7 +60,7 @@ def test_an_error_is_held_against_how_much_the_model_itself_rounds(tmp_path: Pat
     assert trial.tolerable(trial.TOLERANCE, None) and not trial.tolerable(2 * trial.TOLERANCE, None)
     assert trial.tolerable(7e-4, 2e-4) and not trial.tolerable(9e-4, 2e-4)
     assert not trial.tolerable(0.02, 0.02)  # that could be anything
-    trial.written("llama", tmp_path)
+    trial.written(tiny(transformers.LlamaConfig), transformers.AutoModelForCausalLM, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert 0 < trial.own_rounding(model, tmp_path, [(2, torch.arange(9)[None])]) < 1e-5
 
@@ -65,6 +72,7 @@ def test_the_page() -> None:
         Outcome(family="c", served="refused", why="the op-set has no operator aten.z"),
         Outcome(family="r", served="cached", error=2e-4, rounding=1e-4),
         Outcome(family="d", served="not tried", why="needs timm"),
+        Outcome(family=f"a{encoder_decoders.READS}", served="cached", error=3e-6, tokens=9),
     ]
     text = page.text(found, "5.0", ["e", "f"])
     assert "Still to be tried" not in page.text(found, "5.0") and "): e, f." in text
@@ -72,4 +80,5 @@ def test_the_page() -> None:
     assert "| b | recomputed | 2e-06 | x \\| y |" in text
     assert "| r | KV cache | 2e-04 (own float32: 1e-04) |  |" in text
     assert "| d | needs timm |" in text.partition("## Not tried")[2]
-    assert page.counts(found).startswith("4 families tried, 3 served exactly (75%)")
+    assert "| a | KV cache | 3e-06 |  |" in text.partition("## Encoder-decoders")[2]
+    assert page.counts(found[:-1]).startswith("4 families tried, 3 served exactly (75%)")

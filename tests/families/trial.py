@@ -57,7 +57,8 @@ class Outcome:
 def outcome(family: str, directory: Path) -> Outcome:
     """Everything that can go wrong with our part is in the outcome; an exception that is not foreseen is "wrong"."""
     try:
-        written(family, directory)
+        config = tiny(transformers.CONFIG_MAPPING[family], family)
+        written(config, transformers.AutoModelForCausalLM, directory)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         # Tokens that a family forces or keeps down are chosen by whoever asks, not by the model.
         theirs.generation_config = transformers.GenerationConfig()
@@ -100,16 +101,15 @@ def own_rounding(theirs: Any, directory: Path, texts: list[tuple[int, torch.Tens
     return found
 
 
-def written(family: str, directory: Path) -> None:
-    """Save a small model of the family. Weights are random and large enough that answers vary; also those that models
+def written(config: Any, kind: Any, directory: Path) -> None:
+    """Save a small model that `kind`, a class of transformers, makes of the configuration. Weights are random and large enough that answers vary; also those that models
     begin with at a fixed value (norms, biases), so that none of them can be left out unnoticed."""
-    config = tiny(transformers.CONFIG_MAPPING[family], family)
     with parameters_on_meta():
-        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(p.numel() for p in kind.from_config(config).parameters())
     if size > MAX_PARAMETERS:
         raise ValueError(f"its smallest configuration that could be guessed has {size:,} parameters")
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
