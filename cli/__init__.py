@@ -3,7 +3,6 @@
 main              `fusion-peer`
 start             lend this machine
 status            who is there, what runs where
-link_status       `status --links`
 train             launch a training job
 launch_progress   how far the swarm has taken a job over
 follow            how a job goes on, live

@@ -4,15 +4,15 @@ them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import permutations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fusion.cli import client
 from fusion.cli.jobs import shown
-from fusion.cli.link_status import link_status
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output, bytes_text, flops_text
@@ -21,10 +21,13 @@ from fusion.swarm.directory.job_order import ENDED
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
     from fusion.swarm.directory.records import ClaimRecord, JobRecord, PeerRecord
+    from fusion.swarm.links.view import LinkView
     from fusion.swarm.transport import PeerId
 
 # For all peers together to tell of their links; whoever joined for this question has to dial them first.
 ASK_SECONDS, DIAL_SECONDS = 1.0, 3.0
+
+MOST_ESTIMATED = 16  # peers, up to which the table shows what nobody has measured too
 
 Links = Annotated[bool, typer.Option("--links", help="Show round trips and rates between the peers instead.")]
 
@@ -322,3 +325,72 @@ def standby_text(stage: Stage, standby: ClaimRecord) -> str:
         return "loading"
     behind = stage.behind(standby)
     return f"ready, {behind} step{'' if behind == 1 else 's'} behind" if behind else "ready"
+
+
+# --- links: round trip and rate of every pair of peers, measured or estimated
+
+
+async def link_status(way: client.Way, output: Output) -> None:
+    from fusion.swarm.links.view import link_view
+
+    async with client.connect(way) as context:
+        found = await client.working_peers(context)
+        records = await context.directory.links()
+    peers = sorted(found, key=lambda each: each.name)
+    view = link_view(peers, records)
+    pairs = list(rows(peers, view))
+    output.emit({"links": pairs, "peers": [_own_line(each) for each in peers]})
+    names: dict[str, str] = {each.peer: each.name for each in peers}
+    output.table(
+        "Peers",
+        ("name", "up Mbps", "down Mbps"),
+        [(each.name, _number(each.up_mbps or None), _number(each.down_mbps or None)) for each in peers],
+    )
+    output.table(
+        "Links",
+        ("from", "to", "RTT ms", "Mbps", "rate is", "age"),
+        [
+            (
+                *(names[pair["from"]], names[pair["to"]], _number(pair["rtt_ms"]), _number(pair["mbps"])),
+                *(pair["rate"], "-" if pair["age_seconds"] is None else f"{pair['age_seconds']:.0f} s"),
+            )
+            for pair in pairs
+            if len(peers) <= MOST_ESTIMATED or "measured" in (pair["rtt"], pair["rate"])
+        ],
+    )
+
+
+def rows(peers: Sequence[PeerRecord], view: LinkView) -> Iterator[dict[str, Any]]:
+    """Every ordered pair as JSON has it: `rtt` and `rate` say "measured", "estimated" or "unknown", a rate of which no
+    more is known than that it is so fast "at least"."""
+    for one, two in permutations(peers, 2):
+        link = view.link(one.peer, two.peer)
+        rtt, rate = link.rtt_seconds, link.bytes_per_second
+        yield {
+            "from": one.peer,
+            "to": two.peer,
+            "rtt_ms": None if rtt is None else round(1e3 * rtt, 3),
+            "mbps": None if rate is None else round(8e-6 * rate, 3),
+            "rtt": _origin(rtt, link.rtt_measured),
+            "rate": "at least" if link.at_least else _origin(rate, link.rate_measured),
+            "age_seconds": None if link.age_seconds is None else round(link.age_seconds, 1),
+        }
+
+
+def _own_line(peer: PeerRecord) -> dict[str, Any]:
+    return {
+        "peer": peer.peer,
+        "name": peer.name,
+        "up_mbps": peer.up_mbps or None,
+        "down_mbps": peer.down_mbps or None,
+        "coordinate": peer.coordinate,
+        "coordinate_error": peer.coordinate_error,
+    }
+
+
+def _origin(value: float | None, measured: bool) -> str:
+    return "unknown" if value is None else "measured" if measured else "estimated"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"

@@ -3,7 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from fusion.cli.link_status import rows
+from fusion.cli.status import rows
 from fusion.swarm.directory.records import Pair, PeerRecord
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
