@@ -6,6 +6,7 @@ positions and small buffers, so that every stage has what it needs: no stage has
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set
 from math import prod
 
@@ -21,6 +22,7 @@ _CHEAP = frozenset({"pointwise", "reduction", "move", "view", "make"})
 _NEVER = frozenset({"fusion.dropout", "aten.dropout"})
 # Ops that write to their arguments: name -> positions of the buffers written, and of the flag that says so.
 _WRITES = {"aten.batch_norm": ((3, 4), 5)}
+MEAN, COUNTER = "running_mean", "num_batches_tracked"  # as a batch normalisation calls its buffers
 
 
 def repeatable(graph: Graph, inputs: Set[str] = POSITIONAL) -> frozenset[str]:
@@ -45,6 +47,16 @@ def written_buffers(graph: Graph) -> frozenset[Ref]:
         if places and node.args[flag] is True:
             found.update(a for a in (node.args[p] for p in places) if isinstance(a, Ref))
     return frozenset(found)
+
+
+def counted_batches(graph: Graph) -> Counter[str]:
+    """How often a run counts in each counter of a batch normalisation. No node does: it changes nothing that the model computes."""
+    found = Counter[str]()
+    for node in graph.nodes:
+        mean = node.args[3] if node.op == "aten.batch_norm" and node.args[5] is True else None
+        if isinstance(mean, Ref) and mean.name.endswith(MEAN):
+            found[mean.name.removesuffix(MEAN) + COUNTER] += 1
+    return found
 
 
 def _cheap(graph: Graph, node: Node) -> bool:

@@ -16,7 +16,18 @@ from fusion.dag.ir.opset_shapes import (
     splice,
     volume,
 )
-from fusion.dag.ir.opset_spec import MAX_RANK, Call, Infer, Mixed, Mixes, OpSpec, Types, no_mixing, op
+from fusion.dag.ir.opset_spec import (
+    MAX_RANK,
+    Call,
+    Infer,
+    Mixed,
+    Mixes,
+    OpSpec,
+    Types,
+    elements,
+    no_mixing,
+    op,
+)
 from fusion.dag.ir.opset_views import along, select, slice_
 
 
@@ -226,7 +237,7 @@ def pixel_shuffle(call: Call) -> Types:
     return _like(t, (*lead, divide(call, c, r * r), h * r, w * r))
 
 
-def upsample_nearest(call: Call) -> Types:
+def upsample(call: Call) -> Types:
     t, size = call["self"], call["output_size"]
     if len(t.shape) != 4 or len(size) != 2 or not is_float(t.dtype):
         raise call.fail("needs (batch, channels, height, width) and two sizes")
@@ -341,5 +352,7 @@ SPECS: list[OpSpec] = [
     _m("aten.constant_pad_nd", "self: tensor, pad: dims, value: number = 0", constant_pad, _pad_mixes),
     op("aten.one_hot", "self: tensor, num_classes: int = -1", one_hot, "move", differentiable=False),
     _m("aten.pixel_shuffle", "self: tensor, upscale_factor: int", pixel_shuffle, _shuffle_mixes),
-    _m("aten.upsample_nearest2d", "self: tensor, output_size: dims, scales_h: float? = None, scales_w: float? = None", upsample_nearest, lambda c: {"self": {2, 3}}),
+    _m("aten.upsample_nearest2d", "self: tensor, output_size: dims, scales_h: float? = None, scales_w: float? = None", upsample, lambda c: {"self": {2, 3}}),
+    op("aten.upsample_bilinear2d", "self: tensor, output_size: dims, align_corners: bool, scales_h: float? = None, scales_w: float? = None", upsample, "move",
+       mixes=lambda c: {"self": {2, 3}}, flops=lambda _, results: 11 * elements(results[0]), since=2),  # four weights, four products, three sums
 ]  # fmt: skip

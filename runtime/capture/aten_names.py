@@ -25,6 +25,12 @@ _PASSED_ON: Mapping[str, bool | None] = {
     "aten.lift_fresh": None,
     "aten.lift": None,
 }
+BROADCAST = "aten.broadcast_tensors"  # which gives several: an operator each
+# What torch makes of batch normalisation where it takes others apart: whether it is the one of training.
+NORMS: Mapping[str, bool] = {
+    "aten._native_batch_norm_legit_functional": True,
+    "aten._native_batch_norm_legit_no_training": False,
+}
 _DROPPED = ("aten._assert", "aten.sym_", "aten._local_scalar_dense")
 
 
@@ -74,6 +80,8 @@ def supported(node: fx.Node) -> bool:
     name = op_name(node.target)
     return (
         name in OPSET
+        or name == BROADCAST
+        or name in NORMS
         or name in _PASSED_ON
         or name in _RESPELT
         or is_dropped(name)
@@ -142,6 +150,32 @@ def _pad(_: fx.Node, values: Values) -> tuple[str, Values]:
     return "aten.constant_pad_nd", {**values, "value": 0 if values["value"] is None else values["value"]}
 
 
+def _upsampled(node: fx.Node, values: Values) -> tuple[str, Values]:
+    """The form that says the size; the scale says besides where the points lie."""
+    scales = values["scale_factors"] or (None, None)
+    size = tuple(node.meta["val"].shape[2:])
+    name = op_name(node.target).removesuffix(".vec")
+    return name, {
+        **values,
+        "self": values["input"],
+        "output_size": size,
+        "scales_h": scales[0],
+        "scales_w": scales[1],
+    }
+
+
+def _padded(node: fx.Node, values: Values) -> tuple[str, Values]:
+    """padding "valid" and "same", in numbers, where it is as much on both sides."""
+    name = op_name(node.target).removesuffix(".padding")
+    window = values["weight"].meta["val"].shape[2:]
+    dilation = tuple(values["dilation"])
+    dilation = dilation * len(window) if len(dilation) == 1 else dilation
+    total = [d * (w - 1) if values["padding"] == "same" else 0 for d, w in zip(dilation, window, strict=True)]
+    if any(each % 2 for each in total):
+        return f"{name}.padding, more on one side", values
+    return name, {**values, "padding": tuple(each // 2 for each in total)}
+
+
 def _renamed(op: str, **renamed: str) -> Callable[[fx.Node, Values], tuple[str, Values]]:
     return lambda _, values: (op, {**values, **{ours: values[theirs] for ours, theirs in renamed.items()}})
 
@@ -167,6 +201,9 @@ _RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     "aten.div.Scalar_mode": _division("aten.div.Scalar"),
     "aten.pad": _pad,
     "aten.mT": _matrix_transpose,
+    "aten.unsafe_split.Tensor": lambda _, values: ("aten.split.Tensor", values),
+    **{f"aten.upsample_{kind}2d.vec": _upsampled for kind in ("nearest", "bilinear")},
+    **{f"aten.conv{n}d.padding": _padded for n in (1, 2, 3)},
     "aten.reshape_as": _reshape,
     "aten.view_as": _reshape,
     "aten.clamp_min.Tensor": _renamed("aten.maximum", other="min"),

@@ -14,7 +14,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ MAX_CONSTANT = 64  # elements of a tensor that the code makes; it travels as nod
 CONSTANT = "constant:"  # prefix of variables that no state_dict of the module has: they are not exported
 _VARIABLE_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+Loss = Callable[..., Any]
 
 
 def is_exported(variable: str) -> bool:
@@ -102,20 +102,26 @@ def capture_module(
     loss: Loss | None = None,
     *,
     training: bool | None = None,
+    module_inputs: Sequence[str] | None = None,
+    loss_inputs: Sequence[str] = ("targets",),
 ) -> Graph:
     """The graph of any module, called with keyword arguments named as in `example_inputs`; the first dimension of
-    each is the batch (at least 2 in the example). With a `loss`, `example_inputs["targets"]` is its second argument
-    and not the module's, and its scalar is the only output; without, the module's tensors are. `training` (default:
-    whether there is a loss) is the mode of dropout and batch normalisation."""
-    if loss is not None and "targets" not in example_inputs:
-        raise CaptureError('a loss needs an example input "targets"')
+    each is the batch (at least 2 in the example). With a `loss`, it is called with what the module returns and the inputs
+    `loss_inputs`, and its scalar is the only output; without, the module's tensors are. `module_inputs`: what the module is
+    called with, if not with all that are not the loss's. `training` (default: whether there is a loss) is the mode of dropout
+    and batch normalisation."""
+    asked = loss_inputs if loss is not None else ()
+    for name in asked:
+        if name not in example_inputs:
+            raise CaptureError(f'a loss needs an example input "{name}"')
     for name, value in example_inputs.items():
         if value.dim() == 0 or value.shape[0] < 2:
             raise CaptureError(f"example input {name}: its first dimension is the batch, at least 2")
     example = {name: value.detach().to("cpu", copy=True) for name, value in example_inputs.items()}
     mode = loss is not None if training is None else training
     batch = Dim("batch", max=MAX_BATCH)
-    wrapped = _AnyModule(_hollow(module), tuple(example), loss)
+    own = [name for name in example if name not in asked] if module_inputs is None else module_inputs
+    wrapped = _AnyModule(_hollow(module), tuple(example), loss, tuple(own), tuple(asked))
     return _capture(module, wrapped, example, tuple({0: batch} for _ in example), mode)
 
 
@@ -178,18 +184,24 @@ def _language_model_keywords(module: nn.Module) -> frozenset[str]:
 
 
 class _AnyModule(nn.Module):
-    def __init__(self, module: nn.Module, names: tuple[str, ...], loss: Loss | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: tuple[str, ...],
+        loss: Loss | None,
+        module_inputs: tuple[str, ...],
+        loss_inputs: tuple[str, ...],
+    ) -> None:
         super().__init__()
         self.module = module
         self.names = names
         self.loss = loss
+        self.module_inputs, self.loss_inputs = module_inputs, loss_inputs
 
     def forward(self, *values: torch.Tensor) -> Any:
         inputs = dict(zip(self.names, values, strict=True))
-        if self.loss is None:
-            return self.module(**inputs)
-        targets = inputs.pop("targets")
-        return self.loss(self.module(**inputs), targets)
+        made = self.module(**{name: inputs[name] for name in self.module_inputs})
+        return made if self.loss is None else self.loss(made, *(inputs[name] for name in self.loss_inputs))
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

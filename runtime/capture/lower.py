@@ -18,11 +18,14 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.utils._sympy.functions import Max, Min
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
+from fusion.dag.cutting.positional import COUNTER
 from fusion.dag.ir.dims import Dim, poly
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import OPSET, infer
 from fusion.dag.ir.opset_spec import Parameter
 from fusion.runtime.capture.aten_names import (
+    BROADCAST,
+    NORMS,
     arguments,
     is_dropped,
     is_size,
@@ -39,7 +42,6 @@ from fusion.runtime.job.errors import CaptureError
 Value = Ref | Complex | tuple[Ref | Complex, ...]
 
 _DTYPES = {getattr(torch, name): name for name in DTYPE_BYTES}
-_COUNTER = "num_batches_tracked"  # of a batch normalisation: it changes nothing that the model computes
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -154,8 +156,10 @@ class _Lowering:
         (final,) = (n for n in exported.graph.nodes if n.op == "output")
         found: list[Ref] = []
         for spec, node in zip(exported.graph_signature.output_specs, final.args[0], strict=True):
-            counts = str(spec.target).endswith(_COUNTER)
-            if spec.kind is OutputKind.BUFFER_MUTATION and not counts:
+            counts = str(spec.target).endswith(COUNTER)
+            own = self.names.get(str(spec.target))
+            written = own is not None and isinstance(node, fx.Node) and self.env.get(node) == Ref(own)
+            if spec.kind is OutputKind.BUFFER_MUTATION and not counts and not written:
                 raise CaptureError(
                     f"the model writes to {spec.target} each time it runs, which a stage cannot keep"
                 )
@@ -176,11 +180,40 @@ class _Lowering:
                     self.env[node] = value[index] if isinstance(value, tuple) else value
                 elif name in _REGIONS:
                     self.nested(node, name, module)
+                elif name == BROADCAST:
+                    self.broadcast(node)
+                elif name in NORMS:
+                    self.normalised(node, training=NORMS[name])
                 elif not is_dropped(name):
                     try:
                         self.call(node, name)
                     except CaptureError as error:
                         raise CaptureError(f"{error}{line_of_node(node)}") from error
+
+    def broadcast(self, node: fx.Node) -> None:
+        """Each tensor with the shape of all together."""
+        found = []
+        for source, value in zip(cast(Any, node.args[0]), node.meta["val"], strict=True):
+            ref, shape = self.env[source], self.type_of(value).shape
+            if not isinstance(ref, Ref):
+                raise CaptureError("the op-set has no complex numbers that are broadcast")
+            args = (ref, shape)
+            found.append(self.emit(node.name, "aten.expand", args, infer("aten.expand", args, self.types))[0])
+        self.viewed.update(found)
+        self.env[node] = tuple(found)
+
+    def normalised(self, node: fx.Node, *, training: bool) -> None:
+        """A batch normalisation that was taken apart with others, whole again: it writes its statistics itself."""
+        values = {**arguments(node), "training": training}
+        args = tuple(self.argument("aten.batch_norm", p, values) for p in OPSET["aten.batch_norm"].parameters)
+        made = self.emit(node.name, "aten.batch_norm", args, infer("aten.batch_norm", args, self.types))[0]
+        written = [args[3], args[4]] if training else []
+        self.env[node] = (made, made, made, *(ref for ref in written if isinstance(ref, Ref)))
+        for user in node.users:
+            reads = user.args[1] if len(user.args) > 1 else None
+            used = [n for n in user.users if n.op != "output"]
+            if reads != 0 and used:
+                raise CaptureError("the model reads the statistics of a batch normalisation while it runs")
 
     def nested(self, node: fx.Node, name: str, module: fx.GraphModule) -> None:
         """A region run without gradients, or with autocast off: its nodes join ours."""
@@ -270,7 +303,7 @@ class _Lowering:
     def counts_batches(self, node: fx.Node, target: fx.Node) -> bool:
         """How many batches a normalisation has seen: that write is dropped."""
         value = self.env[target]
-        if not isinstance(value, Ref) or not value.name.endswith(_COUNTER):
+        if not isinstance(value, Ref) or not value.name.endswith(COUNTER):
             return False
         self.env[node] = value
         return True
