@@ -80,4 +80,6 @@ async def _tensors(
                     # A tied tensor is written under each name: safetensors keeps no ties.
                     value = values[variable.name]
                     found[name] = value if name == variable.name else value.clone()
+    runs = 0 if manifest.train is None else step * manifest.train.microbatches
+    snapshot.count_batches(found, stages, runs)
     return step, found

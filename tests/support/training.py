@@ -380,7 +380,7 @@ def assert_same(
     assert progress.validation_loss == pytest.approx(made.validation, rel=1e-5)
     assert set(exported) == set(made.state)
     for name, tensor in made.state.items():
-        error = (exported[name] - tensor).norm() / tensor.norm().clamp(min=1e-8)
+        error = (exported[name] - tensor).double().norm() / tensor.double().norm().clamp(min=1e-8)
         assert error <= 1e-5, name
 
 

@@ -7,7 +7,7 @@ codecs have left out, `codec/<edge or variable>`: all the state there is, as wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fusion.compression.codec import DTYPES
+from fusion.dag.cutting.positional import counted_batches
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import TensorType
 from fusion.runtime.job.errors import JobError
@@ -129,6 +130,15 @@ def load_state(
 def variables(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of a shard's tensors, the variables by name."""
     return {key.removeprefix(VARIABLE): value for key, value in state.items() if key.startswith(VARIABLE)}
+
+
+def count_batches(exported: dict[str, torch.Tensor], stages: Iterable[Stage], runs: int) -> None:
+    """What batch normalisations would have counted in so many microbatches: whoever goes on with the module finds it as if it
+    had been trained in one process."""
+    for stage in stages:
+        for name, count in counted_batches(stage.graph).items():
+            if name in exported:
+                exported[name] = exported[name] + runs * count
 
 
 def residuals(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
