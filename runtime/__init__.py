@@ -5,6 +5,7 @@ job/        what all rooms share: manifest, context, progress, protocols
 belief/     what of all that is said of jobs to believe
 planes/     what runs stages on a device
 capture/    somebody's model as a graph
+datasets/   somebody's samples as named arrays
 placing/    which peers and which codecs, from what the swarm knows
 launch/     a job handed to the swarm, and taken home
 training/   remote autodiff and the commit protocol

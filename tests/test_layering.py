@@ -50,9 +50,21 @@ ROOMS = {
     ),
     "compression": ("",),
     "runtime": (
-        *("device", "job", "belief", "planes/products", "planes", "capture/gguf", "capture"),
-        *(f"serving/{room}" for room in ("requests", "grammar", "drafts", "ring", "answers", "http")),
-        *("serving", "placing"),
+        *(
+            "device",
+            "job",
+            "belief",
+            "planes/products",
+            "planes",
+            "capture/gguf",
+            "capture",
+            "capture/python",
+        ),
+        *(
+            f"serving/{room}"
+            for room in ("requests", "grammar", "drafts", "ring", "answers", "http")
+        ),
+        *("serving", "datasets", "placing"),
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),
         *("training", "launch", "hosting/jobs", "hosting", "peer"),
     ),
@@ -66,6 +78,7 @@ LIBRARY_LAYERS = {
     "llguidance": {"runtime"},
     "llvmlite": {"runtime"},
     "transformers": {"runtime"},
+    "PIL": {"runtime"},
     "hivemind": {"swarm"},
     "libp2p": {"swarm"},
     "trio": {"swarm"},
@@ -82,6 +95,7 @@ LIBRARY_FILES = {
     "libp2p": {"swarm/thin/connection.py"},
     "trio": {f"swarm/thin/{name}.py" for name in ("connection", "dialer", "trio_thread")},
     "transformers": {"runtime/capture/huggingface.py"},
+    "PIL": {"runtime/datasets/image_folders.py"},
     "jinja2": {"runtime/serving/requests/template_worker.py"},
     "llguidance": {"runtime/serving/grammar/worker.py"},
     "llvmlite": {"runtime/planes/products/machine_code.py"},

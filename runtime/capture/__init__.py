@@ -19,5 +19,6 @@ aten_names          torch's names for operators and constants, in ours
 quantised_weights   matrices as int8 and int4, made as they are read, or as a file has them
 triangles           causal masks that a module keeps as buffers
 serving_graph       the graph that is served: KV cache, last position, fused norms
+python/             a model that its trainer wrote in Python
 trained_graph       the graph that is trained: experts as one op a product
 """

@@ -46,14 +46,18 @@ Read = Callable[[Iterable[Variable]], dict[str, torch.Tensor]]
 class About:
     """fusion.json: what an exported directory says of its model beside the graph and the weights."""
 
-    vocabulary: int
-    max_sequence: int
-    byte_level: bool
+    vocabulary: int = 0
+    max_sequence: int = 0
+    byte_level: bool = False
     end_tokens: tuple[int, ...] = ()
+    outputs: tuple[str, ...] = ()  # names for what a model gives that answers in one run; else it generates
     format: int = FORMAT
 
     def to_json(self) -> bytes:
-        return json.dumps(plain(self), indent=2).encode() + b"\n"
+        said = plain(self)
+        if not self.outputs:
+            del said["outputs"]  # which releases before do not know
+        return json.dumps(said, indent=2).encode() + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> About:
@@ -63,6 +67,9 @@ class About:
             raise JobError(f"{where}: {error}") from None
         if about.format != FORMAT:
             raise JobError(f"{where}: format {about.format}; this software knows {FORMAT}")
+        for name in ("vocabulary", "max_sequence") if not about.outputs else ():
+            if getattr(about, name) < 1:
+                raise JobError(f"{where}: {name} is missing: at least 1, for a model that generates")
         return about
 
 

@@ -3,12 +3,12 @@
 name = "stdlib-gpt"
 
 [model]
-kind = "gpt"                 # or "huggingface" with path = "DIR"
+kind = "gpt"                 # or "huggingface" with path = "DIR"; or "python": path = "model.py", see PythonConfig
 blocks = 4
 width = 128
 
 [data]
-files = ["src/**/*.py"]      # relative to this file
+files = ["src/**/*.py"]      # relative to this file; or kind = "npz", "images" or "jsonl" with a path, see DatasetSpec
 held_out = 0.05              # share of the files, or a list of patterns
 
 [train]
@@ -33,6 +33,7 @@ stages_per_owner = 1
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +47,7 @@ from fusion.runtime.job.manifest_wire import validate_compression, validate_opti
 from fusion.runtime.job.model_files import check_huggingface
 
 MAX_SPEC_BYTES = 1 << 20
+MAX_SIDE = 1 << 14  # pixels of an image's side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,39 @@ class HuggingFaceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PythonConfig:
+    """A function of a Python file that returns the model, an `nn.Module`. The file runs on the launching machine alone.
+
+    The module's `forward` takes the data's arrays by the names of its parameters. `loss` names a function of the same file: its
+    first argument is what forward returned, the others are arrays by name. Without one, forward returns the loss itself. A loss
+    is one number, or several in a dict, list or tuple, whose sum is trained on."""
+
+    path: Path
+    function: str = "model"
+    loss: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the function, by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec:
+    """Samples with names for what they hold.
+
+    npz: every array of the file, the first dimension counting samples. images: a folder for each class; `images` uint8
+    (3, height, width) and `labels` int64, the place of the class among the folders' names in order. jsonl: an object a line;
+    a field of numbers, or of lists of them, all alike, is an array of its name; one of text is token ids (sequence) and
+    `NAME_mask`; one of `classes` the place of its text among all that occur, in order."""
+
+    kind: Literal["npz", "images", "jsonl"]
+    path: Path
+    held_out: float | Path = 0.05  # share of the samples, spread over them, or another file or folder
+    size: tuple[int, int] = (0, 0)  # images: height and width that they are scaled to
+    classes: tuple[str, ...] = ()  # jsonl
+    text: str = "text"  # jsonl: the field that a language model reads
+    tokenizer: Path | None = None  # as of DataSpec
+    limit_bytes: int = 4 << 30  # of arrays, training and held-out together
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSpec:
     files: tuple[Path, ...]  # sorted, each once, held-out files not among them
     held_out: tuple[Path, ...] = ()
@@ -87,7 +122,7 @@ class DataSpec:
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
     steps: int
-    sequence: int
+    sequence: int = 0  # tokens in a sample; 0, or left out, where samples are no texts
     microbatches: int = 8
     microbatch_size: int = 4
     seed: int = 0
@@ -98,7 +133,7 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         for name, low in (
-            ("steps", 1), ("sequence", 1), ("microbatches", 1), ("microbatch_size", 1), ("seed", 0),
+            ("steps", 1), ("sequence", 0), ("microbatches", 1), ("microbatch_size", 1), ("seed", 0),
             ("snapshot_every", 0), ("evaluate_every", 0), ("evaluate_batches", 1),
         ):  # fmt: skip
             if getattr(self, name) < low:
@@ -118,8 +153,8 @@ class PlacementSpec:
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     name: str
-    model: GPTConfig | HuggingFaceConfig
-    data: DataSpec
+    model: GPTConfig | HuggingFaceConfig | PythonConfig
+    data: DataSpec | DatasetSpec
     train: TrainSpec
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     placement: PlacementSpec = field(default_factory=PlacementSpec)
@@ -151,10 +186,12 @@ def parse(text: str, base: Path) -> JobSpec:
         raise JobError("name must be text")
     try:
         train = build(TrainSpec, table["train"], "train")
+        model, data = _model(table["model"], base, train.sequence), _data(table["data"], base)
+        _check_together(model, data, train)
         return JobSpec(
             name=table["name"],
-            model=_model(table["model"], base, train.sequence),
-            data=_data(table["data"], base),
+            model=model,
+            data=data,
             train=train,
             optimizer=_optimizer(table.get("optimizer", {})),
             placement=build(PlacementSpec, table.get("placement", {}), "placement"),
@@ -182,13 +219,23 @@ def _compression(table: Any) -> CompressionConfig:
     return config
 
 
-def _model(table: Any, base: Path, sequence: int) -> GPTConfig | HuggingFaceConfig:
+def _check_together(
+    model: GPTConfig | HuggingFaceConfig | PythonConfig, data: DataSpec | DatasetSpec, train: TrainSpec
+) -> None:
+    python = isinstance(model, PythonConfig)
+    if isinstance(data, DatasetSpec) and data.kind != "jsonl" and not python:
+        raise JobError(f'data.kind: "{data.kind}" holds no text, which a language model reads')
+    if train.sequence < 1 and not (python and isinstance(data, DatasetSpec)):
+        raise JobError("train.sequence must be at least 1: tokens in a sample")
+
+
+def _model(table: Any, base: Path, sequence: int) -> GPTConfig | HuggingFaceConfig | PythonConfig:
     if not isinstance(table, dict):
         raise JobError("model must be a table")
     rest = {key: value for key, value in table.items() if key != "kind"}
     match table.get("kind"):
         case "gpt":
-            model = build(GPTConfig, {"sequence": sequence, **rest}, "model")
+            model = build(GPTConfig, {"sequence": max(1, sequence), **rest}, "model")
             if model.sequence < sequence:
                 raise JobError(
                     f"model.sequence must be at least train.sequence ({sequence}), not {model.sequence}"
@@ -209,8 +256,83 @@ def _model(table: Any, base: Path, sequence: int) -> GPTConfig | HuggingFaceConf
             except JobError as error:
                 raise JobError(f"model.path: {error}") from None
             return HuggingFaceConfig(path=directory, weights=weights)
+        case "python":
+            return _python(rest, base)
         case kind:
-            raise JobError(f'model.kind must be "gpt" or "huggingface", not {kind!r:.40}')
+            raise JobError(f'model.kind must be "gpt", "huggingface" or "python", not {kind!r:.40}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PythonTable:
+    path: str
+    function: str = PythonConfig.function
+    loss: str | None = None
+
+
+def _python(table: Mapping[str, Any], base: Path) -> PythonConfig:
+    arguments = table.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise JobError("model.arguments must be a table: arguments of the function by name")
+    given = build(_PythonTable, {k: v for k, v in table.items() if k != "arguments"}, "model")
+    path = base / Path(given.path).expanduser()
+    if not path.is_file():
+        raise JobError(f"model.path must be a Python file: there is no {path}")
+    for name in (given.function, given.loss or "loss"):
+        if not name.isidentifier():
+            raise JobError(f"model.function and model.loss are names of functions, not {name!r:.80}")
+    return PythonConfig(path=path, function=given.function, loss=given.loss, arguments=arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DatasetTable:
+    path: str
+    held_out: float | str = 0.05
+    size: tuple[int, int] = DatasetSpec.size
+    classes: tuple[str, ...] = ()
+    text: str = DatasetSpec.text
+    tokenizer: str = "bytes"
+    limit_bytes: int = DatasetSpec.limit_bytes
+
+
+_OF_KIND = {
+    "npz": (),
+    "images": ("size",),
+    "jsonl": ("classes", "text", "tokenizer"),
+}  # what only this kind has
+
+
+def _dataset(kind: Literal["npz", "images", "jsonl"], table: Mapping[str, Any], base: Path) -> DatasetSpec:
+    others = {key for other, keys in _OF_KIND.items() for key in keys if other != kind}
+    for key in sorted(others & table.keys()):
+        raise JobError(f"data.{key} does not go with data of kind {kind}")
+    data = build(_DatasetTable, table, "data")
+    if data.limit_bytes < 1:
+        raise JobError(f"data.limit_bytes must be at least 1, not {data.limit_bytes}")
+    if kind == "images" and not all(1 <= side <= MAX_SIDE for side in data.size):
+        raise JobError(f"data.size must be the height and width of an image, from 1 to {MAX_SIDE}")
+    if isinstance(data.held_out, str):
+        held_out: float | Path = _dataset_path(kind, data.held_out, base, "data.held_out")
+    else:
+        held_out = _share(data.held_out)
+    return DatasetSpec(
+        kind=kind,
+        path=_dataset_path(kind, data.path, base, "data.path"),
+        held_out=held_out,
+        size=data.size,
+        classes=data.classes,
+        text=data.text,
+        tokenizer=_tokenizer(data.tokenizer, base),
+        limit_bytes=data.limit_bytes,
+    )
+
+
+def _dataset_path(kind: str, text: str, base: Path, where: str) -> Path:
+    path = base / Path(text).expanduser()
+    if kind == "images" and not path.is_dir():
+        raise JobError(f"{where} must be a folder with a folder of images for each class: there is no {path}")
+    if kind != "images" and not path.is_file():
+        raise JobError(f"{where} must be a file: there is no {path}")
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,30 +343,45 @@ class _DataTable:
     limit_bytes: int = DataSpec.limit_bytes
 
 
-def _data(table: Any, base: Path) -> DataSpec:
+def _data(table: Any, base: Path) -> DataSpec | DatasetSpec:
+    if isinstance(table, dict) and (kind := table.get("kind", "text")) != "text":
+        if kind not in _OF_KIND:
+            raise JobError(f'data.kind must be "text", "npz", "images" or "jsonl", not {kind!r:.40}')
+        return _dataset(kind, {key: value for key, value in table.items() if key != "kind"}, base)
+    if isinstance(table, dict):
+        table = {key: value for key, value in table.items() if key != "kind"}
     data = build(_DataTable, table, "data")
     if data.limit_bytes < 1:
         raise JobError(f"data.limit_bytes must be at least 1, not {data.limit_bytes}")
     files = _expand(data.files, base, "data.files")
     if isinstance(data.held_out, tuple):
         held_out = _expand(data.held_out, base, "data.held_out")
-    elif 0.0 <= data.held_out < 1.0:
-        held_out = share(files, data.held_out)
     else:
-        raise JobError(f"data.held_out must be from 0 to below 1, not {data.held_out}")
+        held_out = tuple(files[i] for i in spread(len(files), _share(data.held_out)))
     train = tuple(sorted(set(files) - set(held_out)))
     if not train:
         raise JobError("data.files: every file is held out, nothing is left to train on")
-    tokenizer = None if data.tokenizer == "bytes" else base / Path(data.tokenizer).expanduser()
-    if tokenizer is not None and not tokenizer.is_file():
-        raise JobError(f'data.tokenizer must be "bytes" or a tokenizer.json: there is no {tokenizer}')
+    tokenizer = _tokenizer(data.tokenizer, base)
     return DataSpec(files=train, held_out=held_out, tokenizer=tokenizer, limit_bytes=data.limit_bytes)
 
 
-def share(files: tuple[Path, ...], part: float) -> tuple[Path, ...]:
-    """About `part` of the files, spread evenly over their order, at least one where `part` > 0 and there are two."""
-    count = min(len(files) - 1, max(1, round(part * len(files)))) if part > 0 else 0
-    return tuple(files[(2 * i + 1) * len(files) // (2 * count)] for i in range(count))
+def _tokenizer(text: str, base: Path) -> Path | None:
+    path = None if text == "bytes" else base / Path(text).expanduser()
+    if path is not None and not path.is_file():
+        raise JobError(f'data.tokenizer must be "bytes" or a tokenizer.json: there is no {path}')
+    return path
+
+
+def _share(part: float) -> float:
+    if not 0.0 <= part < 1.0:
+        raise JobError(f"data.held_out must be from 0 to below 1, not {part}")
+    return part
+
+
+def spread(total: int, part: float) -> tuple[int, ...]:
+    """About `part` of range(total), spread evenly over it, at least one where `part` > 0 and there are two."""
+    count = min(total - 1, max(1, round(part * total))) if part > 0 else 0
+    return tuple((2 * i + 1) * total // (2 * count) for i in range(count))
 
 
 def _expand(patterns: tuple[str, ...], base: Path, where: str) -> tuple[Path, ...]:

@@ -6,7 +6,8 @@ servable           a model's directory as a graph that is served
 prepare_serving    from that to blobs and a manifest
 on_disk            who has which blobs on the disk
 serving_plan       what serving it would take; nothing starts
-pack               a job's text as blobs
+pack               a job's data as blobs
+training_job       what a job file trains, and on what
 weights            the weights of a stage as a blob
 prepared           what is ready to be handed over
 shard              from a placed graph to blobs and manifest

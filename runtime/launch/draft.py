@@ -13,9 +13,9 @@ from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.capture.sources import LanguageModel
+from fusion.runtime.datasets.sources import read_tokenizer
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
-from fusion.runtime.launch.pack import read_tokenizer
 from fusion.runtime.launch.weights import contiguous
 from fusion.runtime.placing.stage_memory import fitted
 from fusion.runtime.serving.drafts.draft_files import ABOUT_FILE, GRAPH_FILE, WEIGHTS_FILE, AboutDraft

@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors.torch import save
 
 from fusion.dag.ir import serialise
+from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.capture import is_exported
@@ -17,9 +18,16 @@ from fusion.runtime.launch.weights import contiguous
 def export_files(model: sources.LanguageModel) -> dict[str, bytes | Path]:
     """By file name: the graph, the configuration, the chat template and the constants that `fusion.runtime.capture.sources` reads."""
     files: dict[str, bytes | Path] = {**{path.name: path for path in model.config}, **model.chat}
-    files[GRAPH_FILE] = serialise.encode(clean(model.inference))
-    files[ABOUT_FILE] = model.about.to_json()
-    constants = [v for v in model.inference.variables if not is_exported(v.name)]
+    return {**files, **graph_files(model.inference, model.about, model.read)}
+
+
+def graph_files(inference: Graph, about: sources.About, read: sources.Read) -> dict[str, bytes | Path]:
+    """Of these the graph, what it is, and its constants."""
+    files: dict[str, bytes | Path] = {
+        GRAPH_FILE: serialise.encode(clean(inference)),
+        ABOUT_FILE: about.to_json(),
+    }
+    constants = [v for v in inference.variables if not is_exported(v.name)]
     if constants:
-        files[sources.CONSTANTS_FILE] = save(contiguous(model.read(constants)))
+        files[sources.CONSTANTS_FILE] = save(contiguous(read(constants)))
     return files

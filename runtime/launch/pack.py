@@ -1,43 +1,90 @@
-"""A training job's text as blobs of token ids in the local store."""
+"""A training job's data as blobs in the local store: texts as token ids, samples as named arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 
+from fusion.dag.ir.graph import TensorType, Variable
+from fusion.runtime.datasets.dataset import Array, Dataset, Say, told
+from fusion.runtime.datasets.sources import json_lines
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig
-from fusion.runtime.job.spec import DataSpec
-from fusion.runtime.training.data.batches import pack_text, token_bytes
+from fusion.runtime.job.spec import DatasetSpec, DataSpec, spread
+from fusion.runtime.launch.weights import put_weights
+from fusion.runtime.training.data.batches import pack_text, pack_texts, token_bytes
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest
 
 
-def read_tokenizer(source: Path | bytes | None) -> Tokenizer | None:
-    """A tokenizer.json, or what would stand in it. JobError where it cannot be read."""
-    if source is None:
-        return None
-    try:
-        return (
-            Tokenizer.from_buffer(source) if isinstance(source, bytes) else Tokenizer.from_file(str(source))
-        )
-    except Exception as error:  # the library raises plain Exception for every kind of bad file
-        where = source if isinstance(source, Path) else "the model's"
-        raise JobError(f"data.tokenizer: {where} cannot be read: {str(error)[:200]}") from None
-
-
 def pack_data(
-    data: DataSpec, tokenizer: Tokenizer | None, vocabulary: int, sequence: int, store: BlobStore
+    data: DataSpec | DatasetSpec,
+    tokenizer: Tokenizer | None,
+    vocabulary: int,
+    sequence: int,
+    store: BlobStore,
+    say: Say,
 ) -> DataConfig:
-    """JobError where the files do not make one sample of `sequence` tokens."""
+    """Texts for a language model, one behind the other. JobError where they do not make one sample of `sequence` tokens."""
+    rows = (
+        _pack_files(data, tokenizer, vocabulary)
+        if isinstance(data, DataSpec)
+        else _pack_lines(data, tokenizer, vocabulary, say)
+    )
     digests: list[Digest | None] = []
-    held_out_limit = data.limit_bytes // 10
-    for files, limit in ((data.files, data.limit_bytes - held_out_limit), (data.held_out, held_out_limit)):
-        row = pack_text(files, tokenizer, limit, vocabulary)
-        if len(row) <= sequence and files:
-            raise JobError(f"data: {len(row)} tokens in {len(files)} files; one sample needs {sequence + 1}")
-        digests.append(store.put(row.tobytes()) if files else None)
+    for row, what in rows:
+        if row is not None and len(row) <= sequence:
+            raise JobError(f"data: {len(row)} tokens in {what}; one sample needs {sequence + 1}")
+        digests.append(None if row is None else store.put(row.tobytes()))
     train, held_out = digests
     assert train is not None  # a spec has at least one file
     return DataConfig(kind="tokens", train=train, held_out=held_out, token_bytes=token_bytes(vocabulary))
+
+
+Rows = tuple[tuple[Array | None, str], tuple[Array | None, str]]  # training, held-out; and what they are of
+
+
+def _pack_files(data: DataSpec, tokenizer: Tokenizer | None, vocabulary: int) -> Rows:
+    held_out_limit = data.limit_bytes // 10
+    train = pack_text(data.files, tokenizer, data.limit_bytes - held_out_limit, vocabulary)
+    held_out = pack_text(data.held_out, tokenizer, held_out_limit, vocabulary) if data.held_out else None
+    return (train, f"{len(data.files)} files"), (held_out, f"{len(data.held_out)} files")
+
+
+def _pack_lines(data: DatasetSpec, tokenizer: Tokenizer | None, vocabulary: int, say: Say) -> Rows:
+    def read(path: Path) -> list[str]:
+        lines = json_lines(data, path, tokenizer, 0)
+        texts = list(told(lines.texts(data.text), len(lines), "lines", say))
+        if (size := sum(map(len, texts))) > data.limit_bytes:
+            raise JobError(f"{path}: {size} characters of text; data.limit_bytes is {data.limit_bytes}")
+        return texts
+
+    texts = read(data.path)
+    if isinstance(data.held_out, Path):
+        held_out = read(data.held_out)
+    else:
+        chosen = frozenset(spread(len(texts), data.held_out))
+        held_out = [text for i, text in enumerate(texts) if i in chosen]
+        texts = [text for i, text in enumerate(texts) if i not in chosen]
+    train = pack_texts(texts, tokenizer, vocabulary)
+    held = pack_texts(held_out, tokenizer, vocabulary) if held_out else None
+    return (train, f"{len(texts)} lines"), (held, f"{len(held_out)} lines")
+
+
+def pack_samples(data: Dataset, store: BlobStore) -> DataConfig:
+    """Named arrays, as the first and the last stage read them."""
+    train = _put(data.train, store)
+    return DataConfig(
+        kind="arrays", train=train, held_out=None if data.held_out is None else _put(data.held_out, store)
+    )
+
+
+def _put(arrays: Mapping[str, Array], store: BlobStore) -> Digest:
+    types = {name: TensorType(array.shape, array.dtype.name) for name, array in arrays.items()}
+    variables = [Variable(name, type_, "buffer", False) for name, type_ in types.items()]
+    return put_weights(
+        store, variables, lambda wanted: {v.name: torch.from_numpy(arrays[v.name]) for v in wanted}
+    )

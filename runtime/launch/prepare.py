@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion.runtime.capture import sources
-from fusion.runtime.capture.trained_graph import trained_graph
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig, TrainConfig
-from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
-from fusion.runtime.launch.export_files import export_files
-from fusion.runtime.launch.pack import pack_data, read_tokenizer
+from fusion.runtime.job.spec import JobSpec
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.shard import GraphJob, Say, prepare_graph, silent
+from fusion.runtime.launch.training_job import training_job
 from fusion.runtime.placing.place_job import place_job
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
@@ -33,34 +30,19 @@ def prepare_training(
 ) -> Prepared:
     """Capture the model, place it on `peers`, shard weights, pack data; `links` is what they have measured. Raises
     JobError, CaptureError, PlacementError. Blocking, for seconds: run it in a thread."""
-    tokenizer = read_tokenizer(spec.data.tokenizer)
-    say("capturing the model")
-    if isinstance(spec.model, HuggingFaceConfig):
-        model = sources.huggingface(spec.model, training=True, seed=spec.train.seed)
-        tokenizer = tokenizer or read_tokenizer(model.tokenizer)
-    else:
-        model = sources.builtin(
-            spec.model, spec.train.seed, byte_level=tokenizer is None, tokenizer=spec.data.tokenizer
-        )
-    assert model.training is not None
-    if spec.train.sequence > model.about.max_sequence:
-        raise JobError(
-            f"train.sequence must be at most {model.about.max_sequence}, what the model was built for"
-        )
-    say("packing the data")
-    data = pack_data(spec.data, tokenizer, model.about.vocabulary, spec.train.sequence, store)
-    config = train_config(spec, data)
+    made = training_job(spec, store, say)
+    config = train_config(spec, made.data)
     admitted = spec.admission.among(peers, lambda peer: peer.peer)
-    graph, chosen = trained_graph(model.training), _chosen(admitted, spec.placement.peers)
+    chosen = _chosen(admitted, spec.placement.peers)
     say(f"placing it on {len(chosen)} peers")
-    placed = place_job(graph, config, chosen, links, spec.placement.stages)
+    placed = place_job(made.graph, config, chosen, links, spec.placement.stages)
     job = GraphJob(
         name=spec.name,
-        graph=graph,
-        variables=model.read,
-        files=export_files(model),
-        tokenizer=model.tokenizer,
-        byte_level=model.about.byte_level,
+        graph=made.graph,
+        variables=made.read,
+        files=made.files,
+        tokenizer=made.tokenizer,
+        byte_level=made.byte_level,
         author=author or Identity.generate(),
         admission=spec.admission,
         limits=spec.limits,

@@ -13,5 +13,6 @@ place_job         where to run the stages, for the peers that there are
 place_experts     a model to serve, its experts in groups where layers are too large for one peer
 placed_before     where a model was served the last time
 plan              a placement for people
+offline_graph     the graph of a job file, for a plan
 offline_plan      a plan with nothing running
 """

@@ -1,26 +1,19 @@
 """A plan for a job file and a swarm file, with nothing running: the model is captured without memory for its weights, and
-no data is read.
+no data is read, but for a model in Python, whose inputs are as the data has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from fusion.compression.reference_speeds import REFERENCE
-from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.place import Scheduler
-from fusion.runtime.capture.capture import capture_language_model
-from fusion.runtime.capture.huggingface import open_model, parameters_on_meta
-from fusion.runtime.capture.model_dtype import FLOAT32
-from fusion.runtime.capture.models import GPT
-from fusion.runtime.capture.trained_graph import trained_graph
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.spec import HuggingFaceConfig, JobSpec
+from fusion.runtime.job.spec import JobSpec
 from fusion.runtime.job.stage_graphs import training_memory
 from fusion.runtime.placing.codec_placement import place_with_codecs
+from fusion.runtime.placing.offline_graph import training_graph
 from fusion.runtime.placing.plan import Plan, planned
 from fusion.runtime.placing.swarm_file import SwarmFile
 
@@ -57,21 +50,6 @@ def plan_training(spec: JobSpec, swarm: SwarmFile, scheduler: Scheduler = "op-fe
         compression=spec.compression,
         known=lambda a, b: swarm.pair(a, b).known,
     )
-
-
-def training_graph(spec: JobSpec) -> Graph:
-    """The graph that launching the job would place. Raises JobError, CaptureError."""
-    if isinstance(spec.model, HuggingFaceConfig):
-        with parameters_on_meta():
-            model = open_model(spec.model.path, weights=False, dtype=FLOAT32)
-        if spec.train.sequence > model.max_sequence:
-            raise JobError(
-                f"train.sequence must be at most {model.max_sequence}, what the model was built for"
-            )
-        return trained_graph(model.capture(training=True))
-    with torch.device("meta"):
-        module = GPT(spec.model)
-    return trained_graph(capture_language_model(module, training=True, maximum_sequence=spec.model.sequence))
 
 
 def _chosen(names: Sequence[str], swarm: SwarmFile) -> frozenset[str]:

@@ -45,6 +45,7 @@ from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig, parse
 from fusion.runtime.launch.export_files import export_files
 from fusion.runtime.launch.pack import pack_data
 from fusion.runtime.launch.prepare import train_config
+from fusion.runtime.launch.shard import silent
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.products.packed import Packed, in_blocks, linear, pack
 from fusion.runtime.planes.products.quantised import InBlocks
@@ -72,7 +73,7 @@ def trained(folder: Path, steps: int) -> tuple[LanguageModel, torch.Tensor]:
     assert isinstance(spec.model, GPTConfig)
     model = sources.builtin(spec.model, spec.train.seed, byte_level=True, tokenizer=None)
     store = BlobStore(folder / "blobs", 1 << 30)
-    data = pack_data(spec.data, None, model.about.vocabulary, SEQUENCE, store)
+    data = pack_data(spec.data, None, model.about.vocabulary, SEQUENCE, store, silent)
     assert data.held_out is not None
     directory = folder / f"exported-{steps}"
     if not directory.is_dir():

@@ -14,7 +14,7 @@ from support.captured_once import capture_once
 from fusion.cli import main
 from fusion.cli.plan import show, summary
 from fusion.cli.terminal.output import Output
-from fusion.runtime.placing import offline_plan
+from fusion.runtime.placing import offline_graph
 from fusion.runtime.placing.plan import Plan, PlannedLine, PlannedLink, PlannedStage
 
 NETWORKS = Path(__file__).resolve().parents[1] / "box" / "networks"
@@ -47,7 +47,7 @@ up_mbps = 1
 
 @pytest.fixture(autouse=True)
 def _each_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture_once(monkeypatch, offline_plan)
+    capture_once(monkeypatch, offline_graph)
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.placing import offline_plan
+from fusion.runtime.placing import offline_graph
 
-capture = offline_plan.capture_language_model
+capture = offline_graph.capture_language_model
 _made: dict[tuple[GPTConfig, bool, int], Graph] = {}
 
 

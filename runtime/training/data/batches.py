@@ -33,7 +33,6 @@ def pack_text(
     Bytes where `tokenizer` is None. Stops at `limit_bytes` of text. JobError for a file that cannot be read or a token
     id that the model does not have.
     """
-    width = token_bytes(vocabulary)
     rows: list[Tokens] = []
     left = limit_bytes
     for path in files:
@@ -45,10 +44,19 @@ def pack_text(
         rows.append(_tokens(data, tokenizer))
         if left <= 0:
             break
+    return _row(rows, vocabulary)
+
+
+def pack_texts(texts: Iterable[str], tokenizer: Tokenizer | None, vocabulary: int) -> Tokens:
+    """The same, of texts."""
+    return _row([_tokens(text.encode(), tokenizer) for text in texts], vocabulary)
+
+
+def _row(rows: Sequence[Tokens], vocabulary: int) -> Tokens:
     row = np.concatenate(rows) if rows else np.zeros(0, np.int64)
     if row.size and int(row.max()) >= vocabulary:
         raise JobError(f"model.vocabulary must be above the largest token id in the data ({int(row.max())})")
-    return row.astype(TOKEN_TYPES[width])
+    return row.astype(TOKEN_TYPES[token_bytes(vocabulary)])
 
 
 def _tokens(data: bytes, tokenizer: Tokenizer | None) -> Tokens:
@@ -69,8 +77,7 @@ def token_bytes(vocabulary: int) -> int:
 class Batches:
     """The model inputs that one stage reads, of training and held-out microbatches, from blobs on disk.
 
-    `inputs`: the names of those inputs with their shapes past the first dimension (None: not checked). JobError for
-    blobs that do not hold them. A stage that reads only `position_ids` opens no blob.
+    `inputs`: the names of those inputs. JobError for blobs that do not hold them. A stage that reads only `position_ids` opens no blob.
     """
 
     def __init__(

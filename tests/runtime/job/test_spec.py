@@ -107,9 +107,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     ("count", "part", "held"), [(1, 0.5, 0), (2, 0.01, 1), (10, 0.3, 3), (10, 0.0, 0), (3, 0.99, 2)]
 )
 def test_the_share_held_out(count: int, part: float, held: int) -> None:
-    files = tuple(Path(f"{i:03}") for i in range(count))
-    chosen = spec.share(files, part)
-    assert len(set(chosen)) == held and set(chosen) <= set(files)
+    chosen = spec.spread(count, part)
+    assert len(set(chosen)) == held and set(chosen) <= set(range(count))
 
 
 def test_compression_is_none_unless_the_file_asks_for_it(base: Path) -> None:
@@ -120,3 +119,77 @@ def test_compression_is_none_unless_the_file_asks_for_it(base: Path) -> None:
     assert spec.parse(asked, base).compression == CompressionConfig(
         kind="adaptive", ratio=100.0, families=("int8", "topk"), live=False
     )
+
+
+PYTHON = """
+name = "digits"
+[model]
+kind = "python"
+path = "model.py"
+loss = "loss"
+arguments = { width = 3 }
+[data]
+kind = "npz"
+path = "data.npz"
+[train]
+steps = 10
+"""
+
+
+@pytest.fixture
+def own(base: Path) -> Path:
+    for name in ("model.py", "data.npz", "held.npz", "rows.jsonl"):
+        (base / name).write_text("")
+    (base / "photos").mkdir()
+    return base
+
+
+def test_a_model_in_python_and_samples_with_names(own: Path) -> None:
+    job = spec.parse(PYTHON, own)
+    wanted = spec.PythonConfig(path=own / "model.py", loss="loss", arguments={"width": 3})
+    assert job.model == wanted and job.train.sequence == 0
+    assert job.data == spec.DatasetSpec(kind="npz", path=own / "data.npz", held_out=0.05)
+    other = PYTHON.replace('path = "data.npz"', 'path = "data.npz"\nheld_out = "held.npz"')
+    assert spec.parse(other, own).data.held_out == own / "held.npz"
+    photos = PYTHON.replace('"npz"', '"images"').replace('"data.npz"', '"photos"\nsize = [32, 48]')
+    assert spec.parse(photos, own).data.size == (32, 48)  # type: ignore[union-attr]
+    text = PYTHON.replace('kind = "npz"\npath = "data.npz"', 'files = ["src/*.py"]')
+    assert isinstance(
+        spec.parse(text.replace("steps = 10", "steps = 10\nsequence = 4"), own).data, spec.DataSpec
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"model.py"', '"nowhere.py"', "model.path must be a Python file: there is no"),
+        ('loss = "loss"', 'loss = "a b"', "model.function and model.loss are names of functions"),
+        ('loss = "loss"', "loss = 3", "model.loss must be text"),
+        ('loss = "loss"', "losses = 3", "model.losses is not known here"),
+        ("{ width = 3 }", "3", "model.arguments must be a table"),
+        ('kind = "npz"', 'kind = "csv"', 'data.kind must be "text", "npz", "images" or "jsonl"'),
+        ('kind = "npz"', 'kind = "npz"\nsize = [3, 3]', "data.size does not go with data of kind npz"),
+        (
+            'kind = "npz"',
+            'kind = "images"\nsize = [3, 3]',
+            "data.path must be a folder with a folder of images",
+        ),
+        ('"npz"\npath = "data.npz"', '"images"\npath = "photos"', "data.size must be the height and width"),
+        ('path = "data.npz"', 'path = "data.npz"\nheld_out = "no.npz"', "data.held_out must be a file"),
+        ('path = "data.npz"', 'path = "data.npz"\nheld_out = 1.5', "data.held_out must be from 0 to below 1"),
+        ('path = "data.npz"', 'path = "data.npz"\nlimit_bytes = 0', "data.limit_bytes must be at least 1"),
+        ('kind = "npz"\npath = "data.npz"', 'files = ["src/*.py"]', "train.sequence must be at least 1"),
+    ],
+)
+def test_mistakes_in_a_job_of_ones_own(own: Path, old: str, new: str, says: str) -> None:
+    assert old in PYTHON
+    with pytest.raises(JobError) as error:
+        spec.parse(PYTHON.replace(old, new), own)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_language_model_reads_text(own: Path) -> None:
+    data = SOUND.replace('files = ["src/*.py"]', 'kind = "jsonl"\npath = "rows.jsonl"\ntext = "body"')
+    assert spec.parse(data, own).data.text == "body"  # type: ignore[union-attr]
+    with pytest.raises(JobError, match='"npz" holds no text'):
+        spec.parse(data.replace('"jsonl"', '"npz"').replace('text = "body"', ""), own)

@@ -11,8 +11,9 @@ from fusion.dag.ir import serialise
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.job import spec
-from fusion.runtime.placing import offline_plan
-from fusion.runtime.placing.offline_plan import plan_training, training_graph
+from fusion.runtime.placing import offline_graph
+from fusion.runtime.placing.offline_graph import training_graph
+from fusion.runtime.placing.offline_plan import plan_training
 from fusion.runtime.placing.swarm_file import parse
 
 JOB = """
@@ -53,7 +54,7 @@ LAN = "[default]\nmbps = 1000\nrtt_ms = 1\n"
 
 @pytest.fixture
 def captured_once(monkeypatch):
-    capture_once(monkeypatch, offline_plan)
+    capture_once(monkeypatch, offline_graph)
 
 
 def placed(asked, memory):

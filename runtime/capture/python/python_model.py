@@ -1,0 +1,157 @@
+"""The model and the loss of a Python file as graphs (`fusion.runtime.job.spec.PythonConfig` says what the file holds)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion.dag.ir.dims import Poly
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.capture.capture import capture_module, variables_from_module
+from fusion.runtime.capture.python.python_file import PythonFile
+from fusion.runtime.capture.sources import Read
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.spec import PythonConfig
+
+OUTPUT = "output"  # what the only output of a model is called
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonGraphs:
+    training: Graph
+    inference: Graph | None  # None where forward gives a loss, which nobody can ask for
+    outputs: tuple[str, ...]  # of inference, by name
+    read: Read
+
+
+class PythonModel:
+    """Runs the file and makes the module, with the random weights that `seed` gives. JobError in one line for what the file
+    does wrong. `inputs` are the arrays that it wants of those that there are."""
+
+    def __init__(self, config: PythonConfig, arrays: Collection[str], seed: int) -> None:
+        self._file = file = PythonFile(config.path)
+        make = file.function(config.function)
+        self._loss = None if config.loss is None else file.function(config.loss)
+        with file.running(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = make(**config.arguments)
+        if not isinstance(made, nn.Module):
+            raise JobError(
+                f"{config.path}: {config.function} must return an nn.Module, not {type(made).__name__}"
+            )
+        self.module: nn.Module = made
+        name = f"forward of {type(made).__name__}"
+        self._module_inputs = _wanted(made.forward, arrays, f"{config.path}: {name}")
+        self._loss_inputs: tuple[str, ...] = ()
+        if self._loss is not None:
+            where = f"{config.path}: {config.loss}"
+            self._loss_inputs = _wanted(self._loss, arrays, where, given=1)
+        self.inputs = tuple(dict.fromkeys((*self._module_inputs, *self._loss_inputs)))
+        if not self._module_inputs:
+            raise JobError(f"{config.path}: {name} takes none of the data ({', '.join(sorted(arrays))})")
+        self._config = config
+
+    def capture(self, example: Mapping[str, torch.Tensor]) -> PythonGraphs:
+        """`example`: two samples or more of each of `inputs`. Raises CaptureError, JobError."""
+        file, loss, names = self._file, self._loss, list[str]()
+
+        def trained(made: Any, *arrays: torch.Tensor) -> torch.Tensor:
+            return _total(made if loss is None else loss(made, *arrays))
+
+        def shown(made: Any) -> tuple[torch.Tensor, ...]:
+            named = _named(made)
+            names[:] = named
+            return tuple(named.values())
+
+        with file.running():
+            training = capture_module(
+                self.module,
+                {name: example[name] for name in self.inputs},
+                trained,
+                module_inputs=self._module_inputs,
+                loss_inputs=self._loss_inputs,
+            )
+            self._check_loss(training)
+            inference = None
+            if loss is not None:
+                inference = capture_module(
+                    self.module,
+                    {name: example[name] for name in self._module_inputs},
+                    shown,
+                    training=False,
+                    loss_inputs=(),
+                )
+        values = variables_from_module(self.module)
+        return PythonGraphs(
+            training=training,
+            inference=inference,
+            outputs=tuple(names),
+            read=lambda variables: {v.name: values[v.name] for v in variables},
+        )
+
+    def _check_loss(self, graph: Graph) -> None:
+        (loss,) = (graph.types[ref] for ref in graph.outputs)
+        if loss.shape or "float" not in loss.dtype:
+            made = self._config.loss or f"forward of {type(self.module).__name__}, as no model.loss is named,"
+            hint = ": take its mean" if any(isinstance(d, Poly) for d in loss.shape) else ""
+            raise JobError(
+                f"{self._config.path}: {made} must return one number to train on, not {loss}{hint}"
+            )
+
+
+def _wanted(
+    function: Callable[..., Any], arrays: Collection[str], where: str, given: int = 0
+) -> tuple[str, ...]:
+    """The arrays that the function takes by its parameters' names, after so many that it is `given`."""
+    parameters = list(inspect.signature(function).parameters.values())
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
+    if len(plain) < given:
+        raise JobError(f"{where} must take what forward returned as its first argument")
+    found = []
+    for parameter in plain[given:]:
+        if parameter.name in arrays:
+            found.append(parameter.name)
+        elif parameter.default is parameter.empty:
+            raise JobError(f"{where} takes {parameter.name!r}; the data has {', '.join(sorted(arrays))}")
+        elif given:
+            break  # those behind it would take its place
+    return tuple(found)
+
+
+def _total(loss: Any) -> torch.Tensor:
+    """Several losses are added up, in their order."""
+    parts: Iterable[Any] = loss.values() if isinstance(loss, Mapping) else loss
+    if isinstance(loss, torch.Tensor):
+        return loss
+    if not isinstance(parts, Iterable) or not (found := list(parts)):
+        raise TypeError(f"a loss is a tensor, or several in a dict or tuple, not {type(loss).__name__}")
+    total = found[0]
+    for part in found[1:]:
+        total = total + part
+    if not isinstance(total, torch.Tensor):
+        raise TypeError(f"a loss is a tensor, or several in a dict or tuple, not {type(total).__name__}")
+    return total
+
+
+def _named(made: Any) -> dict[str, torch.Tensor]:
+    """What a module returns: a dict as it is, one tensor as `output`, several as `output_0` and on."""
+    if isinstance(made, torch.Tensor):
+        return {OUTPUT: made}
+    named = (
+        dict(made)
+        if isinstance(made, Mapping)
+        else {f"{OUTPUT}_{i}": value for i, value in enumerate(made)}
+        if isinstance(made, list | tuple)
+        else {}
+    )
+    found = {str(name): value for name, value in named.items() if value is not None}
+    if not found or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise TypeError(
+            f"forward must return a tensor, or several in a dict or tuple, not {type(made).__name__}"
+        )
+    return found

@@ -1,0 +1,101 @@
+"""Named arrays whose first dimension counts samples: what is read of them, and what is held out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion.dag.ir.graph import DTYPE_BYTES
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.spec import spread
+
+SAY_SECONDS = 1.0  # between two words on how far it is
+
+Array = npt.NDArray[Any]
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """Where samples come from. JobError, in one line, for what cannot be read."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the arrays that there are."""
+
+    def read(self, names: Sequence[str], limit_bytes: int, say: Say) -> dict[str, Array]:
+        """These of them, all of one length of at least 1, together at most so large."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    train: Mapping[str, Array]
+    held_out: Mapping[str, Array] | None
+
+    def example(self) -> dict[str, Array]:
+        """Two samples, one of them twice where there are no more."""
+        return {name: array[np.arange(2) % len(array)] for name, array in self.train.items()}
+
+
+def parted(arrays: Mapping[str, Array], held_out: float | Mapping[str, Array], where: str) -> Dataset:
+    """`held_out`: a share of the samples, spread over them, or samples of their own. JobError where they do not go together."""
+    if isinstance(held_out, Mapping):
+        for name, array in arrays.items():
+            other = held_out[name]
+            if (array.dtype, array.shape[1:]) != (other.dtype, other.shape[1:]):
+                raise JobError(
+                    f"data.held_out: {name} is {other.dtype} {other.shape[1:]} a sample, "
+                    f"and in data.path {array.dtype} {array.shape[1:]}"
+                )
+        return Dataset(arrays, held_out)
+    total = len(next(iter(arrays.values())))
+    chosen = np.zeros(total, dtype=bool)
+    chosen[list(spread(total, held_out))] = True
+    if not chosen.any():
+        return Dataset(arrays, None)
+    if chosen.all():
+        raise JobError(f"{where}: every sample is held out, nothing is left to train on")
+    return Dataset(
+        {name: array[~chosen] for name, array in arrays.items()},
+        {name: array[chosen] for name, array in arrays.items()},
+    )
+
+
+def checked(arrays: Mapping[str, Array], where: str) -> dict[str, Array]:
+    """As they are trained on: of dtypes that a graph has, float64 as float32, all of one length."""
+    found: dict[str, Array] = {}
+    for name, array in arrays.items():
+        if array.ndim == 0 or len(array) == 0:
+            raise JobError(f"{where}: {name} has shape {array.shape}; its first dimension must count samples")
+        made = array.astype(np.float32) if array.dtype == np.float64 else array
+        if made.dtype.name not in DTYPE_BYTES:
+            raise JobError(
+                f"{where}: {name} is of dtype {array.dtype}; those that can be trained on: {', '.join(DTYPE_BYTES)}"
+            )
+        found[name] = np.ascontiguousarray(made, dtype=made.dtype.newbyteorder("="))
+    lengths = {len(array) for array in found.values()}
+    if len(lengths) > 1:
+        said = ", ".join(f"{name} has {len(array)}" for name, array in found.items())
+        raise JobError(f"{where}: the arrays must have as many samples each: {said}")
+    return found
+
+
+def require_room(needed_bytes: int, limit_bytes: int, where: str) -> None:
+    """JobError where it is more than data.limit_bytes."""
+    if needed_bytes > limit_bytes:
+        raise JobError(f"{where}: {needed_bytes} bytes of samples; data.limit_bytes is {limit_bytes}")
+
+
+def told(items: Iterable[T], total: int, what: str, say: Say) -> Iterator[T]:
+    """`items`, with a word now and then on how many have been read: "packing the data: 1,200 of 5,000 images"."""
+    last = time.monotonic()
+    for count, item in enumerate(items):
+        if time.monotonic() - last >= SAY_SECONDS:
+            last = time.monotonic()
+            say(f"packing the data: {count:,} of {total:,} {what}")
+        yield item

@@ -1,0 +1,66 @@
+"""Images, a folder for each class. Only the machine that launches a job needs Pillow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fusion.runtime.datasets.dataset import Array, Say, require_room, told
+from fusion.runtime.job.errors import JobError
+
+IMAGES, LABELS = "images", "labels"
+CHANNELS = 3
+
+
+class ImageFolders:
+    """`size`: height and width that every image is scaled to. Hidden files and folders are passed over."""
+
+    names = (IMAGES, LABELS)
+
+    def __init__(self, path: Path, size: tuple[int, int]) -> None:
+        self._path = path
+        self._size = size
+        folders = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+        self.classes = tuple(folder.name for folder in folders)
+        self._files = [
+            (file, label)
+            for label, folder in enumerate(folders)
+            for file in sorted(folder.rglob("*"))
+            if file.is_file() and not file.name.startswith(".")
+        ]
+        if not self._files:
+            raise JobError(f"{path} must hold a folder of images for each class; it holds no such image")
+
+    def read(self, names: Sequence[str], limit_bytes: int, say: Say) -> dict[str, Array]:
+        """See `Source`."""
+        total, (height, width) = len(self._files), self._size
+        labels = np.array([label for _, label in self._files], dtype=np.int64)
+        if IMAGES not in names:
+            return {LABELS: labels}
+        require_room(total * CHANNELS * height * width, limit_bytes, str(self._path))
+        images = np.empty((total, CHANNELS, height, width), dtype=np.uint8)
+        files = (file for file, _ in self._files)
+        for i, file in enumerate(told(files, total, "images", say)):
+            images[i] = self._image(file)
+        return {name: value for name, value in ((IMAGES, images), (LABELS, labels)) if name in names}
+
+    def _image(self, file: Path) -> Array:
+        """uint8 (3, height, width)."""
+        try:
+            from PIL import Image, ImageOps, UnidentifiedImageError
+        except ImportError:
+            raise JobError(
+                'reading images needs Pillow on this machine: pip install "fusion-peer[images]"'
+            ) from None
+        height, width = self._size
+        try:
+            with Image.open(file) as opened:
+                upright = ImageOps.exif_transpose(opened).convert("RGB")
+                scaled = upright.resize((width, height), Image.Resampling.BILINEAR)
+        except UnidentifiedImageError:
+            raise JobError(f"{file} is not an image") from None
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise JobError(f"{file} cannot be read as an image: {str(error)[:200]}") from None
+        return np.asarray(scaled, dtype=np.uint8).transpose(2, 0, 1)

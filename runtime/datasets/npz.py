@@ -1,0 +1,68 @@
+"""Arrays in a file of numpy's (`np.savez`): a zip of .npy files. Arrays of objects, which are pickles, are refused by numpy's
+own reader of the format."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from fusion.runtime.datasets.dataset import Array, Say, checked, require_room
+from fusion.runtime.job.errors import JobError
+
+SUFFIX = ".npy"
+
+
+class Npz:
+    """Reads nothing but the names at first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._opened() as archive:
+            self.names = tuple(
+                name.removesuffix(SUFFIX) for name in archive.namelist() if name.endswith(SUFFIX)
+            )
+        if not self.names:
+            raise JobError(f"{path} holds no arrays: np.savez(path, name=array, ...) writes such a file")
+
+    def read(self, names: Sequence[str], limit_bytes: int, say: Say) -> dict[str, Array]:
+        """See `Source`."""
+        found: dict[str, Array] = {}
+        left = limit_bytes
+        with self._opened() as archive:
+            for name in names:
+                say(f"reading {name} of {self._path.name}")
+                require_room(_size(archive, name), left, str(self._path))
+                with archive.open(name + SUFFIX) as file:
+                    found[name] = np.lib.format.read_array(file, allow_pickle=False)
+                left -= found[name].nbytes
+        return checked(found, str(self._path))
+
+    @contextmanager
+    def _opened(self) -> Iterator[zipfile.ZipFile]:
+        try:
+            with zipfile.ZipFile(self._path) as archive:
+                yield archive
+        except OSError as error:
+            raise JobError(f"{self._path}: {error.strerror or error}") from None
+        except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError) as error:
+            raise JobError(f"{self._path} is not an .npz file: {error}") from None
+        except JobError:
+            raise
+        except (ValueError, NotImplementedError) as error:
+            raise JobError(f"{self._path}: {error}") from None
+
+
+def _size(archive: zipfile.ZipFile, name: str) -> int:
+    """Of an array, as its header says: checked before it is read."""
+    with archive.open(name + SUFFIX) as file:
+        version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+        header = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = header(file)  # type: ignore[no-untyped-call]
+    return prod(shape) * int(dtype.itemsize)

@@ -1,0 +1,50 @@
+"""Which source of samples a job file means, and the tokenizer for its texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from fusion.runtime.datasets.dataset import Source
+from fusion.runtime.datasets.image_folders import ImageFolders
+from fusion.runtime.datasets.jsonl import Encode, JsonLines
+from fusion.runtime.datasets.npz import Npz
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.spec import DatasetSpec
+
+
+def read_tokenizer(source: Path | bytes | None) -> Tokenizer | None:
+    """A tokenizer.json, or what would stand in it. JobError where it cannot be read."""
+    if source is None:
+        return None
+    try:
+        return (
+            Tokenizer.from_buffer(source) if isinstance(source, bytes) else Tokenizer.from_file(str(source))
+        )
+    except Exception as error:  # the library raises plain Exception for every kind of bad file
+        where = source if isinstance(source, Path) else "the model's"
+        raise JobError(f"data.tokenizer: {where} cannot be read: {str(error)[:200]}") from None
+
+
+def source(spec: DatasetSpec, path: Path, tokenizer: Tokenizer | None, sequence: int) -> Source:
+    """Of the samples at `path`. Raises JobError."""
+    match spec.kind:
+        case "npz":
+            return Npz(path)
+        case "images":
+            return ImageFolders(path, spec.size)
+        case "jsonl":
+            return json_lines(spec, path, tokenizer, sequence)
+
+
+def json_lines(spec: DatasetSpec, path: Path, tokenizer: Tokenizer | None, sequence: int) -> JsonLines:
+    """Raises JobError."""
+    return JsonLines(path, spec.classes, encoder(tokenizer), sequence)
+
+
+def encoder(tokenizer: Tokenizer | None) -> Encode:
+    """Bytes where there is no tokenizer."""
+    if tokenizer is None:
+        return lambda text: text.encode()
+    return lambda text: tokenizer.encode(text).ids  # type: ignore[no-any-return]

@@ -1,0 +1,97 @@
+"""From a job file to what is trained: the model as a graph, its data as blobs of the local store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.capture import sources
+from fusion.runtime.capture.trained_graph import trained_graph
+from fusion.runtime.datasets.python_job import python_job
+from fusion.runtime.datasets.sources import read_tokenizer
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import DataConfig
+from fusion.runtime.job.spec import DatasetSpec, HuggingFaceConfig, JobSpec, PythonConfig
+from fusion.runtime.launch.export_files import export_files, graph_files
+from fusion.runtime.launch.pack import pack_data, pack_samples
+from fusion.runtime.launch.shard import Say
+from fusion.swarm.blobs.store import BlobStore
+
+BYTES = 256  # token ids where there is no tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """Of a job file: what is trained, on what, and what goes along."""
+
+    graph: Graph
+    data: DataConfig
+    read: sources.Read
+    files: Mapping[str, bytes | Path]
+    tokenizer: Path | bytes | None = None
+    byte_level: bool = False
+
+
+def training_job(spec: JobSpec, store: BlobStore, say: Say) -> TrainingJob:
+    """Raises JobError, CaptureError. Blocking, for seconds."""
+    if isinstance(spec.model, PythonConfig):
+        return _python_job(spec, store, say)
+    return _language_job(spec, store, say)
+
+
+def _language_job(spec: JobSpec, store: BlobStore, say: Say) -> TrainingJob:
+    assert not isinstance(spec.model, PythonConfig)
+    tokenizer = read_tokenizer(spec.data.tokenizer)
+    say("capturing the model")
+    if isinstance(spec.model, HuggingFaceConfig):
+        model = sources.huggingface(spec.model, training=True, seed=spec.train.seed)
+        tokenizer = tokenizer or read_tokenizer(model.tokenizer)
+    else:
+        model = sources.builtin(
+            spec.model, spec.train.seed, byte_level=tokenizer is None, tokenizer=spec.data.tokenizer
+        )
+    assert model.training is not None
+    if spec.train.sequence > model.about.max_sequence:
+        raise JobError(
+            f"train.sequence must be at most {model.about.max_sequence}, what the model was built for"
+        )
+    say("packing the data")
+    return TrainingJob(
+        graph=trained_graph(model.training),
+        data=pack_data(spec.data, tokenizer, model.about.vocabulary, spec.train.sequence, store, say),
+        read=model.read,
+        files=export_files(model),
+        tokenizer=model.tokenizer,
+        byte_level=model.about.byte_level,
+    )
+
+
+def _python_job(spec: JobSpec, store: BlobStore, say: Say) -> TrainingJob:
+    assert isinstance(spec.model, PythonConfig)
+    tokenizer = read_tokenizer(spec.data.tokenizer)
+    say(f"running {spec.model.path.name}")
+    model, data = python_job(spec, tokenizer, say)
+    say("capturing the model")
+    graphs = model.capture({name: torch.from_numpy(array) for name, array in data.example().items()})
+    say("packing the data")
+    packed = (
+        pack_samples(data, store)
+        if isinstance(spec.data, DatasetSpec)
+        else pack_data(
+            *(spec.data, tokenizer, BYTES if tokenizer is None else tokenizer.get_vocab_size()),
+            *(spec.train.sequence, store, say),
+        )
+    )
+    files: dict[str, bytes | Path] = {}
+    if graphs.inference is not None:
+        files = graph_files(graphs.inference, sources.About(outputs=graphs.outputs), graphs.read)
+    return TrainingJob(
+        graph=trained_graph(graphs.training),
+        data=packed,
+        read=graphs.read,
+        files=files,
+    )

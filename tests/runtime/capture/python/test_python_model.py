@@ -1,0 +1,115 @@
+"""What a user's file gives as model and loss becomes two graphs that compute the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusion.runtime.capture.capture import variables_from_module
+from fusion.runtime.capture.python.python_model import PythonGraphs, PythonModel
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.spec import PythonConfig
+from fusion.runtime.planes.codegen import compile_graph
+
+TWO = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, width), nn.Linear(2, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 2)
+    def forward(self, x, y, scale=1.0):
+        h = torch.relu(self.norm(self.a(x) + self.b(y)))
+        return {"scores": scale * self.head(h), "hidden": h}
+
+def model(width=4):
+    return Net(width)
+
+def loss(made, labels, y):
+    return {"class": F.cross_entropy(made["scores"], labels), "size": 0.1 * (made["hidden"].mean() - y.mean()) ** 2}
+"""
+ARRAYS = {
+    "x": torch.linspace(-1, 1, 12).reshape(4, 3),
+    "y": torch.linspace(0, 1, 8).reshape(4, 2),
+    "labels": torch.tensor([0, 1, 1, 0]),
+    "other": torch.zeros(4),
+}
+
+
+def made(
+    folder: Path, text: str, loss: str | None = "loss", **arguments: int
+) -> tuple[PythonModel, PythonGraphs]:
+    path = folder / "model.py"
+    path.write_text(text)
+    model = PythonModel(PythonConfig(path=path, loss=loss, arguments=arguments), list(ARRAYS), seed=3)
+    return model, model.capture({name: ARRAYS[name][:2] for name in model.inputs})
+
+
+def test_several_inputs_outputs_and_losses(tmp_path: Path) -> None:
+    model, graphs = made(tmp_path, TWO, width=6)
+    assert model.inputs == ("x", "y", "labels") and graphs.outputs == ("scores", "hidden")
+    assert graphs.inference is not None and [i.name for i in graphs.inference.inputs] == ["x", "y"]
+    values = variables_from_module(model.module)
+    assert values["a.weight"].shape == (6, 3)
+
+    def run(graph: str, training: bool) -> tuple[torch.Tensor, ...]:
+        program = compile_graph(getattr(graphs, graph), torch.device("cpu"), training=training)
+        given = [values[name].clone() for name in program.variables]
+        return program.run([ARRAYS[name] for name in program.inputs], given, None)
+
+    model.module.eval()
+    wanted = model.module(ARRAYS["x"], ARRAYS["y"])
+    for found, right in zip(run("inference", False), wanted.values(), strict=True):
+        torch.testing.assert_close(found, right)
+    model.module.train()
+    wanted = model.module(ARRAYS["x"], ARRAYS["y"])
+    total = torch.nn.functional.cross_entropy(wanted["scores"], ARRAYS["labels"])
+    total = total + 0.1 * (wanted["hidden"].mean() - ARRAYS["y"].mean()) ** 2
+    torch.testing.assert_close(run("training", True)[0], total)
+
+
+def test_the_seed_decides_the_weights_and_draws_nothing_of_ours(tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    before = torch.random.get_rng_state()
+    first, _ = made(tmp_path, TWO)
+    assert torch.equal(before, torch.random.get_rng_state())
+    second, _ = made(tmp_path, TWO)
+    assert torch.equal(first.module.a.weight, second.module.a.weight)  # type: ignore[union-attr,arg-type]
+
+
+def test_a_forward_that_gives_the_loss_itself(tmp_path: Path) -> None:
+    text = "from torch import nn\nclass N(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    text += "        self.l = nn.Linear(3, 1)\n    def forward(self, x):\n        return (self.l(x) - 1).square().mean(), self.l(x).abs().mean()\n"
+    _, graphs = made(tmp_path, text + "model = N\n", loss=None)
+    assert graphs.inference is None and graphs.training.types[graphs.training.outputs[0]].shape == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("return Net(width)", "return 3", "model must return an nn.Module, not int"),
+        ("def loss(made, labels, y)", "def loss(made, label)", "loss takes 'label'; the data has labels, other, x, y"),
+        ("def forward(self, x, y,", "def forward(self, image, y,", "forward of Net takes 'image'; the data has"),
+        ("def loss(made, labels, y)", "def loss()", "loss must take what forward returned as its first argument"),
+        ('{"class": F.cross_entropy(made["scores"], labels)', '{"class": F.cross_entropy(made["scores"], labels, reduction="none")',
+         "must return one number to train on, not float32[batch]: take its mean"),
+        ("h = torch.relu(", "h = torch.relu(nothing + ", "model.py:13: NameError: name 'nothing' is not defined"),
+        ("scale * self.head(h)", "self.head(x)", "model.py:14"),
+        ("self.head = nn.Linear(width, 2)", "self.head = nn.Linear(width, 'two')", "model.py:11: TypeError"),
+        ('return {"class"', 'return "nothing" or {"class"', "a loss is a tensor, or several"),
+        ("nn.BatchNorm1d(width)", "nn.BatchNorm1d(width, momentum=None)", "decides by values of tensors"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_work_is_refused_in_one_line(
+    tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    assert old in TWO
+    with pytest.raises(JobError) as error:
+        made(tmp_path, TWO.replace(old, new))
+    assert says in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,210 @@
+"""Samples from files: what is read, what is held out, and what a wrong file gets said."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fusion.runtime.datasets import dataset
+from fusion.runtime.datasets.dataset import Dataset, parted, told
+from fusion.runtime.datasets.image_folders import ImageFolders
+from fusion.runtime.datasets.jsonl import JsonLines
+from fusion.runtime.datasets.npz import Npz
+from fusion.runtime.job.errors import JobError
+
+LIMIT = 1 << 20
+
+
+def silent(line: str) -> None:
+    pass
+
+
+# --- npz
+
+
+def npz(folder: Path, **arrays: Any) -> Path:
+    path = folder / "data.npz"
+    np.savez(path, **arrays)
+    return path
+
+
+def test_named_arrays_of_an_npz(tmp_path: Path) -> None:
+    path = npz(tmp_path, x=np.arange(6.0).reshape(3, 2), y=np.array([1, 2, 3]), junk=np.array(["a"]))
+    source = Npz(path)
+    assert source.names == ("x", "y", "junk")
+    found = source.read(["y", "x"], LIMIT, silent)
+    assert list(found) == ["y", "x"] and found["x"].dtype == np.float32 and found["y"].dtype == np.int64
+    assert found["x"][2].tolist() == [4.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"x": np.zeros((3, 2)), "y": np.zeros(4)}, "as many samples each: x has 3, y has 4"),
+        ({"x": np.float64(1), "y": np.zeros(1)}, "x has shape ()"),
+        ({"x": np.array(["a"]), "y": np.zeros(1)}, "x is of dtype <U1"),
+        ({"x": np.zeros((1 << 18, 1)), "y": np.zeros(1)}, "data.limit_bytes is"),
+        ({"x": np.array([{}], dtype=object), "y": np.zeros(1)}, "allow_pickle=False"),
+    ],
+)
+def test_arrays_that_are_no_samples(tmp_path: Path, arrays: dict[str, Any], says: str) -> None:
+    with pytest.raises(JobError) as error:
+        Npz(npz(tmp_path, **arrays)).read(["x", "y"], LIMIT, silent)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 nonsense", pickle.dumps({"x": 1}), b"\x93NUMPY"])
+def test_a_file_that_is_no_npz(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "data.npz"
+    path.write_bytes(content)
+    with pytest.raises(JobError, match=r"data\.npz is not an \.npz file"):
+        Npz(path)
+
+
+def test_an_array_that_is_shorter_than_it_says(tmp_path: Path) -> None:
+    whole = io.BytesIO()
+    np.lib.format.write_array(whole, np.zeros((8, 8)))
+    path = tmp_path / "data.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", whole.getvalue()[:-9])
+    with pytest.raises(JobError):
+        Npz(path).read(["x"], LIMIT, silent)
+
+
+# --- images
+
+
+def images(folder: Path) -> Path:
+    for name, colour, count in (("cat", (255, 0, 0), 2), ("dog", (0, 0, 255), 3)):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (100, 60), colour).save(folder / name / f"{i}.png")
+    (folder / ".hidden").mkdir()
+    (folder / "cat" / ".DS_Store").write_bytes(b"x")
+    return folder
+
+
+def test_a_folder_is_a_class(tmp_path: Path) -> None:
+    source = ImageFolders(images(tmp_path), (4, 5))
+    assert source.classes == ("cat", "dog")
+    found = source.read(["images", "labels"], LIMIT, silent)
+    assert found["labels"].tolist() == [0, 0, 1, 1, 1]
+    assert found["images"].shape == (5, 3, 4, 5) and found["images"].dtype == np.uint8
+    assert (found["images"][0, 0] == 255).all() and (found["images"][4, 2] == 255).all()
+    assert (found["images"][0, 1:] == 0).all()
+
+
+def test_what_is_no_image_is_named(tmp_path: Path) -> None:
+    folder = images(tmp_path)
+    (folder / "dog" / "notes.txt").write_text("woof")
+    with pytest.raises(JobError, match=r"dog/notes\.txt is not an image"):
+        ImageFolders(folder, (4, 4)).read(["images"], LIMIT, silent)
+    data = (folder / "cat" / "0.png").read_bytes()
+    (folder / "cat" / "1.png").write_bytes(data[:-30])
+    with pytest.raises(JobError, match=r"cat/1\.png cannot be read as an image"):
+        ImageFolders(folder, (4, 4)).read(["images"], LIMIT, silent)
+    with pytest.raises(JobError, match=r"data\.limit_bytes"):
+        ImageFolders(folder, (4000, 4000)).read(["images"], LIMIT, silent)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(JobError, match="a folder of images for each class"):
+        ImageFolders(tmp_path / "empty", (4, 4))
+
+
+# --- JSONL
+
+
+ROWS = [
+    {"text": "good", "label": "yes", "x": [1.5, 2], "n": 3, "ok": True},
+    {"text": "so bad\u2028", "label": "no", "x": [0, 1], "n": -1, "ok": False},
+]
+
+
+def jsonl(folder: Path, rows: list[Any]) -> Path:
+    path = folder / "data.jsonl"
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n")
+    return path
+
+
+def lines(path: Path, sequence: int = 6) -> JsonLines:
+    return JsonLines(path, ("label",), lambda text: text.encode(), sequence)
+
+
+def test_fields_of_json_lines(tmp_path: Path) -> None:
+    source = lines(jsonl(tmp_path, ROWS))
+    assert source.names == ("text", "label", "x", "n", "ok", "text_mask")
+    found = source.read(["text", "text_mask", "label", "x", "n", "ok"], LIMIT, silent)
+    assert found["label"].tolist() == [1, 0]  # in the order of their names
+    assert found["text"].tolist() == [[*b"good", 0, 0], [*b"so bad"]]
+    assert found["text_mask"].tolist() == [[True] * 4 + [False] * 2, [True] * 6]
+    assert found["x"].dtype == np.float32 and found["x"].tolist() == [[1.5, 2], [0, 1]]
+    assert found["n"].dtype == np.int64 and found["ok"].dtype == np.bool_
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([*ROWS, {"text": "x", "label": "no"}], ":3: no field 'x' (it has: text, label)"),
+        ([{**ROWS[0], "text": 3}, ROWS[1]], "'text' must be numbers"),
+        ([ROWS[0], {**ROWS[1], "text": 3}], ":2: 'text' is no text"),
+        ([ROWS[0], {**ROWS[1], "x": [1]}], "'x' must be numbers, or lists of them of one shape"),
+        ([ROWS[0], {**ROWS[1], "x": None}], "'x' must be numbers"),
+        ([{"text": "x"}], "data.classes"),
+        ([ROWS[0], [1]], ":2: a line must be an object"),
+        ([], "holds no line"),
+    ],
+)
+def test_lines_that_are_no_samples(tmp_path: Path, rows: list[Any], says: str) -> None:
+    with pytest.raises(JobError) as error:
+        lines(jsonl(tmp_path, rows)).read(["text", "label", "x"], LIMIT, silent)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_text_needs_a_length_and_json_a_syntax(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"train\.sequence must be at least 1"):
+        lines(jsonl(tmp_path, ROWS), 0).read(["text"], LIMIT, silent)
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": 1}\n{"text"\n')
+    with pytest.raises(JobError, match=r"data\.jsonl:2: not JSON"):
+        lines(path)
+
+
+# --- held out
+
+
+def test_a_share_is_held_out_evenly_and_nothing_is_in_both() -> None:
+    arrays = {"x": np.arange(10), "y": np.arange(10) * 2}
+    found = parted(arrays, 0.3, "data")
+    assert found.held_out is not None and found.held_out["x"].tolist() == [1, 5, 8]
+    assert sorted([*found.train["x"], *found.held_out["x"]]) == list(range(10))
+    assert (found.train["y"] == 2 * found.train["x"]).all()
+    assert parted(arrays, 0.0, "data") == Dataset(arrays, None)
+    assert parted({"x": np.arange(1)}, 0.5, "data").held_out is None  # nothing would be left
+
+
+def test_held_out_samples_are_like_the_others() -> None:
+    arrays = {"x": np.zeros((4, 2), np.float32)}
+    assert parted(arrays, {"x": np.ones((1, 2), np.float32)}, "data").held_out is not None
+    with pytest.raises(
+        JobError, match=r"data\.held_out: x is float32 \(3,\) a sample, and in data\.path float32 \(2,\)"
+    ):
+        parted(arrays, {"x": np.ones((1, 3), np.float32)}, "data")
+
+
+def test_two_samples_stand_for_all() -> None:
+    assert Dataset({"x": np.arange(5)}, None).example()["x"].tolist() == [0, 1]
+    assert Dataset({"x": np.arange(1)}, None).example()["x"].tolist() == [0, 0]
+
+
+def test_packing_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(dataset, "SAY_SECONDS", 0.0)
+    assert list(told(range(3), 3, "lines", said.append)) == [0, 1, 2]
+    assert said[-1] == "packing the data: 2 of 3 lines"

@@ -1,0 +1,403 @@
+"""Modules as unlike each other as those that people train: each with two samples or more of what it takes, and its loss."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class AnyModule:
+    """`loss` takes what forward gave for all arrays but the last ones, which it is given besides: so many."""
+
+    module: nn.Module
+    arrays: Tensors
+    loss: Callable[..., Any]
+    of_loss: int = 1
+
+    @property
+    def loss_inputs(self) -> tuple[str, ...]:
+        return tuple(self.arrays)[len(self.arrays) - self.of_loss :]
+
+    @property
+    def module_inputs(self) -> tuple[str, ...]:
+        return tuple(self.arrays)[: len(self.arrays) - self.of_loss]
+
+    def own_loss(self, batch: Tensors) -> torch.Tensor:
+        """By the module itself."""
+        made = self.module(**{name: batch[name] for name in self.module_inputs})
+        return total(self.loss(made, *(batch[name] for name in self.loss_inputs)))
+
+
+def total(loss: Any) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor):
+        return loss
+    first, *rest = loss.values()
+    for part in rest:
+        first = first + part
+    return first  # type: ignore[no-any-return]
+
+
+def example(name: str) -> ModuleType:
+    """The model.py of an example."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / name / "model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Made(nn.Module):
+    """A forward as a function of the parts, which are named as it names them."""
+
+    def __init__(self, run: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.run = run
+
+    def forward(self, **arrays: torch.Tensor) -> Any:
+        return self.run(self, **arrays)
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape)
+
+
+def ids(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, high, shape)
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(0.3 * torch.randn(*shape))
+
+
+def mlp() -> AnyModule:
+    net = nn.Sequential(
+        nn.Linear(5, 8), nn.LayerNorm(8), nn.SiLU(), nn.Linear(8, 8), nn.ELU(), nn.Linear(8, 3)
+    )
+    return AnyModule(Made(lambda m, x: m.net(x), net=net), {"x": r(4, 5), "y": ids(3, 4)}, F.cross_entropy)
+
+
+def resnet() -> AnyModule:
+    of = example("digits-resnet")
+    return AnyModule(of.ResNet((1, 1, 2, 1), 4, 10), {"images": r(4, 1, 8, 8), "labels": ids(10, 4)}, of.loss)
+
+
+def unet() -> AnyModule:
+    of = example("unet")
+    arrays = {"images": r(4, 1, 16, 16), "masks": torch.rand(4, 1, 16, 16), "areas": torch.rand(4)}
+    return AnyModule(of.model(4), arrays, of.loss, of_loss=2)
+
+
+def encoder() -> AnyModule:
+    of = example("encoder")
+    module = of.model(16, 2, 3, 6)
+    for part in module.modules():
+        if isinstance(part, nn.Dropout | nn.MultiheadAttention):
+            setattr(part, "p" if isinstance(part, nn.Dropout) else "dropout", 0.0)
+    mask = torch.arange(6) < torch.tensor([[6], [3], [5], [1]])
+    return AnyModule(module, {"text": ids(200, 4, 6), "text_mask": mask, "topic": ids(3, 4)}, of.loss)
+
+
+def encoder_decoder() -> AnyModule:
+    def run(m: Any, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        ahead = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        return m.head(m.core(m.source(source), m.target(target), tgt_mask=ahead, tgt_is_causal=True))  # type: ignore[no-any-return]
+
+    core = nn.Transformer(8, 2, 1, 2, 16, dropout=0.0, batch_first=True)
+    module = Made(run, core=core, source=nn.Embedding(9, 8), target=nn.Embedding(9, 8), head=nn.Linear(8, 9))
+    arrays = {"source": ids(9, 3, 7), "target": ids(9, 3, 5), "next": ids(9, 3, 5)}
+    return AnyModule(module, arrays, lambda made, y: F.cross_entropy(made.flatten(0, 1), y.flatten()))
+
+
+def experts() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        scores = m.gate(x).softmax(-1)
+        best = scores.topk(2).values[:, -1:]
+        share = torch.where(scores >= best, scores, 0.0)
+        share = share / share.sum(-1, keepdim=True)
+        made = torch.einsum("bi,eio->beo", x, m.up).relu()
+        return m.head((torch.einsum("beo,eoi->bei", made, m.down) * share[..., None]).sum(1))  # type: ignore[no-any-return]
+
+    module = Made(run, gate=nn.Linear(6, 4), up=weight(4, 6, 8), down=weight(4, 8, 6), head=nn.Linear(6, 1))
+    return AnyModule(module, {"x": r(5, 6), "y": r(5, 1)}, F.mse_loss)
+
+
+def gru_cell() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros(x.shape[0], 6)
+        for t in range(4):
+            h = m.cell(x[:, t], h)
+        return m.head(h)  # type: ignore[no-any-return]
+
+    module = Made(run, cell=nn.GRUCell(3, 6), head=nn.Linear(6, 2))
+    return AnyModule(module, {"x": r(3, 4, 3), "y": r(3, 2)}, F.smooth_l1_loss)
+
+
+def lstm_cell() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(x.shape[0], 6), torch.zeros(x.shape[0], 6)
+        seen = []
+        for t in range(4):
+            state = m.cell(x[:, t], state)
+            seen.append(state[0])
+        return m.head(torch.stack(seen, 1))  # type: ignore[no-any-return]
+
+    module = Made(run, cell=nn.LSTMCell(3, 6), head=nn.Linear(6, 2))
+    return AnyModule(module, {"x": r(3, 4, 3), "y": r(3, 4, 2)}, F.l1_loss)
+
+
+def tied_autoencoder() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.tanh(F.linear(x, m.matrix, m.there)), m.matrix.t(), m.back)
+
+    module = Made(run, matrix=weight(3, 7), there=weight(3), back=weight(7))
+    # What it reads is what it is to give back.
+    return AnyModule(module, {"x": (x := r(6, 7)), "y": x.clone()}, F.mse_loss)
+
+
+def variational() -> AnyModule:
+    def run(m: Any, x: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mean, log_var = m.encode(x).chunk(2, 1)
+        return m.decode(mean + noise * (0.5 * log_var).exp()), mean, log_var
+
+    def loss(made: Any, x: torch.Tensor) -> Tensors:
+        out, mean, log_var = made
+        kl = -0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(1).mean()
+        return {"reconstruction": F.binary_cross_entropy_with_logits(out, x), "kl": 0.1 * kl}
+
+    module = Made(
+        run, encode=nn.Linear(6, 6), decode=nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6))
+    )
+    return AnyModule(module, {"x": r(4, 6), "noise": r(4, 3), "seen": torch.rand(4, 6)}, loss)
+
+
+def two_towers() -> AnyModule:
+    def run(m: Any, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        a, b = F.normalize(m.image(image), dim=-1), F.normalize(m.text(text).mean(1), dim=-1)
+        return m.scale.exp() * a @ b.t()  # type: ignore[no-any-return]
+
+    def loss(made: torch.Tensor, weights: torch.Tensor) -> Tensors:
+        place = torch.arange(made.shape[0])
+        return {
+            "rows": (F.cross_entropy(made, place, reduction="none") * weights).mean(),
+            "columns": (F.cross_entropy(made.t(), place, reduction="none") * weights).mean(),
+        }
+
+    image = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 5))
+    module = Made(run, image=image, text=nn.Embedding(11, 5), scale=nn.Parameter(torch.tensor(0.5)))
+    return AnyModule(module, {"image": r(4, 3, 8, 8), "text": ids(11, 4, 6), "weights": torch.rand(4)}, loss)
+
+
+def wavenet() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        skips = 0.0
+        for gate, back, d in zip(m.gates, m.backs, (1, 2, 4), strict=True):
+            a, b = gate(F.pad(x, (d, 0))).chunk(2, 1)
+            x = back(torch.tanh(a) * torch.sigmoid(b)) + x
+            skips = skips + x
+        return m.head(F.relu(skips))  # type: ignore[no-any-return]
+
+    gates = nn.ModuleList(nn.Conv1d(3, 6, 2, dilation=d) for d in (1, 2, 4))
+    backs = nn.ModuleList(nn.Conv1d(3, 3, 1) for _ in range(3))
+    module = Made(run, gates=gates, backs=backs, head=nn.Conv1d(3, 5, 1))
+    return AnyModule(module, {"x": r(2, 3, 12), "y": ids(5, 2, 12)}, F.cross_entropy)
+
+
+def video() -> AnyModule:
+    net = nn.Sequential(
+        nn.Conv3d(2, 4, 3, padding=1), nn.BatchNorm3d(4), nn.GELU(), nn.Conv3d(4, 4, 2, 2), nn.Flatten(), nn.Linear(32, 2)
+    )  # fmt: skip
+    return AnyModule(
+        Made(lambda m, x: m.net(x), net=net), {"x": r(3, 2, 4, 4, 4), "y": ids(2, 3)}, F.cross_entropy
+    )
+
+
+def generator() -> AnyModule:
+    net = nn.Sequential(
+        nn.Linear(5, 32), nn.Unflatten(1, (8, 2, 2)), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.ConvTranspose2d(8, 4, 2, 2), nn.LeakyReLU(0.2), nn.ConvTranspose2d(4, 1, 4, 2, 1), nn.Tanh(),
+    )  # fmt: skip
+    return AnyModule(Made(lambda m, z: m.net(z), net=net), {"z": r(4, 5), "y": r(4, 1, 8, 8)}, F.mse_loss)
+
+
+def mobile() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = F.hardswish(m.n1(m.depth(x)))
+        y = y * F.hardsigmoid(m.excite(F.relu(m.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+        return m.head((m.n2(m.point(y)) + x).mean((2, 3)))  # type: ignore[no-any-return]
+
+    module = Made(
+        run, depth=nn.Conv2d(6, 6, 3, padding="same", groups=6), n1=nn.BatchNorm2d(6), squeeze=nn.Conv2d(6, 2, 1),
+        excite=nn.Conv2d(2, 6, 1), point=nn.Conv2d(6, 6, 1), n2=nn.BatchNorm2d(6), head=nn.Linear(6, 3),
+    )  # fmt: skip
+    return AnyModule(module, {"x": r(4, 6, 5, 5), "y": ids(3, 4)}, F.cross_entropy)
+
+
+def densenet() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for norm, conv in zip(m.norms, m.convs, strict=True):
+            x = torch.cat([x, conv(F.relu(norm(x)))], 1)
+        return m.head(F.avg_pool2d(x, 2).flatten(1))  # type: ignore[no-any-return]
+
+    norms = nn.ModuleList(nn.BatchNorm2d(2 + 3 * i) for i in range(3))
+    convs = nn.ModuleList(nn.Conv2d(2 + 3 * i, 3, 3, padding=1) for i in range(3))
+    module = Made(run, norms=norms, convs=convs, head=nn.Linear(44, 2))
+    return AnyModule(module, {"x": r(4, 2, 4, 4), "y": ids(2, 4)}, F.cross_entropy)
+
+
+def vision_transformer() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        patches = m.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([m.first.expand(x.shape[0], 1, 8), patches], 1) + m.places
+        return m.head(m.core(x)[:, 0])  # type: ignore[no-any-return]
+
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, F.gelu, batch_first=True, norm_first=True)
+    core = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    module = Made(
+        run, patch=nn.Conv2d(3, 8, 4, 4), first=weight(1, 1, 8), places=weight(5, 8), core=core, head=nn.Linear(8, 4)
+    )  # fmt: skip
+    return AnyModule(module, {"x": r(3, 3, 8, 8), "y": ids(4, 3)}, F.cross_entropy)
+
+
+def mixer() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for norm, along, norm_2, across in zip(m.n1, m.along, m.n2, m.across, strict=True):
+            x = x + F.gelu(along(norm(x).transpose(1, 2))).transpose(1, 2)
+            x = x + F.gelu(across(norm_2(x)))
+        return x.mean(1)
+
+    def several(make: Callable[[], nn.Module]) -> nn.ModuleList:
+        return nn.ModuleList(make() for _ in range(2))
+
+    module = Made(
+        run, n1=several(lambda: nn.LayerNorm(6)), n2=several(lambda: nn.LayerNorm(6)),
+        along=several(lambda: nn.Linear(5, 5)), across=several(lambda: nn.Linear(6, 6)),
+    )  # fmt: skip
+    return AnyModule(module, {"x": r(3, 5, 6), "y": ids(6, 3)}, F.cross_entropy)
+
+
+def graph_network() -> AnyModule:
+    def run(m: Any, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        degrees = edges.sum(-1, keepdim=True).clamp(min=1.0)
+        for part in m.parts:
+            nodes = F.relu(part(torch.cat([nodes, (edges @ nodes) / degrees], -1)))
+        return m.head(nodes.amax(1))  # type: ignore[no-any-return]
+
+    module = Made(run, parts=nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)]), head=nn.Linear(4, 1))
+    arrays = {"nodes": r(3, 6, 4), "edges": (torch.rand(3, 6, 6) > 0.5).float(), "y": torch.rand(3, 1)}
+    return AnyModule(module, arrays, F.binary_cross_entropy_with_logits)
+
+
+def recommender() -> AnyModule:
+    def run(m: Any, user: torch.Tensor, items: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        u, i, n = m.users(user), m.items(items).mean(1), m.bottom(numbers)
+        parts = torch.stack([u, i, n], 1)
+        crossed = (parts @ parts.transpose(1, 2)).flatten(1)
+        return m.top(torch.cat([n, crossed], 1))[:, 0]  # type: ignore[no-any-return]
+
+    module = Made(
+        run, users=nn.Embedding(7, 4), items=nn.Embedding(9, 4), bottom=nn.Linear(3, 4), top=nn.Linear(13, 1)
+    )
+    arrays = {"user": ids(7, 5), "items": ids(9, 5, 3), "numbers": r(5, 3), "clicked": torch.rand(5)}
+    return AnyModule(module, arrays, F.binary_cross_entropy_with_logits)
+
+
+def conformer() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x + 0.5 * m.first(x)
+        y = m.norm(x)
+        x = x + m.attention(y, y, y, need_weights=False)[0]
+        y = F.glu(m.point(x.transpose(1, 2)), 1)
+        x = x + m.out(F.silu(m.batch(m.depth(y)))).transpose(1, 2)
+        return m.head(x)  # type: ignore[no-any-return]
+
+    first = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+    module = Made(
+        run, first=first, norm=nn.LayerNorm(8), attention=nn.MultiheadAttention(8, 2, batch_first=True),
+        point=nn.Conv1d(8, 16, 1), depth=nn.Conv1d(8, 8, 3, padding=1, groups=8), batch=nn.BatchNorm1d(8),
+        out=nn.Conv1d(8, 8, 1), head=nn.Linear(8, 5),
+    )  # fmt: skip
+    return AnyModule(
+        module, {"x": r(3, 6, 8), "y": ids(5, 3, 6)}, lambda made, y: F.cross_entropy(made.transpose(1, 2), y)
+    )
+
+
+def siamese() -> AnyModule:
+    def run(m: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return (m.net(left) - m.net(right)).square().sum(1)  # type: ignore[no-any-return]
+
+    net = nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.Linear(6, 3))
+    arrays = {"left": r(5, 4), "right": r(5, 4), "same": ids(2, 5).float()}
+
+    def loss(distance: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
+        return (same * distance + (1 - same) * F.relu(1 - distance)).mean()
+
+    return AnyModule(Made(run, net=net), arrays, loss)
+
+
+def perceiver() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        latents = m.latents.expand(x.shape[0], 3, 8)
+        for cross, own in zip(m.cross, m.own, strict=True):
+            latents = latents + cross(latents, x, x, need_weights=False)[0]
+            latents = latents + own(latents, latents, latents, need_weights=False)[0]
+        return m.head(latents.mean(1))  # type: ignore[no-any-return]
+
+    def several() -> nn.ModuleList:
+        return nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+    module = Made(run, latents=weight(1, 3, 8), cross=several(), own=several(), head=nn.Linear(8, 2))
+    return AnyModule(module, {"x": r(3, 9, 8), "y": r(3, 2)}, F.huber_loss)
+
+
+def inception() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        pooled = F.max_pool2d(x, 3, 1, 1)
+        x = torch.cat([m.one(x), m.three(F.relu(m.before(x))), m.pooled(pooled), F.avg_pool2d(x, 3, 1, 1)], 1)
+        return m.head(m.norm(x).amax((2, 3)))  # type: ignore[no-any-return]
+
+    module = Made(
+        run, one=nn.Conv2d(3, 2, 1), before=nn.Conv2d(3, 2, 1), three=nn.Conv2d(2, 4, 3, padding=1),
+        pooled=nn.Conv2d(3, 3, 1), norm=nn.GroupNorm(3, 12), head=nn.Linear(12, 2),
+    )  # fmt: skip
+    return AnyModule(module, {"x": r(3, 3, 6, 6), "y": ids(2, 3)}, F.cross_entropy)
+
+
+def sines() -> AnyModule:
+    def run(m: Any, place: torch.Tensor) -> torch.Tensor:
+        x = torch.sin(30 * m.a(place))
+        return m.c(torch.sin(m.b(x)) * torch.cos(x))  # type: ignore[no-any-return]
+
+    module = Made(run, a=nn.Linear(2, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 3))
+    return AnyModule(module, {"place": r(6, 2), "colour": torch.rand(6, 3)}, F.mse_loss)
+
+
+def super_resolution() -> AnyModule:
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        fine = F.pixel_shuffle(m.out(F.relu(m.norm(m.into(x)))), 2)
+        return fine + F.interpolate(x, size=(12, 12), mode="bilinear", align_corners=False)
+
+    module = Made(
+        run, into=nn.Conv2d(2, 8, 3, padding=1), norm=nn.GroupNorm(2, 8), out=nn.Conv2d(8, 8, 3, padding=1)
+    )
+    return AnyModule(module, {"x": r(2, 2, 6, 6), "y": r(2, 2, 12, 12)}, F.l1_loss)
+
+
+MAKERS = (
+    mlp, resnet, unet, encoder, encoder_decoder, experts, gru_cell, lstm_cell, tied_autoencoder, variational, two_towers,
+    wavenet, video, generator, mobile, densenet, vision_transformer, mixer, graph_network, recommender, conformer, siamese,
+    perceiver, inception, sines, super_resolution,
+)  # fmt: skip
