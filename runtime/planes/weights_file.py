@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fusion.dag.ir.graph import DTYPE_BYTES, Variable
+from fusion.dag.ir.graph import DTYPE_BYTES, TensorType, Variable
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.stage_graphs import file_bytes
 from fusion.runtime.planes.codegen import TORCH_DTYPES
@@ -38,8 +38,22 @@ class WeightsBytes:
     pieces: Iterator[bytes | memoryview]
 
 
+def tensors_bytes_of(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> WeightsBytes:
+    """The same of tensors that are in memory, none of them copied."""
+    types = {n: TensorType(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+    return weights_bytes_of(
+        [Variable(name, kind) for name, kind in types.items()],
+        lambda wanted: {v.name: tensors[v.name] for v in wanted},
+        metadata,
+    )
+
+
 def weights_bytes_of(
-    variables: Iterable[Variable], read: Callable[[Iterable[Variable]], Mapping[str, torch.Tensor]]
+    variables: Iterable[Variable],
+    read: Callable[[Iterable[Variable]], Mapping[str, torch.Tensor]],
+    metadata: Mapping[str, str] | None = None,
 ) -> WeightsBytes:
     """`read` is called for one variable after the other. JobError where it gives one of another shape or dtype."""
     ordered = sorted(variables, key=lambda v: (-_ORDER[v.type.dtype], v.name))
@@ -51,7 +65,8 @@ def weights_bytes_of(
         v.name: {"dtype": _SPELLED[v.type.dtype], "shape": shape, "data_offsets": span}
         for v, shape, span in zip(ordered, shapes, pairwise(ends), strict=True)
     }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    named: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    text = json.dumps({**named, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
 

@@ -15,7 +15,6 @@ from typing import Any
 import msgpack
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from fusion.compression.codec import DTYPES
 from fusion.dag.cutting.positional import counted_batches
@@ -23,7 +22,7 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
-from fusion.runtime.planes.weights_file import STORED_DTYPES
+from fusion.runtime.planes.weights_file import STORED_DTYPES, tensors_bytes_of
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import UNKNOWN, Version
@@ -94,11 +93,11 @@ def _check_ledger(index: Index) -> None:
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write CPU tensors as safetensors. Raises OSError."""
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
-    except SafetensorError as error:  # a full disk, for one
-        raise OSError(f"cannot write {path}: {error}") from None
+    """Write tensors as safetensors, one after the other: its library would hold all of their bytes at once, beside the state
+    that was copied. Raises OSError."""
+    with path.open("wb") as file:
+        for piece in tensors_bytes_of(tensors, metadata).pieces:
+            file.write(piece)
 
 
 def marked(version: Version) -> dict[str, str]:

@@ -9,7 +9,7 @@ from safetensors.torch import save
 
 from fusion.dag.ir.graph import TensorType, Variable
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.planes.weights_file import WeightsFile, weights_bytes_of
+from fusion.runtime.planes.weights_file import WeightsFile, tensors_bytes_of, weights_bytes_of
 
 VALUES = {
     "b": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -41,6 +41,14 @@ def written(path: Path) -> bytes:
 
 def test_the_bytes_are_those_of_the_library_of_the_format(tmp_path: Path) -> None:
     assert written(tmp_path / "w") == save(VALUES)
+
+
+def test_tensors_in_memory_are_written_as_the_library_does() -> None:
+    metadata = {"state": "3 \u00e4"}
+    found = tensors_bytes_of({**VALUES, "t": torch.arange(6).view(2, 3).t()}, metadata)
+    data = b"".join(bytes(piece) for piece in found.pieces)
+    assert len(data) == found.size_bytes
+    assert data == save({**VALUES, "t": torch.arange(6).view(2, 3).t().contiguous()}, metadata)
 
 
 def test_each_tensor_is_asked_for_alone_and_read_alone(tmp_path: Path) -> None:
