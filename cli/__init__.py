@@ -13,6 +13,7 @@ plan              where a job would run
 serve             put a model on the swarm
 models            which models are served
 generate          ask a model
+run               arrays to a model that answers in one run
 chat              talk with a model
 swarm_key         the key of a closed swarm
 demo              all of it on this machine

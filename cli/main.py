@@ -15,7 +15,7 @@ from fusion.cli.terminal import errors, options
 
 PROGRAM = "fusion-peer"
 COMMANDS = (
-    *("start", "plan", "train", "jobs", "serve", "models", "generate", "chat", "status", "swarm-key"),
+    *("start", "plan", "train", "jobs", "serve", "models", "generate", "run", "chat", "status", "swarm-key"),
     *("demo", "chaos"),
 )
 
@@ -51,6 +51,10 @@ def command_named(name: str) -> Callable[..., Any] | typer.Typer:
             from fusion.cli.generate import generate
 
             return generate
+        case "run":
+            from fusion.cli.run import run
+
+            return run
         case "chat":
             from fusion.cli.chat import chat
 

@@ -205,7 +205,11 @@ async def _hand_over(
         {"event": "serving", "job": job, "name": asked.name, **({} if step is None else {"step": step})}
     )
     what = "it" if step is None else f"the snapshot of step {step}"
-    output.say(f'the swarm serves {what}; ask it with: fusion-peer generate "..." --model {asked.name}')
+    serve = prepared.manifest.serve
+    how = f'generate "..." --model {asked.name}'
+    if serve is not None and serve.outputs:
+        how = f"run {asked.name} --input x.npz --output y.npz"
+    output.say(f"the swarm serves {what}; ask it with: fusion-peer {how}")
     return prepared
 
 

@@ -36,6 +36,7 @@ HEAVY = (
     *("runtime/capture/test_gguf_model.py", "runtime/capture/gguf/test_tokenizer.py"),
     *("runtime/placing/test_offline_plan.py", "bench/", "cli/test_start.py"),
     *("runtime/capture/python/test_python_model.py", "runtime/training/test_batch_norm.py"),
+    "runtime/serving/graphs/test_gateway.py",
     *("runtime/training/test_compressed.py", "runtime/training/test_takeover.py"),
     *("runtime/training/test_training.py", "runtime/serving/answers/test_gateway.py"),
     *("runtime/serving/answers/test_prefix_reuse.py", "families/", "runtime/capture/test_rope.py"),

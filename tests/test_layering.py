@@ -62,7 +62,7 @@ ROOMS = {
         ),
         *(
             f"serving/{room}"
-            for room in ("requests", "grammar", "drafts", "ring", "answers", "http")
+            for room in ("requests", "grammar", "drafts", "ring", "answers", "graphs", "http")
         ),
         *("serving", "datasets", "placing"),
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),

@@ -45,7 +45,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_wheel_has_every_module_and_what_lies_beside_the_code(installed: Path) -> None:
     package = installed / "fusion"
     found = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()}
-    examples = {relative(path) for path in (ROOT / "examples").glob("*.toml")}
+    examples = {relative(p) for end in ("toml", "py") for p in (ROOT / "examples").rglob(f"*.{end}")}
     pages = {relative(path) for path in (ROOT / "runtime/serving/http/page").iterdir()}
     assert len(pages) == 3
     assert found == {*map(relative, modules()), "bootstrap_peers.txt", "py.typed", *examples, *pages}

@@ -105,6 +105,10 @@ class ServeConfig:
     prefill_chunk: int = 512
     hop_bytes: tuple[int, ...] = ()  # that cross each cut for one position; empty: not known
     source: SourceConfig | None = None  # of an encoder-decoder
+    outputs: tuple[
+        str, ...
+    ] = ()  # names for what a model gives that answers in one run and generates nothing
+    batch: int = 1  # samples that such a model takes at once, at most
 
     @property
     def longest_prompt(self) -> int:
@@ -114,7 +118,7 @@ class ServeConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Of the graph's symbols, in the longest session."""
-        sizes = {"batch": 1, "sequence": self.max_sequence}
+        sizes = {"batch": self.batch, "sequence": self.max_sequence}
         return sizes if self.source is None else {**sizes, "source": self.source.length}
 
 

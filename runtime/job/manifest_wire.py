@@ -27,6 +27,7 @@ from fusion.swarm.identity import is_peer_id
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_STAGES = 4096
 MAX_SUPPRESSED = 4096  # tokens that an encoder-decoder does not say
+MAX_OUTPUTS = 256  # of a model that answers in one run
 MAX_REPLICAS = 64  # that are proposed for one stage
 MAX_STEP_SAMPLES = 1 << 15  # in a step, and in an evaluation: whoever leads knows them by number
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -41,6 +42,8 @@ def encode(manifest: Manifest) -> bytes:
     fields = plain(manifest)
     if manifest.serve is not None and manifest.serve.source is None:
         del fields["serve"]["source"]  # as peers know it that have no part in encoder-decoders
+    if manifest.serve is not None and not manifest.serve.outputs:
+        del fields["serve"]["outputs"], fields["serve"]["batch"]  # nor in models that answer in one run
     packed: bytes = msgpack.packb(fields, use_bin_type=True)
     return packed
 
@@ -206,6 +209,18 @@ def _validate_serve(serve: ServeConfig) -> None:
     _require(inside, "serve.end_tokens", "ids below serve.vocabulary")
     if serve.source is not None:
         _validate_source(serve, serve.source)
+    _require(len(serve.outputs) <= MAX_OUTPUTS, "serve.outputs", f"at most {MAX_OUTPUTS}")
+    named = all(_FILE_NAME.fullmatch(name) for name in serve.outputs)
+    _require(
+        named and len(set(serve.outputs)) == len(serve.outputs), "serve.outputs", "plain names, each once"
+    )
+    _require(1 <= serve.batch <= 4096, "serve.batch", "from 1 to 4096")
+    one_run = bool(serve.outputs)
+    alike = serve.cache == "recompute" and serve.source is None and serve.max_sequence == 1
+    _require(
+        alike or not one_run, "serve.cache", "recompute, for texts of one token, where there are outputs"
+    )
+    _require(one_run or serve.batch == 1, "serve.batch", "1 for a model that generates")
 
 
 def _validate_source(serve: ServeConfig, source: SourceConfig) -> None:

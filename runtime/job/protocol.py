@@ -10,6 +10,8 @@ from fusion.swarm.protocol import SWARM_PROTOCOLS, WireProtocol
 MAX_PROMPT_BYTES = 8 << 20  # a million token ids, or that many characters and more
 MAX_SOURCE_BYTES = MAX_PROMPT_BYTES // 2  # of what an encoder-decoder reads, which travels with a prompt
 
+MAX_RUN_BYTES = 64 << 20  # of arrays that a model is given, that a stage sends on, and that come back
+
 STAGE = WireProtocol(
     name="/fusion/stage/3",
     about="training: tensors and the steps' messages, from one stage of a job to another",
@@ -37,6 +39,12 @@ GENERATE_MORE = WireProtocol(
     payload_bytes=GENERATE.payload_bytes,
     idle_seconds=GENERATE.idle_seconds,
 )
+RUN = WireProtocol(
+    name="/fusion/run/1",
+    about="serving: named arrays to a model that answers in one run, named arrays back",
+    payload_bytes=MAX_RUN_BYTES,
+    idle_seconds=600.0,  # a stage may have to be taken over
+)
 JOB = WireProtocol(
     name="/fusion/job/1",
     about="launch, watch and stop a job; the news of a snapshot",
@@ -49,7 +57,7 @@ HOLD = WireProtocol(
 )
 STATUS = WireProtocol(name="/fusion/status/1", about="what a peer shows beyond its record", idle_seconds=60.0)
 
-PROTOCOLS = (STAGE, RING, GENERATE, GENERATE_MORE, JOB, HOLD, STATUS, *SWARM_PROTOCOLS)
+PROTOCOLS = (STAGE, RING, GENERATE, GENERATE_MORE, RUN, JOB, HOLD, STATUS, *SWARM_PROTOCOLS)
 
 # For how long a stream of each may be idle where it is served, by name.
 IDLE_SECONDS = {protocol.name: protocol.idle_seconds for protocol in PROTOCOLS}

@@ -9,6 +9,7 @@ from typing import Literal
 
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Graph
+from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.model_dtype import FLOAT32, dtype_text
 from fusion.runtime.capture.quantised_weights import quantised_model, stored_model
@@ -21,6 +22,8 @@ from fusion.runtime.placing.place_experts import place_model
 from fusion.runtime.placing.placed_before import PlacementsBefore, as_before
 from fusion.runtime.placing.placed_job import Placed
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
+
+SAMPLES_AT_ONCE = 64  # that a model takes which answers in one run: its stages have memory for so many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,8 @@ def read_servable(
     if draft is not None and model.source is not None:
         raise JobError("draft: no model guesses for an encoder-decoder")
     say(f"it runs in {dtype_text(model.dtype, model.stored_dtypes)}")
+    if about.outputs:
+        return _one_run(path, model, draft, quantization)
     say("rewriting its graph for decoding")
     try:
         graph, cached = (
@@ -110,3 +115,22 @@ def read_servable(
         say("reading its draft model")
         drafted = prepare_draft(sources.in_files(draft), model, config)
     return Servable(model=model, graph=graph, config=config, read=read, parameters=parameters, draft=drafted)
+
+
+def _one_run(
+    path: Path, model: sources.LanguageModel, draft: Path | None, quantization: str | None
+) -> Servable:
+    """A model that generates nothing: its graph is served as it is."""
+    for option, value in (("--draft", draft), ("--quantization", quantization)):
+        if value is not None:
+            raise JobError(f"{option}: {path} holds a model that answers in one run and generates nothing")
+    outputs = model.about.outputs
+    if len(outputs) != len(model.inference.outputs):
+        raise JobError(f"{path} names {len(outputs)} outputs; its graph has {len(model.inference.outputs)}")
+    graph = clean(model.inference)
+    config = ServeConfig(
+        cache="recompute", max_sequence=1, vocabulary=1, outputs=outputs, batch=SAMPLES_AT_ONCE
+    )
+    return Servable(
+        model=model, graph=graph, config=config, read=model.read, parameters=parameter_count(graph)
+    )

@@ -14,6 +14,9 @@ from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.planes.plane import Plane
+from fusion.runtime.serving.graphs.gateway import GraphGateway
+from fusion.runtime.serving.graphs.stages import GraphStages
+from fusion.runtime.serving.models import ServedModels
 from fusion.runtime.serving.service import ServingService
 from fusion.runtime.serving.stage_loader import StageLoader as ServingLoader
 from fusion.runtime.training.loader import StageLoader as TrainingLoader
@@ -45,10 +48,12 @@ async def training_and_serving(plane: Plane, context: Context) -> AsyncIterator[
     prepare = context.compute.load_optimizers
     training = TrainingService(context, TrainingLoader(context, plane, StageSource(context, graphs), prepare))
     serving = ServingService(context, ServingLoader(context, plane, graphs))
+    in_one_run = GraphStages(context, plane, graphs)
     try:
         await training.start()
         await serving.start()
-        yield {"train": training, "serve": serving}
+        await GraphGateway(context, in_one_run, graphs, serving.gateway.catalog).start()
+        yield {"train": training, "serve": ServedModels(serving, in_one_run)}
     finally:
         await serving.aclose()
 

@@ -22,6 +22,7 @@ from fusion.runtime.peer.machine import opened
 from fusion.runtime.peer.network import Network
 from fusion.runtime.planes.choice import TORCH, choose
 from fusion.runtime.serving.http.server import HttpServer, open_http
+from fusion.runtime.serving.models import ServedModels
 from fusion.runtime.serving.service import ServingService
 from fusion.swarm.errors import ClosedSwarm
 from fusion.swarm.swarm_key import NO_MEMBER
@@ -74,8 +75,9 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             # is there already will stay, and need not be looked at, now or each time.
             gc.freeze()
             parts.hosting.on_rest = gc.collect
-            serving = parts.services["serve"]
-            assert isinstance(serving, ServingService)
+            served = parts.services["serve"]
+            assert isinstance(served, ServedModels)
+            serving = served.generating
             async with (
                 _http(config, context, serving) as http,
                 announced(

@@ -46,7 +46,7 @@ def as_asked(
     parts = split(graph, tuple(cuts))
     owners = tuple(proposed) or (PeerId(""),) * len(parts)
     config, memory = fitted(graph, config, cuts, owners, peers)
-    if isinstance(config, ServeConfig):
+    if isinstance(config, ServeConfig) and not config.outputs:
         config = replace(config, hop_bytes=hop_bytes(parts))
     return Placed(
         config=config,

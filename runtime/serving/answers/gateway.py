@@ -121,6 +121,10 @@ class Gateway:
         model = await self._catalog.find(request.model)
         await self._check_access(model, client or self._context.peer_id, request.grants)
         serve = model.serve
+        if serve.outputs:
+            raise JobError(
+                f"model: {model.manifest.name} generates nothing; ask it with: fusion-peer run {model.manifest.name}"
+            )
         check_size(request, serve.longest_prompt)
         if request.prompt is not None:
             prompt = await self._text(model, model.text.encode, request.prompt, plain=not request.chat)

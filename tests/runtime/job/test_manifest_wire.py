@@ -84,6 +84,30 @@ def test_a_source_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
         manifests.encode(replace(READING, serve=replace(READING.serve, cache="recompute")))
 
 
+ONE_RUN = replace(
+    SERVE, serve=ServeConfig(cache="recompute", max_sequence=1, vocabulary=1, outputs=("mask",), batch=64)
+)
+
+
+def test_who_knows_no_models_that_answer_in_one_run_reads_the_manifest_of_any_other() -> None:
+    fields = msgpack.unpackb(manifests.encode(SERVE))
+    assert not {"outputs", "batch"} & fields["serve"].keys()
+    assert manifests.decode(manifests.encode(ONE_RUN)) == ONE_RUN
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"outputs": ("a", "a")}, {"outputs": ("a b",)}, {"outputs": ("a",) * 300}, {"batch": 0}, {"batch": 5000},
+        {"cache": "kv"}, {"max_sequence": 2}, {"outputs": (), "batch": 2}, {"source": SOURCE, "cache": "kv"},
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_answer_in_one_run_is_refused(wrong: dict[str, Any]) -> None:
+    assert ONE_RUN.serve is not None
+    with pytest.raises(JobError, match="manifest: serve"):
+        manifests.encode(replace(ONE_RUN, serve=replace(ONE_RUN.serve, **wrong)))
+
+
 @pytest.mark.parametrize("manifest", [SOUND, SERVE, READING])
 def test_round_trip_is_canonical(manifest: Manifest) -> None:
     data = manifests.encode(manifest)

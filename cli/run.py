@@ -1,0 +1,129 @@
+"""`fusion-peer run NAME --input x.npz --output y.npz`: what a model makes of named arrays, through any peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fusion.cli import client, grants, job_client
+from fusion.cli.terminal import options
+from fusion.cli.terminal.loop import run as run_loop
+from fusion.cli.terminal.output import Output, seconds_text
+from fusion.swarm.errors import NotAdmitted, RemoteError
+from fusion.swarm.identity import friendly_name
+from fusion.swarm.lean_imports import is_installed
+
+if TYPE_CHECKING:
+    from fusion.runtime.serving.graphs.client import Made
+
+
+def run(
+    model: Annotated[str, typer.Argument(metavar="NAME", help="Which model (fusion-peer models).")],
+    given: Annotated[
+        Path,
+        typer.Option(
+            "--input", metavar="X.npz", help="Its inputs by name; the first dimension counts samples."
+        ),
+    ],
+    made: Annotated[
+        Path, typer.Option("--output", metavar="Y.npz", help="Where to write its outputs, by name.")
+    ],
+    batch: Annotated[
+        int, typer.Option("--batch", min=0, help="So many samples at a time (0: all of them at once).")
+    ] = 0,
+    peer: options.PeerAddress = None,
+    swarm_key: options.SwarmKey = None,
+    bootstrap: options.Bootstrap = None,
+    home: options.Home = options.DEFAULT_HOME,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Give arrays to a model that answers in one run: a classifier, a segmentation, an encoder."""
+    if not is_installed("numpy"):
+        raise ValueError("--input needs numpy: pip install 'fusion-peer[peer]'")
+    if not made.resolve().parent.is_dir():
+        raise ValueError(f"--output: there is no folder {made.resolve().parent}")
+    arrays = _read(given)
+    way = client.Way(home, bootstrap, peer, swarm_key)
+    run_loop(_run(model, arrays, made, batch, way, Output(as_json=json)), debug=debug)
+
+
+async def _run(
+    model: str, arrays: Mapping[str, Any], path: Path, batch: int, way: client.Way, output: Output
+) -> None:
+    import numpy as np
+
+    found: dict[str, list[Any]] = {}
+    last: Made | None = None
+    async with client.connect(way) as context:
+        gateway = await client.gateway(context, way.peer)
+        for part in _parts(arrays, batch):
+            last = await _ask(context, gateway, model, part)
+            for array in last.arrays:
+                found.setdefault(array.name, []).append(_numbers(array))
+    assert last is not None
+    whole = {name: np.concatenate(parts) if batch else parts[0] for name, parts in found.items()}
+    _write(path, whole)
+    shapes = {name: list(value.shape) for name, value in whole.items()}
+    output.emit({"event": "made", "outputs": shapes, "route": list(last.route), "seconds": last.seconds})
+    said = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in whole.items())
+    through = ", ".join(map(friendly_name, last.route))
+    output.say(f"{path}: {said}; the last of it in {seconds_text(last.seconds)} through {through}")
+
+
+async def _ask(context: Any, gateway: Any, model: str, part: Mapping[str, Any]) -> Made:
+    from fusion.runtime.serving.graphs.arrays import Array
+    from fusion.runtime.serving.graphs.client import run_model
+
+    given = [Array(name, value.dtype.name, value.shape, value.tobytes()) for name, value in part.items()]
+    try:
+        return await run_model(context.transport, gateway, model, given)
+    except NotAdmitted as error:
+        shown = await grants.grants_from(context)(error.job)  # type: ignore[arg-type]
+        if not shown:
+            raise
+        return await run_model(context.transport, gateway, model, given, shown)
+    except RemoteError as error:
+        await job_client.find_model(context, model)  # is it the name?
+        if str(error).startswith("input: "):
+            raise ValueError(f"--{error}") from None
+        raise
+
+
+def _parts(arrays: Mapping[str, Any], batch: int) -> Iterator[Mapping[str, Any]]:
+    samples = max(len(value) for value in arrays.values())
+    for first in range(0, samples, batch or samples):
+        yield {name: value[first : first + (batch or samples)] for name, value in arrays.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's arrays, float64 as float32. ValueError, in one line, for any other file."""
+    from fusion.runtime.datasets.npz import Npz
+    from fusion.runtime.job.protocol import MAX_RUN_BYTES
+
+    source = Npz(path)
+    return source.read(source.names, 64 * MAX_RUN_BYTES, lambda line: None)
+
+
+def _write(path: Path, arrays: Mapping[str, Any]) -> None:
+    """As `np.savez`, whatever the arrays are called: it has arguments of its own."""
+    import zipfile
+
+    import numpy as np
+
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, value in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.ascontiguousarray(value), allow_pickle=False)
+
+
+def _numbers(array: Any) -> Any:
+    import numpy as np
+
+    if array.dtype == "bfloat16":  # which numpy does not have: the upper half of a float32
+        wide = np.frombuffer(array.data, "<u2").astype("<u4") << 16
+        return wide.view("<f4").reshape(array.shape)
+    return np.frombuffer(array.data, np.dtype(array.dtype).newbyteorder("<")).reshape(array.shape)

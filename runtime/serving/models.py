@@ -1,0 +1,62 @@
+"""What serves models on a peer: those that generate, token after token, and those that answer in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.progress import Progress
+from fusion.runtime.serving.graphs.stages import GraphStages
+from fusion.runtime.serving.service import ServingService
+from fusion.swarm.directory.records import JobId, JobRecord
+
+
+class ServedModels:
+    """A service of jobs (`fusion.runtime.hosting.jobs.service`): each goes to those who know its kind of model."""
+
+    def __init__(self, generating: ServingService, graphs: GraphStages) -> None:
+        self.generating = generating
+        self._graphs = graphs
+
+    async def host(
+        self,
+        job: JobId,
+        manifest: Manifest,
+        stage: int,
+        term: int,
+        handover: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Serve one stage until cancelled. Raises as `ServingService.host`."""
+        if _answers_in_one_run(manifest):
+            await self._graphs.host(job, manifest, stage)
+        else:
+            await self.generating.host(job, manifest, stage, term, handover)
+
+    async def prepare(self, job: JobId, manifest: Manifest, stage: int, record: JobRecord) -> int:
+        """Stand by for a stage. Raises JobError, BlobError, QuotaExceeded."""
+        if not _answers_in_one_run(manifest):
+            return await self.generating.prepare(job, manifest, stage, record)
+        await self._graphs.prepare(job, manifest, stage)
+        return record.step
+
+    def progress(self, job: JobId) -> Progress | None:
+        """How the job stands, as the owner of its first stage knows it."""
+        return self._graphs.progress(job) or self.generating.progress(job)
+
+    def forget(self, job: JobId, stage: int) -> None:
+        self.generating.forget(job, stage)
+
+    async def pass_on(self, job: JobId, stage: int) -> Mapping[str, Any]:
+        """The peer leaves. A run keeps nothing, so its successor needs nothing."""
+        if self._graphs.held(job, stage) is not None:
+            return {}
+        return await self.generating.pass_on(job, stage)
+
+    def stay(self, job: JobId, stage: int) -> None:
+        self.generating.stay(job, stage)
+
+
+def _answers_in_one_run(manifest: Manifest) -> bool:
+    return manifest.serve is not None and bool(manifest.serve.outputs)

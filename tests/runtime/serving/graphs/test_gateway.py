@@ -1,0 +1,157 @@
+"""A model that answers in one run, over stages on peers of the in-memory swarm, against the module itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.any_modules import unet
+from support.training import Peer, Swarm, swarm
+
+from fusion.dag.cutting.cuts import legal_cuts
+from fusion.dag.rewrites.clean import clean
+from fusion.runtime.capture.capture import capture_module, variables_from_module
+from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.job.protocol import RUN
+from fusion.runtime.job.stage_graphs import StageGraphs
+from fusion.runtime.launch.launch import Prepared, launch
+from fusion.runtime.launch.shard import GraphJob, prepare_graph
+from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.planes.torch_plane import TorchPlane
+from fusion.runtime.serving.answers.catalog import Catalog
+from fusion.runtime.serving.graphs.arrays import Array
+from fusion.runtime.serving.graphs.client import Made, run_model
+from fusion.runtime.serving.graphs.gateway import GraphGateway
+from fusion.runtime.serving.graphs.stages import GraphStages
+from fusion.swarm.errors import RemoteError
+from fusion.swarm.transport import call
+
+OUTPUTS = ("mask", "area")
+
+
+@dataclass
+class Served:
+    swarm: Swarm
+    prepared: Prepared
+    module: torch.nn.Module
+    stages: list[GraphStages]
+
+    async def host(self, peer: int, stage: int) -> None:
+        context, manifest = self.swarm.peers[peer].context, self.prepared.manifest
+        context.leases.know(manifest.law(self.prepared.job))
+        assert await context.leases.claim(self.prepared.job, stage, 1.0) is not None
+        task = asyncio.create_task(self.stages[peer].host(self.prepared.job, manifest, stage))
+        self.swarm.peers[peer].tasks[stage] = task
+        while self.stages[peer].held(self.prepared.job, stage) is None:
+            assert not task.done(), task
+            await asyncio.sleep(0.01)
+
+    async def ask(self, images: Any) -> Made:
+        asker, gateway = self.swarm.peers[-1].context, self.swarm.peers[0].context
+        await launch(
+            self.swarm.peers[0].context, self.prepared
+        )  # its word runs out, and nobody else says it here
+        given = Array("images", images.dtype.name, images.shape, images.tobytes())
+        return await run_model(asker.transport, gateway.peer_id, "unet", [given])
+
+
+@asynccontextmanager
+async def served(root: Path, peers: int) -> AsyncIterator[Served]:
+    """A U-Net in three stages, none of them hosted yet; every peer is a gateway."""
+    torch.manual_seed(1)
+    case = unet()
+    with torch.no_grad():
+        case.module(case.arrays["images"])  # statistics that are none of a new module's
+    names: list[str] = []
+
+    def shown(made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        names[:] = made
+        return tuple(made.values())
+
+    graph = clean(
+        capture_module(case.module, {"images": case.arrays["images"]}, shown, training=False, loss_inputs=())
+    )
+    legal = legal_cuts(graph)
+    cuts = (legal[len(legal) // 3], legal[2 * len(legal) // 3])
+    config = ServeConfig(cache="recompute", max_sequence=1, vocabulary=1, outputs=OUTPUTS, batch=4)
+    async with swarm(root, peers) as made:
+        first: Peer = made.peers[0]
+        job = GraphJob(name="unet", graph=graph, variables=variables_from_module(case.module))
+        prepared = prepare_graph(job, as_asked(graph, config, cuts), first.context.blobs.store)
+        stages = []
+        for peer in made.peers:
+            graphs = StageGraphs(peer.context)
+            stages.append(GraphStages(peer.context, TorchPlane(), graphs))
+            gateway = GraphGateway(peer.context, stages[-1], graphs, Catalog(peer.context, fresh_seconds=0.0))
+            await gateway.start()
+        await launch(first.context, prepared)
+        yield Served(made, prepared, case.module.eval(), stages)
+
+
+def numbers(array: Array) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(array.data, array.dtype).reshape(array.shape).copy())
+
+
+def test_outputs_are_the_module_s_and_go_on_when_an_owner_is_killed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(tmp_path, 5) as model:
+            for stage in range(3):
+                await model.host(stage, stage)
+            images = torch.randn(3, 1, 16, 16)
+            with torch.no_grad():
+                wanted = model.module(images)
+            made = await model.ask(images.numpy())
+            assert [a.name for a in made.arrays] == list(OUTPUTS)
+            assert made.route == tuple(peer.context.peer_id for peer in model.swarm.peers[:3])
+            for array in made.arrays:
+                torch.testing.assert_close(numbers(array), wanted[array.name])
+            heir = model.swarm.peers[3].context
+            await model.swarm.kill(model.swarm.peers[1])
+            del model.stages[1]
+            asked = asyncio.create_task(model.ask(images.numpy()))
+            while await model.swarm.peers[0].context.leases.owner(model.prepared.job, 1) is not None:
+                await asyncio.sleep(0.05)
+            heir.leases.observe(model.prepared.job, 1, 1)
+            await model.host(2, 1)
+            again = await asked
+            assert again.route[1] == heir.peer_id
+            for array, before in zip(again.arrays, made.arrays, strict=True):
+                assert bytes(array.data) == bytes(before.data)
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(tmp_path, 2) as model:
+            for stage in range(3):
+                await model.host(0, stage)
+            for images, says in (
+                (np.zeros((5, 1, 16, 16), np.float32), "input: 5 samples; at most 4 at once"),
+                (np.zeros((2, 1, 16, 16), np.float64), "the model takes images float32[batch, 1, 16, 16]"),
+                (np.zeros((2, 1, 16, 15), np.float32), "does not fit"),
+            ):
+                with pytest.raises(RemoteError) as error:
+                    await model.ask(images)
+                assert says in str(error.value)
+            transport, peer = model.swarm.peers[1].context.transport, model.swarm.peers[0].context.peer_id
+            job = model.prepared.job
+            for kind, header in (
+                ("sing", {}), ("run", {"model": 3}), ("run", {"model": "unet", "arrays": 3}), ("stage", {}),
+                ("stage", {"job": job, "stage": "0"}), ("stage", {"job": job, "stage": 0, "arrays": []}),
+                ("run", {"model": "unet", "arrays": [], "grants": 3}), ("run", {"model": "other", "arrays": []}),
+            ):  # fmt: skip
+                with pytest.raises(RemoteError):
+                    await call(transport, peer, RUN.name, kind, header)
+            header = {"job": "a" * 64, "stage": 0, "arrays": []}
+            assert (await call(transport, peer, RUN.name, "stage", header)).kind == "absent"
+            assert len((await model.ask(np.zeros((4, 1, 16, 16), np.float32))).arrays) == 2  # it lives
+
+    asyncio.run(main())
