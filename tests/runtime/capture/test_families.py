@@ -46,7 +46,23 @@ GATE = [
     "gemma2",
     "qwen3-next",
 ]
-SLOW = ["qwen3", "mistral", "phi", "neox", "gpt-oss", "mpt", "falcon", "falcon-alibi", "gptj", "codegen", "gptneo", "opt", "xglm", "gemma3", "cohere2"]
+SLOW = [
+    "qwen3",
+    "mistral",
+    "phi",
+    "neox",
+    "gpt-oss",
+    "mpt",
+    "falcon",
+    "falcon-alibi",
+    "gptj",
+    "codegen",
+    "gptneo",
+    "opt",
+    "xglm",
+    "gemma3",
+    "cohere2",
+]
 EXPERTS = ["qwen3-moe", "qwen2-moe", "olmoe", "granite-moe", "deepseek-v3"]
 STATES = ["kimi-linear", "mamba", "mamba2"]
 EAGER = ["llama", "gpt2", "neox", "falcon-alibi"]  # families whose attention can be written out as well
