@@ -6,6 +6,7 @@
 #   make bench    the figures of the README, as a table and bench-results.json
 #   make bench-serve    what users of a served model get: many at once, over slow links, under load (root for the links)
 #   make bench-network  train over slow links (root, Linux): docs/network.md; stop it whenever you like, it goes on from there
+#   make what-if  fifty consumer cards against four of a data centre, planned: docs/what-if.md, in under five minutes
 #   make chaos    train on peers of this machine that are killed meanwhile, and compare with a quiet run
 #   make worlds   simulate the protocol in 100 000 worlds with faults (WORLDS=, SEED=)
 #   make pictures  draw docs/pictures anew, from real runs: the demo, a status, a minute of chaos (about ten minutes)
@@ -31,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SEED ?= 1
 WORLDS ?= 100000
 
-.PHONY: help demo check test test-all bench bench-serve bench-network chaos pictures models sweep worlds lint format clean install
+.PHONY: help demo check test test-all bench bench-serve bench-network what-if chaos pictures models sweep worlds lint format clean install
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -73,6 +74,10 @@ bench-serve: $(VENV)/.installed-dev
 # For example: make bench-network ARGS="--networks C --rounds 1 --curves --minutes 30"
 bench-network: $(VENV)/.installed-dev
 	@exec $(BIN)/python tests/bench/network.py $(ARGS)
+
+# For example: make what-if ARGS="--folder /tmp --mbps 100,1000"
+what-if: $(VENV)/.installed-dev
+	@exec $(BIN)/python tests/bench/what_if.py $(ARGS)
 
 # For example: make chaos ARGS="--minutes 5 --seed 7 --json"
 chaos: $(VENV)/.installed

@@ -42,6 +42,14 @@ def plan(
     scheduler: Annotated[
         Scheduler, typer.Option("--scheduler", help="How to cut and place; the others are baselines.")
     ] = Scheduler.op_fence,
+    line_mbps: Annotated[
+        float | None,
+        typer.Option(
+            "--line-mbps",
+            metavar="MBPS",
+            help="As if each peer had a line of its own, up and down, of so much.",
+        ),
+    ] = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -53,6 +61,8 @@ def plan(
     from fusion.runtime.placing import swarm_file
 
     asked, described = spec.load(options.job_file(job)), swarm_file.load(options.job_file(swarm))
+    if line_mbps is not None:
+        described = described.with_lines(line_mbps)
     output.status(f"placing {asked.name} on {len(described.peers)} peers ...")
     from fusion.runtime.placing.offline_plan import plan_training
 
@@ -111,6 +121,7 @@ def summary(found: Plan, names: Mapping[str, str]) -> list[str]:
         f"a step: {seconds_text(found.predicted_seconds)} predicted, {seconds_text(found.simulated_seconds)} "
         f"simulated, and with these stages never less than {seconds_text(found.bound_seconds)}",
         f"bottleneck: {bottleneck}",
+        *_throughput(found),
         f"schedule: {found.schedule}, {_count(found.microbatches, 'microbatch', 'microbatches')}, "
         f"{found.in_flight} in flight at most",
     ]
@@ -127,6 +138,15 @@ def summary(found: Plan, names: Mapping[str, str]) -> list[str]:
             "a guess: nobody has measured these links; in a swarm file, [[links]], [[sites]] or [default] would tell"
         )
     return lines
+
+
+def _throughput(found: Plan) -> list[str]:
+    if not found.samples:
+        return []
+    line = f"throughput: {found.samples_per_second:.3g} sequences/s"
+    if found.price_usd:
+        line += f"; of peers for ${found.price_usd:,.0f}, {1000 * found.samples_per_second / found.price_usd:.3g} for $1000"
+    return [line]
 
 
 def _compression(found: Plan) -> str:

@@ -48,7 +48,14 @@ def test_a_wheel_has_every_module_and_what_lies_beside_the_code(installed: Path)
     examples = {relative(p) for end in ("toml", "py") for p in (ROOT / "examples").rglob(f"*.{end}")}
     pages = {relative(path) for path in (ROOT / "runtime/serving/http/page").iterdir()}
     assert len(pages) == 3
-    assert found == {*map(relative, modules()), "bootstrap_peers.txt", "py.typed", *examples, *pages}
+    assert found == {
+        *map(relative, modules()),
+        "bootstrap_peers.txt",
+        "py.typed",
+        "runtime/placing/devices.toml",
+        *examples,
+        *pages,
+    }
 
 
 def test_the_command_line_finds_them_from_any_folder(installed: Path, tmp_path: Path) -> None:

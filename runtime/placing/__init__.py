@@ -2,6 +2,7 @@
 
 known_network     the swarm as placement sees it
 link_guess        what a link is probably like, until somebody measures it
+device_table      devices that a swarm file may name, `devices.toml`
 swarm_file        `swarm.toml`: a swarm that need not exist
 codec_choice      the codecs of a job's edges, from its links
 codec_placement   placement and codecs together, as each depends on the other

@@ -21,11 +21,16 @@ from fusion.runtime.placing.swarm_file import SwarmFile
 def plan_training(spec: JobSpec, swarm: SwarmFile, scheduler: Scheduler = "op-fence") -> Plan:
     """Place the job on the peers of the swarm file. Raises JobError, CaptureError, PlacementError. Blocking: seconds
     for a large model."""
+    return plan_graph(training_graph(spec), spec, swarm, scheduler)
+
+
+def plan_graph(graph: Graph, spec: JobSpec, swarm: SwarmFile, scheduler: Scheduler = "op-fence") -> Plan:
+    """The same with the job's `training_graph` at hand: for many plans of one job."""
     network = swarm.network()
     if spec.placement.peers:
         chosen = _chosen(spec.placement.peers, swarm)
         network = Network(devices=tuple(d for d in network.devices if d.peer in chosen), links=network.links)
-    graph, train = training_graph(spec), spec.train
+    train = spec.train
     sizes = {"batch": train.microbatch_size, "sequence": train.sequence}
     memory = training_memory(spec.optimizer, spec.compression)
     found = place_with_codecs(
@@ -49,6 +54,7 @@ def plan_training(spec: JobSpec, swarm: SwarmFile, scheduler: Scheduler = "op-fe
         edge_costs=found.costs,
         compression=spec.compression,
         known=lambda a, b: swarm.pair(a, b).known,
+        price_usd=swarm.price(d.peer for d in network.devices),
     )
 
 

@@ -70,6 +70,12 @@ class Plan:
     bound_seconds: float  # a step, if whatever is busiest were busy all the time
     bottleneck: str
     compression: CompressionConfig = field(default_factory=CompressionConfig)
+    samples: int = 0  # that a step trains on
+    price_usd: float | None = None  # of all peers that were offered; None where it is not known of each
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / max(self.simulated_seconds, 1e-12)
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
@@ -90,8 +96,10 @@ def planned(
     edge_costs: EdgeCosts | None = None,
     compression: CompressionConfig | None = None,
     known: Callable[[str, str], bool] = lambda a, b: True,
+    price_usd: float | None = None,
 ) -> Plan:
-    """`sizes` are those of one microbatch; `known` tells which ordered pairs of peers `network` does not guess."""
+    """`sizes` are those of one microbatch; `known` tells which ordered pairs of peers `network` does not guess; `price_usd` is
+    that of the peers in `network`."""
     pipe = pipeline(graph, placement, network, sizes, edge_costs, memory)
     prediction, trace = step_seconds(pipe), simulate(pipe)
     flops = [c.forward_flops + c.backward_flops * placement.training for c in node_costs(graph, sizes)]
@@ -157,4 +165,6 @@ def planned(
         bound_seconds=prediction.bound_seconds,
         bottleneck=prediction.bottleneck,
         compression=compression or CompressionConfig(),
+        samples=pipe.microbatches * sizes.get("batch", 1),
+        price_usd=price_usd,
     )

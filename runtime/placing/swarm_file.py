@@ -9,10 +9,16 @@ rtt_ms = 1
 name = "lab-1"
 site = "lab"                 # optional
 gflops = 300                 # what it reaches, in float32 (or mflops)
-memory = "8GiB"
+memory = "8GiB"              # what it lends
 up_mbps = 40                 # of its own line, shared by all that it sends; left out: no limit
 down_mbps = 100
 rtt_ms = 10                  # from it to the exchange and back: added at either end of a pair, but not within a site
+
+[[peers]]
+name = "home"
+count = 50                   # home-1 to home-50, all alike; names of [[links]] are these
+device = "rtx-3080"          # instead of gflops and memory: a row of devices.toml, of which
+efficiency = 0.5             # so much of its peak is reached; it lends all its memory unless memory says less
 
 [[links]]
 between = ["lab", "home"]    # both ways, or from = "lab", to = "home"; each a peer or a site
@@ -24,14 +30,15 @@ rtt_ms = 30
 
 Two peers between which nothing says otherwise are 40 ms apart (0 where both have an rtt_ms of their own), at 10 Mbps (or
 as fast as up_mbps and down_mbps allow, where there are both). `queue_ms` and `loss` describe a pair further for those
-who emulate it; placement reads neither. `memory_gb_per_second` paces what is not arithmetic.
+who emulate it; placement reads neither. `memory_gb_per_second` paces what is not arithmetic. `price_usd` is what a peer
+costs, if that of its device's row is not right.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import permutations
 from pathlib import Path
@@ -42,9 +49,13 @@ from fusion.runtime.job import toml_files
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build
 from fusion.runtime.job.size_text import parse_size
+from fusion.runtime.placing.device_table import DeviceRow, Precision, device_row
 
 MAX_SWARM_BYTES = 64 << 20
+MAX_PEERS = 1_000_000  # counted out
 BYTES_PER_MBIT = 1e6 / 8
+# Of a device's peak: large products of a transformer in training reach 0.44 to 0.52 of an A100's (Megatron-LM, arXiv 2104.04473).
+EFFICIENCY = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +76,14 @@ class Pair:
 @dataclass(frozen=True, kw_only=True)
 class PeerEntry:
     name: str
+    count: int | None = None  # so many peers like this one
     gflops: float | None = None
     mflops: float | None = None
-    memory: int | str
-    memory_gb_per_second: float = Device.memory_bytes_per_second / 1e9
+    device: str | None = None
+    efficiency: float | None = None
+    memory: int | str | None = None
+    memory_gb_per_second: float | None = None
+    price_usd: float | None = None
     site: str | None = None
     up_mbps: float | None = None
     down_mbps: float | None = None
@@ -76,32 +91,67 @@ class PeerEntry:
 
     def __post_init__(self) -> None:
         _check_name(self.name)
-        if (self.gflops is None) == (self.mflops is None):
-            raise ValueError("gflops (or mflops) must be set, one of the two")
-        for key in ("gflops", "mflops", "memory_gb_per_second", "up_mbps", "down_mbps"):
+        if sum(value is not None for value in (self.gflops, self.mflops, self.device)) != 1:
+            raise ValueError("gflops (or mflops, or device) must be set, one of the three")
+        for key in ("gflops", "mflops", "memory_gb_per_second", "price_usd", "up_mbps", "down_mbps"):
             _check_above_zero(key, getattr(self, key))
         _check_not_below_zero("rtt_ms", self.rtt_ms)
+        if self.count is not None and not 1 <= self.count <= MAX_PEERS:
+            raise ValueError(f"count must be from 1 to {MAX_PEERS}, not {self.count}")
+        if self.efficiency is not None and (self.device is None or not 0 < self.efficiency <= 1):
+            raise ValueError("efficiency is of a device, above 0 and at most 1")
+        if self.memory is None and (self.row is None or self.row.memory is None):
+            said = (
+                "memory is missing"
+                if self.row is None
+                else f"memory must be set: {self.device} has none of its own"
+            )
+            raise ValueError(said)
         if self.memory_bytes < 1:
             raise ValueError(f"memory must be a size such as 4GiB, not {self.memory}")
 
-    @property
-    def flops_per_second(self) -> float:
+    @cached_property
+    def row(self) -> DeviceRow | None:
+        return None if self.device is None else device_row(self.device)
+
+    def flops_per_second(self, precision: Precision = "float32") -> float:
+        """What it reaches. Of a peer whose gflops are said, no more is known of other precisions."""
+        if self.row is not None:
+            return self.row.peak_flops_per_second(precision) * (self.efficiency or EFFICIENCY)
         return self.gflops * 1e9 if self.gflops is not None else (self.mflops or 0.0) * 1e6
 
     @cached_property
     def memory_bytes(self) -> int:
-        return self.memory if isinstance(self.memory, int) else parse_size(self.memory, "memory")
+        if isinstance(self.memory, int):
+            return self.memory
+        return parse_size(self.memory or (self.row and self.row.memory) or "", "memory")
 
     @property
-    def device(self) -> Device:
+    def memory_bytes_per_second(self) -> float:
+        if self.memory_gb_per_second is not None:
+            return self.memory_gb_per_second * 1e9
+        return self.row.memory_gb_per_second * 1e9 if self.row else Device.memory_bytes_per_second
+
+    @property
+    def price(self) -> float | None:
+        """In dollars; None where nobody says."""
+        return self.row.price_usd if self.price_usd is None and self.row else self.price_usd
+
+    def of_device(self, precision: Precision) -> Device:
         return Device(
             peer=self.name,
-            flops_per_second=self.flops_per_second,
+            flops_per_second=self.flops_per_second(precision),
             memory_bytes=self.memory_bytes,
-            memory_bytes_per_second=self.memory_gb_per_second * 1e9,
+            memory_bytes_per_second=self.memory_bytes_per_second,
             up_bytes_per_second=math.inf if self.up_mbps is None else self.up_mbps * BYTES_PER_MBIT,
             down_bytes_per_second=math.inf if self.down_mbps is None else self.down_mbps * BYTES_PER_MBIT,
         )
+
+    def counted_out(self) -> tuple[PeerEntry, ...]:
+        """One for each of `count`, with a name of its own."""
+        if self.count is None:
+            return (self,)
+        return tuple(replace(self, name=f"{self.name}-{i}", count=None) for i in range(1, self.count + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +211,21 @@ class SwarmFile:
             known=away and limited,
         )
 
-    def network(self) -> Network:
+    def network(self, precision: Precision = "float32") -> Network:
         """As placement sees it. Its links are worked out when they are asked for: there may be 10^8 of them."""
-        return Network(devices=tuple(peer.device for peer in self.peers), links=_LinksByRule(self))
+        return Network(
+            devices=tuple(peer.of_device(precision) for peer in self.peers), links=_LinksByRule(self)
+        )
+
+    def with_lines(self, mbps: float) -> SwarmFile:
+        """The same peers, each with a line of its own of so many Mbps, up and down. JobError where that is no rate."""
+        _check_above_zero("line-mbps", mbps)
+        return replace(self, peers=tuple(replace(p, up_mbps=mbps, down_mbps=mbps) for p in self.peers))
+
+    def price(self, names: Iterable[str]) -> float | None:
+        """Of these peers, in dollars; None unless all have one."""
+        found = [self.by_name[name].price for name in names]
+        return sum(p for p in found if p is not None) if None not in found else None
 
 
 class _LinksByRule(Mapping[tuple[str, str], Link]):
@@ -210,7 +272,11 @@ def parse(text: str) -> SwarmFile:
 
 def _swarm(table: dict[str, Any]) -> SwarmFile:
     _check_known(table, {"peers", "sites", "links", "default"}, "")
-    peers = tuple(build(PeerEntry, entry, where) for where, entry in _entries(table, "peers"))
+    entries = [(where, build(PeerEntry, entry, where)) for where, entry in _entries(table, "peers")]
+    if (total := sum(entry.count or 1 for _, entry in entries)) > MAX_PEERS:
+        raise JobError(f"peers: {total} of them, counted out, and at most {MAX_PEERS} may be")
+    counted = [entry.counted_out() for _, entry in entries]
+    peers = tuple(peer for some in counted for peer in some)
     if not peers:
         raise JobError("there is no peer: add a [[peers]] table with name, gflops and memory")
     sites: dict[str, LinkFigures] = {}
@@ -222,11 +288,12 @@ def _swarm(table: dict[str, Any]) -> SwarmFile:
         _check_name(name, f"{where}.")
         sites[name] = build(LinkFigures, {k: v for k, v in entry.items() if k != "name"}, where)
         _check_new(name, names, where)
-    for i, peer in enumerate(peers):
-        _check_new(peer.name, names, f"peers[{i}]")
-        if peer.site is not None and peer.site not in sites:
+    for (where, entry), some in zip(entries, counted, strict=True):
+        for peer in some:
+            _check_new(peer.name, names, where)
+        if entry.site is not None and entry.site not in sites:
             known = ", ".join(list(sites)[:10]) or "there are none"
-            raise JobError(f"peers[{i}].site: no [[sites]] is called {peer.site!r:.60} (sites: {known})")
+            raise JobError(f"{where}.site: no [[sites]] is called {entry.site!r:.60} (sites: {known})")
     links: dict[tuple[str, str], LinkFigures] = {}
     for where, entry in _entries(table, "links"):
         way = build(LinkFigures, {k: v for k, v in entry.items() if k not in _ENDS}, where)

@@ -139,7 +139,7 @@ def test_our_networks(name):
         ("[[peers]\n", "not TOML: .* line 1"),
         ("a = " + "[" * 5000, "not a swarm|not TOML"),
         ("speed = 3\n" + TWO, "speed is not known here .known: default, links, peers, sites."),
-        (TWO + "colour = 3\n", r"peers\[1\].colour is not known here .known: down_mbps, gflops"),
+        (TWO + "colour = 3\n", r"peers\[1\].colour is not known here .known: count, device, down_mbps"),
         (TWO.replace("gflops = 1\n", ""), r"peers\[0\].gflops .or mflops. must be set"),
         (TWO.replace("gflops = 1\n", "gflops = -5\n"), r"peers\[0\].gflops must be above 0, not -5"),
         (TWO.replace("gflops = 1\n", "gflops = nan\n"), r"peers\[0\].gflops must be above 0, not nan"),
@@ -229,3 +229,57 @@ def written(value):
 def test_the_example_is_a_swarm():
     swarm = load(Path(__file__).resolve().parents[3] / "examples" / "swarm.toml")
     assert all(swarm.pair(a.name, b.name).known for a, b in permutations(swarm.peers, 2))
+
+
+FIFTY = '[[peers]]\nname = "home"\ncount = 50\ndevice = "rtx-3080"\n'
+
+
+def test_peers_by_the_device_that_they_are_and_so_many_of_them():
+    swarm = parse(FIFTY + "up_mbps = 100\n")
+    assert [peer.name for peer in swarm.peers[:2]] == ["home-1", "home-2"] and len(swarm.peers) == 50
+    device = swarm.network().devices[49]
+    assert (device.flops_per_second, device.memory_bytes) == (0.5 * 29.8e12, 10 << 30)
+    assert device.memory_bytes_per_second == 760e9 and device.up_bytes_per_second == 12.5e6
+    assert swarm.network("bf16").devices[0].flops_per_second == 0.5 * 59.5e12
+    assert swarm.price(swarm.by_name) == 50 * 699
+    own = parse(FIFTY + 'efficiency = 0.3\nmemory = "8GiB"\nprice_usd = 300\nmemory_gb_per_second = 1\n')
+    device = own.network().devices[0]
+    assert device.flops_per_second == pytest.approx(0.3 * 29.8e12) and device.memory_bytes == 8 << 30
+    assert device.memory_bytes_per_second == 1e9 and own.price(own.by_name) == 15_000
+
+
+def test_what_is_said_in_gflops_is_that_in_every_precision_and_has_no_price():
+    swarm = parse(TWO)
+    assert swarm.network("bf16").devices == swarm.network().devices
+    assert swarm.price(swarm.by_name) is None
+    assert parse(TWO + "price_usd = 3\n").price(["b"]) == 3
+
+
+def test_every_peer_with_a_line_of_its_own():
+    swarm = parse(TWO + "up_mbps = 8\n").with_lines(80)
+    assert {(d.up_bytes_per_second, d.down_bytes_per_second) for d in swarm.network().devices} == {(1e7, 1e7)}
+    with pytest.raises(JobError, match="line-mbps must be above 0"):
+        swarm.with_lines(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (FIFTY.replace("rtx-3080", "rtx-308"), "peers[0].device: 'rtx-308' is not in the table of devices (for example: "),
+        (FIFTY + "gflops = 3\n", "peers[0].gflops (or mflops, or device) must be set, one of the three"),
+        (FIFTY.replace("50", "0"), "peers[0].count must be from 1 to"),
+        (FIFTY.replace("50", "10_000_000"), "peers[0].count must be from 1 to"),
+        (FIFTY.replace("50", "900_000") + FIFTY.replace("home", "h").replace("50", "900_000"), "1800000 of them"),
+        (FIFTY + "efficiency = 1.5\n", "peers[0].efficiency is of a device, above 0 and at most 1"),
+        (TWO + "efficiency = 0.5\n", "peers[1].efficiency is of a device"),
+        (FIFTY + "price_usd = 0\n", "peers[0].price_usd must be above 0"),
+        (FIFTY + FIFTY, "peers[1].name: 'home-1' is taken"),
+        (FIFTY.replace("rtx-3080", "epyc-7763"), "peers[0].memory must be set: epyc-7763 has none of its own"),
+        ('[[peers]]\nname = "a"\ngflops = 1\n', "peers[0].memory is missing"),
+        (FIFTY + 'site = "x"\n', "peers[0].site: no [[sites]] is called 'x'"),
+    ],
+)  # fmt: skip
+def test_devices_and_counts_that_cannot_be(text, said):
+    with pytest.raises(JobError) as caught:
+        parse(text)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
