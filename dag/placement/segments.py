@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,32 @@ def measure(
     training: bool,
     memory: MemoryConfig = MemoryConfig(),  # noqa: B008 - frozen
 ) -> Segments:
+    """Remembered for the last few: a placement is measured again and again while its schedule and codecs are chosen."""
+    return _measure(_Same(graph), tuple(cuts), tuple(sizes.items()), training, memory)
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """A graph that equals itself alone: to compare two would take as long as measuring them."""
+
+    graph: Graph
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.graph is self.graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+
+@lru_cache(maxsize=4)
+def _measure(
+    same: _Same,
+    cuts: tuple[int, ...],
+    known: tuple[tuple[str, int], ...],
+    training: bool,
+    memory: MemoryConfig,
+) -> Segments:
+    graph, sizes = same.graph, dict(known)
     bounds = (0, *cuts, len(graph.nodes))
     at = np.array(bounds)
     costs = node_costs(graph, sizes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from fusion.compression import spec as specs
 from fusion.compression.adaptive import GENTLE, CodecSpeed
@@ -22,7 +22,7 @@ from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import Pipeline, Schedule, pipeline
 from fusion.dag.placement.place import Placement, Scheduler, place
-from fusion.dag.placement.simulate import simulate
+from fusion.dag.placement.simulate import Trace, simulate
 from fusion.runtime.job.manifest import CompressionConfig, EdgeCodecs, TrainConfig
 from fusion.runtime.placing.codec_choice import WITH_TOPK, codec_costs, edges_of, fastest_codecs, ties_of
 
@@ -37,6 +37,7 @@ class CodecPlacement:
     placement: Placement  # with the schedule that a job takes
     codecs: EdgeCodecs
     costs: pipelines.EdgeCosts  # of `codecs`
+    trace: Trace  # of its step
 
 
 def place_with_codecs(
@@ -105,10 +106,15 @@ def _wired(
     dense = lay(runs)
     busiest = max(stage.forward_seconds + stage.backward_seconds for stage in dense.stages)
 
-    def simulated(codecs: EdgeCodecs, depth: int = runs.depth) -> float:
+    @lru_cache(maxsize=2)
+    def played(codecs: EdgeCodecs, depth: int) -> Trace:
         costs = codec_costs(codecs, edges, sizes, speeds, compression.reuse_mask)
-        deep = replace(runs, depth=depth)
-        return simulate(lay(deep, edge_costs=costs)).step_seconds
+        return simulate(lay(replace(runs, depth=depth), edge_costs=costs))
+
+    first = runs.depth
+
+    def simulated(codecs: EdgeCodecs, depth: int = first) -> float:
+        return played(codecs, depth).step_seconds
 
     codecs = fastest_codecs(
         edges, ties, sizes, runs.owners, network, compression, speeds, busiest, simulated
@@ -123,7 +129,8 @@ def _wired(
         if took < seconds * (1 - _DEEPER):
             runs, seconds = deep, took
     costs = codec_costs(codecs, edges, sizes, speeds, compression.reuse_mask)
-    return seconds, CodecPlacement(placement=runs, codecs=codecs, costs=costs)
+    trace = played(codecs, runs.depth)
+    return seconds, CodecPlacement(placement=runs, codecs=codecs, costs=costs, trace=trace)
 
 
 def _fits(pipe: Pipeline) -> bool:

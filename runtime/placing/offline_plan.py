@@ -54,6 +54,7 @@ def plan_graph(graph: Graph, spec: JobSpec, swarm: SwarmFile, scheduler: Schedul
         edge_costs=found.costs,
         compression=spec.compression,
         known=lambda a, b: swarm.pair(a, b).known,
+        trace=found.trace,
         price_usd=swarm.price(d.peer for d in network.devices),
     )
 

@@ -89,5 +89,6 @@ def _training(
         edge_costs=found.costs,
         compression=config.compression,
         known=swarm.known,
+        trace=found.trace,
     )
     return replace(placed, predicted_seconds=plan.predicted_seconds, plan=plan)

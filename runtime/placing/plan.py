@@ -13,7 +13,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import EdgeCosts, pipeline
 from fusion.dag.placement.place import Placement
-from fusion.dag.placement.simulate import simulate
+from fusion.dag.placement.simulate import Trace, simulate
 from fusion.dag.placement.step_model import step_seconds
 from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.placing.swarm_file import BYTES_PER_MBIT
@@ -97,11 +97,12 @@ def planned(
     compression: CompressionConfig | None = None,
     known: Callable[[str, str], bool] = lambda a, b: True,
     price_usd: float | None = None,
+    trace: Trace | None = None,
 ) -> Plan:
     """`sizes` are those of one microbatch; `known` tells which ordered pairs of peers `network` does not guess; `price_usd` is
-    that of the peers in `network`."""
+    that of the peers in `network`; `trace`: of a step of it, where that has been simulated already."""
     pipe = pipeline(graph, placement, network, sizes, edge_costs, memory)
-    prediction, trace = step_seconds(pipe), simulate(pipe)
+    prediction, trace = step_seconds(pipe), trace or simulate(pipe)
     flops = [c.forward_flops + c.backward_flops * placement.training for c in node_costs(graph, sizes)]
     bounds = list(pairwise((0, *placement.cuts, len(graph.nodes))))
     stages = tuple(
