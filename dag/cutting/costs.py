@@ -62,6 +62,16 @@ def differentiable(graph: Graph, given: Iterable[Ref] = ()) -> frozenset[Ref]:
     return frozenset(found)
 
 
+def cast_once(graph: Graph) -> frozenset[Ref]:
+    """The casts of trainable parameters: a plane makes them once a step, not for each microbatch."""
+    trained = {v.name for v in graph.variables if v.trainable and v.kind == "parameter"}
+    return frozenset(
+        Ref(node.name)
+        for node in graph.nodes
+        if node.op == "aten.to.dtype" and isinstance(node.args[0], Ref) and node.args[0].name in trained
+    )
+
+
 def node_costs(
     graph: Graph, sizes: Mapping[str, int], needing: frozenset[Ref] | None = None
 ) -> tuple[NodeCost, ...]:
@@ -69,8 +79,11 @@ def node_costs(
     gradient (default: those that depend on a trainable variable). GraphError on a symbol without a size."""
     types = bound_types(graph, sizes)
     needing = differentiable(graph) if needing is None else needing
-    storage = storages(graph)
-    seen: set[Ref] = {Ref(v.name) for v in graph.variables}  # what the stash holds without keeping it
+    storage, once = storages(graph), cast_once(graph)
+    seen: set[Ref] = {
+        *once,
+        *(Ref(v.name) for v in graph.variables),
+    }  # what the stash holds without keeping it
     variables = {v.name: v for v in graph.variables}
     costs = []
     for node in graph.nodes:
@@ -88,7 +101,9 @@ def node_costs(
                 family=found.family,
                 forward_flops=flops,
                 backward_flops=int(flops * _backward_ratio(found, node, needing)),
-                moved_bytes=0 if found.family == "view" else output + _read_bytes(found, call, results),
+                moved_bytes=0
+                if found.family == "view" or Ref(node.name) in once
+                else output + _read_bytes(found, call, results),
                 output_bytes=output,
                 saved_bytes=own + sum(type_bytes(types[value]) for value in fresh),
                 parameter_bytes=sum(type_bytes(types[Ref(v.name)]) for v in read),

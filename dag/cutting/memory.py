@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fusion.dag.cutting.costs import bound_types, differentiable, stashed, storages, type_bytes
+from fusion.dag.cutting.costs import bound_types, cast_once, differentiable, stashed, storages, type_bytes
 from fusion.dag.cutting.crossing import crossing
 from fusion.dag.ir.graph import Graph, Ref, TensorType
 from fusion.dag.ir.opset import kept
@@ -131,7 +131,8 @@ class _Measure:
         blocks = np.searchsorted(self._bounds, np.arange(len(graph.nodes)), side="right") - 1
         self._block: list[int] = blocks.tolist()
         self._storages = storages(graph)
-        self._variables = {Ref(v.name) for v in graph.variables}
+        self._once = cast_once(graph) if training else frozenset()
+        self._variables = {*self._once, *(Ref(v.name) for v in graph.variables)}
 
     def static(self, slots: int) -> Matrix:
         table = _Rectangles(self._size)
@@ -144,6 +145,8 @@ class _Measure:
             elif self._training and variable.trainable and variable.kind == "parameter":
                 bytes_ += bytes_ + slots * _FLOAT32_BYTES * elements(type_)
             table.holders([self._block[r] for r in readers], -1, bytes_)
+        for cast in self._once:
+            table.holders([self._block[self._graph.node_index[cast.name]]], -1, type_bytes(self._types[cast]))
         return table.matrix()
 
     def stash(self) -> Matrix:

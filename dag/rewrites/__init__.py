@@ -13,6 +13,7 @@ cached_recurrence    linear attention and state spaces that go on with an earlie
 kv_cache             attention that reads earlier positions from a cache
 last_position        logits of the last position only
 end_to_end           whether several sequences may run as one
+mixed_precision      half precision with float32 weights, for training
 quantise             matrices stored as int8 or int4
 fuse                 one op for what exports spell out
 """

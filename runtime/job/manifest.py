@@ -17,6 +17,11 @@ MANIFEST_VERSION = 3  # 1 had no compression, 2 other names and no word of who m
 EdgeCodecs = tuple[tuple[str, str, str], ...]
 
 
+# What products are computed in; weights and what is made of them in an update are float32 with each
+# (`fusion.dag.rewrites.mixed_precision`).
+Precision = Literal["float32", "bf16", "fp16"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     kind: Literal["adamw", "sgd"] = "adamw"
@@ -77,6 +82,8 @@ class TrainConfig:
     evaluate_batches: int = 8
     compression: CompressionConfig = CompressionConfig()
     codecs: EdgeCodecs = ()  # what the job begins with
+    # The graph says what is rounded; "fp16": and gradients are scaled (`fusion.runtime.training.compute.loss_scale`).
+    precision: Precision = "float32"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,8 @@ def encode(manifest: Manifest) -> bytes:
         del fields["serve"]["source"]  # as peers know it that have no part in encoder-decoders
     if manifest.serve is not None and not manifest.serve.outputs:
         del fields["serve"]["outputs"], fields["serve"]["batch"]  # nor in models that answer in one run
+    if manifest.train is not None and manifest.train.precision == "float32":
+        del fields["train"]["precision"]  # as peers know it that train in float32 alone
     packed: bytes = msgpack.packb(fields, use_bin_type=True)
     return packed
 

@@ -14,6 +14,7 @@ held_out = 0.05              # share of the files, or a list of patterns
 [train]
 steps = 200
 sequence = 128
+precision = "bf16"           # of products and of what crosses between stages; left out: float32
 
 [optimizer]
 learning_rate = 1e-3
@@ -42,7 +43,7 @@ from fusion.runtime.job import toml_files
 from fusion.runtime.job.admission import AdmissionSpec, LimitsSpec
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build
-from fusion.runtime.job.manifest import CompressionConfig, OptimizerConfig
+from fusion.runtime.job.manifest import CompressionConfig, OptimizerConfig, Precision
 from fusion.runtime.job.manifest_wire import validate_compression, validate_optimizer
 from fusion.runtime.job.model_files import check_huggingface
 
@@ -127,6 +128,7 @@ class TrainSpec:
     microbatch_size: int = 4
     seed: int = 0
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    precision: Precision = "float32"
     snapshot_every: int = 0  # steps; 0, or left out: the lead decides from costs and losses
     evaluate_every: int = 0
     evaluate_batches: int = 8

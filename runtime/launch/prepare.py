@@ -66,6 +66,7 @@ def train_config(spec: JobSpec, data: DataConfig) -> TrainConfig:
         evaluate_every=train.evaluate_every,
         evaluate_batches=train.evaluate_batches,
         compression=spec.compression,
+        precision=train.precision,
     )
 
 

@@ -61,7 +61,7 @@ def _language_job(spec: JobSpec, store: BlobStore, say: Say) -> TrainingJob:
         )
     say("packing the data")
     return TrainingJob(
-        graph=trained_graph(model.training),
+        graph=trained_graph(model.training, spec.train.precision),
         data=pack_data(spec.data, tokenizer, model.about.vocabulary, spec.train.sequence, store, say),
         read=model.read,
         files=export_files(model),
@@ -90,7 +90,7 @@ def _python_job(spec: JobSpec, store: BlobStore, say: Say) -> TrainingJob:
     if graphs.inference is not None:
         files = graph_files(graphs.inference, sources.About(outputs=graphs.outputs), graphs.read)
     return TrainingJob(
-        graph=trained_graph(graphs.training),
+        graph=trained_graph(graphs.training, spec.train.precision),
         data=packed,
         read=graphs.read,
         files=files,

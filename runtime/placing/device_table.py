@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from fusion.runtime.job import toml_files
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build
+from fusion.runtime.job.manifest import Precision
 from fusion.runtime.job.size_text import parse_size
 
 TABLE = Path(__file__).with_name("devices.toml")
 MAX_TABLE_BYTES = 1 << 20
 _OFFERED = 6  # names in a message
-
-Precision = Literal["float32", "bf16", "fp16"]  # what the products of a job are computed in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,11 +25,12 @@ def training_graph(spec: JobSpec) -> Graph:
             raise JobError(
                 f"train.sequence must be at most {model.max_sequence}, what the model was built for"
             )
-        return trained_graph(model.capture(training=True))
+        return trained_graph(model.capture(training=True), spec.train.precision)
     if isinstance(spec.model, PythonConfig):
         python, data = python_job(spec, read_tokenizer(spec.data.tokenizer), lambda line: None)
         example = {name: torch.from_numpy(array) for name, array in data.example().items()}
-        return trained_graph(python.capture(example).training)
+        return trained_graph(python.capture(example).training, spec.train.precision)
     with torch.device("meta"):
         module = GPT(spec.model)
-    return trained_graph(capture_language_model(module, training=True, maximum_sequence=spec.model.sequence))
+    captured = capture_language_model(module, training=True, maximum_sequence=spec.model.sequence)
+    return trained_graph(captured, spec.train.precision)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusion.compression.reference_speeds import REFERENCE
+from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.place import Scheduler
 from fusion.runtime.job.errors import JobError
@@ -26,7 +27,7 @@ def plan_training(spec: JobSpec, swarm: SwarmFile, scheduler: Scheduler = "op-fe
 
 def plan_graph(graph: Graph, spec: JobSpec, swarm: SwarmFile, scheduler: Scheduler = "op-fence") -> Plan:
     """The same with the job's `training_graph` at hand: for many plans of one job."""
-    network = swarm.network()
+    network = swarm.network(spec.train.precision)
     if spec.placement.peers:
         chosen = _chosen(spec.placement.peers, swarm)
         network = Network(devices=tuple(d for d in network.devices if d.peer in chosen), links=network.links)

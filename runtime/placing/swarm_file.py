@@ -48,8 +48,9 @@ from fusion.dag.placement.network import UNKNOWN_LINK, Device, Link, Network
 from fusion.runtime.job import toml_files
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build
+from fusion.runtime.job.manifest import Precision
 from fusion.runtime.job.size_text import parse_size
-from fusion.runtime.placing.device_table import DeviceRow, Precision, device_row
+from fusion.runtime.placing.device_table import DeviceRow, device_row
 
 MAX_SWARM_BYTES = 64 << 20
 MAX_PEERS = 1_000_000  # counted out
@@ -92,7 +93,7 @@ class PeerEntry:
     def __post_init__(self) -> None:
         _check_name(self.name)
         if sum(value is not None for value in (self.gflops, self.mflops, self.device)) != 1:
-            raise ValueError("gflops (or mflops, or device) must be set, one of the three")
+            raise ValueError("gflops (or mflops) must be set, or device: one of the three")
         for key in ("gflops", "mflops", "memory_gb_per_second", "price_usd", "up_mbps", "down_mbps"):
             _check_above_zero(key, getattr(self, key))
         _check_not_below_zero("rtt_ms", self.rtt_ms)

@@ -7,6 +7,9 @@ import math
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
 
+SKIPPED = 0.0  # the clip factor of a step in which a gradient in float16 has overflowed: nothing is applied
+MOST_SKIPPED = 24  # in a row: then the largest loss scale has become 1
+
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """The rate of update number `step` (0 .. steps - 1) of a job of `steps` updates.

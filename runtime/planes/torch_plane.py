@@ -8,15 +8,16 @@ A training stage keeps one autograd graph for each microbatch in flight: the val
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from fusion.dag.cutting.costs import cast_once
 from fusion.dag.cutting.positional import written_buffers
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir.graph import Variable
+from fusion.dag.ir.graph import Graph, Ref, Variable
 from fusion.runtime.job.manifest import OptimizerConfig
-from fusion.runtime.planes.codegen import compile_graph
+from fusion.runtime.planes.codegen import TORCH_DTYPES, compile_graph
 from fusion.runtime.planes.dropout import Masks
 from fusion.runtime.planes.optimizer import Optimizer
 from fusion.runtime.planes.plane import RngKey, Tensors
@@ -42,15 +43,18 @@ class TorchTrainingStage:
         self.stage = stage
         self.device = torch.device(device)
         graph = stage.graph
-        self._training = compile_graph(graph, self.device, training=True)
-        self._evaluation = compile_graph(graph, self.device, training=False)
+        # A weight in half precision is made once a step, not in each microbatch, which would keep it for its backward pass.
+        self._cast, program = _casts_apart(graph)
+        self._half: tuple[torch.Tensor, ...] | None = None
+        self._training = compile_graph(program, self.device, training=True)
+        self._evaluation = compile_graph(program, self.device, training=False)
         self._values = {v.name: _own(variables, v, self.device) for v in graph.variables}
         self._parameters = {
             v.name: self._values[v.name] for v in graph.variables if v.kind == "parameter" and v.trainable
         }
         for parameter in self._parameters.values():
             parameter.requires_grad_()
-        self._ordered = tuple(self._values[name] for name in self._training.variables)
+        self._ordered = tuple(self._values[v.name] for v in graph.variables)
         # Running statistics change in every forward pass, and only a commit makes that stick.
         self._written = {ref.name: self._values[ref.name] for ref in written_buffers(graph)}
         self._committed = {name: value.clone() for name, value in self._written.items()}
@@ -70,7 +74,7 @@ class TorchTrainingStage:
             given.append(value)
         masks = Masks(rng, self._training.stateful)
         with torch.enable_grad():
-            outputs = self._training.run(given, self._ordered, masks)
+            outputs = self._training.run(given, self._read(), masks)
         self._stashes[microbatch] = _Stash(leaves, outputs)
         return {key: value.detach() for key, value in zip(self._keys, outputs, strict=True)}
 
@@ -99,7 +103,7 @@ class TorchTrainingStage:
     def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             outputs = self._evaluation.run(
-                selected(self._evaluation, inputs, self.device), self._ordered, None
+                selected(self._evaluation, inputs, self.device), self._read(), None
             )
         return dict(zip(self._keys, outputs, strict=True))
 
@@ -158,6 +162,13 @@ class TorchTrainingStage:
         self._committed = {name: value.clone() for name, value in self._written.items()}
         self._clear()
 
+    def _read(self) -> tuple[torch.Tensor, ...]:
+        """What programs read: the variables, and those that are cast."""
+        if self._half is None:
+            with torch.enable_grad():
+                self._half = tuple(self._values[name].to(dtype) for name, dtype in self._cast)
+        return (*self._ordered, *self._half)
+
     def _parameter(self, name: str) -> torch.Tensor:
         try:
             return self._parameters[name]
@@ -166,6 +177,7 @@ class TorchTrainingStage:
 
     def _clear(self) -> None:
         self._stashes.clear()
+        self._half = None
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -185,6 +197,23 @@ class TorchPlane:
 
 def _own(variables: Mapping[str, torch.Tensor], variable: Variable, device: torch.device) -> torch.Tensor:
     return checked(variables, variable).detach().to(device, copy=True, memory_format=torch.contiguous_format)
+
+
+def _casts_apart(graph: Graph) -> tuple[tuple[tuple[str, torch.dtype], ...], Graph]:
+    """The trained parameters that are cast, and to what, in order; and the graph with these as more variables."""
+    once = cast_once(graph)
+    if not once:
+        return (), graph
+    casts = [node for node in graph.nodes if Ref(node.name) in once]
+    program = replace(
+        graph,
+        variables=(*graph.variables, *(Variable(n.name, n.results[0], trainable=False) for n in casts)),
+        nodes=tuple(node for node in graph.nodes if Ref(node.name) not in once),
+    )
+    names = [next(node.refs()).name for node in casts]
+    return tuple(
+        (name, TORCH_DTYPES[n.results[0].dtype]) for name, n in zip(names, casts, strict=True)
+    ), program
 
 
 def _seed(gradients: Tensors, name: str, value: torch.Tensor) -> torch.Tensor:

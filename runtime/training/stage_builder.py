@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.planes.plane import Plane
+from fusion.runtime.planes.plane import Plane, TrainingStage
+from fusion.runtime.training.compute.loss_scale import LossScaled
 from fusion.runtime.training.lead.tuning import state_bytes
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.loaded_stage import Loaded
@@ -40,9 +41,11 @@ class StageBuilder:
         if self._prepare is not None:
             await asyncio.to_thread(self._prepare)
         compute = self._context.compute.of(parts.whose)
-        plane = await compute.run(
+        plane: TrainingStage = await compute.run(
             self._plane.training, parts.plan.stage, snapshot.variables(state), parts.config.optimizer
         )
+        if parts.config.precision == "fp16":
+            plane = LossScaled(plane)
         if checkpoint.digest is not None:
             await compute.run(plane.load_state, state)
         return Loaded(

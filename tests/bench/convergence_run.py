@@ -19,12 +19,15 @@ from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.sources import Read
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
+from fusion.runtime.planes.learning_rate import SKIPPED, clip_factor, learning_rate
+from fusion.runtime.planes.plane import TrainingStage
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
 from fusion.runtime.training.compute.inbox import Inbox, StagePlan
+from fusion.runtime.training.compute.loss_scale import LossScaled
 from fusion.runtime.training.compute.rad import Rad
 from fusion.runtime.training.compute.stage_codecs import StageCodecs
 from fusion.runtime.training.data.batches import Batches
+from fusion.runtime.training.step.faults import overflowed
 from fusion.swarm.transport import Buffer, Frame
 
 P = ParamSpec("P")
@@ -33,19 +36,20 @@ ATTEMPT = (1, 1)
 
 
 class Line:
-    """All stages of a job. `sent_bytes`: payload between them so far."""
+    """All stages of a job. `sent_bytes`: payload between them so far; `skipped`: steps in which a gradient overflowed."""
 
     def __init__(
         self, graph: Graph, cuts: Sequence[int], read: Read, config: TrainConfig, train: Path, held_out: Path
     ) -> None:
-        self.sent_bytes = 0
+        self.sent_bytes = self.skipped = 0
         self._config = config
         self._arriving: set[asyncio.Future[None]] = set()
         parts = split(graph, cuts)
         ties = tie_groups(parts)
         sizes = {"batch": config.microbatch_size, "sequence": config.sequence}
-        self._planes = [
-            TorchTrainingStage(part, read(part.graph.variables), config.optimizer) for part in parts
+        made = [TorchTrainingStage(part, read(part.graph.variables), config.optimizer) for part in parts]
+        self._planes: list[TrainingStage] = [
+            LossScaled(stage) if config.precision == "fp16" else stage for stage in made
         ]
         plans = [
             StagePlan(
@@ -74,7 +78,10 @@ class Line:
         """One committed step; the training loss."""
         reports = await asyncio.gather(*(rad.step(ATTEMPT, step) for rad in self._rads))
         rate = learning_rate(self._config.optimizer, step, self._config.steps)
-        clip = clip_factor(self._config.optimizer, sum(report.squared_norm for report in reports))
+        norm = sum(report.squared_norm for report in reports)
+        skips = self._config.precision == "fp16" and overflowed(reports)
+        clip = SKIPPED if skips else clip_factor(self._config.optimizer, norm)
+        self.skipped += skips
         for plane, codecs in zip(self._planes, self._codecs, strict=True):
             codecs.commit()
             plane.apply(rate, clip)

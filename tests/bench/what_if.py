@@ -34,7 +34,8 @@ from fusion.runtime.job import spec
 from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.spec import JobSpec
 from fusion.runtime.placing import swarm_file
-from fusion.runtime.placing.offline_plan import plan_graph, training_graph
+from fusion.runtime.placing.offline_graph import training_graph
+from fusion.runtime.placing.offline_plan import plan_graph
 from fusion.runtime.placing.swarm_file import PeerEntry, SwarmFile
 
 ROOT = Path(__file__).parents[2]

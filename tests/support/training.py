@@ -22,8 +22,10 @@ from torch.nn import functional
 from fusion.dag.cutting.cuts import legal_cuts, split, tie_groups
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
+from fusion.dag.rewrites.mixed_precision import mixed_precision
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 from fusion.runtime.capture.models import GPT
+from fusion.runtime.capture.trained_graph import HALVES
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import CompressionConfig, DataConfig, Manifest, OptimizerConfig, TrainConfig
@@ -290,6 +292,8 @@ def _even(graph: Graph, stages: int) -> tuple[int, ...]:
 
 def language_job(peer: Peer, module: nn.Module, train: TrainConfig, stages: int) -> Job:
     graph = captured(module)
+    if train.precision in HALVES:
+        graph = mixed_precision(graph, HALVES[train.precision])
     return job(peer, graph, variables_from_module(module), train, stages, tokens(), tokens()[100:])
 
 

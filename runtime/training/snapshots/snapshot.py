@@ -1,7 +1,7 @@
 """The state of a job at a step, as blobs: one safetensors shard per stage and an index that names them.
 
 A shard holds `variable/<name>` and `optimizer/<name>/<slot>` (`TrainingStage.state`) and, with error feedback, what the
-codecs have left out, `codec/<edge or variable>`: all the state there is, as what is drawn at random is a function of
+codecs have left out, `codec/<edge or variable>`, in float16 the `loss_scale`: all the state there is, as what is drawn at random is a function of
 (seed, step, microbatch, node). The index is msgpack, and has the ledger of the step beside the shards. A snapshot counts only once every shard lies on two peers, where there are two: `Collector` keeps the lead's books of that.
 """
 
@@ -23,6 +23,7 @@ from fusion.dag.ir.graph import TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
 from fusion.runtime.planes.weights_file import STORED_DTYPES, tensors_bytes_of
+from fusion.runtime.training.compute.loss_scale import LOSS_SCALE
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import UNKNOWN, Version
@@ -188,6 +189,10 @@ def _check(
     if kind is not None:
         if shape != list(kind.shape) or STORED_DTYPES.get(dtype) != kind.dtype:
             raise JobError(f"{name} is {dtype}{shape}: the graph says {kind}")
+        return
+    if name == LOSS_SCALE:
+        if (shape, dtype) != ([2], "F64"):
+            raise JobError(f"{name} is {dtype}{shape}: two numbers of float64 are what it has")
         return
     if name.startswith(CODEC):
         right = left_out.get(name.removeprefix(CODEC))

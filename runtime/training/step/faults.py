@@ -132,6 +132,12 @@ def is_finite(reports: Sequence[Report]) -> bool:
     )
 
 
+def overflowed(reports: Sequence[Report]) -> bool:
+    """Whether gradients in float16 overflowed that a smaller loss scale may keep finite (`fusion.runtime.training.compute.loss_scale`)."""
+    norms = [report.squared_norm for report in reports]
+    return any(map(math.isinf, norms)) and not any(map(math.isnan, norms))
+
+
 def culprit(reports: Sequence[Report], contradicted: Collection[int] = ()) -> tuple[int, str]:
     """The stage that made the first number that is not finite, and what it was. `reports` in stage order; `contradicted`:
     stages of which another owner was said to have sent what it denies."""

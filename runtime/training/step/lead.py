@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from fusion.runtime.job.manifest import TrainConfig
-from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
+from fusion.runtime.planes.learning_rate import MOST_SKIPPED, SKIPPED, clip_factor, learning_rate
 from fusion.runtime.training.data.ledger import fed_digest
 from fusion.runtime.training.data.samples import sample_indices
 from fusion.runtime.training.step import events as e
@@ -15,6 +15,7 @@ from fusion.runtime.training.step.dismissal import dismiss, fail, fault, not_fin
 from fusion.runtime.training.step.faults import (
     is_finite,
     overcome,
+    overflowed,
 )
 from fusion.runtime.training.step.gathering import after, asked, hold, join, lack, lose
 from fusion.runtime.training.step.history import contents, extend
@@ -72,17 +73,21 @@ def _commit(state: LeadState) -> Result:
     ordered = [reports[s] for s in range(state.stages)]
     # Summed in stage order, so that every lead finds the same float.
     squared_norm = sum(report.squared_norm for report in ordered)
+    overflow = False
     if not (is_finite(ordered) and math.isfinite(squared_norm)):
-        return not_finite(state, ordered)
+        # A scale is 1 by then: who says so still, has another fault.
+        overflow = config.precision == "fp16" and overflowed(ordered) and state.skipped < MOST_SKIPPED
+        if not overflow:
+            return not_finite(state, ordered)
     fed, wrong = _fed(state)
     if wrong:
         return refuse(state, wrong[0])
     ledger = state.ledger.commit(step, fed, config.microbatches * config.microbatch_size)
     rate = learning_rate(config.optimizer, step, config.steps)
-    clip = clip_factor(config.optimizer, squared_norm)
+    clip = SKIPPED if overflow else clip_factor(config.optimizer, squared_norm)
     losses = [report.loss for report in ordered if report.loss is not None]
     made_of = contents(fed, [report.squared_norm for report in ordered], losses)
-    loss = losses[0] if losses else None
+    loss = next((loss for loss in losses if math.isfinite(loss)), None)
     state = replace(
         state,
         ledger=ledger,
@@ -90,6 +95,7 @@ def _commit(state: LeadState) -> Result:
         faults=overcome(state.faults, step),
         told={s: (peer, overcome(told, step)) for s, (peer, told) in state.told.items()},
         ready={},
+        skipped=state.skipped + 1 if overflow else 0,
     )
     joined = dict.fromkeys(range(state.stages), state.version)
     state = replace(state, here=replace(state.here, joined=joined))
@@ -110,6 +116,9 @@ def _commit(state: LeadState) -> Result:
             state = replace(state, codecs_changed=False)
     state = asked(state, following)
     commit = m.Commit(state.attempt, step, rate, clip, following, made_of)
+    if overflow:
+        finite = {s: replace(r, loss=loss) for s, r in reports.items() if r.loss is not None}
+        reports = {**reports, **finite}
     return state, (commit, e.Committed(step, reports))
 
 

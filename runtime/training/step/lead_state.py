@@ -51,6 +51,7 @@ class LeadState:
     dismissed: Mapping[int, tuple[int, int]] = field(
         default_factory=dict
     )  # stage -> whose joins count no more
+    skipped: int = 0  # steps in a row that were committed without an update (float16)
     looked_at: int = -1  # the step that is run with a look at every tensor
     peers: Mapping[int, PeerId] = field(default_factory=dict)  # stage -> who holds it
     spare: Mapping[int, frozenset[PeerId]] = field(default_factory=dict)  # stage -> who could take it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -148,7 +149,8 @@ def _commit(state: StageState, event: m.Commit) -> tuple[StageState, tuple[e.Sta
     if state.phase != "ready" or (attempt, step) != (state.attempt, state.step):
         return state, ()
     history = extend(state.history, step, event.learning_rate, event.clip_factor, event.made_of)
-    statistics = state.statistics.commit(step, state.loss)
+    loss = None if state.loss is None or not math.isfinite(state.loss) else state.loss
+    statistics = state.statistics.commit(step, loss)
     faults = overcome(state.faults, step)
     state = replace(state, step=step + 1, history=history, statistics=statistics, faults=faults)
     apply = e.Apply(event.learning_rate, event.clip_factor)

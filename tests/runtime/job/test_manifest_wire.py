@@ -223,3 +223,15 @@ def test_progress_survives_a_frame_and_newer_peers() -> None:
     assert Progress.from_header({**header, "mood": "good"}) == progress
     with pytest.raises(ValueError, match="state"):
         Progress.from_header({**header, "state": "odd"})
+
+
+def test_a_job_in_float32_has_the_bytes_that_it_had_before_there_was_another_precision():
+    fields = plain(SOUND)
+    del fields["train"]["precision"]
+    data = manifests.encode(SOUND)
+    assert data == msgpack.packb(fields, use_bin_type=True) and manifests.decode(data) == SOUND
+    half = replace(SOUND, train=replace(TRAIN, precision="bf16"))
+    assert manifests.decode(manifests.encode(half)) == half and manifests.encode(half) != data
+    fields["train"]["precision"] = "fp8"
+    with pytest.raises(JobError, match=r"train\.precision must be one of float32, bf16, fp16"):
+        manifests.decode(msgpack.packb(fields, use_bin_type=True))

@@ -266,7 +266,7 @@ def test_every_peer_with_a_line_of_its_own():
     ("text", "said"),
     [
         (FIFTY.replace("rtx-3080", "rtx-308"), "peers[0].device: 'rtx-308' is not in the table of devices (for example: "),
-        (FIFTY + "gflops = 3\n", "peers[0].gflops (or mflops, or device) must be set, one of the three"),
+        (FIFTY + "gflops = 3\n", "peers[0].gflops (or mflops) must be set, or device: one of the three"),
         (FIFTY.replace("50", "0"), "peers[0].count must be from 1 to"),
         (FIFTY.replace("50", "10_000_000"), "peers[0].count must be from 1 to"),
         (FIFTY.replace("50", "900_000") + FIFTY.replace("home", "h").replace("50", "900_000"), "1800000 of them"),

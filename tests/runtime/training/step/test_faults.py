@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
+from fusion.runtime.planes.learning_rate import MOST_SKIPPED, SKIPPED
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import faults as f
 from fusion.runtime.training.step import messages as m
@@ -220,6 +221,30 @@ def test_a_step_that_is_not_finite_is_run_again_with_a_look_and_its_maker_moved(
         "(two peers agree: B and C)"
     )
     assert "optimizer.learning_rate" in text
+
+
+def test_a_gradient_that_overflows_in_float16_costs_its_step_and_no_more_of_them_than_a_scale_can_be_halved() -> (
+    None
+):
+    job = Job(A, B, spare=frozenset({C}))
+    job.state = replace(job.state, config=replace(CONFIG, precision="fp16"))
+
+    def step(norm: float, loss: float = 2.0) -> tuple[e.LeadAction, ...]:
+        attempt, now = job.state.attempt, job.state.step
+        job.hear(0, m.Ready(attempt, now, squared_norm=1.0))
+        return job.hear(1, m.Ready(attempt, now, squared_norm=norm, loss=loss))
+
+    commit, committed = step(math.inf, NAN)
+    assert isinstance(commit, m.Commit) and commit.clip_factor == SKIPPED and job.state.step == 1
+    assert isinstance(committed, e.Committed) and committed.reports[1].loss is None
+    commit, _ = step(4.0)
+    assert isinstance(commit, m.Commit) and commit.clip_factor > 0
+    for _ in range(MOST_SKIPPED):
+        commit, _ = step(math.inf)
+        assert isinstance(commit, m.Commit) and commit.clip_factor == SKIPPED
+    discard, begin = step(math.inf)
+    assert isinstance(discard, m.Discard) and isinstance(begin, m.Begin) and begin.after.look
+    assert job.state.step == MOST_SKIPPED + 2
 
 
 def test_numbers_that_are_not_finite_once_only_cost_a_step() -> None:

@@ -1,0 +1,84 @@
+"""Dynamic loss scaling for training in float16 (Micikevicius et al., arXiv 1710.03740, section 3.2; PyTorch's GradScaler).
+
+Float16 has few exponents: small gradients would vanish. So the loss's gradient is multiplied by a power of two, the scale, and the
+update divides by it. Where a gradient overflows the step is committed all the same, with a clip factor of 0, and changes nothing
+but the scale, which is halved; after a while without, it is doubled. The scale is a function of the commits that were applied, so
+all stages have the same one without a word about it, and it is in the state that snapshots and handovers carry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fusion.dag.cutting.stage import Stage
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.planes.learning_rate import MOST_SKIPPED, SKIPPED
+from fusion.runtime.planes.plane import RngKey, Tensors, TrainingStage
+
+LOSS_SCALE = "loss_scale"  # in a stage's state: the scale, and the steps since it was changed; float64
+FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**MOST_SKIPPED
+GROWTH_STEPS = 1000  # without overflow, until a larger one is tried
+
+
+class LossScaled:
+    """A training stage of any plane, with scaled gradients inside: what it takes and gives is as without, but for the gradients
+    between stages and those of tied variables. The scale is a power of two, so scaling itself rounds nothing."""
+
+    def __init__(self, inner: TrainingStage) -> None:
+        self._inner = inner
+        self._scale, self._good = FIRST, 0
+        self.stage: Stage = inner.stage
+
+    def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
+        return self._inner.forward(microbatch, inputs, rng)
+
+    def backward(self, microbatch: int, gradients: Tensors, loss_scale: float) -> dict[str, torch.Tensor]:
+        return self._inner.backward(microbatch, gradients, loss_scale * self._scale)
+
+    def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        return self._inner.evaluate(inputs)
+
+    def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        return self._inner.gradients(names)
+
+    def set_gradients(self, gradients: Tensors) -> None:
+        self._inner.set_gradients(gradients)
+
+    def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
+        """Of the gradients unscaled. Infinite where they overflowed and a smaller scale may help, NaN where there is none."""
+        found = self._inner.squared_norm(skip) / self._scale**2
+        if math.isfinite(found):
+            return found
+        return math.inf if self._scale > LEAST else math.nan
+
+    def apply(self, learning_rate: float, clip_factor: float) -> None:
+        if clip_factor == SKIPPED:
+            self._inner.discard()
+            self._scale, self._good = max(LEAST, self._scale / 2), 0
+            return
+        self._inner.apply(learning_rate, clip_factor / self._scale)
+        self._good += 1
+        if self._good >= GROWTH_STEPS:
+            self._scale, self._good = min(MOST, self._scale * 2), 0
+
+    def discard(self) -> None:
+        self._inner.discard()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        now = torch.tensor([self._scale, float(self._good)], dtype=torch.float64)
+        return {**self._inner.state(), LOSS_SCALE: now}
+
+    def load_state(self, state: Tensors) -> None:
+        """JobError for a state without a scale, or with one that cannot be."""
+        found = state.get(LOSS_SCALE)
+        if found is None or found.shape != (2,):
+            raise JobError("a state of training in float16 has a loss scale, and this one has none")
+        scale, good = (float(number) for number in found)
+        whole = LEAST <= scale <= MOST and math.frexp(scale)[0] == 0.5  # NaN is in no range
+        if not (whole and 0 <= good < GROWTH_STEPS and good == int(good)):
+            raise JobError(f"a loss scale of {scale:g} after {good:g} steps cannot be")
+        self._inner.load_state({key: value for key, value in state.items() if key != LOSS_SCALE})
+        self._scale, self._good = scale, int(good)
