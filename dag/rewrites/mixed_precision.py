@@ -16,7 +16,7 @@ from typing import Literal
 
 from fusion.dag.cutting.costs import differentiable
 from fusion.dag.cutting.references import substitute
-from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
+from fusion.dag.ir.graph import Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer, spec
 from fusion.dag.ir.validation import MAX_NAME
 
@@ -44,7 +44,8 @@ class _Casts:
     def __init__(self, graph: Graph, half: Half) -> None:
         self._old, self._half = graph, half
         self._learned = differentiable(graph)
-        self._types: dict[Ref, TensorType] = {Ref(v.name): v.type for v in (*graph.inputs, *graph.variables)}
+        named: tuple[Input | Variable, ...] = (*graph.inputs, *graph.variables)
+        self._types: dict[Ref, TensorType] = {Ref(v.name): v.type for v in named}
         self._taken = {*graph.input_names, *graph.variable_names, *graph.node_index}
         self._cast: dict[tuple[Ref, str], Ref] = {}
         self._nodes: list[Node] = []

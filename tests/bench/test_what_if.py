@@ -38,17 +38,18 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     ):
         text = PEERS.format(name="p", count=count, device=device, memory=memory)
         (folder / f"{name}.toml").write_text(text)
-    return Study(folder, {"small": captured(folder, "small")})
+    return Study(folder, captured(folder, "small"))
 
 
 def test_a_plan_for_each_rate_and_codec_faster_over_faster_lines_and_never_beyond_what_all_compute(study):
     asked = cases(["small"], (0.1, 1e5))
     found = [outcome(study, case) for case in asked]
-    assert len(found) == 7 and all("misfit" not in plan for plan in found)
+    assert len(found) == 10 and all("misfit" not in plan for plan in found)
     swarm = swarm_file.load(study.examples / f"{what_if.HOMES}.toml")
-    most = compute_alone(study, "small", swarm)
-    for codec in ("none", "int8"):
-        slow, fast = (p for p in found if (p["swarm"], p["codec"]) == (what_if.HOMES, codec))
+    for precision, codec in (("float32", "none"), ("bf16", "none"), ("bf16", "int8")):
+        most = compute_alone(study, "small", swarm, precision)
+        kind = (what_if.HOMES, precision, codec)
+        slow, fast = (p for p in found if (p["swarm"], p["precision"], p["codec"]) == kind)
         assert (
             slow["sequences_per_second"] <= fast["sequences_per_second"] * (1 + 1e-9)
             and fast["sequences_per_second"] <= most
@@ -65,9 +66,9 @@ def test_what_does_not_fit_says_so_and_how_many_would_do(study, monkeypatch):
     assert fewest(study, "small", "rtx-3080")["peers"] == 1
     tried = []
 
-    def fits(study, asked, job, device, count):
+    def fits(study, job, device, count):
         tried.append(count)
-        return {"peers": count} if count >= 11 else None
+        return {"stages": count} if count >= 11 else {"misfit": "too little"}
 
     monkeypatch.setattr(what_if, "_fits", fits)
     assert fewest(study, "small", "rtx-3080")["peers"] == 11
@@ -79,6 +80,15 @@ def test_the_page_has_a_row_for_every_plan(study):
     plans = [outcome(study, case) for case in cases(["small"], (100.0,))]
     plans.append(outcome(study, Case(job="small", swarm="short", mbps=10.0)))
     swarms = {n: {"peers": 1, "device": "d", "price_usd": 5.0} for n in (what_if.HOMES, what_if.CENTRE)}
-    text = page({"jobs": {"small": {}}, "swarms": swarms, "plans": plans, "fewest": []})
+    alone = {name: {"float32": 1.0, "bf16": 2.0} for name in swarms}
+    text = page(
+        {
+            "mbps": [100.0],
+            "jobs": {"small": {"compute_alone": alone}},
+            "swarms": swarms,
+            "plans": plans,
+            "fewest": [],
+        }
+    )
     assert sum(line.startswith("| small |") for line in text.split("\n")) == len(plans)
     assert "does not fit with 4 microbatches: it needs at least" in text and "fits both" in text

@@ -193,6 +193,23 @@ def test_only_what_there_is_to_say_is_said():
     assert "a guess" in summary(replace(PLAN, links=(replace(LINK, known=False),)), {})[-1]
 
 
+def test_what_other_lines_and_devices_would_change(job, capsys, tmp_path):
+    swarm = tmp_path / "swarm.toml"
+    swarm.write_text('[[peers]]\nname = "home"\ncount = 2\ndevice = "rtx-3080"\n[default]\nrtt_ms = 1\n')
+    job.write_text(JOB + "[placement]\nstages = 2\n")
+    found = []
+    for mbps in ("1", "1000"):
+        assert plan(job, swarm, "--json", "--line-mbps", mbps) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    slow, fast = found
+    assert slow["simulated_seconds"] > 10 * fast["simulated_seconds"] and fast["price_usd"] == 1398
+    assert {link["mbps"] for link in slow["links"]} == {1.0} and fast["samples"] == 16
+    assert plan(job, swarm, "--line-mbps", "1") == 0
+    assert "sequences/s; of peers for $1,398, " in capsys.readouterr().out
+    assert plan(job, swarm, "--line-mbps", "-1") == 2
+    assert capsys.readouterr().err == "fusion-peer: line-mbps must be above 0, not -1\n"
+
+
 def test_json_has_no_infinity():
     found = PLAN.to_json()
     assert found["links"][0]["mbps"] is None and found["links"][0]["from"] == "12D3KooWa"
