@@ -63,12 +63,18 @@ def differentiable(graph: Graph, given: Iterable[Ref] = ()) -> frozenset[Ref]:
 
 
 def cast_once(graph: Graph) -> frozenset[Ref]:
-    """The casts of trainable parameters: a plane makes them once a step, not for each microbatch."""
-    trained = {v.name for v in graph.variables if v.trainable and v.kind == "parameter"}
+    """The casts of trained float32 parameters to half precision: a plane makes them once a step, not for each microbatch."""
+    trained = {
+        Ref(v.name)
+        for v in graph.variables
+        if v.trainable and v.kind == "parameter" and v.type.dtype == "float32"
+    }
     return frozenset(
         Ref(node.name)
         for node in graph.nodes
-        if node.op == "aten.to.dtype" and isinstance(node.args[0], Ref) and node.args[0].name in trained
+        if node.op == "aten.to.dtype"
+        and node.args[0] in trained
+        and node.results[0].dtype in ("bfloat16", "float16")
     )
 
 

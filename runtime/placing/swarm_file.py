@@ -289,12 +289,12 @@ def _swarm(table: dict[str, Any]) -> SwarmFile:
         _check_name(name, f"{where}.")
         sites[name] = build(LinkFigures, {k: v for k, v in entry.items() if k != "name"}, where)
         _check_new(name, names, where)
-    for (where, entry), some in zip(entries, counted, strict=True):
+    for (where, peer_entry), some in zip(entries, counted, strict=True):
         for peer in some:
             _check_new(peer.name, names, where)
-        if entry.site is not None and entry.site not in sites:
+        if peer_entry.site is not None and peer_entry.site not in sites:
             known = ", ".join(list(sites)[:10]) or "there are none"
-            raise JobError(f"{where}.site: no [[sites]] is called {entry.site!r:.60} (sites: {known})")
+            raise JobError(f"{where}.site: no [[sites]] is called {peer_entry.site!r:.60} (sites: {known})")
     links: dict[tuple[str, str], LinkFigures] = {}
     for where, entry in _entries(table, "links"):
         way = build(LinkFigures, {k: v for k, v in entry.items() if k not in _ENDS}, where)
