@@ -201,7 +201,7 @@ Swarms: {swarms}. Jobs: `examples/bert-large.toml`, `examples/gpt2-xl.toml`, `ex
 
 ## Assumptions
 
-* **Devices**: peaks, memory and prices of `runtime/placing/devices.toml`, which names their sources. Prices are those of the cards
+* **Devices**: peaks, memory and prices of `runtime/placing/devices.toml`, which names their sources (entered by hand, not checked against them again). Prices are those of the cards
   alone, at launch or as analysts put them, in dollars of their year: no machines, power, network or used cards.
 * **Efficiency**: every device reaches half of its peak, whatever it computes and however small the pieces (FusionAI's lambda). It is the
   same for both sides, so it cancels where compute binds. A fiftieth of a model in microbatches of one sequence would in truth reach less.
