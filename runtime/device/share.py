@@ -19,7 +19,7 @@ than the calls for whose sake they are made.
 
 An operator cannot be interrupted. After one of more than LONG_SECONDS its author's training, or its answers, pause for LONG_TIMES
 as long, so that others wait for a tenth of the time. Such a pause may take more time than the calls for whose sake it is, the more of it the younger the author
-is; or else whoever computes a little now and then could keep somebody's large model from the device.
+is and the longer the operator; or else whoever computes a little now and then could keep somebody's large model from the device.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ REST_SECONDS = 10.0  # without a call, after which nothing is left of that
 HOLD_SECONDS = 0.004
 # After a call of an author that has had more than another who is about: for as long as the call took, and no longer.
 PAUSE_SECONDS = 0.02
-LONG_SECONDS = 0.05  # without a rest: others notice
+LONG_SECONDS = PAUSE_SECONDS  # without a rest: no pause is as long any more
 LONG_TIMES = 9.0  # so long as that for which its author rests then: others wait for a tenth of the time
-IDLE_SHARE = 0.25  # of the calls for whose sake it is, that a second in which the device is free for such a rest counts for
+LEAST_COST = 0.25  # of a second in which the device is free for such a rest, in seconds of the calls for whose sake it is
 ABOUT_SECONDS = 1.0  # for which an author is, after a call
 LESS_SECONDS = 0.5  # that it has had less: of two who want all that they can get each has had less by turns
 REMEMBERED = 1024  # authors, and jobs
@@ -75,6 +75,14 @@ class _Habits:
     call: float = 0.0  # seconds that one takes
     back: float = 0.0  # how often the next one comes while the device would be held free, from 0 to 1
     ended: float = -math.inf  # the last one
+
+
+class _Rest(NamedTuple):
+    until: float
+    cost: float  # of a second of it
+
+
+NO_REST = _Rest(-math.inf, 0.0)
 
 
 class _Line:
@@ -145,7 +153,7 @@ class DeviceShare:
             REMEMBERED
         )  # when the last call did, its seconds
         # Of an author's training, and of its answers: until when they leave the device to others.
-        self._rests: LRUCache[tuple[PeerId, bool], float] = LRUCache(REMEMBERED)
+        self._rests: LRUCache[tuple[PeerId, bool], _Rest] = LRUCache(REMEMBERED)
         self._due = 0.0  # seconds of pauses that calls of those who have had less have made up for
         self._paused: tuple[float, float] | None = (
             None  # since when the device is free for such a pause, and what a second of it counts for
@@ -175,8 +183,14 @@ class DeviceShare:
         rests = {id(call): self._long_rest(call.whose) for call in calls.values()}
         first = [call for call in calls.values() if rests[id(call)] <= 0.0]
         if not first:
-            costs = [self._authors.weight(author, self._clock(), self._clock()) for author in authors]
-            self._pause(max(costs) * IDLE_SHARE)
+            now = self._clock()
+            self._pause(
+                max(
+                    self._authors.weight(whose.author, now, now)
+                    * self._rests[whose.author, whose.serves].cost
+                    for whose in (call.whose for call in calls.values())
+                )
+            )
             return min(ABOUT_SECONDS, *rests.values())  # whoever it is for may be gone by then
         most = CREDIT_SECONDS + min(self._authors.tag(call.whose.author) for call in first)
         overdue = [
@@ -216,7 +230,7 @@ class DeviceShare:
         habits.ended = self._clock()
         self._ended[whose.author] = habits.ended, seconds
         if seconds > LONG_SECONDS:
-            self._rests[(whose.author, whose.serves)] = habits.ended + LONG_TIMES * seconds
+            self._rests[whose.author, whose.serves] = _rest_after(seconds, habits.ended)
         about = self._authors.others(whose.author, self._clock())
         if any(tag > self._authors.tag(whose.author) + LESS_SECONDS for tag in about):
             self._due = min(CREDIT_SECONDS, self._due + seconds)
@@ -256,7 +270,7 @@ class DeviceShare:
 
     def _long_rest(self, whose: Whose) -> float:
         """Seconds for which it leaves the device to others, after a call that held them up for long."""
-        left = self._rests.get((whose.author, whose.serves), -math.inf) - self._clock()
+        left = self._rests.get((whose.author, whose.serves), NO_REST).until - self._clock()
         return left if left > 0.0 and self._due > 0.0 and self._had_more(whose.author) else 0.0
 
     def _pause(self, cost: float) -> None:
@@ -267,6 +281,12 @@ class DeviceShare:
         """Than another who is about."""
         own = self._authors.tag(author)
         return any(tag < own - LESS_SECONDS for tag in self._authors.others(author, self._clock()))
+
+
+def _rest_after(seconds: float, now: float) -> _Rest:
+    """For others, of whom one that comes at any moment would wait for half of the operator: the less of it each second costs, the
+    longer they would."""
+    return _Rest(now + LONG_TIMES * seconds, max(LEAST_COST, LONG_SECONDS / seconds))
 
 
 def _holds_up(running: Whose | None, whose: Whose) -> bool:

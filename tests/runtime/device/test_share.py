@@ -192,14 +192,44 @@ def test_operators_of_seconds_leave_others_most_of_the_time(serves: bool) -> Non
     assert sum(device.used[owner] for owner in strange) * 2.0 >= 0.05 * 100, "and nobody has nothing"
 
 
-def test_who_computes_little_does_not_keep_large_operators_from_the_device() -> None:
+@pytest.mark.parametrize("seconds", [0.025, 0.04, 0.05, 0.1, 1.0])
+@pytest.mark.parametrize("step", [(1, 0.02), (2, 0.04), (4, 0.11)])
+def test_operators_of_any_length_leave_steps_and_answers_most_of_their_pace(
+    seconds: float, step: tuple[int, float]
+) -> None:
+    """Of somebody who has just come. Operators of 25 to 50 ms left steps that go to and fro between two devices 0.44 to 0.63."""
+    steps, token, strange = whose("honest", "step"), whose("honest", "token", serves=True), whose("strange")
+    bursts = {steps: step, token: (1, 0.0407)}
+
+    def rates(*others: Whose) -> tuple[int, int]:
+        device = Device()
+        for owner in (steps, token):
+            device.ask(owner, 0.0)
+        for owner in others:
+            device.ask(owner, 25.0)
+        both = {steps: 0.016, token: 0.016, strange: seconds}
+        device.run(25.0, both, bursts)
+        before = device.used[steps], device.used[token]
+        device.run(45.0, both, bursts)
+        return device.used[steps] - before[0], device.used[token] - before[1]
+
+    for quiet, beside in zip(rates(), rates(strange), strict=True):
+        assert beside >= 0.8 * quiet
+
+
+@pytest.mark.parametrize(
+    ("operator", "call", "rest", "least"), [(2.0, 0.01, 0.5, 0.8), (0.03, 0.015, 0.15, 0.75)]
+)
+def test_who_computes_little_does_not_keep_large_operators_from_the_device(
+    operator: float, call: float, rest: float, least: float
+) -> None:
     device = Device()
     large, little = whose("large"), whose("little")
     device.ask(large, 0.0)
     device.ask(large, 0.0)
     device.ask(little, 60.0)
-    device.run(360.0, {large: 2.0, little: 0.01}, {little: (1, 0.5)})
-    assert device.used[large] * 2.0 >= 0.8 * 360.0
+    device.run(360.0, {large: operator, little: call}, {little: (1, rest)})
+    assert device.used[large] * operator >= least * 360.0
 
 
 def test_a_call_that_rests_goes_on_behind_who_has_had_less_and_before_its_jobs_next() -> None:
