@@ -2,4 +2,5 @@
 
 share      which of the calls that wait for it runs next
 overrun    calls that take ten times what they should
+surplus    when memory that nobody uses any more goes back to the system
 """

@@ -79,6 +79,10 @@ class Worker:
         finally:
             del outcome  # an error that it holds would hold it
 
+    def between_parts(self, look: Callable[[], None]) -> None:
+        """From now on `look()` is called in the thread that computes, after each part of a call that was long enough to rest."""
+        self._queue.look = look
+
     @staticmethod
     def load_optimizers() -> None:
         """What torch loads with the first optimizer of a process: hundreds of modules, seconds in which nothing else would run
@@ -126,6 +130,7 @@ class _Queue:
         self._threads: list[Thread] = []
         self._closed = False
         self._whose, self._began = NOBODY, 0.0  # what runs, and since when without a rest
+        self.look: Callable[[], None] = lambda: None
 
     def submit(self, whose: Whose, call: _Call) -> None:
         with self._lock:
@@ -157,6 +162,7 @@ class _Queue:
         """In a call, between two operators: whoever is to run before it goes on does. False while it has not run for long."""
         if time.monotonic() - self._began < SLICE_SECONDS:
             return False
+        self.look()
         with self._lock:
             waiting = self._share.rests(self._whose, time.monotonic() - self._began)
             self._resting[id(waiting)] = waiting, hand
@@ -171,6 +177,8 @@ class _Queue:
         while (given := self._next(hand)) is not None:
             _do(given[1], self._ended)
             del given  # or what it holds would stay until the next one
+            if time.monotonic() - self._began >= SLICE_SECONDS:
+                self.look()
 
     def _ended(self) -> None:
         with self._lock:

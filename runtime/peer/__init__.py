@@ -6,6 +6,7 @@ announcement     what a peer says about itself
 questions        what it tells whoever asks
 config           what a volunteer says of the peer to run
 machine          what a peer lends of its machine
+resident_memory  what its process holds of the memory, kept to what is set aside
 peer             a volunteer's peer, opened and closed in order
 client           the swarm without lending anything
 client_context   what both work with

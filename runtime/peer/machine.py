@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.capability import Capability, measure
 from fusion.runtime.peer.client_context import keep_torch_cache
 from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.keys import IDENTITY_FILE, keys_of
 from fusion.runtime.peer.network import Network, allow_more_files, open_network
+from fusion.runtime.peer.resident_memory import lent_memory
 from fusion.swarm.blobs.blobs import BlobConfig
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
@@ -63,7 +63,7 @@ async def opened(config: PeerConfig) -> AsyncIterator[tuple[Network, Context, Ca
             worker=worker,
             codec_worker=codec_worker,
             flops_per_second=capability.flops_per_second,
-            memory=MemoryBudget(capability.memory_bytes),
+            memory=lent_memory(capability.memory_bytes, worker),
             home=config.home,
             succession=Takeovers(network.transport, network.leases),
             links=links,

@@ -21,6 +21,7 @@ def show(verdicts: Sequence[Verdict]) -> None:
         "directory",
         "longest block",
         "memory",
+        "set aside",
         "files",
         "attacker",
     ):
@@ -34,6 +35,7 @@ def show(verdicts: Sequence[Verdict]) -> None:
             f"{verdict.honest}/{verdict.operations}",
             f"{verdict.block_seconds * 1000:.0f} ms",
             f"{verdict.growth_bytes / (1 << 20):+.0f} MiB",
+            f"{verdict.lent_bytes / (1 << 20):.0f} MiB",
             f"{verdict.files:+d}",
             f"{verdict.share:.2f} cores",
             f"{verdict.quiet_cores:.2f} -> {verdict.cores:.2f} cores",

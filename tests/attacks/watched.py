@@ -1,8 +1,8 @@
 """`fusion-peer` with a watch on its event loop, for the attacks: python tests/attacks/watched.py REPORT ARGUMENTS...
 
 Every half second a line of JSON is added to REPORT: when, the longest that the loop's thread computed without letting
-anybody else run since the last line (processor time, so that a busy machine does not count), the process's memory and
-its open files, the processor time that it and its p2pd have used, and where in our code the loop was when it was late; how many
+anybody else run since the last line (processor time, so that a busy machine does not count), the process's memory, how much
+is set aside for stages, and its open files, the processor time that it and its p2pd have used, and where in our code the loop was when it was late; how many
 threads, tasks and blocks of Python's memory there are, and how many frames and offered records it has looked at.
 
 Each call that computes on the device takes DEVICE_SECONDS longer than it does, as on a machine that has more to do than these small
@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from attacks.processor import family, spent_by
 
 from fusion.cli.main import main
+from fusion.runtime.job.memory_budget import MemoryBudget
+from fusion.runtime.peer import machine
 from fusion.swarm.dht import service
 from fusion.swarm.streams import frame_parser
 from fusion.swarm.streams.p2p import P2PTransport
@@ -40,6 +42,7 @@ OURS, CALLS = str(Path(__file__).parents[2]), 4  # the innermost of the calls th
 REPORT_SECONDS = 0.5
 
 looked_at = {"frames": 0, "records": 0}  # by this peer, since its start
+budgets: list[MemoryBudget] = []  # of this peer, once it has one
 
 
 class Where:
@@ -79,6 +82,7 @@ async def watch(report: Path) -> None:
                     "at": time.time(),
                     "block": worst,
                     "rss": process.memory_info().rss,
+                    "set_aside": sum(sum(budget.by_place.values()) for budget in budgets),
                     "files": process.num_fds(),
                     "spent": spent_by(processes),
                     "where": where.most(),
@@ -107,6 +111,16 @@ def count_what_comes() -> None:
     counted(service, "check_offer", "records")
 
 
+def remember_the_budget() -> None:
+    lent = machine.lent_memory
+
+    def remembered(*args: Any) -> MemoryBudget:
+        budgets.append(lent(*args))
+        return budgets[-1]
+
+    machine.lent_memory = remembered
+
+
 def slow_device() -> None:
     from fusion.runtime.job.worker import Worker
 
@@ -130,6 +144,7 @@ def watched(report: Path) -> None:
     async def launch_and_watch(cls: type[P2PTransport], config: Any) -> P2PTransport:
         slow_device()
         count_what_comes()
+        remember_the_budget()
         transport: P2PTransport = await launch(cls, config)
         transport._tasks.append(asyncio.create_task(watch(report)))  # ends with the transport
         return transport

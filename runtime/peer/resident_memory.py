@@ -1,0 +1,52 @@
+"""What this process holds of the machine's memory, kept to what is set aside for stages (`fusion.runtime.device.surplus`).
+
+Only where the kernel tells and the allocator listens, which is Linux with glibc; elsewhere nothing is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from fusion.runtime.device.surplus import Surplus
+from fusion.runtime.job.memory_budget import MemoryBudget
+from fusion.runtime.job.worker import Worker
+
+STATM = Path("/proc/self/statm")
+
+
+def lent_memory(lent_bytes: int, worker: Worker) -> MemoryBudget:
+    """Of which nothing is set aside yet; from now on `worker` looks whether the process keeps to it."""
+    budget = MemoryBudget(lent_bytes)
+    worker.between_parts(_look(budget))
+    return budget
+
+
+def _look(budget: MemoryBudget) -> Callable[[], None]:
+    """For one thread at a time. Takes 20 us, and milliseconds where something is returned."""
+    trim = _trim()
+    if trim is None or not STATM.exists():
+        return lambda: None
+    surplus = Surplus(resident_bytes())
+
+    def look() -> None:
+        if surplus.is_due(resident_bytes(), sum(budget.by_place.values())):
+            trim()
+            surplus.returned(resident_bytes())
+
+    return look
+
+
+def resident_bytes() -> int:
+    return int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _trim() -> Callable[[], object] | None:
+    with suppress(OSError, AttributeError):
+        malloc_trim = ctypes.CDLL(None).malloc_trim
+        malloc_trim.argtypes, malloc_trim.restype = [ctypes.c_size_t], ctypes.c_int
+        return lambda: malloc_trim(0)
+    return None
