@@ -91,13 +91,14 @@ class StageGraphs:
         return entry.stages
 
     async def check(self, job: JobId, manifest: Manifest, stage: int, beside_bytes: int = 0) -> None:
-        """Understated where the stage, and `beside_bytes`, needs clearly more memory than the manifest says, Unsupported where
+        """Understated where the stage, and `beside_bytes`, needs clearly more memory than the manifest says (nothing is set aside
+        for one that says nothing), Unsupported where
         the job could not be trained wherever it ran. Raises as `of`."""
         stages, _ = await self.of(job, manifest)
         _check_loss(stages, manifest)
         needed = beside_bytes + await asyncio.to_thread(needed_bytes, stages[stage], manifest)
         declared = manifest.needed_bytes(stage)
-        if manifest.memory_bytes and needed > declared * TOLERATED_RATIO + TOLERATED_BYTES:
+        if needed > declared * TOLERATED_RATIO + TOLERATED_BYTES:
             raise Understated(
                 f"stage {stage} of {manifest.name} needs {size_text(needed)}: its manifest says {size_text(declared)}"
             )

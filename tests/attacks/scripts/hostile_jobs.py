@@ -38,6 +38,7 @@ WEIGHTS = save({"w0": torch.zeros(4, 4)})  # of `deep_training`
 NOTHING = struct.pack("<Q", 2) + b"{}"  # safetensors of no tensors
 PLACED_SECONDS = 60.0
 LONG_SAMPLES = 8192
+ENDLESS_BYTES = 320 << 20  # 240 and 312 MiB are worked out for what `_endless` makes
 SEATS_OF_ONE = 60  # stages that a greedy author offers to each peer
 
 
@@ -168,6 +169,7 @@ async def _endless(one: Stranger, width: int, blocks: int) -> dict[str, Any]:
             steps=10**6,
             data=samples,
             weights=(counter.put(weights),),
+            memory_bytes=(ENDLESS_BYTES,),
         )
     )
     await counter.keep_published()

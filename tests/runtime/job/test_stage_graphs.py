@@ -94,11 +94,10 @@ def test_a_volunteer_works_out_about_what_the_launcher_does(cuts: tuple[int, ...
 def test_a_stage_that_needs_more_than_its_manifest_says_is_refused_before_its_weights(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_graphs, "TOLERATED_BYTES", 0)
-
     async def main() -> None:
         async with swarm_of(3, tmp_path) as swarm:
             job = await swarm.serve("gpt2", 2)
+            monkeypatch.setattr(stage_graphs, "TOLERATED_BYTES", 0)
             honest, strict = swarm.manifests[job], swarm.peers[2]
             blobs = strict.context.blobs
             stages = split(serialise.decode(await blobs.read(honest.graph, 1 << 20)), honest.cuts)
@@ -109,6 +108,8 @@ def test_a_stage_that_needs_more_than_its_manifest_says_is_refused_before_its_we
             with pytest.raises(Understated, match=r"stage 0 of gpt2 needs .* MiB: its manifest says 0.0 MiB"):
                 await graphs.check(job, low, 0)
             await graphs.check(job, low, 1)
+            with pytest.raises(Understated):
+                await graphs.check(job, replace(honest, memory_bytes=()), 0)
             for digest in honest.weights:
                 await blobs.drop(digest)
             with pytest.raises(Understated):
