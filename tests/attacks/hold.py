@@ -24,7 +24,6 @@ HERE = Path(__file__).parent
 QUIET_SECONDS = 8.0
 SETTLE_SECONDS = 3.0  # after an attack, before its end counts as quiet
 PAUSE_SECONDS = 0.4  # between operations of the directory's honest users
-FREED_LINES = 4  # of a peer's report, two seconds, after which what a stage had is free
 LATE_SECONDS = 60.0  # an attacker that is held back may end so long after its time
 
 Span = tuple[float, float]  # of time.time()
@@ -110,16 +109,11 @@ def _watched(
 ) -> None:
     for before, lines in zip(quiet, ground.reports(), strict=True):
         later = [line for line in lines if since < line["at"] <= until]
-        lent = [line["set_aside"] - before[-1]["set_aside"] for line in later]
-        for number, line in enumerate(later):
+        for line in later:
             if line["block"] > verdict.block_seconds:
                 verdict.block_seconds, verdict.blocked_at = line["block"], line["where"]
-            grown = int(line["rss"] - before[-1]["rss"])
-            verdict.growth_bytes = max(verdict.growth_bytes, grown)
-            # Memory goes back to the system a while after its stage has ended.
-            taken = max(0, *lent[max(0, number - FREED_LINES) : number + 1])
-            verdict.lent_bytes = max(verdict.lent_bytes, taken)
-            verdict.excess_bytes = max(verdict.excess_bytes, grown - taken)
+            verdict.growth_bytes = max(verdict.growth_bytes, int(line["rss"] - before[-1]["rss"]))
+            verdict.lent_bytes = max(verdict.lent_bytes, int(line["set_aside"] - before[-1]["set_aside"]))
             verdict.files = max(verdict.files, int(line["files"] - max(each["files"] for each in before)))
 
 

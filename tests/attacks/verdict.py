@@ -37,7 +37,6 @@ class Verdict:
     quiet_block_seconds: float = 0.0
     growth_bytes: int = 0  # the most that any peer grew above quiet
     lent_bytes: int = 0  # the most that any peer set aside for the attack's stages, out of what it lends
-    excess_bytes: int = 0  # the most that any peer grew above quiet and what it had set aside
     files: int = 0  # the most more open files than in quiet
     share: float = 0.0  # of a core that the attacker used
     quiet_cores: float = 0.0  # that the peers used, all together
@@ -66,8 +65,8 @@ class Verdict:
     def harm(self) -> list[str]:
         """What must not be on any machine, however busy."""
         found = [] if self.lived else ["a peer ended"]
-        if self.excess_bytes > GROWTH_BYTES:
-            found.append(f"a peer grew by {self.excess_bytes >> 20} MiB above what it had set aside")
+        if self.growth_bytes > GROWTH_BYTES:
+            found.append(f"a peer grew by {self.growth_bytes >> 20} MiB")
         told = [f"{name}: {what}" for name, what in self.notes.items() if name.startswith("fault")]
         return found + self.honest_faults + told
 
