@@ -26,7 +26,7 @@ from fusion.runtime.capture.gguf.tokenizer import GGUFTokenizer, read_tokenizer
 from fusion.runtime.capture.gguf.weights import Stored, read_blocks, read_tensor, stored_parameters
 from fusion.runtime.capture.huggingface import config_for, hollow_module
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.planes.codegen import TORCH_DTYPES
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from fusion.runtime.capture.stored_weights import (
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.job.model_files import check_huggingface, json_object
-from fusion.runtime.planes.codegen import TORCH_DTYPES
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 _MAXIMA = ("max_position_embeddings", "max_seq_len")  # what configurations call the most positions
 

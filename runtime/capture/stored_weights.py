@@ -21,7 +21,7 @@ from fusion.dag.ir.graph import Variable
 from fusion.dag.rewrites.expert_groups import Part, part_of
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import indexed_files
-from fusion.runtime.planes.codegen import TORCH_DTYPES
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fusion.runtime.peer.capability import Capability
 from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.machine import opened
 from fusion.runtime.peer.network import Network
-from fusion.runtime.planes.choice import TORCH, choose
+from fusion.runtime.peer.plane_choice import TORCH, choose
 from fusion.runtime.serving.http.server import HttpServer, open_http
 from fusion.runtime.serving.models import ServedModels
 from fusion.runtime.serving.service import ServingService

@@ -1,7 +1,7 @@
 """What runs stages. A plane knows no peers, no protocol and no codecs.
 
 plane             what a plane promises: forward, backward, apply, state; decoding
-choice            the planes that there are, by name
+input_sizes       what the shapes of a stage's inputs tell
 codegen           a graph as one Python function, with nothing of its text in it
 preemption        where a long run of a graph may be preempted
 torch_ops         how that function calls each operator
@@ -20,4 +20,5 @@ cache_shapes      what a stage keeps of a session, by its graph
 sequences         pieces of several sequences in one run
 torch_decoding    a stage that decodes, on CPU or CUDA
 torch_plane       all of it on CPU or CUDA
+jax_plane/        all of it in JAX
 """

@@ -7,7 +7,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.ir.opset import kept
 from fusion.dag.ir.opset_recurrence import state_bytes
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.planes.codegen import TORCH_DTYPES
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.kv_cache import KeptShape
 
 

@@ -8,24 +8,23 @@ list of them, of exactly these types. Nothing that came over the wire as text re
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fusion.dag.ir.dims import Dim, Poly, bind, symbol, symbols_of
+from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.errors import GraphError
-from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Node, Ref
+from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref
 from fusion.dag.ir.opset import spec
 from fusion.runtime.planes.batch_invariant import UNEVEN, even, in_rows
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES, InputSizes, polynomials
 from fusion.runtime.planes.preemption import preemption_point
 from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 DECODED_NODES = 8  # from one place where a run may rest to the next, where there are no gradients: each costs half a microsecond
-_MAX_SIZES = 256  # combinations of symbol sizes whose dimensions are remembered
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -47,60 +46,13 @@ class Program:
         self.stateful = tuple(stateful)
         self.source = source
         self._function = function
-        self._dimensions = tuple(dimensions)
-        self._types = tuple(i.type for i in graph.inputs)
-        self._dtypes = tuple(TORCH_DTYPES[t.dtype] for t in self._types)
-        self._places = _places(graph)
-        for dimension in dimensions:
-            if dimension not in self._places and not _symbols(dimension) <= self._places.keys():
-                raise GraphError(f"no input of the stage tells the size {dimension}, which its nodes need")
-        self._bound: dict[tuple[int, ...], tuple[tuple[torch.Size, ...], tuple[int, ...]]] = {}
+        self.sizes = InputSizes(graph, dimensions)
 
     def run(
         self, inputs: Sequence[torch.Tensor], variables: Sequence[torch.Tensor], state: object
     ) -> Tensors:
         """The outputs in order. ValueError for an input whose shape or dtype is not what the graph says."""
-        try:
-            key = tuple([inputs[i].shape[d] for i, d in self._places.values()])
-        except IndexError:
-            raise self._misfit(inputs, [torch.Size((-1,))] * len(inputs)) from None
-        shapes, dimensions = self._bound.get(key) or self._bind(key)
-        for value, shape, dtype in zip(inputs, shapes, self._dtypes, strict=True):
-            if value.shape != shape or value.dtype != dtype:
-                raise self._misfit(inputs, shapes)
-        return self._function(*inputs, *variables, *dimensions, state)
-
-    def require(self, symbol_name: str) -> None:
-        """GraphError unless `size` can tell this symbol."""
-        if symbol(symbol_name) not in self._places:
-            raise GraphError(f"no input of the stage has a dimension {symbol_name}")
-
-    def size(self, inputs: Sequence[torch.Tensor], symbol_name: str) -> int:
-        """The size of a symbol in these inputs. ValueError where its input lacks the dimension."""
-        at, dim = self._places[symbol(symbol_name)]
-        if inputs[at].dim() <= dim:
-            raise ValueError(
-                f"input {self.inputs[at]} has shape {tuple(inputs[at].shape)}, not {self._types[at]}"
-            )
-        return int(inputs[at].shape[dim])
-
-    def _bind(self, key: tuple[int, ...]) -> tuple[tuple[torch.Size, ...], tuple[int, ...]]:
-        known = dict(zip(self._places, key, strict=True))
-        sizes = {next(iter(symbols_of(p))): n for p, n in known.items() if _symbols(p) == {p}}
-        shapes = tuple(torch.Size([_bound(d, known, sizes) for d in t.shape]) for t in self._types)
-        found = shapes, tuple(_bound(d, known, sizes) for d in self._dimensions)
-        if len(self._bound) >= _MAX_SIZES:
-            self._bound.clear()
-        self._bound[key] = found
-        return found
-
-    def _misfit(self, inputs: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> ValueError:
-        for name, value, type_, shape, dtype in zip(
-            self.inputs, inputs, self._types, shapes, self._dtypes, strict=True
-        ):
-            if value.shape != shape or value.dtype != dtype:
-                return ValueError(f"input {name} is {value.dtype} {tuple(value.shape)}, not {type_}")
-        raise AssertionError
+        return self._function(*inputs, *variables, *self.sizes.dimensions(inputs), state)
 
 
 def compile_graph(
@@ -147,7 +99,7 @@ class _Writer:
         for name in (*(i.name for i in graph.inputs), *(v.name for v in graph.variables)):
             self.values[Ref(name)] = self.placeholder()
         for node in graph.nodes:
-            for dim in _polynomials(node.args):
+            for dim in polynomials(node.args):
                 if dim not in self.dimensions:
                     self.dimensions[dim] = self.placeholder()
         state = self.placeholder()
@@ -220,41 +172,3 @@ class _Writer:
         if arg is None or type(arg) in (bool, int, float):
             return arg
         raise GraphError(f"an argument of type {type(arg).__name__} has no place in a graph")
-
-
-def _polynomials(args: tuple[Arg, ...]) -> Iterator[Poly]:
-    for arg in args:
-        if isinstance(arg, Poly):
-            yield arg
-        elif isinstance(arg, tuple):
-            yield from _polynomials(arg)
-
-
-def _symbols(dim: Dim) -> frozenset[Poly]:
-    return frozenset(symbol(name) for name in symbols_of(dim))
-
-
-def _places(graph: Graph) -> dict[Poly, tuple[int, int]]:
-    """Where to read sizes: (input, dimension) for each symbol that is a dimension by itself, and for each other
-    polynomial whose symbols are not all of these."""
-    dims = [
-        (dim, (i, at))
-        for i, given in enumerate(graph.inputs)
-        for at, dim in enumerate(given.type.shape)
-        if isinstance(dim, Poly)
-    ]
-    places: dict[Poly, tuple[int, int]] = {}
-    for dim, place in dims:
-        if _symbols(dim) == {dim}:
-            places.setdefault(dim, place)
-    plain = frozenset(places)
-    for dim, place in dims:
-        if not _symbols(dim) <= plain:
-            places.setdefault(dim, place)
-    return places
-
-
-def _bound(dim: Dim, known: Mapping[Poly, int], sizes: Mapping[str, int]) -> int:
-    if isinstance(dim, Poly) and dim in known:
-        return known[dim]
-    return bind(dim, sizes)

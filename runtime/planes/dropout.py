@@ -28,16 +28,27 @@ class Masks:
         """Of the shape, dtype and device of `like`: 0 with probability p, else 1 / (1 - p)."""
         return keep_mask(self._prefix, self._names[index], like, p)
 
+    def kept(self, name: str, count: int, p: float) -> np.ndarray:
+        """Of the node of that name, for its elements in order: whether each is kept."""
+        return _kept(self._prefix, name, count, p)
+
 
 def keep_mask(prefix: bytes, name: str, like: torch.Tensor, p: float) -> torch.Tensor:
     if p >= 1.0:
         return torch.zeros_like(like)
+    keep = torch.from_numpy(_kept(prefix, name, like.numel(), p))
+    return keep.to(like.device).view(like.shape).to(like.dtype).mul_(1.0 / (1.0 - p))
+
+
+def _kept(prefix: bytes, name: str, count: int, p: float) -> np.ndarray:
+    """`count` booleans, False with probability p."""
+    if p >= 1.0:
+        return np.zeros(count, np.bool_)
     digest = hashlib.blake2b(prefix + name.encode(), digest_size=16).digest()
-    count = like.numel()
     raw = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw((count + 1) // 2)
     bits = raw.astype("<u8", copy=False).view("<u4")[:count]
-    keep = torch.from_numpy(bits >= np.uint32(min(round(p * 2**32), 2**32 - 1)))
-    return keep.to(like.device).view(like.shape).to(like.dtype).mul_(1.0 / (1.0 - p))
+    kept: np.ndarray = bits >= np.uint32(min(round(p * 2**32), 2**32 - 1))
+    return kept
 
 
 def dropout(x: torch.Tensor, p: float, masks: Masks, index: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""An execution plane: what runs the stages of the DAG on one device. `fusion.runtime.planes.choice` knows those that
+"""An execution plane: what runs the stages of the DAG on one device. `fusion.runtime.peer.plane_choice` knows those that
 there are by name, and whoever loads stages is given one.
 
 All methods are blocking and run in the device's one worker thread (`fusion.runtime.job.worker`). Tensors at this
@@ -129,7 +129,10 @@ class DecodingStage(Protocol):
 
 class Plane(Protocol):
     """What makes the stages of one device. `variables` holds every variable of the stage's graph by name; JobError for
-    one that is missing or of another shape or dtype."""
+    one that is missing or of another shape or dtype. `lacks`: operators of the op-set that it does not run."""
+
+    name: str
+    lacks: frozenset[str]
 
     def training(self, stage: Stage, variables: Tensors, optimizer: OptimizerConfig) -> TrainingStage:
         """The stage with a copy of the variables and an optimizer that has not begun."""

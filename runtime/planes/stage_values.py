@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Variable
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.planes.codegen import TORCH_DTYPES, Program
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.plane import Tensors
 
 
-def selected(program: Program, inputs: Tensors, device: torch.device) -> list[torch.Tensor]:
-    """What the program takes, in its order. ValueError for an input that is missing."""
+def selected(names: Sequence[str], inputs: Tensors, device: torch.device) -> list[torch.Tensor]:
+    """What a program takes, in its order. ValueError for an input that is missing."""
     try:
-        return [inputs[name].to(device) for name in program.inputs]
+        return [inputs[name].to(device) for name in names]
     except KeyError as missing:
         raise ValueError(f"the stage needs an input {missing}") from None
 

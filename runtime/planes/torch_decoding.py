@@ -53,7 +53,7 @@ class TorchDecodingStage:
         # What stands for keys and values of the source is with each session.
         self._variables: tuple[Any, ...] = tuple(matrices.laid_out.get(v.name) for v in stage.graph.variables)
         if self._slots and layout is None:
-            self._program.require("sequence")
+            self._program.sizes.require("sequence")
         self._keys = output_keys(stage)
         self.caches = bool(self._slots)
         self._sessions: dict[str, SessionCache] = {}
@@ -114,9 +114,9 @@ class TorchDecodingStage:
     def _alone(self, piece: Piece, cache: SessionCache) -> dict[str, torch.Tensor]:
         if piece.singly:
             raise ValueError("this stage runs positions singly one after another only")
-        given = selected(self._program, piece.inputs, self.device)
+        given = selected(self._program.inputs, piece.inputs, self.device)
         if self._slots:
-            cache.begin(piece.start, self._program.size(given, "sequence"))
+            cache.begin(piece.start, self._program.sizes.size(given, "sequence"))
         outputs = self._program.run(given, self._variables, cache)
         if self._slots:
             cache.commit()
@@ -125,7 +125,7 @@ class TorchDecodingStage:
     def _together(
         self, layout: EndToEnd, pieces: Sequence[Piece], caches: Sequence[SessionCache]
     ) -> list[dict[str, torch.Tensor]]:
-        given = [selected(self._program, piece.inputs, self.device) for piece in pieces]
+        given = [selected(self._program.inputs, piece.inputs, self.device) for piece in pieces]
         along = [layout.inputs[name] for name in self._program.inputs]
         lengths = [_positions(each, along, self._program.inputs) for each in given]
         if self._slots:
@@ -221,7 +221,7 @@ class _Encoder:
     def run(self, piece: Piece, kept: KeptSource) -> dict[str, torch.Tensor]:
         if piece.start != -kept.length:
             raise ValueError(f"the session's source has {kept.length} positions, not {-piece.start}")
-        given = selected(self._program, piece.inputs, self._device)
+        given = selected(self._program.inputs, piece.inputs, self._device)
         outputs = self._program.run(given, self._variables, None)
         sends, handed = outputs[: len(self._keys)], outputs[len(self._keys) :]
         # Laid out alike wherever they were made: what comes over the wire is.

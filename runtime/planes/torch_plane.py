@@ -17,7 +17,8 @@ from fusion.dag.cutting.positional import written_buffers
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph, Ref, Variable
 from fusion.runtime.job.manifest import OptimizerConfig
-from fusion.runtime.planes.codegen import TORCH_DTYPES, compile_graph
+from fusion.runtime.planes.codegen import compile_graph
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.dropout import Masks
 from fusion.runtime.planes.optimizer import Optimizer
 from fusion.runtime.planes.plane import RngKey, Tensors
@@ -67,7 +68,7 @@ class TorchTrainingStage:
         leaves: dict[str, torch.Tensor] = {}
         given = []
         for name, value in zip(
-            self._training.inputs, selected(self._training, inputs, self.device), strict=True
+            self._training.inputs, selected(self._training.inputs, inputs, self.device), strict=True
         ):
             if name in self._wanting:
                 value = leaves[name] = value.detach().requires_grad_()
@@ -103,7 +104,7 @@ class TorchTrainingStage:
     def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             outputs = self._evaluation.run(
-                selected(self._evaluation, inputs, self.device), self._read(), None
+                selected(self._evaluation.inputs, inputs, self.device), self._read(), None
             )
         return dict(zip(self._keys, outputs, strict=True))
 
@@ -184,6 +185,9 @@ class TorchTrainingStage:
 
 class TorchPlane:
     """Implements `fusion.runtime.planes.plane.Plane` on "cpu", "cuda" or "cuda:<index>"."""
+
+    name = "torch"
+    lacks: frozenset[str] = frozenset()
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device

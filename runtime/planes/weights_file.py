@@ -19,7 +19,7 @@ import torch
 from fusion.dag.ir.graph import DTYPE_BYTES, TensorType, Variable
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.stage_graphs import file_bytes
-from fusion.runtime.planes.codegen import TORCH_DTYPES
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 # As the format spells our dtypes, in the order in which its tensors lie: the last ones first, each dtype by name.
 _SPELLED = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random, SystemRandom
 
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.planes.choice import TORCH, choose
+from fusion.runtime.peer.plane_choice import TORCH, choose
 from fusion.runtime.planes.plane import Plane
 from fusion.swarm.clock import Clock
 from fusion.swarm.identity import Identity
@@ -19,7 +19,7 @@ class Surroundings:
     random: Random = field(default_factory=SystemRandom)
     identity: Callable[[], Identity] = Identity.generate
     worker: Callable[[], Worker] = Worker
-    plane: Plane = field(default_factory=lambda: choose(TORCH, "cpu"))
+    plane: Plane = field(default_factory=lambda: choose(TORCH, "cpu", 1))
 
 
 PRODUCT = Surroundings()

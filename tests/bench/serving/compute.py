@@ -20,7 +20,7 @@ from fusion.dag.cutting.cuts import split
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.capture.sources import huggingface
 from fusion.runtime.job.spec import HuggingFaceConfig
-from fusion.runtime.planes.choice import TORCH, choose
+from fusion.runtime.peer.plane_choice import TORCH, choose
 from fusion.runtime.planes.plane import Piece
 
 TOKENS = 48  # that the time of one is the median of
@@ -32,7 +32,7 @@ def measure(directory: Path, prompt_tokens: int, max_sequence: int) -> dict[str,
     source = huggingface(HuggingFaceConfig(path=directory), training=False)
     graph = serving_graph(source.inference, cache="kv", maximum_sequence=max_sequence)
     [stage] = split(graph, ())
-    plane = choose(TORCH, "cpu").decoding(stage, source.read(stage.graph.variables))
+    plane = choose(TORCH, "cpu", 1).decoding(stage, source.read(stage.graph.variables))
     prompt_seconds, token_seconds = [], list[float]()
     for number in range(PROMPTS):
         name = str(number)

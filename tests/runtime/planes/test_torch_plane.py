@@ -3,152 +3,44 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import pytest
 import torch
-from support.families import build, config
-from support.models import Chain, Diamond, SameMasks, gpt2, mixtral
+from support.models import Chain
+from support.staged import (
+    SEED,
+    even_cuts,
+    make,
+    own_gradients,
+    own_training,
+    relative,
+    run_microbatch,
+    share_ties,
+    train,
+    vectors,
+)
 from torch import nn
 from torch.nn import functional
 
-from fusion.dag.cutting.cuts import split, tie_groups
+from fusion.dag.cutting.cuts import split
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir.graph import Graph
-from fusion.runtime.capture.capture import capture_language_model, capture_module, variables_from_module
-from fusion.runtime.capture.models import GPT
-from fusion.runtime.capture.trained_graph import trained_graph
+from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
-from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
 from fusion.runtime.planes.plane import RngKey
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
 
-SEED = 5
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
 ]
 
 
-@dataclass
-class Case:
-    module: nn.Module
-    graph: Graph
-    batch: Callable[[int], dict[str, torch.Tensor]]  # of microbatch i
-    loss: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
-
-
-_graphs: dict[str, Graph] = {}  # capture takes longer than all else here
-
-
-def vectors(name: str, module: nn.Module, outputs: int) -> Case:
-    def batch(i: int) -> dict[str, torch.Tensor]:
-        made = torch.Generator().manual_seed(i)
-        return {"x": torch.randn(4, 6, generator=made), "targets": torch.randn(4, outputs, generator=made)}
-
-    if name not in _graphs:
-        _graphs[name] = capture_module(module, batch(0), nn.MSELoss())
-    return Case(module, _graphs[name], batch, lambda m, b: functional.mse_loss(m(b["x"]), b["targets"]))
-
-
-def language(name: str, module: nn.Module) -> Case:
-    def batch(i: int) -> dict[str, torch.Tensor]:
-        made = torch.Generator().manual_seed(i)
-        tokens = torch.randint(0, 32, (2, 13), generator=made)
-        positions = torch.arange(12).repeat(2, 1)
-        return {"input_ids": tokens[:, :-1], "position_ids": positions, "targets": tokens[:, 1:]}
-
-    def loss(m: nn.Module, b: dict[str, torch.Tensor]) -> torch.Tensor:
-        out = m(input_ids=b["input_ids"], position_ids=b["position_ids"])
-        logits = out if isinstance(out, torch.Tensor) else out.logits
-        return functional.cross_entropy(logits.flatten(0, 1), b["targets"].flatten())
-
-    if name not in _graphs:
-        captured = capture_language_model(module, training=True, maximum_sequence=16)
-        _graphs[name] = trained_graph(captured)
-    return Case(module, _graphs[name], batch, loss)
-
-
-def make(name: str) -> Case:
-    torch.manual_seed(1)
-    match name:
-        case "chain":
-            return vectors(name, Chain(), 3)
-        case "diamond":
-            return vectors(name, Diamond(), 6)
-        case "tied":
-            return language(name, GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=16)))
-        case "dropout":
-            return language(
-                name, GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=16, dropout=0.2))
-            )
-        case "mixtral":
-            return language(name, mixtral())
-        case "gemma2":  # capped scores, windows
-            return language(name, build(config(name)))
-    assert name == "gpt2"
-    return language(name, gpt2())
-
-
 def planes(
     stages: Sequence[Stage], module: nn.Module, config: OptimizerConfig, device: str
 ) -> list[TorchTrainingStage]:
     return [TorchTrainingStage(s, variables_from_module(module), config, device) for s in stages]
-
-
-def run_microbatch(
-    staged: Sequence[TorchTrainingStage], values: dict[str, torch.Tensor], key: RngKey, scale: float
-) -> float:
-    """One forward and backward through all the stages, as the peers do it. Returns the loss."""
-    values = dict(values)
-    for plane in staged:
-        values.update(plane.forward(key.microbatch, values, key))
-    gradients: dict[str, torch.Tensor] = {}
-    for plane in reversed(staged):
-        mine = {e.name: gradients[e.name] for e in plane.stage.sends if e.needs_gradient}
-        for name, gradient in plane.backward(key.microbatch, mine, scale).items():
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return float(values["result/0"])
-
-
-def share_ties(staged: Sequence[TorchTrainingStage]) -> None:
-    for group in tie_groups([p.stage for p in staged]):
-        total = sum(staged[s].gradients([group.variable])[group.variable] for s in group.stages)
-        for s in group.stages:
-            staged[s].set_gradients({group.variable: total})
-
-
-def norm(staged: Sequence[TorchTrainingStage]) -> float:
-    seen: set[str] = set()
-    total = 0.0
-    for plane in staged:
-        total += plane.squared_norm(frozenset(seen))
-        seen.update(plane.gradients())
-    return total
-
-
-def even_cuts(graph: Graph, stages: int) -> list[int]:
-    return [len(graph.nodes) * i // stages for i in range(1, stages)]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.cpu() - b.cpu()).norm() / b.norm().clamp_min(1e-12))
-
-
-def own_gradients(case: Case, microbatches: int) -> tuple[float, dict[str, torch.Tensor]]:
-    case.module.train()
-    case.module.zero_grad()
-    total = 0.0
-    for i in range(microbatches):
-        with SameMasks(case.graph, RngKey(SEED, 0, i)):
-            loss = case.loss(case.module, case.batch(i)) / microbatches
-        loss.backward()
-        total += loss.item()
-    found = {n: p.grad.clone() for n, p in case.module.named_parameters() if p.grad is not None}
-    return total, found
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -225,20 +117,6 @@ def test_any_cut_gives_the_same_loss_and_gradients(name: str) -> None:
                 assert relative(gradient, wanted[parameter]) <= 1e-5, (cuts, parameter)
 
 
-def train(
-    case: Case, staged: Sequence[TorchTrainingStage], config: OptimizerConfig, steps: range, total: int
-) -> Iterator[float]:
-    for step in steps:
-        losses = [
-            run_microbatch(staged, case.batch(2 * step + i), RngKey(SEED, step, i), 0.5) for i in range(2)
-        ]
-        share_ties(staged)
-        factor = clip_factor(config, norm(staged))
-        for plane in staged:
-            plane.apply(learning_rate(config, step, total), factor)
-        yield sum(losses) / 2
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -254,28 +132,6 @@ def test_losses_of_fifty_steps_are_those_of_one_process(config: OptimizerConfig)
     wanted = list(own_training(case, config, 50))
     assert losses == pytest.approx(wanted, rel=1e-5)
     assert losses[-1] < losses[0]
-
-
-def own_training(case: Case, config: OptimizerConfig, steps: int) -> Iterator[float]:
-    parameters = list(case.module.parameters())
-    if config.kind == "adamw":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-        )
-    else:
-        optimizer = torch.optim.SGD(parameters, momentum=config.momentum, weight_decay=config.weight_decay)
-    for step in range(steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for i in range(2):
-            with SameMasks(case.graph, RngKey(SEED, step, i)):
-                loss = case.loss(case.module, case.batch(2 * step + i)) / 2
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_(parameters, config.clip_norm or float("inf"))
-        optimizer.param_groups[0]["lr"] = learning_rate(config, step, steps)
-        optimizer.step()
-        yield total
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,17 @@ import sys
 
 import pytest
 
-from fusion.runtime.planes.choice import TORCH, choose
+from fusion.runtime.peer.plane_choice import TORCH, choose
 from fusion.runtime.planes.torch_plane import TorchPlane
 
 
 def test_a_plane_is_chosen_by_name() -> None:
-    assert isinstance(choose(TORCH, "cpu"), TorchPlane)
+    assert isinstance(choose(TORCH, "cpu", 1), TorchPlane)
 
 
 def test_a_plane_that_there_is_not_is_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match=r"^plane: torch, not 'abacus'$"):
-        choose("abacus", "cpu")
+    with pytest.raises(ValueError, match=r"^plane: torch or jax, not 'abacus'$"):
+        choose("abacus", "cpu", 1)
 
 
 @pytest.mark.program

@@ -1,0 +1,36 @@
+"""Which plane computes: the one place that knows them all by name. A plane's library is loaded when it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from fusion.runtime.planes.plane import Plane
+
+TORCH, JAX = "torch", "jax"
+
+
+def choose(name: str, device: str, threads: int) -> Plane:
+    """The plane of that name on `device`, as the plane spells it, with so many threads on a CPU. ValueError for one that there is
+    not, or whose library is not installed."""
+    make = _PLANES.get(name)
+    if make is None:
+        raise ValueError(f"plane: {' or '.join(_PLANES)}, not {name!r:.40}")
+    return make(device, threads)
+
+
+def _torch(device: str, threads: int) -> Plane:
+    from fusion.runtime.planes.torch_plane import TorchPlane
+
+    return TorchPlane(device)  # its threads are those of the worker (`fusion.runtime.job.worker`)
+
+
+def _jax(device: str, threads: int) -> Plane:
+    from fusion.runtime.planes.jax_plane.library import load
+
+    load(device, threads)  # before a module of ours imports it
+    from fusion.runtime.planes.jax_plane.jax_plane import JaxPlane
+
+    return JaxPlane(device, threads)
+
+
+_PLANES: Mapping[str, Callable[[str, int], Plane]] = {TORCH: _torch, JAX: _jax}

@@ -1,0 +1,112 @@
+"""What the shapes of a stage's inputs tell: the sizes of its graph's symbols, and whether the inputs are what the graph says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from fusion.dag.ir.dims import Dim, Poly, bind, symbol, symbols_of
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import DTYPE_BYTES, Arg, Graph
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+_MAX_SIZES = 256  # combinations of symbol sizes whose dimensions are remembered
+
+
+class InputSizes:
+    """Of the graph's inputs, in order. `dimensions`: what its nodes need to know. GraphError where no input tells one of them."""
+
+    def __init__(self, graph: Graph, dimensions: Sequence[Poly]) -> None:
+        self._names = tuple(i.name for i in graph.inputs)
+        self._dimensions = tuple(dimensions)
+        self._types = tuple(i.type for i in graph.inputs)
+        self._dtypes = tuple(TORCH_DTYPES[t.dtype] for t in self._types)
+        self._places = _places(graph)
+        for dimension in dimensions:
+            if dimension not in self._places and not _symbols(dimension) <= self._places.keys():
+                raise GraphError(f"no input of the stage tells the size {dimension}, which its nodes need")
+        self._bound: dict[tuple[int, ...], tuple[tuple[torch.Size, ...], tuple[int, ...]]] = {}
+
+    def dimensions(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The sizes of the dimensions in these inputs. ValueError for an input whose shape or dtype is not what the graph says."""
+        try:
+            key = tuple([inputs[i].shape[d] for i, d in self._places.values()])
+        except IndexError:
+            raise self._misfit(inputs, [torch.Size((-1,))] * len(inputs)) from None
+        shapes, dimensions = self._bound.get(key) or self._bind(key)
+        for value, shape, dtype in zip(inputs, shapes, self._dtypes, strict=True):
+            if value.shape != shape or value.dtype != dtype:
+                raise self._misfit(inputs, shapes)
+        return dimensions
+
+    def require(self, symbol_name: str) -> None:
+        """GraphError unless `size` can tell this symbol."""
+        if symbol(symbol_name) not in self._places:
+            raise GraphError(f"no input of the stage has a dimension {symbol_name}")
+
+    def size(self, inputs: Sequence[torch.Tensor], symbol_name: str) -> int:
+        """The size of a symbol in these inputs. ValueError where its input lacks the dimension."""
+        at, dim = self._places[symbol(symbol_name)]
+        if inputs[at].dim() <= dim:
+            raise ValueError(
+                f"input {self._names[at]} has shape {tuple(inputs[at].shape)}, not {self._types[at]}"
+            )
+        return int(inputs[at].shape[dim])
+
+    def _bind(self, key: tuple[int, ...]) -> tuple[tuple[torch.Size, ...], tuple[int, ...]]:
+        known = dict(zip(self._places, key, strict=True))
+        sizes = {next(iter(symbols_of(p))): n for p, n in known.items() if _symbols(p) == {p}}
+        shapes = tuple(torch.Size([_bound(d, known, sizes) for d in t.shape]) for t in self._types)
+        found = shapes, tuple(_bound(d, known, sizes) for d in self._dimensions)
+        if len(self._bound) >= _MAX_SIZES:
+            self._bound.clear()
+        self._bound[key] = found
+        return found
+
+    def _misfit(self, inputs: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> ValueError:
+        for name, value, type_, shape, dtype in zip(
+            self._names, inputs, self._types, shapes, self._dtypes, strict=True
+        ):
+            if value.shape != shape or value.dtype != dtype:
+                return ValueError(f"input {name} is {value.dtype} {tuple(value.shape)}, not {type_}")
+        raise AssertionError
+
+
+def polynomials(args: tuple[Arg, ...]) -> Iterator[Poly]:
+    """Among the arguments of a node."""
+    for arg in args:
+        if isinstance(arg, Poly):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from polynomials(arg)
+
+
+def _symbols(dim: Dim) -> frozenset[Poly]:
+    return frozenset(symbol(name) for name in symbols_of(dim))
+
+
+def _places(graph: Graph) -> dict[Poly, tuple[int, int]]:
+    """Where to read sizes: (input, dimension) for each symbol that is a dimension by itself, and for each other
+    polynomial whose symbols are not all of these."""
+    dims = [
+        (dim, (i, at))
+        for i, given in enumerate(graph.inputs)
+        for at, dim in enumerate(given.type.shape)
+        if isinstance(dim, Poly)
+    ]
+    places: dict[Poly, tuple[int, int]] = {}
+    for dim, place in dims:
+        if _symbols(dim) == {dim}:
+            places.setdefault(dim, place)
+    plain = frozenset(places)
+    for dim, place in dims:
+        if not _symbols(dim) <= plain:
+            places.setdefault(dim, place)
+    return places
+
+
+def _bound(dim: Dim, known: Mapping[Poly, int], sizes: Mapping[str, int]) -> int:
+    if isinstance(dim, Poly) and dim in known:
+        return known[dim]
+    return bind(dim, sizes)
