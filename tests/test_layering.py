@@ -56,6 +56,7 @@ ROOMS = {
             "belief",
             "planes/products",
             "planes",
+            "planes/jax_plane",
             "capture/gguf",
             "capture",
             "capture/python",
@@ -73,6 +74,7 @@ ROOMS = {
 # Which layers may import a library at all, and where it is narrower, which files.
 LIBRARY_LAYERS = {
     "torch": {"runtime", "compression"},
+    "jax": {"runtime"},
     "safetensors": {"runtime"},
     "tokenizers": {"runtime"},
     "llguidance": {"runtime"},
@@ -98,6 +100,13 @@ LIBRARY_FILES = {
     "PIL": {"runtime/datasets/image_folders.py"},
     "jinja2": {"runtime/serving/requests/template_worker.py"},
     "llguidance": {"runtime/serving/grammar/worker.py"},
+    "jax": {
+        f"runtime/planes/jax_plane/{name}.py"
+        for name in (
+            *("library", "arrays", "pointwise", "moving", "reducing", "contracting", "windows", "program"),
+            *("dropped", "optimizer", "jax_training", "jax_decoding", "jax_cache"),
+        )
+    },
     "llvmlite": {"runtime/planes/products/machine_code.py"},
     **{
         library: {f"runtime/serving/http/{name}.py" for name in names}
@@ -236,7 +245,7 @@ def test_a_peer_loads_what_answers_http_only_when_somebody_connects() -> None:
         "import fusion.cli.start, fusion.runtime.peer.peer, fusion.runtime.serving.http.server\n"
         "import fusion.runtime.serving.http.config"
     )
-    assert not loaded & HTTP and "torch" in loaded
+    assert not loaded & {*HTTP, "jax", "jaxlib"} and "torch" in loaded
 
 
 # Decisions and values: no tensor, no tokenizer and no file of weights in them, nor in what they import.

@@ -1,0 +1,33 @@
+"""Tensors of torch, which cross a plane's boundary, as arrays of JAX and back. Values are copied: neither side changes the
+other's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from fusion.dag.ir.graph import DTYPE_BYTES
+
+JAX_DTYPES: Mapping[str, np.dtype] = {
+    name: np.dtype(jnp.bool_ if name == "bool" else getattr(jnp, name)) for name in DTYPE_BYTES
+}
+
+
+def array(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
+    value = tensor.detach().cpu().contiguous()
+    if value.dtype == torch.bfloat16:  # which numpy has not by itself
+        numbers = value.view(torch.int16).numpy().view(JAX_DTYPES["bfloat16"])
+    else:
+        numbers = value.numpy()
+    return jnp.array(numbers, copy=True, device=device)
+
+
+def tensor(value: jax.Array) -> torch.Tensor:
+    numbers = np.array(value)
+    if numbers.dtype == JAX_DTYPES["bfloat16"]:
+        return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(numbers)

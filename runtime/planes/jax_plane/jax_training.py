@@ -1,0 +1,252 @@
+"""A stage that is trained, in JAX (`fusion.runtime.planes.plane` says what it promises).
+
+The forward pass of a microbatch and the function of its backward pass are what `jax.vjp` makes of the stage's program, both
+compiled once for each combination of shapes. What backward needs is kept from one to the other.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import Array
+
+from fusion.dag.cutting.stage import Stage
+from fusion.runtime.job.manifest import OptimizerConfig
+from fusion.runtime.planes.dropout import Masks
+from fusion.runtime.planes.jax_plane.arrays import array, tensor
+from fusion.runtime.planes.jax_plane.attached import attached, with_gradient
+from fusion.runtime.planes.jax_plane.dropped import Dropped
+from fusion.runtime.planes.jax_plane.optimizer import Arrays, Optimizer
+from fusion.runtime.planes.jax_plane.program import Program
+from fusion.runtime.planes.plane import RngKey, Tensors
+from fusion.runtime.planes.stage_values import checked, output_keys, selected
+
+MOST_COMPILED = (
+    8  # combinations of shapes whose code is kept: a job has one, and perhaps another in its evaluations
+)
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Compiled for one combination of shapes."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Stash:
+    """What the backward pass of one microbatch needs."""
+
+    passes: _Passes
+    back: Any  # what jax.vjp gave
+    shapes: tuple[tuple[int, ...], ...]  # of the outputs in `_roots`
+    leaves: dict[str, Array]
+
+
+class JaxTrainingStage:
+    """A stage with its parameters, gradients and optimizer state. `variables` holds every variable of the stage's graph, by
+    name; they are copied. JobError for one that is missing or of another shape or dtype."""
+
+    def __init__(
+        self, stage: Stage, variables: Tensors, optimizer: OptimizerConfig, device: jax.Device
+    ) -> None:
+        self.stage = stage
+        self._device = device
+        graph = stage.graph
+        self._training = Program(graph, training=True)
+        self._evaluation = Program(graph, training=False)
+        self._values = {v.name: array(checked(variables, v), device) for v in graph.variables}
+        self._trained = tuple(v.name for v in graph.variables if v.kind == "parameter" and v.trainable)
+        self._keys = output_keys(stage)
+        wanting = frozenset(e.name for e in stage.receives if e.needs_gradient)
+        self._wanting = tuple(name for name in self._training.inputs if name in wanting)
+        found = attached(graph, {*self._trained, *self._wanting})
+        # Outputs that the backward pass begins at: those sent whose gradients come back, and the losses.
+        self._roots = tuple(
+            i
+            for i, ref in enumerate(graph.outputs)
+            if ref in found and (i >= len(stage.sends) or stage.sends[i].needs_gradient)
+        )
+        reached = with_gradient(graph, found, {graph.outputs[i] for i in self._roots})
+        self._reached = tuple(name for name in self._trained if name in reached)
+        self._committed = {name: self._values[name] for name in self._training.written}
+        self._optimizer = Optimizer(optimizer, device)
+        self._gradients: Arrays = {}
+        self._stashes: dict[int, _Stash] = {}
+        self._passes: OrderedDict[Any, _Passes] = OrderedDict()
+        self._evaluations: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+        self._squares = jax.jit(_squares)
+
+    def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
+        given = selected(self._training.inputs, inputs, _CPU)
+        dimensions = self._training.sizes.dimensions(given)
+        arrays = {
+            name: array(value, self._device) for name, value in zip(self._training.inputs, given, strict=True)
+        }
+        leaves = {name: arrays.pop(name) for name in self._wanting}
+        masks = Masks(rng, ())
+        kept = {
+            name: jax.device_put(masks.kept(name, count, p), self._device)
+            for name, count, p in self._training.draws(dimensions)
+        }
+        passes = _remembered(self._passes, _shapes(given), lambda: self._compiled(dimensions))
+        outputs, written, back = passes.forward(*self._parts(), leaves, arrays, kept)
+        self._values.update(written)
+        shapes = tuple(outputs[i].shape for i in self._roots)
+        self._stashes[microbatch] = _Stash(passes, back, shapes, leaves)
+        return {key: tensor(value) for key, value in zip(self._keys, outputs, strict=True)}
+
+    def backward(self, microbatch: int, gradients: Tensors, loss_scale: float) -> dict[str, torch.Tensor]:
+        """ValueError where `forward` was not run for the microbatch, or a gradient is missing or misshapen."""
+        stash = self._stashes.pop(microbatch, None)
+        if stash is None:
+            raise ValueError(f"stage {self.stage.index} holds no activations of microbatch {microbatch}")
+        graph, sends = self.stage.graph, self.stage.sends
+        seeds = []
+        for i, shape in zip(self._roots, stash.shapes, strict=True):
+            dtype = self._training.dtype(graph.outputs[i])
+            if i < len(sends):
+                seeds.append(_seed(gradients, sends[i].name, shape, self._device).astype(dtype))
+            else:
+                seeds.append(jnp.full(shape, loss_scale, dtype, device=self._device))
+        if not seeds:
+            return {
+                name: torch.zeros(leaf.shape, dtype=tensor(leaf).dtype) for name, leaf in stash.leaves.items()
+            }
+        self._gradients, leaves = stash.passes.backward(stash.back, seeds, self._gradients)
+        return {name: tensor(value) for name, value in leaves.items()}
+
+    def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        given = selected(self._evaluation.inputs, inputs, _CPU)
+        dimensions = self._evaluation.sizes.dimensions(given)
+
+        def compiled() -> Callable[..., Any]:
+            return jax.jit(lambda values, inputs: self._evaluation.run(inputs, values, dimensions, None)[0])
+
+        run = _remembered(self._evaluations, _shapes(given), compiled)
+        outputs = run(self._values, [array(value, self._device) for value in given])
+        return {key: tensor(value) for key, value in zip(self._keys, outputs, strict=True)}
+
+    def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        return {name: self._gradient(name) for name in (self._trained if names is None else names)}
+
+    def set_gradients(self, gradients: Tensors) -> None:
+        for name, value in gradients.items():
+            parameter = self._parameter(name)
+            if tuple(value.shape) != parameter.shape:
+                raise ValueError(
+                    f"a gradient of {name} has shape {tuple(value.shape)}, not {parameter.shape}"
+                )
+            self._gradients[name] = array(value, self._device).astype(parameter.dtype)
+
+    def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
+        counted = {name: value for name, value in self._gradients.items() if name not in skip}
+        return float(self._squares(counted)) if counted else 0.0
+
+    def apply(self, learning_rate: float, clip_factor: float) -> None:
+        self._values.update(self._optimizer.step(self._values, self._gradients, learning_rate, clip_factor))
+        self._committed = {name: self._values[name] for name in self._training.written}
+        self._clear()
+
+    def discard(self) -> None:
+        self._values.update(self._committed)
+        self._clear()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        # What is committed: a run of a microbatch since may have moved the statistics on.
+        values = {**self._values, **self._committed}
+        found = {f"variable/{name}": tensor(value) for name, value in values.items()}
+        found.update({f"optimizer/{key}": value for key, value in self._optimizer.state().items()})
+        return found
+
+    def load_state(self, state: Tensors) -> None:
+        """JobError names what is missing or does not fit; nothing has changed then."""
+        variables = {k.removeprefix("variable/"): v for k, v in state.items() if k.startswith("variable/")}
+        slots = {k.removeprefix("optimizer/"): v for k, v in state.items() if k.startswith("optimizer/")}
+        values = {v.name: checked(variables, v) for v in self.stage.graph.variables}
+        self._optimizer.load_state(slots, {name: self._values[name] for name in self._trained})
+        self._values = {name: array(value, self._device) for name, value in values.items()}
+        self._committed = {name: self._values[name] for name in self._training.written}
+        self._clear()
+
+    def _parts(self) -> tuple[Arrays, Arrays]:
+        """The parameters that get a gradient, and the other variables."""
+        parameters = {name: self._values[name] for name in self._reached}
+        return parameters, {n: value for n, value in self._values.items() if n not in parameters}
+
+    def _compiled(self, dimensions: Sequence[int]) -> _Passes:
+        program, roots = self._training, self._roots
+
+        def forward(
+            parameters: Arrays, fixed: Arrays, leaves: Arrays, inputs: Arrays, kept: Arrays
+        ) -> tuple[list[Array], Arrays, Any]:
+            def run(parameters: Arrays, leaves: Arrays) -> tuple[list[Array], tuple[list[Array], Arrays]]:
+                given = {**inputs, **leaves}
+                outputs, written = program.run(
+                    [given[name] for name in program.inputs],
+                    {**fixed, **parameters},
+                    dimensions,
+                    Dropped(kept),
+                )
+                return [outputs[i] for i in roots], (outputs, written)
+
+            if not roots:
+                _, (outputs, written) = run(parameters, leaves)
+                return outputs, written, None
+            _, back, (outputs, written) = jax.vjp(run, parameters, leaves, has_aux=True)
+            return outputs, written, back
+
+        def backward(back: Any, seeds: list[Array], gradients: Arrays) -> tuple[Arrays, Arrays]:
+            found, leaves = back(seeds)
+            added = {n: gradients[n] + value if n in gradients else value for n, value in found.items()}
+            return {**gradients, **added}, leaves
+
+        return _Passes(jax.jit(forward), jax.jit(backward))
+
+    def _gradient(self, name: str) -> torch.Tensor:
+        parameter = self._parameter(name)
+        found = self._gradients.get(name)
+        return tensor(jnp.zeros_like(parameter) if found is None else found)
+
+    def _parameter(self, name: str) -> Array:
+        if name not in self._trained:
+            raise ValueError(f"stage {self.stage.index} trains no parameter {name}")
+        return self._values[name]
+
+    def _clear(self) -> None:
+        self._stashes.clear()
+        self._gradients = {}
+
+
+def _remembered(found: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """What was made for the key, of which the most recent ones are kept."""
+    if key not in found:
+        if len(found) >= MOST_COMPILED:
+            found.popitem(last=False)
+        found[key] = make()
+    found.move_to_end(key)
+    return found[key]
+
+
+def _shapes(values: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(value.shape) for value in values)
+
+
+def _seed(gradients: Tensors, name: str, shape: tuple[int, ...], device: jax.Device) -> Array:
+    gradient = gradients.get(name)
+    if gradient is None or tuple(gradient.shape) != shape:
+        raise ValueError(f"the gradient of {name} is missing or not of shape {shape}")
+    return array(gradient, device)
+
+
+def _squares(gradients: Mapping[str, Array]) -> Array:
+    totals = [jnp.sum(jnp.square(each.astype(jnp.float64))) for each in gradients.values()]
+    return jnp.sum(jnp.stack(totals))

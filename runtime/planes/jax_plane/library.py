@@ -1,0 +1,36 @@
+"""JAX, loaded for a peer: with the threads that it was given, 64-bit integers, and products of full float32 numbers."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
+MISSING = 'plane: jax is not installed here: pip install "fusion-peer[jax]"'
+_THREADS = (
+    "PJRT_NPROC"  # how many threads XLA takes on a CPU; read when its device is made, once for a process
+)
+
+
+def load(device: str, threads: int) -> jax.Device:
+    """The device "cpu", "cuda" or "cuda:<index>" of JAX. ValueError in one line where JAX or the device is not there."""
+    os.environ.setdefault(_THREADS, str(threads))
+    try:
+        import jax
+    except ImportError:
+        raise ValueError(MISSING) from None
+    jax.config.update(
+        "jax_enable_x64", True
+    )  # token ids are int64 in graphs; what is computed has the dtypes that they say
+    jax.config.update("jax_default_matmul_precision", "highest")
+    kind, _, index = device.partition(":")
+    try:
+        found = jax.devices(kind)
+    except RuntimeError:
+        raise ValueError(f"device: this JAX has no {kind}") from None
+    at = int(index or 0)
+    if at >= len(found):
+        raise ValueError(f"device: {device} of {len(found)}")
+    return found[at]

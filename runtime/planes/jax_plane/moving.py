@@ -1,0 +1,249 @@
+"""Operators that look at a tensor in another shape, move its values to other places, or make one from sizes, in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+Function = Callable[..., Any]
+Index = tuple[Any, ...]
+
+
+def _flatten(x: Array, start: int, end: int) -> Array:
+    rank = max(1, x.ndim)
+    start, end = start % rank, end % rank
+    return x.reshape(*x.shape[:start], -1, *x.shape[end + 1 :])
+
+
+def _unflatten(x: Array, dim: int, sizes: Sequence[int]) -> Array:
+    at = dim % x.ndim
+    return x.reshape(*x.shape[:at], *_known(sizes, x.shape[at]), *x.shape[at + 1 :])
+
+
+def _known(sizes: Sequence[int], total: int) -> list[int]:
+    """The sizes with their -1, if there is one, replaced."""
+    rest = int(np.prod([size for size in sizes if size != -1], dtype=np.int64))
+    return [total // rest if size == -1 else size for size in sizes]
+
+
+def _transpose(x: Array, a: int, b: int) -> Array:
+    return jnp.swapaxes(x, a, b) if x.ndim else x
+
+
+def _squeeze(x: Array, dims: int | Sequence[int] | None = None) -> Array:
+    if dims is None:
+        return x.reshape([size for size in x.shape if size != 1])
+    chosen = {dim % max(1, x.ndim) for dim in ((dims,) if isinstance(dims, int) else dims)}
+    return x.reshape([size for at, size in enumerate(x.shape) if at not in chosen or size != 1])
+
+
+def _expand(x: Array, size: Sequence[int]) -> Array:
+    lead = len(size) - x.ndim
+    return jnp.broadcast_to(x, [x.shape[at - lead] if n == -1 else n for at, n in enumerate(size)])
+
+
+def _part(x: Array, dim: int, start: int | None, end: int | None, step: int) -> Index:
+    return (*[slice(None)] * (dim % x.ndim), slice(start, end, step))
+
+
+def _slice(x: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:
+    return x[_part(x, dim, start, end, step)]
+
+
+def _narrow(x: Array, dim: int, start: int, length: int) -> Array:
+    start = start + x.shape[dim] if start < 0 else start
+    return lax.slice_in_dim(x, start, start + length, axis=dim % x.ndim)
+
+
+def _select(x: Array, dim: int, index: int) -> Array:
+    return x[(*[slice(None)] * (dim % x.ndim), index)]
+
+
+def _split(x: Array, sizes: Sequence[int], dim: int) -> list[Array]:
+    ends = np.cumsum(sizes)
+    return [
+        lax.slice_in_dim(x, int(end - size), int(end), axis=dim % x.ndim)
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+def _split_every(x: Array, step: int, dim: int) -> list[Array]:
+    total = x.shape[dim]
+    return _split(x, [min(step, total - at) for at in range(0, max(1, total), max(1, step))], dim)
+
+
+def _chunk(x: Array, chunks: int, dim: int) -> list[Array]:
+    return _split_every(x, max(1, -(-x.shape[dim] // chunks)), dim)
+
+
+def _unbind(x: Array, dim: int) -> list[Array]:
+    return [_select(x, dim, at) for at in range(x.shape[dim])]
+
+
+def _repeat(x: Array, repeats: Sequence[int]) -> Array:
+    return jnp.tile(x, tuple(repeats))
+
+
+def _repeat_interleave(x: Array, times: int, dim: int | None) -> Array:
+    return jnp.repeat(x, times, axis=dim) if x.ndim else jnp.repeat(x, times)
+
+
+def _index(x: Array, indices: Sequence[Array | None]) -> Array:
+    return x[tuple(slice(None) if each is None else each for each in indices)]
+
+
+def _index_put(x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool) -> Array:
+    if indices[0] is not None and indices[0].dtype == jnp.bool_:
+        mask = indices[0]
+        return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), values.reshape(()), x)
+    place = x.at[tuple(slice(None) if each is None else each for each in indices)]
+    return place.add(values) if accumulate else place.set(values)
+
+
+def _gather(x: Array, dim: int, index: Array) -> Array:
+    if not x.ndim:
+        return x
+    at = dim % x.ndim
+    # Outside `dim` the index may be shorter.
+    x = x[tuple(slice(None) if i == at else slice(0, n) for i, n in enumerate(index.shape))]
+    return jnp.take_along_axis(x, index, axis=at)
+
+
+def _scatter(x: Array, dim: int, index: Array, source: Any) -> Array:
+    if not x.ndim:
+        return jnp.broadcast_to(source, x.shape)
+    at = dim % x.ndim
+    where = list(jnp.indices(index.shape, sparse=True))
+    where[at] = index
+    if isinstance(source, Array):
+        source = source[tuple(slice(0, n) for n in index.shape)]
+    return x.at[tuple(where)].set(source)
+
+
+def _index_add(x: Array, dim: int, index: Array, source: Array, alpha: Any) -> Array:
+    return x.at[(*[slice(None)] * (dim % x.ndim), index)].add(source if alpha == 1 else source * alpha)
+
+
+def _select_scatter(x: Array, source: Array, dim: int, index: int) -> Array:
+    return x.at[(*[slice(None)] * (dim % x.ndim), index)].set(source)
+
+
+def _slice_scatter(x: Array, source: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:
+    return x.at[_part(x, dim, start, end, step)].set(source)
+
+
+def _flip(x: Array, dims: Sequence[int]) -> Array:
+    return jnp.flip(x, tuple(dims)) if len(dims) else x
+
+
+def _roll(x: Array, shifts: Sequence[int], dims: Sequence[int]) -> Array:
+    return jnp.roll(x, tuple(shifts), tuple(dims)) if len(dims) else jnp.roll(x, shifts[0])
+
+
+def _diff(x: Array, n: int, dim: int, prepend: Array | None, append: Array | None) -> Array:
+    x = jnp.concatenate([each for each in (prepend, x, append) if each is not None], dim)
+    for _ in range(min(n, x.shape[dim])):
+        after, before = _slice(x, dim, 1, None, 1), _slice(x, dim, 0, -1, 1)
+        x = jnp.logical_xor(after, before) if x.dtype == jnp.bool_ else after - before
+    return x
+
+
+def _pad(x: Array, pad: Sequence[int], value: Any) -> Array:
+    around = [(0, 0, 0)] * x.ndim
+    for at in range(len(pad) // 2):
+        around[-1 - at] = (pad[2 * at], pad[2 * at + 1], 0)
+    return lax.pad(x, jnp.asarray(value, x.dtype), around)
+
+
+def _pixel_shuffle(x: Array, factor: int) -> Array:
+    *lead, channels, height, width = x.shape
+    kept = channels // factor**2
+    x = x.reshape(*lead, kept, factor, factor, height, width)
+    rank = len(lead)
+    order = (*range(rank), rank, rank + 3, rank + 1, rank + 4, rank + 2)
+    return x.transpose(order).reshape(*lead, kept, height * factor, width * factor)
+
+
+def _upsample_nearest(x: Array, size: Sequence[int], *scales: float | None) -> Array:
+    for at, (wanted, scale) in enumerate(zip(size, scales, strict=True), 2):
+        had = x.shape[at]
+        step = np.float32(1 / scale if scale is not None and scale > 0 else had / wanted)
+        sources = np.floor(np.arange(wanted, dtype=np.float32) * step).astype(np.int64)
+        x = jnp.take(x, np.minimum(sources, had - 1), axis=at)
+    return x
+
+
+def _arange(start: Any, end: Any, step: Any, dtype: Any) -> Array:
+    return jnp.asarray(np.arange(start, end, step))
+
+
+def _filled(size: Sequence[int], value: Any) -> Array:
+    return jnp.full(tuple(size), value)
+
+
+MOVING: Mapping[str, Function] = {
+    "aten.view": lambda x, size: x.reshape(_known(size, x.size)),
+    "aten._unsafe_view": lambda x, size: x.reshape(_known(size, x.size)),
+    "aten.reshape": lambda x, size: x.reshape(_known(size, x.size)),
+    "aten.flatten.using_ints": _flatten,
+    "aten.unflatten.int": _unflatten,
+    "aten.transpose.int": _transpose,
+    "aten.permute": lambda x, dims: x.transpose([dim % x.ndim for dim in dims]) if x.ndim else x,
+    "aten.t": lambda x: x.T,
+    "aten.numpy_T": lambda x: x.T,
+    "aten.squeeze": _squeeze,
+    "aten.squeeze.dim": _squeeze,
+    "aten.squeeze.dims": _squeeze,
+    "aten.unsqueeze": lambda x, dim: jnp.expand_dims(x, dim),
+    "aten.expand": _expand,
+    "aten.expand_as": lambda x, other: jnp.broadcast_to(x, other.shape),
+    **{f"aten.{name}": lambda x: x for name in ("alias", "contiguous", "clone", "detach")},
+    "aten.slice.Tensor": _slice,
+    "aten.select.int": _select,
+    "aten.narrow": _narrow,
+    "aten.split.Tensor": _split_every,
+    "aten.split.sizes": _split,
+    "aten.split_with_sizes": _split,
+    "aten.chunk": _chunk,
+    "aten.unbind.int": _unbind,
+    "aten.repeat": _repeat,
+    "aten.repeat_interleave.self_int": _repeat_interleave,
+    "aten.cat": lambda tensors, dim: jnp.concatenate(tensors, dim),
+    "aten.stack": lambda tensors, dim: jnp.stack(tensors, dim),
+    "aten.index.Tensor": _index,
+    "aten.index_select": lambda x, dim, index: jnp.take(x, index, axis=dim),
+    "aten.gather": _gather,
+    "aten.scatter.src": _scatter,
+    "aten.scatter.value": _scatter,
+    "aten.index_add": _index_add,
+    "aten.index_put": _index_put,
+    "aten.select_scatter": _select_scatter,
+    "aten.slice_scatter": _slice_scatter,
+    "aten.flip": _flip,
+    "aten.roll": _roll,
+    "aten.tril": jnp.tril,
+    "aten.triu": jnp.triu,
+    "aten.diff": _diff,
+    "aten.constant_pad_nd": _pad,
+    "aten.one_hot": lambda x, classes: x[..., None] == jnp.arange(classes),
+    "aten.pixel_shuffle": _pixel_shuffle,
+    "aten.upsample_nearest2d": _upsample_nearest,
+    "aten.arange": lambda end, dtype: _arange(0, end, 1, dtype),
+    "aten.arange.start": lambda start, end, dtype: _arange(start, end, 1, dtype),
+    "aten.arange.start_step": _arange,
+    "aten.linspace": lambda start, end, steps, _: jnp.asarray(np.linspace(start, end, steps)),
+    "aten.full": lambda size, value, _: _filled(size, value),
+    "aten.zeros": lambda size, _: _filled(size, 0),
+    "aten.ones": lambda size, _: _filled(size, 1),
+    "aten.full_like": lambda x, value, _: _filled(x.shape, value),
+    "aten.zeros_like": lambda x, _: _filled(x.shape, 0),
+    "aten.ones_like": lambda x, _: _filled(x.shape, 1),
+    "aten.new_full": lambda _, size, value, __: _filled(size, value),
+    "aten.new_zeros": lambda _, size, __: _filled(size, 0),
+    "aten.new_ones": lambda _, size, __: _filled(size, 1),
+    "aten.scalar_tensor": lambda value, _: jnp.asarray(value),
+}

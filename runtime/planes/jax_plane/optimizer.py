@@ -1,0 +1,106 @@
+"""AdamW and SGD as torch has them (`fusion.runtime.planes.optimizer`), with the same state under the same names, in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import Array
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import OptimizerConfig
+from fusion.runtime.planes.jax_plane.arrays import array, tensor
+
+Arrays = dict[str, Array]
+Slots = dict[str, Arrays]  # by the name of the parameter, then of the slot
+_SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+class Optimizer:
+    """What the optimizer keeps of each parameter: nothing before its first gradient."""
+
+    def __init__(self, config: OptimizerConfig, device: jax.Device) -> None:
+        if config.kind not in _SLOTS:
+            raise JobError(f'optimizer.kind: "adamw" or "sgd", not "{config.kind}"')
+        self._config = config
+        self._device = device
+        self._slots: Slots = {}
+        self._update = jax.jit(self._adamw if config.kind == "adamw" else self._sgd)
+
+    def step(
+        self, parameters: Mapping[str, Array], gradients: Arrays, rate: float, clip_factor: float
+    ) -> Arrays:
+        """Those of the parameters that have a gradient, after it; others stay as they are, as in torch."""
+        if not gradients:
+            return {}
+        before = {name: parameters[name] for name in gradients}
+        slots = {name: self._slots.get(name) or self._first(before[name]) for name in gradients}
+        after, slots = self._update(before, gradients, slots, rate, clip_factor)
+        self._slots.update(slots)
+        return after
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies by "<name>/<slot>"."""
+        return {
+            f"{name}/{slot}": tensor(value)
+            for name, slots in self._slots.items()
+            for slot, value in slots.items()
+        }
+
+    def load_state(self, state: Mapping[str, torch.Tensor], parameters: Mapping[str, Array]) -> None:
+        """Replace the state by copies of `state`. JobError names a slot that fits none of the parameters."""
+        found: Slots = {}
+        for key, value in state.items():
+            name, _, slot = key.rpartition("/")
+            parameter = parameters.get(name)
+            if parameter is None or slot not in _SLOTS[self._config.kind]:
+                raise JobError(f"optimizer state: {key} belongs to no parameter of this stage")
+            if slot != "step" and tuple(value.shape) != parameter.shape:
+                raise JobError(
+                    f"optimizer state: {key} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}"
+                )
+            found.setdefault(name, {})[slot] = array(value, self._device)
+        self._slots = found
+
+    def _first(self, parameter: Array) -> Arrays:
+        if self._config.kind == "sgd":
+            return {} if self._config.momentum == 0 else {"momentum_buffer": jnp.zeros_like(parameter)}
+        step = jnp.zeros((), jnp.float32, device=self._device)
+        return {"step": step, "exp_avg": jnp.zeros_like(parameter), "exp_avg_sq": jnp.zeros_like(parameter)}
+
+    def _adamw(
+        self, parameters: Arrays, gradients: Arrays, slots: Slots, rate: Array, clip: Array
+    ) -> tuple[Arrays, Slots]:
+        config = self._config
+        (beta1, beta2), eps, decay = config.betas, config.eps, config.weight_decay
+        after, kept = {}, {}
+        for name, parameter in parameters.items():
+            dtype = parameter.dtype
+            gradient = gradients[name] * clip.astype(dtype)
+            step = slots[name]["step"] + 1
+            average = slots[name]["exp_avg"] * beta1 + gradient * (1 - beta1)
+            squares = slots[name]["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
+            # As torch does, in double precision what is one number for all elements.
+            count = step.astype(jnp.float64)
+            size = (rate / (1 - beta1**count)).astype(dtype)
+            root = jnp.sqrt(1 - beta2**count).astype(dtype)
+            kept[name] = {"step": step, "exp_avg": average, "exp_avg_sq": squares}
+            parameter = parameter * (1 - rate * decay).astype(dtype)
+            after[name] = parameter - size * average / (jnp.sqrt(squares) / root + eps)
+        return after, kept
+
+    def _sgd(
+        self, parameters: Arrays, gradients: Arrays, slots: Slots, rate: Array, clip: Array
+    ) -> tuple[Arrays, Slots]:
+        config = self._config
+        after, kept = {}, {}
+        for name, parameter in parameters.items():
+            gradient = gradients[name] * clip.astype(parameter.dtype)
+            gradient = gradient + config.weight_decay * parameter
+            if config.momentum:
+                gradient = config.momentum * slots[name]["momentum_buffer"] + gradient
+                kept[name] = {"momentum_buffer": gradient}
+            after[name] = parameter - rate.astype(parameter.dtype) * gradient
+        return after, kept

@@ -1,0 +1,145 @@
+"""A graph as a function of JAX: its nodes one after the other, called from a table by the op-set's own names.
+
+JAX traces it once for each combination of shapes and compiles what it saw. Nothing of a graph's text is looked up but in that table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from math import prod
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax import Array, lax
+
+from fusion.dag.cutting.positional import written_buffers
+from fusion.dag.ir.dims import Dim, Poly
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref
+from fusion.dag.ir.opset import spec
+from fusion.runtime.planes.input_sizes import InputSizes, polynomials
+from fusion.runtime.planes.jax_plane.arrays import JAX_DTYPES
+from fusion.runtime.planes.jax_plane.contracting import CONTRACTING, batch_norm
+from fusion.runtime.planes.jax_plane.moving import MOVING
+from fusion.runtime.planes.jax_plane.pointwise import POINTWISE
+from fusion.runtime.planes.jax_plane.reducing import REDUCING
+from fusion.runtime.planes.jax_plane.windows import WINDOWS
+from fusion.runtime.planes.torch_ops import evaluation
+
+TABLE = {**POINTWISE, **MOVING, **REDUCING, **CONTRACTING, **WINDOWS}
+Arguments = tuple[Any, ...]
+
+
+class RunState(Protocol):
+    """What a run has beside its inputs: dropout masks, or caches."""
+
+    def run(self, node: Node, args: Arguments) -> Array:
+        """Of an operator in STATEFUL."""
+
+    def last(self, values: Array, axis: int) -> Array:
+        """What stands for the cut to the last position."""
+
+
+STATEFUL = frozenset({
+    "fusion.dropout", "fusion.dropout_attention", "fusion.cached_attention", "fusion.cached_attention_scored",
+})  # fmt: skip
+
+
+DROPPING = {"fusion.dropout": 1, "fusion.dropout_attention": 4}  # which argument is the probability
+
+
+class Program:
+    """`inputs`, `variables`: names, in order. `last`: nodes that keep the last position of a sequence. Without `training`
+    dropout is off and running statistics are used. GraphError for an operator that there is none of here."""
+
+    def __init__(self, graph: Graph, *, training: bool, last: frozenset[str] = frozenset()) -> None:
+        for node in graph.nodes:
+            if node.op not in TABLE and node.op not in STATEFUL:
+                raise GraphError(f"the JAX plane does not run {node.op:.100}")
+        self.graph = graph
+        self.inputs = tuple(i.name for i in graph.inputs)
+        self._drawn = (
+            [(node, _drawn(graph, node)) for node in graph.nodes if node.op in DROPPING] if training else []
+        )
+        shapes = (shape for _, shape in self._drawn)
+        used = (polynomials(args) for args in (*(node.args for node in graph.nodes), *shapes))
+        self._dimensions = tuple(dict.fromkeys(chain.from_iterable(used)))
+        self.sizes = InputSizes(graph, self._dimensions)
+        self.written = tuple(sorted(ref.name for ref in written_buffers(graph))) if training else ()
+        self._training = training
+        self._last = last
+
+    def dtype(self, ref: Ref) -> np.dtype:
+        return JAX_DTYPES[self.graph.types[ref].dtype]
+
+    def draws(self, dimensions: Sequence[int]) -> Iterator[tuple[str, int, float]]:
+        """Of each node that draws a dropout mask: its name, how many elements the mask has, and with which probability one is 0."""
+        sizes = dict(zip(self._dimensions, dimensions, strict=True))
+        for node, shape in self._drawn:
+            p = node.args[DROPPING[node.op]]
+            assert isinstance(p, (int, float))
+            yield node.name, prod(sizes[d] if isinstance(d, Poly) else d for d in shape), p
+
+    def run(
+        self,
+        inputs: Sequence[Array],
+        variables: Mapping[str, Array],
+        dimensions: Sequence[int],
+        state: RunState | None,
+    ) -> tuple[list[Array], dict[str, Array]]:
+        """The outputs, and what the buffers of `written` hold afterwards. To be traced: `dimensions`, of `sizes`, are numbers."""
+        sizes = dict(zip(self._dimensions, dimensions, strict=True))
+        values = {Ref(name): value for name, value in zip(self.inputs, inputs, strict=True)}
+        values.update((Ref(name), value) for name, value in variables.items())
+        for node in self.graph.nodes:
+            args = tuple(_value(arg, values, sizes) for arg in node.args)
+            made = self._call(node, args, values, state)
+            for i, type_ in enumerate(node.results):
+                value = made[i] if isinstance(made, (tuple, list)) else made
+                values[Ref(node.name, i)] = value.astype(JAX_DTYPES[type_.dtype])
+        outputs = [values[ref] for ref in self.graph.outputs]
+        return outputs, {name: values[Ref(name)] for name in self.written}
+
+    def _call(self, node: Node, args: Arguments, values: dict[Ref, Array], state: RunState | None) -> Any:
+        op = node.op
+        if not self._training:
+            op, args = evaluation(op, args)
+        elif not spec(op).differentiable:
+            args = jax.tree.map(lambda arg: lax.stop_gradient(arg) if isinstance(arg, Array) else arg, args)
+        if node.name in self._last:
+            assert state is not None
+            return state.last(*args[:2])
+        if op in STATEFUL:
+            assert state is not None
+            return state.run(node, args)
+        if op == "aten.batch_norm":
+            made, *statistics = batch_norm(*args)
+            for ref, after in zip(node.args[3:5], statistics, strict=True):
+                if after is not None and isinstance(ref, Ref):
+                    values[ref] = after.astype(values[ref].dtype)
+            return made
+        return TABLE[op](*args)
+
+
+def _drawn(graph: Graph, node: Node) -> tuple[Dim, ...]:
+    """The shape of the mask that a node draws."""
+    shape = node.results[0].shape
+    if node.op == "fusion.dropout":
+        return shape
+    key = node.args[1]
+    assert isinstance(key, Ref)
+    return (*shape[:-1], graph.types[key].shape[-2])  # of the scores
+
+
+def _value(arg: Arg, values: Mapping[Ref, Array], sizes: Mapping[Poly, int]) -> Any:
+    if isinstance(arg, Ref):
+        return values[arg]
+    if isinstance(arg, Poly):
+        return sizes[arg]
+    if isinstance(arg, DType):
+        return JAX_DTYPES[arg.name]
+    if type(arg) is tuple:
+        return [_value(each, values, sizes) for each in arg]
+    return arg

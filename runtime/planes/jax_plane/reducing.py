@@ -1,0 +1,249 @@
+"""Operators that combine elements along dimensions, and the losses, in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+Function = Callable[..., Any]
+Dims = int | Sequence[int] | None
+
+
+def _axes(x: Array, dims: Dims) -> tuple[int, ...]:
+    """Dimension numbers; None or () mean all of them. A scalar counts as having one dimension."""
+    if dims is None or (not isinstance(dims, int) and not len(dims)):
+        return tuple(range(x.ndim))
+    given = (dims,) if isinstance(dims, int) else dims
+    return tuple(dim % max(1, x.ndim) for dim in given) if x.ndim else ()
+
+
+def _as(x: Array, dtype: Any) -> Array:
+    """Before it is added up: whole numbers and booleans in int64."""
+    if dtype is not None:
+        return x.astype(dtype)
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int64)
+
+
+def _sum(x: Array, dims: Dims, keepdim: bool, dtype: Any) -> Array:
+    return jnp.sum(_as(x, dtype), _axes(x, dims), keepdims=keepdim)
+
+
+def _mean(x: Array, dims: Dims, keepdim: bool, dtype: Any) -> Array:
+    return jnp.mean(x if dtype is None else x.astype(dtype), _axes(x, dims), keepdims=keepdim)
+
+
+def _var(x: Array, dims: Dims, correction: Any, keepdim: bool) -> Array:
+    axes = _axes(x, dims)
+    count = prod(x.shape[axis] for axis in axes)
+    far = x - jnp.mean(x, axes, keepdims=True)
+    less = 1 if correction is None else correction
+    # 0 / 0 where a variance is asked for of too few numbers
+    return jnp.sum(far * far, axes, keepdims=keepdim) / np.float64(max(0.0, count - less)).astype(x.dtype)
+
+
+def _vector_norm(x: Array, order: Any, dims: Dims, keepdim: bool, dtype: Any) -> Array:
+    x = x if dtype is None else x.astype(dtype)
+    axes = _axes(x, dims)
+    far = jnp.abs(x)
+    if order == float("inf"):
+        return jnp.max(far, axes, keepdims=keepdim)
+    if order == -float("inf"):
+        return jnp.min(far, axes, keepdims=keepdim)
+    if order == 0:
+        return jnp.sum(far != 0, axes, keepdims=keepdim)
+    if order == 1:
+        return jnp.sum(far, axes, keepdims=keepdim)
+    total = jnp.sum(far * far if order == 2 else far**order, axes, keepdims=keepdim)
+    # The norm of zeros has the gradient zero.
+    some = jnp.where(total == 0, 1, total)
+    return jnp.where(total == 0, 0, jnp.sqrt(some) if order == 2 else some ** (1 / order))
+
+
+def _extreme_along(find: Function) -> Function:
+    def extreme(x: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
+        if not x.ndim:
+            return x, jnp.zeros((), jnp.int64)
+        at = find(x, dim, keepdims=True)
+        values = jnp.take_along_axis(x, at, dim)
+        return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
+
+    return extreme
+
+
+def _position(find: Function) -> Function:
+    def position(x: Array, dim: int | None, keepdim: bool) -> Array:
+        if not x.ndim:
+            return jnp.zeros((), jnp.int64)
+        return find(x, dim, keepdims=keepdim)
+
+    return position
+
+
+def _truth(of: Function) -> Function:
+    return lambda x, dim=None, keepdim=False: of(x.astype(jnp.bool_), _axes(x, dim), keepdims=keepdim)
+
+
+def _scan(add_up: Function) -> Function:
+    def scan(x: Array, dim: int, dtype: Any) -> Array:
+        return add_up(_as(x, dtype), dim) if x.ndim else _as(x, dtype)
+
+    return scan
+
+
+def _softmax(of: Function) -> Function:
+    def softmax(x: Array, dim: int, dtype: Any) -> Array:
+        x = x if dtype is None else x.astype(dtype)
+        return of(x[None], 0)[0] if not x.ndim else of(x, dim)
+
+    return softmax
+
+
+def _order(x: Array, dim: int, descending: bool) -> Array:
+    return jnp.argsort(x, dim, stable=True, descending=descending) if x.ndim else jnp.zeros((), jnp.int64)
+
+
+def _sort(x: Array, dim: int, descending: bool) -> tuple[Array, Array]:
+    at = _order(x, dim, descending)
+    return (jnp.take_along_axis(x, at, dim) if x.ndim else x), at
+
+
+def _topk(x: Array, k: int, dim: int, largest: bool, _: bool) -> tuple[Array, Array]:
+    if not x.ndim:
+        return x, jnp.zeros((), jnp.int64)
+    at = jax.lax.slice_in_dim(_order(x, dim, largest), 0, k, axis=dim % x.ndim)
+    return jnp.take_along_axis(x, at, dim), at
+
+
+def _reduced(losses: Array, reduction: int) -> Array:
+    """0 none, 1 mean, 2 sum."""
+    return (lambda x: x, jnp.mean, jnp.sum)[reduction](losses)
+
+
+def _nll(x: Array, target: Array, weight: Array | None, reduction: int, ignored: int) -> Array:
+    """Negative log-likelihoods of (classes), (N, classes) or (N, classes, ...)."""
+    axis = 1 if x.ndim > 1 else 0
+    target = target.astype(jnp.int64)
+    counted = target != ignored
+    safe = jnp.where(counted, target, 0)
+    weights = jnp.ones((), x.dtype) if weight is None else weight[safe]
+    weights = jnp.where(counted, weights, 0)
+    picked = jnp.take_along_axis(x, jnp.expand_dims(safe, axis), axis).squeeze(axis)
+    losses = jnp.where(counted, -picked * weights, 0)
+    if reduction == 1:
+        return jnp.sum(losses) / jnp.sum(weights)
+    return _reduced(losses, reduction)
+
+
+def _cross_entropy(
+    x: Array, target: Array, weight: Array | None, reduction: int, ignored: int, smoothing: float
+) -> Array:
+    axis = 1 if x.ndim > 1 else 0
+    logs = jax.nn.log_softmax(x, axis)
+    classes = x.shape[axis]
+    along = None if weight is None else weight.reshape([-1 if at == axis else 1 for at in range(x.ndim)])
+    if target.shape == x.shape and jnp.issubdtype(target.dtype, jnp.floating):
+        if smoothing:
+            target = target * (1 - smoothing) + smoothing / classes
+        losses = -jnp.sum(logs * target if along is None else logs * target * along, axis)
+        return jnp.sum(losses) / max(1, losses.size) if reduction == 1 else _reduced(losses, reduction)
+    picked = _nll(logs, target, weight, reduction, ignored)
+    if not smoothing:
+        return picked
+    counted = target.astype(jnp.int64) != ignored
+    flat = -jnp.sum(logs if along is None else logs * along, axis)
+    flat = jnp.where(counted, flat, 0)
+    if reduction == 1:
+        weights = 1.0 if weight is None else weight[jnp.where(counted, target, 0)]
+        smooth = jnp.sum(flat) / jnp.sum(jnp.where(counted, weights, 0))
+    else:
+        smooth = _reduced(flat, reduction)
+    return (1 - smoothing) * picked + smoothing / classes * smooth
+
+
+def _smooth_l1(x: Array, target: Array, reduction: int, beta: float) -> Array:
+    far = jnp.abs(x - target)
+    if beta == 0:
+        return _reduced(far, reduction)
+    return _reduced(jnp.where(far < beta, 0.5 * far * far / beta, far - 0.5 * beta), reduction)
+
+
+def _huber(x: Array, target: Array, reduction: int, delta: float) -> Array:
+    far = jnp.abs(x - target)
+    return _reduced(jnp.where(far <= delta, 0.5 * far * far, delta * (far - 0.5 * delta)), reduction)
+
+
+def _kl(x: Array, target: Array, reduction: int, log_target: bool) -> Array:
+    if log_target:
+        return _reduced(jnp.exp(target) * (target - x), reduction)
+    some = jnp.where(target > 0, target, 1)
+    return _reduced(jnp.where(target > 0, target * (jnp.log(some) - x), 0), reduction)
+
+
+def _binary(x: Array, target: Array, weight: Array | None, reduction: int) -> Array:
+    losses = -(target * jnp.maximum(jnp.log(x), -100) + (1 - target) * jnp.maximum(jnp.log1p(-x), -100))
+    return _reduced(losses if weight is None else losses * weight, reduction)
+
+
+def _binary_logits(
+    x: Array, target: Array, weight: Array | None, positive: Array | None, reduction: int
+) -> Array:
+    more = 1 if positive is None else 1 + (positive - 1) * target
+    losses = (1 - target) * x - more * jax.nn.log_sigmoid(x)
+    return _reduced(losses if weight is None else losses * weight, reduction)
+
+
+REDUCING: Mapping[str, Function] = {
+    "aten.sum": lambda x, dtype: _sum(x, None, False, dtype),
+    "aten.sum.dim_IntList": _sum,
+    "aten.mean": lambda x, dtype: _mean(x, None, False, dtype),
+    "aten.mean.dim": _mean,
+    "aten.prod": lambda x, dtype: jnp.prod(_as(x, dtype)),
+    "aten.prod.dim_int": lambda x, dim, keepdim, dtype: jnp.prod(
+        _as(x, dtype), _axes(x, dim), keepdims=keepdim
+    ),
+    "aten.var.correction": _var,
+    "aten.std.correction": lambda *args: jnp.sqrt(_var(*args)),
+    "aten.var.dim": lambda x, dims, unbiased, keepdim: _var(x, dims, int(unbiased), keepdim),
+    "aten.std.dim": lambda x, dims, unbiased, keepdim: jnp.sqrt(_var(x, dims, int(unbiased), keepdim)),
+    "aten.linalg_vector_norm": _vector_norm,
+    "aten.logsumexp": lambda x, dims, keepdim: jax.nn.logsumexp(
+        x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32),
+        _axes(x, dims),
+        keepdims=keepdim,
+    ),
+    "aten.amax": lambda x, dims, keepdim: jnp.max(x, _axes(x, dims), keepdims=keepdim),
+    "aten.amin": lambda x, dims, keepdim: jnp.min(x, _axes(x, dims), keepdims=keepdim),
+    "aten.max": jnp.max,
+    "aten.min": jnp.min,
+    "aten.max.dim": _extreme_along(jnp.argmax),
+    "aten.min.dim": _extreme_along(jnp.argmin),
+    "aten.any": _truth(jnp.any),
+    "aten.all": _truth(jnp.all),
+    "aten.any.dim": _truth(jnp.any),
+    "aten.all.dim": _truth(jnp.all),
+    "aten.argmax": _position(jnp.argmax),
+    "aten.argmin": _position(jnp.argmin),
+    "aten.cumsum": _scan(jnp.cumsum),
+    "aten.cumprod": _scan(jnp.cumprod),
+    "aten.softmax.int": _softmax(jax.nn.softmax),
+    "aten.log_softmax.int": _softmax(jax.nn.log_softmax),
+    "aten.topk": _topk,
+    "aten.sort": _sort,
+    "aten.argsort": _order,
+    "aten.cross_entropy_loss": _cross_entropy,
+    "aten.nll_loss_nd": _nll,
+    "aten.nll_loss": _nll,
+    "aten.mse_loss": lambda x, target, reduction: _reduced((x - target) ** 2, reduction),
+    "aten.l1_loss": lambda x, target, reduction: _reduced(jnp.abs(x - target), reduction),
+    "aten.smooth_l1_loss": _smooth_l1,
+    "aten.huber_loss": _huber,
+    "aten.kl_div": _kl,
+    "aten.binary_cross_entropy": _binary,
+    "aten.binary_cross_entropy_with_logits": _binary_logits,
+}

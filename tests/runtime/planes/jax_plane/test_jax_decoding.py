@@ -1,0 +1,121 @@
+"""Sessions over stages of torch and of JAX in turn say the tokens of a torch plane alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from support import families
+
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
+from fusion.runtime.capture.capture import variables_from_module
+from fusion.runtime.peer.plane_choice import JAX, TORCH, choose
+from fusion.runtime.planes.plane import DecodingStage, Piece, Plane
+
+pytest.importorskip("jax", reason="the extra jax is not installed")
+
+from fusion.runtime.planes.jax_plane.jax_cache import room_for, rows_of
+
+POSITIONS = 96
+PROMPT = [(7 * i * i + 3) % 256 for i in range(21)]
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[Plane, Plane]:
+    return choose(TORCH, "cpu", 1), choose(JAX, "cpu", 1)
+
+
+def stages_of(family: str, planes: Sequence[Plane], count: int) -> list[DecodingStage]:
+    graph, module = families.made(family, positions=POSITIONS)
+    variables = variables_from_module(module)
+    cuts = [len(graph.nodes) * i // count for i in range(1, count)]
+    return [planes[i % len(planes)].decoding(s, variables) for i, s in enumerate(split(graph, cuts))]
+
+
+def logits(stages: Sequence[DecodingStage], name: str, start: int, ids: Sequence[int]) -> torch.Tensor:
+    values = {"input_ids": torch.tensor([ids]), "position_ids": torch.arange(start, start + len(ids))[None]}
+    for stage in stages:
+        values.update(stage.run([Piece(name, start, values)])[0])
+    return values["result/0"]
+
+
+def greedy(stages: Sequence[DecodingStage], name: str, count: int, chunk: int = 8) -> list[int]:
+    for stage in stages:
+        stage.open(name, POSITIONS)
+    at, told = 0, list(PROMPT)
+    while len(told) < len(PROMPT) + count:
+        ids = told[at : min(at + chunk, len(PROMPT))] if at < len(PROMPT) else told[at:]
+        found = logits(stages, name, at, ids)
+        at += len(ids)
+        if at >= len(PROMPT):
+            told.append(int(found[0, -1].argmax() if found.dim() == 3 else found[0].argmax()))
+    return told[len(PROMPT) :]
+
+
+FAMILIES = ["llama", "gpt2", "mixtral"]
+OTHERS = ["mistral-windowed", "gemma2", "bloom", "gpt-oss", "llama-bfloat16", "qwen3-moe", "neox"]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)])
+def test_greedy_answers_of_mixed_stages_are_those_of_torch(family: str, both: tuple[Plane, Plane]) -> None:
+    """A prompt in chunks, then token by token, past where memory grows."""
+    wanted = greedy(stages_of(family, both[:1], 2), "a", 50)
+    mixed = stages_of(family, both, 2)
+    assert greedy(mixed, "a", 50) == wanted
+    assert len(set(wanted)) > 5
+    assert all(stage.used_bytes() > 0 for stage in mixed)
+
+
+@pytest.mark.heavy
+def test_a_session_goes_on_from_what_was_kept_copied_or_run_again(both: tuple[Plane, Plane]) -> None:
+    (stage,) = stages_of("llama", both[1:], 1)
+    wanted = greedy([stage], "whole", 12)
+    text = [*PROMPT, *wanted]
+    held, kept_bytes = stage.retain("whole", 1, 16)
+    assert (held, kept_bytes) == (16, stage.retained_bytes())
+
+    def last(name: str, start: int) -> int:
+        return int(logits([stage], name, start, text[start:-1])[0, -1].argmax())
+
+    stage.open("copied", POSITIONS)
+    assert stage.copy(1, "copied", 10) == 10
+    assert stage.resume("moved", POSITIONS, 1, 99) == 16
+    assert stage.retained_bytes() == 0
+    assert [last("copied", 10), last("moved", 16), last("moved", 5)] == [wanted[-1]] * 3
+    stage.open("fresh", POSITIONS)
+    assert stage.copy("moved", "fresh", 4) == 4
+    assert last("fresh", 4) == wanted[-1]
+    assert stage.reserve("fresh", 70) and not stage.reserve("fresh", 70)
+    with pytest.raises(ValueError, match="cannot go on at position"):
+        logits([stage], "fresh", 60, [1])
+    with pytest.raises(ValueError, match="room for 96 positions"):
+        logits([stage], "fresh", 30, [1] * 70)
+    with pytest.raises(ValueError, match="is not open"):
+        logits([stage], "nobody", 0, [1])
+    with pytest.raises(ValueError, match="one piece at a time"):
+        stage.run([Piece("fresh", 0, {}), Piece("fresh", 0, {})])
+    assert last("fresh", 4) == wanted[-1]  # nothing of that counted
+    stage.close("fresh"), stage.forget(7), stage.clear()
+    assert stage.used_bytes() == 0
+    assert stage.copy("moved", "gone", 3) == 0
+    assert not stage.together
+
+
+def test_few_sizes_are_compiled() -> None:
+    assert [rows_of(n) for n in (1, 2, 3, 5, 8, 500)] == [1, 2, 4, 8, 8, 512]
+    assert [room_for(n) for n in (0, 1, 64, 65, 96, 97, 2049)] == [0, 64, 64, 96, 96, 128, 3072]
+    assert all(room_for(n) >= n for n in range(4000))
+    assert len({room_for(n) for n in range(1, 100_000)}) < 25
+
+
+def test_what_an_encoder_makes_is_refused(both: tuple[Plane, Plane]) -> None:
+    type_ = TensorType((1, symbol("source")), "float32")
+    node = Node("made", "aten.relu", (Ref("source_features"),), (type_,))
+    graph = Graph((Input("source_features", type_),), (), (node,), (Ref("made"),), ("source",))
+    with pytest.raises(GraphError, match=r"fusion\.source_attention"):
+        both[1].decoding(split(graph, [])[0], {})

@@ -1,0 +1,173 @@
+"""Every operator that the JAX plane runs, forward and backward, against torch's: float32, relative error at most 1e-4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_opset_types import SAMPLES, B, S, T, in_framework, typed
+
+from fusion.dag.ir.graph import Graph, Input, Node, Ref
+from fusion.dag.ir.opset import OPSET, infer, spec
+from fusion.runtime.planes.codegen import compile_graph
+from fusion.runtime.planes.jax_plane.lacking import LACKING
+from fusion.runtime.planes.jax_plane.library import load
+from fusion.runtime.planes.plane import RngKey
+
+pytest.importorskip("jax", reason="the extra jax is not installed")
+DEVICE = load("cpu", 1)
+
+import jax  # noqa: E402
+
+from fusion.runtime.planes.dropout import Masks  # noqa: E402
+from fusion.runtime.planes.jax_plane.arrays import array, tensor  # noqa: E402
+from fusion.runtime.planes.jax_plane.dropped import Dropped  # noqa: E402
+from fusion.runtime.planes.jax_plane.program import STATEFUL, TABLE, Program  # noqa: E402
+
+KEY = RngKey(7, 3, 1)
+CACHED = {"fusion.cached_attention", "fusion.cached_attention_scored"}  # test_jax_decoding
+# Which of several values that go to one place stays is nobody's promise: here every place gets one.
+INTO_PLACES = {"aten.scatter.src", "aten.index_put"}
+# Statistics, and the target of a loss, have no gradient in torch.
+WITHOUT = {"running_mean", "running_var", "target", "pos_weight", "weight of a loss"}
+
+
+def full(sample: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The sample with floats of full length."""
+
+    def one(arg: Any) -> Any:
+        if isinstance(arg, T) and arg.dtype in ("float16", "bfloat16", "float64"):
+            return replace(arg, dtype="float32")
+        return tuple(map(one, arg)) if isinstance(arg, tuple) else arg
+
+    return tuple(map(one, sample))
+
+
+def at_sizes(sample: tuple[Any, ...], batch: int, sequence: int) -> tuple[Any, ...]:
+    sizes = {B: batch, S: sequence, B * S: batch * sequence, S * 8: sequence * 8, 4 * S: sequence * 4}
+
+    def one(arg: Any) -> Any:
+        if isinstance(arg, T):
+            return replace(arg, shape=tuple(sizes.get(n, n) for n in arg.shape))
+        if isinstance(arg, tuple):
+            return tuple(map(one, arg))
+        return sizes.get(arg, arg) if type(arg) is int else arg
+
+    return (sample[0], *map(one, sample[1:]))
+
+
+def tensors(args: Any) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, (tuple, list)):
+            yield from tensors(arg)
+        elif isinstance(arg, torch.Tensor):
+            yield arg
+
+
+def once(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Whole numbers are places, and each is named once."""
+    return [
+        torch.arange(value.shape[-1]).expand(value.shape).clone() if value.dtype == torch.int64 else value
+        for value in values
+    ]
+
+
+def names_of(op: str, args: tuple[Any, ...]) -> Iterator[str]:
+    for parameter, arg in zip(spec(op).parameters, args, strict=True):
+        for each in arg if isinstance(arg, tuple) else (arg,):
+            if isinstance(each, Ref):
+                loss = spec(op).kind == "loss" and parameter.name == "weight"
+                yield "weight of a loss" if loss else parameter.name
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    found, wanted = found.double(), wanted.double()
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    far = torch.where(same, 0, found - wanted)
+    some = torch.where(wanted.isfinite(), wanted, 0)
+    return float(far.norm() / some.norm().clamp_min(1e-6))
+
+
+def compare(sample: tuple[Any, ...]) -> None:
+    op, *given = full(sample)
+    torch.manual_seed(0)
+    args, types = typed(op, tuple(given))
+    node = Node("node", op, args, infer(op, args, types))
+    outputs = tuple(Ref("node", i) for i in range(len(node.results)))
+    graph = Graph(tuple(Input(r.name, t) for r, t in types.items()), (), (node,), outputs)
+    values = list(tensors(in_framework(op, tuple(given), "cpu")))
+    if op in INTO_PLACES and not any(v.dtype == torch.bool for v in values):
+        values = once(values)
+    smooth = [
+        i
+        for i, (value, name) in enumerate(zip(values, names_of(op, args), strict=True))
+        if value.is_floating_point() and spec(op).differentiable and name not in WITHOUT
+        if node.results[0].dtype.startswith("float")
+    ]
+    ours = [value.clone().requires_grad_(i in smooth) for i, value in enumerate(values)]
+    compiled = compile_graph(graph, torch.device("cpu"), training=True)
+    wanted = compiled.run(ours, (), Masks(KEY, compiled.stateful))
+    seeds = [torch.rand_like(each) if each.requires_grad else None for each in wanted]
+    program = Program(graph, training=True)
+    dimensions = program.sizes.dimensions(values)
+    kept = {name: Masks(KEY, ()).kept(name, n, p) for name, n, p in program.draws(dimensions)}
+
+    @jax.jit
+    def both(given: list[Any], seeds: list[Any], kept: Any) -> tuple[Any, Any]:
+        def forward(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+            whole = list(given)
+            for at, leaf in zip(smooth, leaves, strict=True):
+                whole[at] = leaf
+            made, _ = program.run(whole, {}, dimensions, Dropped(kept))
+            return [each for each, seed in zip(made, seeds, strict=True) if seed is not None], made
+
+        _, back, made = jax.vjp(forward, [given[at] for at in smooth], has_aux=True)
+        return made, back([seed for seed in seeds if seed is not None])[0]
+
+    arrays = [array(value, DEVICE) for value in values]
+    found, gradients = both(arrays, [None if s is None else array(s, DEVICE) for s in seeds], kept)
+    for value, want in zip(map(tensor, found), wanted, strict=True):
+        assert (value.shape, value.dtype) == (want.shape, want.dtype)
+        assert relative(value, want.detach()) <= 1e-4
+    roots = [each for each in wanted if each.requires_grad]
+    if not roots:
+        assert not smooth or not any(t.dtype.startswith("float") for t in node.results)
+        return
+    leaves = [ours[at] for at in smooth]
+    wanted_gradients = torch.autograd.grad(
+        roots, leaves, [s for s in seeds if s is not None], allow_unused=True
+    )
+    for leaf, value, want in zip(leaves, map(tensor, gradients), wanted_gradients, strict=True):
+        assert relative(value, torch.zeros_like(leaf) if want is None else want) <= 1e-4
+
+
+RUN = [sample for sample in SAMPLES if sample[0] not in LACKING | CACHED]
+FIRST = list({sample[0]: sample for sample in reversed(RUN)}.values())
+
+
+def test_each_operator_is_run_or_known_not_to_be() -> None:
+    assert TABLE.keys() | STATEFUL | LACKING == OPSET.keys()
+    assert not LACKING & (TABLE.keys() | STATEFUL)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", sorted({spec(sample[0]).family for sample in FIRST}))
+def test_an_operator_gives_what_torch_gives_forward_and_backward(family: str) -> None:
+    failed = {}
+    for sample in FIRST:
+        if spec(sample[0]).family == family:
+            try:
+                compare(sample)
+            except AssertionError as error:
+                failed[sample[0]] = str(error)
+    assert not failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch, sequence", [(B, S), (3, 7), (16, 9)])
+@pytest.mark.parametrize("sample", RUN, ids=[f"{n}-{s[0]}" for n, s in enumerate(RUN)])
+def test_operators_agree_over_shapes(sample: tuple[Any, ...], batch: int, sequence: int) -> None:
+    compare(at_sizes(sample, batch, sequence))
