@@ -16,7 +16,7 @@ import typer
 
 from fusion.cli import grants
 from fusion.cli.terminal import options
-from fusion.cli.terminal.extras import need_peer_extra
+from fusion.cli.terminal.extras import need_peer_extra, need_plane
 from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.cli.terminal.loop import run_until_stopped
 from fusion.cli.terminal.output import Output, bytes_text, flops_text
@@ -42,6 +42,11 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class PlaneName(StrEnum):
+    torch = "torch"
+    jax = "jax"
+
+
 def start(
     bootstrap: options.Bootstrap = None,
     home: options.Home = options.DEFAULT_HOME,
@@ -65,6 +70,9 @@ def start(
         ),
     ] = None,
     device: Annotated[Device, typer.Option("--device", help="What computes.")] = Device.cpu,
+    plane: Annotated[
+        PlaneName, typer.Option("--plane", help='With which library: jax needs "fusion-peer[jax]".')
+    ] = PlaneName.torch,
     upload: Annotated[
         float | None,
         typer.Option(
@@ -111,6 +119,7 @@ def start(
     from fusion.swarm.swarm_key import find_key
 
     need_peer_extra("start")
+    need_plane(plane.value)
     output = Output(as_json=json)
     chosen: dict[str, Any] = {"listen": tuple(map(options.checked_listen, listen))} if listen else {}
     if upload is not None:
@@ -135,7 +144,13 @@ def start(
         from fusion.runtime.peer.config import PeerConfig
 
     config = PeerConfig(
-        home=folder, bootstrap=addresses, threads=threads, device=device.value, swarm_key=swarm_key, **chosen
+        home=folder,
+        bootstrap=addresses,
+        threads=threads,
+        device=device.value,
+        plane=plane.value,
+        swarm_key=swarm_key,
+        **chosen,
     )
     lending = Lending(config, output, tell_steps=tell_steps)
     run_until_stopped(

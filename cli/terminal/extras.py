@@ -12,6 +12,12 @@ def has_peer_extra() -> bool:
     return all(map(is_installed, PEER))
 
 
+def need_plane(plane: str) -> None:
+    """ValueError, which says how to get it, where the library of the plane is not installed."""
+    if plane == "jax" and not is_installed("jax"):
+        raise ValueError("--plane jax needs the jax extra: pip install 'fusion-peer[jax]'")
+
+
 def need_peer_extra(command: str) -> None:
     """ValueError, which says how to get it, where the command could not do its work."""
     if not has_peer_extra():

@@ -40,6 +40,13 @@ class Halves:
         return self.encode.graph.outputs[len(self.encode.sends) :]
 
 
+def operators(graph: Graph) -> frozenset[str]:
+    """What whoever runs the graph has to know: its operators, and of what is made of a source, which another stage attends to,
+    how that is attended to."""
+    found = {node.op for node in graph.nodes}
+    return frozenset(found | {SOURCE_ATTENTION} if SOURCE in graph.symbols else found)
+
+
 def source_values(graph: Graph, received: Collection[str] = ()) -> frozenset[Ref]:
     """The values that are made once for a session, by nodes of the graph. `received`: inputs that are such values of other
     stages."""

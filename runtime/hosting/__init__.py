@@ -4,6 +4,7 @@ hosting              the loop: looks for jobs, decides, publishes
 job_view             what it sees of jobs, and of who has their stages
 hosted_stages        the stages that run here, from our claim to its release
 stage_claims         how a stage comes here: claimed, or taken over
+runnable_stages      which stages its plane can run
 vacant_stages        stages without an owner, from look to look
 claim_choice         which stages to claim now; pure
 standby_assignment   which stages to stand by for; pure

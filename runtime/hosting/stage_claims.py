@@ -24,6 +24,7 @@ from fusion.runtime.hosting.claim_choice import (
 from fusion.runtime.hosting.hosted_stages import HostedStages
 from fusion.runtime.hosting.job_view import OpenJob, OpenJobs, StagesClaims
 from fusion.runtime.hosting.jobs.board import JobBoard
+from fusion.runtime.hosting.runnable_stages import RunnableStages
 from fusion.runtime.hosting.vacant_stages import VacantStages
 from fusion.runtime.job.context import Context, Takeover
 from fusion.runtime.job.manifest import Manifest
@@ -47,6 +48,7 @@ class StageClaims:
         takeover: Takeover,
         fitness: float,
         seats: int,
+        runnable: RunnableStages,
     ) -> None:
         self._vacancies = VacantStages(context.peer_id, fitness, context.clock.monotonic)
         self._context = context
@@ -55,6 +57,7 @@ class StageClaims:
         self._takeover = takeover
         self._fitness = fitness
         self._seats = seats
+        self._runnable = runnable
 
     @property
     def _free_seats(self) -> int:
@@ -130,6 +133,8 @@ class StageClaims:
         if self._free_seats <= 0 or not 0 <= stage < manifest.stages:
             return None
         if self._context.leases.refusal(job, stage, "own") is not None:
+            return None
+        if not self._runnable.runs(job, manifest, stage):
             return None
         with self._stages.room(place, manifest) as fits:
             if not fits:

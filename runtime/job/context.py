@@ -83,6 +83,8 @@ class Context:
     codec_worker: Worker | None = (
         None  # the thread that tensors are encoded and decoded in, beside the device's
     )
+    plane: str = ""  # what computes: its name, and which operators it lacks; nothing does in a client
+    lacks: frozenset[str] = frozenset()
     flops_per_second: float = 0.0  # of the device, as measured at start; 0: nobody did
     memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(4 << 30))  # that the volunteer lends
     home: Path = Path(".")

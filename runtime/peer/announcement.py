@@ -89,6 +89,8 @@ def record_of(context: Context, capability: Capability, started_at: float) -> Pe
         free_memory_bytes=context.memory.free_bytes,
         software=SOFTWARE,
         opset=OPSET_VERSION,
+        plane=context.plane,
+        lacks=tuple(sorted(context.lacks)),
         started_at=started_at,
         up_mbps=0.0 if links is None else links.up_mbps,
         down_mbps=0.0 if links is None else links.down_mbps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +18,17 @@ class PeerConfig:
     threads: int | None = None  # None: one per core
     memory_bytes: int | None = None  # None: half of what is free
     device: str = "cpu"
+    plane: str = "torch"  # what computes: a name that `fusion.runtime.peer.plane_choice` knows
     blob_quota_bytes: int = BLOB_QUOTA_BYTES  # of the disk, for weights, data and snapshots of jobs
     swarm_key: Path | None = None  # of a closed swarm; default: that in the home, where there is one
     upload_mbps: float | None = None  # for blobs that others fetch; None: unlimited
     http: HttpConfig | None = (
         None  # where programs of this machine, or others with a key, ask the swarm's models
     )
+
+    @property
+    def compute_threads(self) -> int:
+        return self.threads or os.cpu_count() or 1
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.keys import IDENTITY_FILE, keys_of
 from fusion.runtime.peer.network import Network, allow_more_files, open_network
 from fusion.runtime.peer.resident_memory import lent_memory
+from fusion.runtime.planes.plane import Plane
 from fusion.swarm.blobs.blobs import BlobConfig
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
@@ -29,7 +29,7 @@ SWITCH_SECONDS = (
 
 
 @asynccontextmanager
-async def opened(config: PeerConfig) -> AsyncIterator[tuple[Network, Context, Capability]]:
+async def opened(config: PeerConfig, plane: Plane) -> AsyncIterator[tuple[Network, Context, Capability]]:
     """Until the block ends. Raises as `fusion.runtime.peer.peer.open_peer`."""
     config.home.mkdir(parents=True, exist_ok=True)
     keep_torch_cache(config.home)
@@ -37,7 +37,7 @@ async def opened(config: PeerConfig) -> AsyncIterator[tuple[Network, Context, Ca
     sys.setswitchinterval(SWITCH_SECONDS)
     identity = Identity.load_or_create(config.home / IDENTITY_FILE)
     key = find_key(config.home, config.swarm_key)
-    threads = config.threads or os.cpu_count() or 1
+    threads = config.compute_threads
     store = BlobStore(config.home / "blobs", config.blob_quota_bytes, Needs())
     async with (
         Worker(threads, config.device) as worker,
@@ -61,6 +61,8 @@ async def opened(config: PeerConfig) -> AsyncIterator[tuple[Network, Context, Ca
             blobs=network.blobs,
             leases=network.leases,
             worker=worker,
+            plane=plane.name,
+            lacks=plane.lacks,
             codec_worker=codec_worker,
             flops_per_second=capability.flops_per_second,
             memory=lent_memory(capability.memory_bytes, worker),

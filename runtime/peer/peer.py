@@ -20,7 +20,7 @@ from fusion.runtime.peer.capability import Capability
 from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.machine import opened
 from fusion.runtime.peer.network import Network
-from fusion.runtime.peer.plane_choice import TORCH, choose
+from fusion.runtime.peer.plane_choice import choose
 from fusion.runtime.serving.http.server import HttpServer, open_http
 from fusion.runtime.serving.models import ServedModels
 from fusion.runtime.serving.service import ServingService
@@ -63,10 +63,11 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     """Run a peer until the block ends; it is announced in the directory when the block begins.
 
     Raises, in one line each, IdentityError, SwarmKeyError, TransportError (a taken port), BlobError or OSError (a full or read-only
-    disk, a taken port of the HTTP API), ValueError (a device that is not there).
+    disk, a taken port of the HTTP API), ValueError (a device or a plane that is not there).
     """
-    async with opened(config) as (network, context, capability):
-        services = partial(training_and_serving, choose(TORCH, config.device))
+    plane = choose(config.plane, config.device, config.compute_threads)
+    async with opened(config, plane) as (network, context, capability):
+        services = partial(training_and_serving, plane)
         files = job_files(context)
         async with assemble(
             context, services, _fitness(capability), files=files, reachable=lambda: network.transport.alive

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusion.dag.cutting.cuts import split
+from fusion.dag.cutting.source import operators
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
@@ -44,6 +45,7 @@ def as_asked(
     """The placement is the caller's own; only the depth of the pipeline is fitted to the memory of `peers`.
     PlacementError where that is not enough."""
     parts = split(graph, tuple(cuts))
+    _require_planes(parts, proposed, peers)
     owners = tuple(proposed) or (PeerId(""),) * len(parts)
     config, memory = fitted(graph, config, cuts, owners, peers)
     if isinstance(config, ServeConfig) and not config.outputs:
@@ -58,11 +60,28 @@ def as_asked(
     )
 
 
+def _require_planes(parts: Sequence[Stage], proposed: Sequence[PeerId], peers: Sequence[PeerRecord]) -> None:
+    """PlacementError where a stage is proposed to a peer whose plane lacks an operator of it."""
+    lacks = {peer.peer: peer.lacks for peer in peers}
+    for part, owner in zip(parts, proposed, strict=False):
+        missing = sorted(operators(part.graph).intersection(lacks.get(owner, ())))
+        if missing:
+            raise PlacementError(
+                f"stage {part.index} needs {', '.join(missing)}: the plane of {owner} does not run that"
+            )
+
+
 def able(graph: Graph, peers: Sequence[PeerRecord]) -> list[PeerRecord]:
-    """Those that know the graph's op-set. PlacementError where there are peers, and none of them does."""
+    """Those that know the graph's op-set, and whose planes lack none of its operators. PlacementError where there are peers, and
+    none of them does."""
     opset = needed_version(graph)
-    found = [peer for peer in peers if peer.opset >= opset]
-    if peers and not found:
+    known = [peer for peer in peers if peer.opset >= opset]
+    if peers and not known:
         newest = max(peer.opset for peer in peers)
         raise PlacementError(f"it needs op-set {opset}: the newest that a peer here knows is {newest}")
+    needed = operators(graph)
+    found = [peer for peer in known if needed.isdisjoint(peer.lacks)]
+    if known and not found:
+        op = min(needed.intersection(*(peer.lacks for peer in known)), default="operators of it")
+        raise PlacementError(f"it needs {op}: no plane of the peers here runs that")
     return found

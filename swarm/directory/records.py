@@ -28,6 +28,8 @@ MAX_GRANTS = 2  # links of one chain
 MAX_GRANT_BYTES = 288
 MAX_PROOFS = 8  # that a claim carries
 MAX_STATEMENTS = 32  # that a job record carries
+MAX_LACKS = 32  # operators that a peer names
+MAX_NAME = 64
 MAX_PROOF_BYTES = 512  # of one of either
 
 
@@ -50,6 +52,8 @@ class PeerRecord:
     down_mbps: float = 0.0
     coordinate: tuple[float, ...] = ()  # of `fusion.swarm.coordinates`, height last; empty: not known yet
     coordinate_error: float = 0.0
+    plane: str = ""  # what computes there; empty: not said
+    lacks: tuple[str, ...] = ()  # operators of its op-set that it does not run
 
     @property
     def idle(self) -> bool:
@@ -192,6 +196,11 @@ def _coordinate(value: object) -> bool:
     return all(type(part) in (int, float) and abs(part) <= LARGEST_MS for part in value) and value[-1] >= 0
 
 
+def _names(value: object) -> bool:
+    each = _text(MAX_NAME)
+    return isinstance(value, tuple) and len(value) <= MAX_LACKS and all(map(each, value))
+
+
 def _pairs(value: object) -> bool:
     numbers = (_number(MAX_RTT_MS), _number(MAX_MBPS), _number(1e9), _number(MAX_MBPS))
     return (
@@ -230,6 +239,8 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "down_mbps": _number(MAX_MBPS),
         "coordinate": _coordinate,
         "coordinate_error": _number(LARGEST_ERROR),
+        "plane": _text(32),
+        "lacks": _names,
     },
     JobRecord: {
         "job": is_digest,

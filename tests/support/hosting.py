@@ -108,9 +108,9 @@ class CountedBlobs(Blobs):
         super().__init__(*arguments)
         self.asked: list[Digest] = []
 
-    async def read(self, digest: Digest, max_bytes: int, hints: Any = ()) -> bytes:
+    async def read(self, digest: Digest, max_bytes: int, hints: Any = (), *job: Any) -> bytes:
         self.asked.append(digest)
-        return await super().read(digest, max_bytes, hints)
+        return await super().read(digest, max_bytes, hints, *job)
 
 
 @dataclass
@@ -157,10 +157,11 @@ class Swarm:
         *,
         identity: Identity | None = None,
         persistent: bool = False,
+        lacks: frozenset[str] = frozenset(),
         **config: Any,
     ) -> Peer:
         """A peer at work that looks only when it is told to, or nudged. `identity`: of a peer that starts again, with
-        the disk that it had."""
+        the disk that it had; `lacks`: operators that its plane does not run."""
         identity = identity or Identity.generate()
         transport = MemoryTransport(self.network, identity.peer_id)
         directory = MemoryDirectory(self.network, identity, self.clock)
@@ -175,6 +176,7 @@ class Swarm:
             blobs=blobs,
             leases=leases,
             worker=None,
+            lacks=lacks,
             memory=MemoryBudget(memory_bytes),
             succession=Takeovers(transport, leases, self.check_seconds),
             clock=Clock(self.clock, self.clock),

@@ -176,6 +176,7 @@ class Tuner:
             for peer in peers
             if peer.role == "peer" and peer.peer not in owners and peer.peer not in self._promises.broken
             and peer.idle and least <= peer.free_memory_bytes and self._job.opset <= peer.opset
+            and self._job.ops.isdisjoint(peer.lacks)
         ]  # fmt: skip
 
         def seen(peer: PeerId) -> int:

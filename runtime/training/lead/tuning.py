@@ -17,6 +17,7 @@ from math import inf
 from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.spec import parse
 from fusion.dag.cutting.costs import type_bytes
+from fusion.dag.cutting.source import operators
 from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.opset import needed_version
 from fusion.dag.placement.codec_cost import DENSE, CodecCost
@@ -49,6 +50,7 @@ class Job:
     memory_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
     opset: int = 1  # that its peers have to know
+    ops: frozenset[str] = frozenset()  # that they have to run
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -75,6 +77,7 @@ def job_of(config: TrainConfig, stages: Sequence[Stage], memory_bytes: Sequence[
         memory_bytes=tuple(memory_bytes),
         state_bytes=tuple(state_bytes(stage) for stage in stages),
         opset=max(needed_version(stage.graph) for stage in stages),
+        ops=frozenset[str]().union(*(operators(stage.graph) for stage in stages)),
     )
 
 

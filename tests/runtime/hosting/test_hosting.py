@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from support.hosting import FITNESS, Peer, over, swarm, until
 
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
 from fusion.dag.ir.opset import OPSET_VERSION
+from fusion.dag.ir.serialise import encode
 from fusion.runtime.hosting import job_view
 from fusion.runtime.hosting.hosting import HostingConfig
 from fusion.runtime.job import manifest_wire as manifests
@@ -29,6 +31,50 @@ SNAPSHOT = Digest("5" * 64)
 
 
 # --- claiming
+
+
+def test_a_stage_with_an_operator_that_the_plane_lacks_is_neither_claimed_nor_stood_by_for(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            lacking = await made.join(lacks=frozenset({"aten.tanh", "fusion.linear_int8"}))
+            graph = with_operators("aten.relu", "aten.tanh")
+            manifest = made.manifest(None, lacking, graph=lacking.blobs.store.put(encode(graph)))
+            job = await made.launch(manifest, state="running", stages=2)
+            await lacking.look()
+            assert not lacking.service.begun  # not before the graph is read
+            for _ in range(4):
+                made.clock.advance(100.0)
+                await made.announce(job, state="running", stages=2)
+                await lacking.look()
+                await asyncio.sleep(0.05)
+            await until(lambda: (job, 0) in lacking.service.running)
+            assert await made.owner(job, 1) is None
+            taken = await lacking.hosting.take_over(job, 1, 0, None)
+            assert taken is None and lacking.service.begun == [(job, 0)]
+            whole = await made.join()
+            whole.blobs.store.put(manifests.encode(manifest))
+            for _ in range(3):
+                made.clock.advance(100.0)
+                await made.announce(job, state="running", stages=2)
+                await whole.look()
+            await until(lambda: (job, 1) in whole.service.running)
+            await lacking.look()
+            assert (job, 1) not in lacking.service.prepared
+
+    asyncio.run(main())
+
+
+def with_operators(*ops: str) -> Graph:
+    """A chain of these, a node each."""
+    made = TensorType((3,), "float32")
+    names = ["x", *(f"node{i}" for i in range(len(ops)))]
+    nodes = tuple(
+        Node(after, op, (Ref(before),), (made,))
+        for op, before, after in zip(ops, names, names[1:], strict=False)
+    )
+    return Graph((Input("x", made),), (), nodes, (Ref(names[-1]),), ())
 
 
 def test_the_proposed_peer_claims_at_once_and_nobody_else(tmp_path: Path) -> None:

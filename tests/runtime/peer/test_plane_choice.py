@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from fusion.runtime.peer.plane_choice import TORCH, choose
+from fusion.cli.main import main
+from fusion.cli.terminal import extras
+from fusion.runtime.peer.plane_choice import JAX, TORCH, choose
 from fusion.runtime.planes.torch_plane import TorchPlane
 
 
@@ -20,9 +23,29 @@ def test_a_plane_that_there_is_not_is_refused_in_one_line() -> None:
         choose("abacus", "cpu", 1)
 
 
+def test_a_plane_whose_library_is_missing_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(
+        ValueError, match=r'^plane: jax is not installed here: pip install "fusion-peer\[jax\]"$'
+    ):
+        choose(JAX, "cpu", 1)
+
+
+def test_start_says_what_to_install_and_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda name: name != "jax")
+    assert main(["start", "--plane", "jax", "--home", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said == "fusion-peer: --plane jax needs the jax extra: pip install 'fusion-peer[jax]'\n"
+
+
 @pytest.mark.program
 def test_nobody_but_the_choice_loads_a_plane() -> None:
-    code = "import sys, fusion.runtime.peer.peer; print('fusion.runtime.planes.torch_plane' in sys.modules)"
+    code = (
+        "import sys, fusion.runtime.peer.peer\n"
+        "print('fusion.runtime.planes.torch_plane' in sys.modules or 'jax' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

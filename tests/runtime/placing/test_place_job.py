@@ -44,6 +44,20 @@ def test_a_job_goes_to_peers_that_know_its_operators(graph: Graph, monkeypatch: 
         placing.place_job(graph, CONFIG, peers[:1], (), 1)
 
 
+def test_a_job_goes_to_peers_whose_planes_run_its_operators(graph: Graph) -> None:
+    op = graph.nodes[-1].op
+    lacking, whole = replace(peer("lacking", 2, 1e12), lacks=(op,)), peer("whole", 2)
+    other = replace(lacking, lacks=("aten.erfinv",))
+    assert placing.place_job(graph, CONFIG, [lacking, whole], (), 1).proposed == ("whole",)
+    assert placing.place_job(graph, CONFIG, [other, whole], (), 1).proposed == ("lacking",)
+    with pytest.raises(PlacementError, match=f"^it needs {op}: no plane of the peers here runs that$"):
+        placing.place_job(graph, CONFIG, [lacking], (), 1)
+    with pytest.raises(
+        PlacementError, match=rf"^stage 0 needs {op}.*: the plane of lacking does not run that$"
+    ):
+        placed_job.as_asked(graph, CONFIG, (), (lacking.peer,), [lacking, whole])
+
+
 def test_a_graph_needs_the_newest_of_its_operators(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     assert needed_version(graph) == 1
     used = graph.nodes[-1].op

@@ -1,0 +1,79 @@
+"""Which stages of jobs the plane of this peer can run: a plane may lack operators, and a manifest does not say where they are.
+
+A plane that lacks none can run them all, and nothing is read. For another one the graph of a job is fetched before a stage of it is
+claimed or stood by for; until it is here, none of them is ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from cachetools import LRUCache
+
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.cool_down import CoolDown
+from fusion.runtime.job.errors import Unsupported
+from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.stage_graphs import lacking_stages, load_stages
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.printable import one_line
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_JOBS = 1024
+COOL_DOWN_SECONDS, LONGEST_COOL_DOWN_SECONDS = 5.0, 300.0  # after a graph could not be had
+
+
+class RunnableStages:
+    """`spawn` runs work beside everything else, `arrived` is called when a graph has been read."""
+
+    def __init__(
+        self,
+        context: Context,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        arrived: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._spawn = spawn
+        self._arrived = arrived
+        self._lacking: LRUCache[JobId, frozenset[int]] = LRUCache(REMEMBERED_JOBS)
+        self._reading: set[JobId] = set()
+        self._turn = asyncio.Lock()  # one graph at a time
+        self._cooling: CoolDown[JobId] = CoolDown(
+            COOL_DOWN_SECONDS, LONGEST_COOL_DOWN_SECONDS, context.clock.monotonic
+        )
+
+    def runs(self, job: JobId, manifest: Manifest, stage: int) -> bool:
+        if not self._context.lacks:
+            return True
+        lacking = self._lacking.get(job)
+        if lacking is not None:
+            return stage not in lacking
+        if job not in self._reading and not self._cooling.lasts(job):
+            self._reading.add(job)
+            self._spawn(self._read(job, manifest))
+        return False
+
+    async def _read(self, job: JobId, manifest: Manifest) -> None:
+        try:
+            async with self._turn:
+                stages, _ = await load_stages(self._context, job, manifest)
+        except Unsupported:
+            self._lacking[job] = frozenset(range(manifest.stages))
+        except SwarmError as error:
+            log.debug("the graph of %s: %s", manifest.name, one_line(str(error)))
+            self._cooling.start(job)
+            return
+        else:
+            found = lacking_stages(stages, self._context.lacks)
+            self._lacking[job] = frozenset(found)
+            for stage, ops in found.items():
+                log.info("stage %d of %s is left to others: no %s here", stage, manifest.name, ", ".join(ops))
+        finally:
+            self._reading.discard(job)
+        self._cooling.forget(job)
+        self._arrived()
