@@ -23,7 +23,7 @@ from fusion.swarm.directory.records import (
     Record,
     author_of,
 )
-from fusion.swarm.directory.sealing import MAX_RECORD_BYTES, RECORD_VERSION, seal
+from fusion.swarm.directory.sealing import MAX_RECORD_BYTES, OLDEST_RECORD_VERSION, RECORD_VERSION, seal
 from fusion.swarm.identity import Identity, friendly_name
 
 
@@ -134,7 +134,7 @@ def hostile_offers(now: float) -> list[Offer]:
         offer("expired", seal(mallorys, MALLORY, now - 30), expires_at=now - 30),
         offer("too far in the future", seal(mallorys, MALLORY, now + 9999), expires_at=now + 9999),
         offer("oversized", raw_seal(mallorys, MALLORY, soon, values={"role": "x" * MAX_RECORD_BYTES})),
-        offer("lower version", raw_seal(mallorys, MALLORY, soon, version=RECORD_VERSION - 1)),
+        offer("lower version", raw_seal(mallorys, MALLORY, soon, version=OLDEST_RECORD_VERSION - 1)),
         offer("unknown kind", raw_seal(mallorys, MALLORY, soon, kind="king")),
         offer("bad field", raw_seal(mallorys, MALLORY, soon, values={"score": 7.0})),
         offer("unsigned", msgpack.packb([*msgpack.unpackb(valid)[:3], b""])),

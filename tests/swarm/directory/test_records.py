@@ -36,6 +36,7 @@ from fusion.swarm.directory.sealing import (
     MAX_CLAIM_SECONDS,
     MAX_RECORD_BYTES,
     MAX_TTL_SECONDS,
+    OLDEST_RECORD_VERSION,
     RECORD_VERSION,
     open_record,
     seal,
@@ -145,7 +146,7 @@ def test_time_bounds_a_record() -> None:
             opened(seal(record, ALICE, expires_at), record)
 
 
-@pytest.mark.parametrize("version", [0, RECORD_VERSION - 1, -1])
+@pytest.mark.parametrize("version", [0, OLDEST_RECORD_VERSION - 1, -1])
 def test_a_lower_version_is_refused(version: int) -> None:
     with pytest.raises(RecordError, match="version"):
         opened(raw_seal(RECORDS[0], ALICE, NOW + 6, version=version), RECORDS[0])
