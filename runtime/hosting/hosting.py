@@ -21,7 +21,6 @@ from fusion.runtime.hosting.jobs.files import JobFiles, KeptWords
 from fusion.runtime.hosting.jobs.gossip import JobGossip
 from fusion.runtime.hosting.jobs.server import JobServer
 from fusion.runtime.hosting.jobs.service import Service
-from fusion.runtime.hosting.runnable_stages import RunnableStages
 from fusion.runtime.hosting.stage_claims import StageClaims
 from fusion.runtime.hosting.standby_pool import Pool
 from fusion.runtime.job.context import Context
@@ -80,10 +79,7 @@ class Hosting:
         self._stages = HostedStages(context, services, board, self._gossip, config.cool_down_seconds)
         self._pool = Pool(context, services, self._stages.spawn, fitness)
         self._view = JobView(context, board, config.places, self._stages.spawn, self.nudge)
-        self._runnable = RunnableStages(context, self._stages.spawn, self.nudge)
-        self._claims = StageClaims(
-            context, self._stages, board, takeover, fitness, config.seats, self._runnable
-        )
+        self._claims = StageClaims(context, self._stages, board, takeover, fitness, config.seats, self.nudge)
         self._handovers = Handovers(self._stages, context, takeover, config.handover)
         self._nudged = asyncio.Event()
         self._beating = asyncio.Lock()
@@ -166,7 +162,7 @@ class Hosting:
         claims = {
             (job, stage): held
             for (job, stage), held in claims.items()
-            if job in jobs and self._runnable.runs(job, jobs[job][1], stage)
+            if job in jobs and self._claims.runs(job, jobs[job][1], stage)
         }
         # Which stages to stand by for (`standby_assignment`). Then it is known which jobs concern us, and which states are
         # on this peer.

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from cachetools import LRUCache
 
+from fusion.dag.cutting.source import operators
+from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import Unsupported
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.job.stage_graphs import lacking_stages, load_stages
+from fusion.runtime.job.stage_graphs import load_stages
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.printable import one_line
@@ -77,3 +79,9 @@ class RunnableStages:
             self._reading.discard(job)
         self._cooling.forget(job)
         self._arrived()
+
+
+def lacking_stages(stages: Sequence[Stage], lacks: frozenset[str]) -> dict[int, list[str]]:
+    """The stages that have operators among these, and which."""
+    found = {stage.index: sorted(operators(stage.graph) & lacks) for stage in stages}
+    return {stage: ops for stage, ops in found.items() if ops}

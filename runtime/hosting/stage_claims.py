@@ -38,7 +38,7 @@ RECORD_SECONDS = 0.3  # for the directory to say how the job stands, while someb
 
 
 class StageClaims:
-    """At most `seats` stages at once. `fitness` is the score of the claims that nobody proposed."""
+    """At most `seats` stages at once. `runs`: whether our plane can run a stage; `nudge` is called when that is known of more of them. `fitness` is the score of the claims that nobody proposed."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class StageClaims:
         takeover: Takeover,
         fitness: float,
         seats: int,
-        runnable: RunnableStages,
+        nudge: Callable[[], None],
     ) -> None:
         self._vacancies = VacantStages(context.peer_id, fitness, context.clock.monotonic)
         self._context = context
@@ -57,7 +57,7 @@ class StageClaims:
         self._takeover = takeover
         self._fitness = fitness
         self._seats = seats
-        self._runnable = runnable
+        self.runs = RunnableStages(context, stages.spawn, nudge).runs
 
     @property
     def _free_seats(self) -> int:
@@ -134,7 +134,7 @@ class StageClaims:
             return None
         if self._context.leases.refusal(job, stage, "own") is not None:
             return None
-        if not self._runnable.runs(job, manifest, stage):
+        if not self.runs(job, manifest, stage):
             return None
         with self._stages.room(place, manifest) as fits:
             if not fits:

@@ -15,7 +15,6 @@ from cachetools import LRUCache
 from fusion.dag.cutting.costs import bound_types, type_bytes
 from fusion.dag.cutting.cuts import split, tie_groups
 from fusion.dag.cutting.memory import MemoryConfig, measure_memory
-from fusion.dag.cutting.source import operators
 from fusion.dag.cutting.stage import Stage, TieGroup
 from fusion.dag.ir import serialise
 from fusion.dag.ir.dims import bind, size
@@ -93,26 +92,15 @@ class StageGraphs:
 
     async def check(self, job: JobId, manifest: Manifest, stage: int, beside_bytes: int = 0) -> None:
         """Understated where the stage, and `beside_bytes`, needs clearly more memory than the manifest says (nothing is set aside
-        for one that says nothing), Unsupported where the job could not be trained wherever it ran, or the plane of this peer
-        lacks an operator of the stage. Raises as `of`."""
+        for one that says nothing), Unsupported where the job could not be trained wherever it ran. Raises as `of`."""
         stages, _ = await self.of(job, manifest)
         _check_loss(stages, manifest)
-        if (ops := lacking_stages([stages[stage]], self._context.lacks).get(stage)) is not None:
-            raise Unsupported(
-                f"stage {stage} of {manifest.name} needs {', '.join(ops)}: not with the plane of this peer"
-            )
         needed = beside_bytes + await asyncio.to_thread(needed_bytes, stages[stage], manifest)
         declared = manifest.needed_bytes(stage)
         if needed > declared * TOLERATED_RATIO + TOLERATED_BYTES:
             raise Understated(
                 f"stage {stage} of {manifest.name} needs {size_text(needed)}: its manifest says {size_text(declared)}"
             )
-
-
-def lacking_stages(stages: Sequence[Stage], lacks: frozenset[str]) -> dict[int, list[str]]:
-    """The stages that have operators among these, and which."""
-    found = {stage.index: sorted(operators(stage.graph) & lacks) for stage in stages}
-    return {stage: ops for stage, ops in found.items() if ops}
 
 
 def _check_loss(stages: Sequence[Stage], manifest: Manifest) -> None:

@@ -15,7 +15,6 @@ from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.keys import IDENTITY_FILE, keys_of
 from fusion.runtime.peer.network import Network, allow_more_files, open_network
 from fusion.runtime.peer.resident_memory import lent_memory
-from fusion.runtime.planes.plane import Plane
 from fusion.swarm.blobs.blobs import BlobConfig
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
@@ -29,8 +28,10 @@ SWITCH_SECONDS = (
 
 
 @asynccontextmanager
-async def opened(config: PeerConfig, plane: Plane) -> AsyncIterator[tuple[Network, Context, Capability]]:
-    """Until the block ends. Raises as `fusion.runtime.peer.peer.open_peer`."""
+async def opened(
+    config: PeerConfig, plane: str, lacks: frozenset[str]
+) -> AsyncIterator[tuple[Network, Context, Capability]]:
+    """Until the block ends; `plane` is what computes, and `lacks` the operators that it does not run. Raises as `fusion.runtime.peer.peer.open_peer`."""
     config.home.mkdir(parents=True, exist_ok=True)
     keep_torch_cache(config.home)
     allow_more_files()
@@ -61,8 +62,8 @@ async def opened(config: PeerConfig, plane: Plane) -> AsyncIterator[tuple[Networ
             blobs=network.blobs,
             leases=network.leases,
             worker=worker,
-            plane=plane.name,
-            lacks=plane.lacks,
+            plane=plane,
+            lacks=lacks,
             codec_worker=codec_worker,
             flops_per_second=capability.flops_per_second,
             memory=lent_memory(capability.memory_bytes, worker),

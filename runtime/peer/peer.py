@@ -66,7 +66,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     disk, a taken port of the HTTP API), ValueError (a device or a plane that is not there).
     """
     plane = choose(config.plane, config.device, config.compute_threads)
-    async with opened(config, plane) as (network, context, capability):
+    async with opened(config, plane.name, plane.lacks) as (network, context, capability):
         services = partial(training_and_serving, plane)
         files = job_files(context)
         async with assemble(

@@ -129,7 +129,10 @@ class JaxTrainingStage:
         dimensions = self._evaluation.sizes.dimensions(given)
 
         def compiled() -> Callable[..., Any]:
-            return jax.jit(lambda values, inputs: self._evaluation.run(inputs, values, dimensions, None)[0])
+            run: Callable[..., Any] = jax.jit(
+                lambda values, inputs: self._evaluation.run(inputs, values, dimensions, None)[0]
+            )
+            return run
 
         run = _remembered(self._evaluations, _shapes(given), compiled)
         outputs = run(self._values, [array(value, self._device) for value in given])

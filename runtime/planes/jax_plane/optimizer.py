@@ -37,6 +37,7 @@ class Optimizer:
             return {}
         before = {name: parameters[name] for name in gradients}
         slots = {name: self._slots.get(name) or self._first(before[name]) for name in gradients}
+        after: Arrays
         after, slots = self._update(before, gradients, slots, rate, clip_factor)
         self._slots.update(slots)
         return after

@@ -18,7 +18,7 @@ from fusion.runtime.job.manifest import Manifest, OptimizerConfig
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import MAX_RUN_BYTES
 from fusion.runtime.job.stage_graphs import StageGraphs, file_bytes, weights_bytes
-from fusion.runtime.planes.codegen import TORCH_DTYPES
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.plane import Plane, TrainingStage
 from fusion.runtime.planes.weights_file import WeightsFile
 from fusion.runtime.serving.graphs.arrays import Array
