@@ -1,0 +1,104 @@
+"""Peers of both planes in one swarm: an owner is killed and a standby of the other plane goes on; a ring of both answers."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.jobs import with_client
+from support.text_job import write_job
+
+from fusion.cli.client import working_peers
+from fusion.cli.job_client import trainer_identity, watch
+from fusion.runtime.capture.models import GPT
+from fusion.runtime.job import spec
+from fusion.runtime.job.context import Context
+from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.spec import GPTConfig
+from fusion.runtime.launch.launch import launch, prepare_training, wait_until_held
+from fusion.swarm.claims.election import winner
+
+if TYPE_CHECKING:
+    from conftest import Peers
+
+    from fusion.cli.local.fleet import LocalPeer
+
+pytest.importorskip("jax", reason="the extra jax is not installed")
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+STEPS, TOKENS = 400, 24
+WAIT_SECONDS = 550.0
+MODEL = GPTConfig(blocks=2, width=32, heads=2, sequence=32)
+
+
+def trained(
+    peers: Peers, root: Path, name: str, owners: list[LocalPeer], victim: LocalPeer | None
+) -> Progress:
+    """Train a job whose stages are pinned to `owners`; how it stood at its end. `victim` is killed on the way, once another
+    peer stands by for its stage, the second."""
+    ids = tuple(owner.peer_id for owner in owners)
+    job_file = write_job(root / f"{name}.toml", name, steps=STEPS, peers=ids, live=False, snapshot_every=20)
+
+    async def work(context: Context) -> Progress:
+        async with asyncio.timeout(WAIT_SECONDS):
+            found = spec.load(job_file)
+            known = await working_peers(context, found.placement.peers)
+            author = trainer_identity(root / "trainer")
+            prepared = await asyncio.to_thread(
+                prepare_training, found, known, context.blobs.store, author=author
+            )
+            job = await launch(context, prepared)
+            held = asyncio.create_task(wait_until_held(context, prepared))
+            alive, last = victim, None
+            async for progress in watch(context, job):
+                last = progress
+                if alive is not None and progress.step >= 8 and progress.snapshot is not None:
+                    claims = await context.directory.claims(job, 1)
+                    if any(claim.role == "standby" and claim.ready for claim in claims):
+                        owner = winner(claims)
+                        assert owner is not None and owner.peer == alive.peer_id
+                        alive.process.send_signal(signal.SIGKILL)
+                        alive = None
+            held.cancel()
+            await asyncio.gather(held, return_exceptions=True)
+            assert alive is None, "it ended before anybody was killed: the test shows nothing"
+            assert last is not None and (last.state, last.step) == ("done", STEPS), last
+            return last
+
+    return with_client(root / f"client-{name}", owners[0].address, work)
+
+
+def test_a_standby_of_the_other_plane_goes_on_and_both_answer_in_one_ring(
+    peers: Peers, tmp_path: Path
+) -> None:
+    first, second = peers.swarm(2)
+    quiet = trained(peers, tmp_path, "quiet", [first, second], None)
+    other = peers.start("jax", "--plane", "jax", bootstrap=(first.address,))
+    rough = trained(peers, tmp_path, "rough", [first, second], second)
+    assert rough.losses >= 1 and rough.owners[1] == other.peer_id
+    # No committed sample lost or doubled, though some steps were run again.
+    assert (rough.samples, rough.ledger) == (quiet.samples, quiet.ledger)
+    assert quiet.loss is not None and rough.loss == pytest.approx(quiet.loss, rel=1e-3)
+
+    folder, home = tmp_path / "model", str(tmp_path / "laptop")
+    asked = ("--home", home, "--peer", first.address)
+    peers.run("jobs", "export", "rough", str(folder), *asked)
+    module = GPT(MODEL)
+    module.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
+    peers.run("serve", str(folder), "--name", "mixed", "--stages", "2", *asked)
+    [said] = peers.run("generate", "def ", "--model", "mixed", "--max-tokens", str(TOKENS), *asked)
+    assert said["tokens"] == greedy(module, b"def ", TOKENS)
+    assert set(said["route"]) == {first.peer_id, other.peer_id}
+
+
+def greedy(module: GPT, prompt: bytes, new: int) -> list[int]:
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(new):
+            given = torch.tensor([ids])
+            ids.append(int(module(given, torch.arange(len(ids))[None])[0, -1].argmax()))
+    return ids[len(prompt) :]
