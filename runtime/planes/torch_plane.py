@@ -18,8 +18,8 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph, Ref, Variable
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.planes.codegen import compile_graph
-from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.dropout import Masks
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.optimizer import Optimizer
 from fusion.runtime.planes.plane import RngKey, Tensors
 from fusion.runtime.planes.stage_values import checked, output_keys, selected
