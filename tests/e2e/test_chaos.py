@@ -42,7 +42,7 @@ def test_kills_at_exact_instants_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     import training
 
     options = training.parser().parse_args(
-        ["--kills", "3", "--stages", "2", "--standbys", "1", "--seed", "4", "--run-seconds", "20",
+        ["--kills", "3", "--stages", "2", "--standbys", "1", "--seed", "4", "--run-seconds", "12",
          "--read-seconds", "0.05", "--roles", "lead,last,standby", "--phases", "commit"]
     )  # fmt: skip
     report = asyncio.run(training.sweep(options))
