@@ -177,6 +177,25 @@ def _upsample_nearest(x: Array, size: Sequence[int], *scales: float | None) -> A
     return x
 
 
+def _upsample_bilinear(x: Array, size: Sequence[int], corners: bool, *scales: float | None) -> Array:
+    """Along one dimension after the other, as a product with what each place takes of two neighbours."""
+    for axis, (wanted, scale) in enumerate(zip(size, scales, strict=True), 2):
+        had = x.shape[axis]
+        places = np.arange(wanted)
+        if corners:
+            sources = places * ((had - 1) / (wanted - 1) if wanted > 1 else 0.0)
+        else:
+            step = 1 / scale if scale is not None and scale > 0 else had / wanted
+            sources = np.maximum(0.0, (places + 0.5) * step - 0.5)
+        first = np.minimum(sources.astype(np.int64), had - 1)
+        share = sources - first
+        shares = np.zeros((had, wanted))
+        np.add.at(shares, (first, places), 1 - share)
+        np.add.at(shares, (np.minimum(first + 1, had - 1), places), share)
+        x = jnp.moveaxis(jnp.moveaxis(x, axis, -1) @ jnp.asarray(shares, x.dtype), -1, axis)
+    return x
+
+
 def _arange(start: Any, end: Any, step: Any, dtype: Any) -> Array:
     return jnp.asarray(np.arange(start, end, step))
 
@@ -232,6 +251,7 @@ MOVING: Mapping[str, Function] = {
     "aten.one_hot": lambda x, classes: x[..., None] == jnp.arange(classes),
     "aten.pixel_shuffle": _pixel_shuffle,
     "aten.upsample_nearest2d": _upsample_nearest,
+    "aten.upsample_bilinear2d": _upsample_bilinear,
     "aten.arange": lambda end, dtype: _arange(0, end, 1, dtype),
     "aten.arange.start": lambda start, end, dtype: _arange(start, end, 1, dtype),
     "aten.arange.start_step": _arange,
