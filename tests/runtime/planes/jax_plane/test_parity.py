@@ -133,8 +133,7 @@ def compare(sample: tuple[Any, ...]) -> None:
         assert (value.shape, value.dtype) == (want.shape, want.dtype)
         assert relative(value, want.detach()) <= 1e-4
     roots = [each for each in wanted if each.requires_grad]
-    if not roots:
-        assert not smooth or not any(t.dtype.startswith("float") for t in node.results)
+    if not roots:  # nothing of it has a gradient in torch
         return
     leaves = [ours[at] for at in smooth]
     wanted_gradients = torch.autograd.grad(
