@@ -95,7 +95,7 @@ def resnet() -> Case:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "resnet"])
 def test_stages_of_both_planes_in_turn_train_as_one_process(name: str, both: tuple[Plane, Plane]) -> None:
     """GPT-2 with its dropout, tied, and a ResNet with its running statistics, over 4 stages."""
     case = resnet() if name == "resnet" else make(name)
@@ -120,7 +120,7 @@ def test_stages_of_both_planes_in_turn_train_as_one_process(name: str, both: tup
             assert torch.allclose(trained[f"variable/{key}"], value, rtol=1e-3, atol=1e-4), key
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_tied_vocabulary_and_experts_are_trained_in_jax(both: tuple[Plane, Plane]) -> None:
     case = make("mixtral")
     staged = in_turn(both[1:], split(case.graph, even_cuts(case.graph, 2)), case.module)
