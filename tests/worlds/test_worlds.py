@@ -98,6 +98,7 @@ def test_a_world_repeats() -> None:
     assert replayed(7) == replayed(7)
 
 
+@pytest.mark.slow
 def test_the_digest_of_a_world_is_the_same_in_whatever_process_it_runs(tmp_path: Path) -> None:
     made, count = [], 26  # more than a process takes at once
     for processes in ("1", "2"):

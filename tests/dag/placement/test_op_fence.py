@@ -97,7 +97,7 @@ def test_never_worse_than_the_baselines_and_legal(part):
         assert outlook.seconds >= found.predicted_seconds * (1 - 1e-9)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_near_the_optimum_of_chains():
     ratios = []
     for instance in instances(40, seed=3, most_devices=5):
