@@ -32,7 +32,7 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job import spec
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest, ServeConfig
-from fusion.runtime.job.protocol import GENERATE, JOB, RING, STAGE, STATUS
+from fusion.runtime.job.protocol import GENERATE, JOB, RING, RUN, STAGE, STATUS
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
@@ -62,7 +62,7 @@ PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 HALF = "half a frame"  # to be waited for: the other half may come
 WAIT_SECONDS = 0.5  # for an answer to nonsense, of which there may be none
 TINY = GPTConfig(vocabulary=256, blocks=1, width=16, heads=2, sequence=32)
-PROTOCOLS = tuple(each.name for each in (STAGE, RING, GENERATE, BLOB, JOB, STATUS))
+PROTOCOLS = tuple(each.name for each in (STAGE, RING, GENERATE, RUN, BLOB, JOB, STATUS))
 
 AUTHOR = Identity.generate()
 
@@ -184,6 +184,29 @@ def generate_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
     yield [("exec", request, ids)]
 
 
+def run_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
+    arrays = [["x", "float32", [1, 4]]]
+    for kind, header in (
+        ("run", {"model": "answers", "arrays": arrays, "grants": []}),
+        ("stage", {"job": job, "stage": 0, "arrays": arrays, "grants": []}),
+    ):
+        for message in fuzzed(kind, header, bytes(16)):
+            yield [message]
+        for described in (
+            [["x", "float32", [2**40, 2**40]]],
+            [["x", "float32", [0] * 9]],
+            [["x", "object", [4]]],
+            [["x", "float32", [-4]]],
+            [["x\nimport os", "float32", [4]]],
+            arrays * 2,
+            arrays * 257,
+            [["x", "float32"]],
+        ):
+            yield [(kind, {**header, "arrays": described}, bytes(16))]
+        yield [(kind, header, b"odd")]
+    yield [("exec", {"model": "answers", "arrays": arrays}, bytes(16))]
+
+
 def blob_messages(job: JobId, peer: PeerId) -> Iterator[Sequence[Message]]:
     for digest in (NOWHERE, "../../identity", "x" * 70, "", job.upper(), "x\nimport os"):
         yield [("index", {"digest": digest}, b"")]
@@ -214,6 +237,7 @@ MESSAGES: dict[str, Callable[[JobId, PeerId], Iterator[Sequence[Message]]]] = {
     STAGE.name: stage_messages,
     RING.name: ring_messages,
     GENERATE.name: generate_messages,
+    RUN.name: run_messages,
     BLOB.name: blob_messages,
     JOB.name: job_messages,
     STATUS.name: status_messages,
@@ -373,7 +397,7 @@ def test_a_stranger_on_every_protocol(peers: Peers, tmp_path: Path) -> None:
                     assert max(taken) < size // 4, (protocol, taken)
                 await answers(context, victim)
                 for protocol, messages in MESSAGES.items():
-                    job = jobs["serve" if protocol in (RING.name, GENERATE.name) else "train"]
+                    job = jobs["serve" if protocol in (RING.name, GENERATE.name, RUN.name) else "train"]
                     every = list(messages(job, enemy.victim))
                     kinds = Counter[str]()
                     for at in range(0, len(every), 64):
