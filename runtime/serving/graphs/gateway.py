@@ -38,6 +38,9 @@ FRAME_SECONDS = 60.0  # for whoever asks to send one
 ARRIVING_SECONDS = 1.0  # after which one of them gives way to another
 PATIENCE_SECONDS = 60.0  # for a stage to be taken over
 RETRY_SECONDS = 0.5
+MAX_HELD_BYTES = (
+    4 * MAX_RUN_BYTES
+)  # between two stages of a run: a stranger's model may have thousands of stages
 RESULT = "result/"  # what a stage calls the outputs of the model
 
 
@@ -133,16 +136,28 @@ class GraphGateway:
                 raise NotAdmitted(f"model: {model.manifest.name} is not for everybody: {refused}", model.job)
         await self._catalog.check_admitted(model.job, model.manifest)
         stages, _ = await self._graphs.of(model.job, model.manifest)
-        values = checked_inputs(stages, {a.name: a for a in given}, model.serve.batch)
+        values = checked_inputs(stages, {a.name: a for a in given}, model.serve.sizes)
+        results = [f"{RESULT}{i}" for i in range(len(model.serve.outputs))]
+        last = {i.name: stage.index for stage in stages for i in stage.graph.inputs}  # that reads it
         route: list[PeerId] = []
         for stage in stages:
             if not stage.graph.nodes:
                 continue
-            made, peer = await self._asked(model, stage, [values[i.name] for i in stage.graph.inputs])
-            values.update((a.name, a) for a in made)
+            try:
+                read = [values[i.name] for i in stage.graph.inputs]
+            except KeyError as missing:
+                raise JobFailed(f"no stage of {model.manifest.name} made {missing}") from None
+            made, peer = await self._asked(model, stage, read)
+            own = {edge.name for edge in stage.sends}.union(results[i] for i in stage.results)
+            values.update((a.name, a) for a in made if a.name in own)
+            values = {name: a for name, a in values.items() if name in results or last[name] > stage.index}
+            if sum(len(a.data) for a in values.values()) > MAX_HELD_BYTES:
+                raise JobFailed(
+                    f"{model.manifest.name} makes more on the way than a gateway keeps: {MAX_HELD_BYTES >> 20} MiB"
+                )
             route.append(peer)
         try:
-            outputs = [values[f"{RESULT}{i}"] for i in range(len(model.serve.outputs))]
+            outputs = [values[name] for name in results]
         except KeyError as missing:
             raise JobFailed(f"no stage of {model.manifest.name} made {missing}") from None
         return [

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.dims import Dim, bind, symbol, symbols_of
 from fusion.dag.ir.graph import Input
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.graphs.arrays import Array
 
 
 def checked_inputs(
-    stages: tuple[Stage, ...], given: Mapping[str, Array], most: int, *, edges: bool = False
+    stages: tuple[Stage, ...], given: Mapping[str, Array], sizes: Mapping[str, int], *, edges: bool = False
 ) -> dict[str, Array]:
-    """What the stages read of the model's inputs, or with `edges` all that one of them reads. JobError, which says what the
-    model takes, for arrays that are missing, others, of another shape or dtype, or of more than `most` samples."""
+    """What the stages read of the model's inputs, or with `edges` all that one of them reads. `sizes`: what each symbol of the
+    graph is at most, for which the stages have set memory aside. JobError, which says what the model takes, for arrays that are
+    missing, others, of another shape or dtype, or larger than these sizes allow."""
     wanted: dict[str, Input] = {}
     for stage in stages:
         received = set() if edges else {edge.name for edge in stage.receives}
@@ -28,16 +29,24 @@ def checked_inputs(
     batch: int | None = None
     for name, each in wanted.items():
         array, shape = given[name], each.type.shape
-        sizes = zip(array.shape, shape, strict=False)
-        fits = len(array.shape) == len(shape) and array.dtype == each.type.dtype
-        counted = next((size for size, dim in sizes if dim == symbol("batch")), None)
-        batch = counted if batch is None else batch
-        bound = [batch if dim == symbol("batch") else dim for dim in shape]
-        plain = all(
-            size == dim or not isinstance(dim, int) for size, dim in zip(array.shape, bound, strict=False)
-        )
-        if not fits or not plain:
+        if len(array.shape) != len(shape) or array.dtype != each.type.dtype:
             raise JobError(f"input: {array} does not fit; the model takes {takes}")
-    if batch is not None and batch > most:
-        raise JobError(f"input: {batch} samples; at most {most} at once (--batch {most} asks in parts)")
+        for size, dim in zip(array.shape, shape, strict=True):
+            if dim == symbol("batch"):
+                batch = size if batch is None else batch
+                most = sizes["batch"]
+                if batch > most:
+                    raise JobError(
+                        f"input: {batch} samples; at most {most} at once (--batch {most} asks in parts)"
+                    )
+                fits = size == batch
+            else:
+                fits = size == dim if isinstance(dim, int) else size <= _most(dim, sizes)
+            if not fits:
+                raise JobError(f"input: {array} does not fit; the model takes {takes}")
     return {name: given[name] for name in wanted}
+
+
+def _most(dim: Dim, sizes: Mapping[str, int]) -> int:
+    """What a dimension is at most; 0 where nobody says what a symbol of it is."""
+    return bind(dim, sizes) if symbols_of(dim) <= sizes.keys() else 0

@@ -91,11 +91,12 @@ class GraphStages:
         return await self._context.blobs.of(job).fetch(manifest.weights[stage], max_bytes=most)
 
     async def compute(self, job: JobId, stage: int, given: Sequence[Array]) -> list[Array]:
-        """What a stage that is held here sends on, and what it makes of the model's outputs, as `result/<i>`. JobError for arrays that the stage does not take; JobFailed where it does not work out."""
+        """What a stage that is held here sends on, and what it makes of the model's outputs, as `result/<i>`. JobError for arrays
+        that the stage does not take; JobFailed where it does not work out."""
         held = self._held[job, stage]
         serve = held.manifest.serve
         assert serve is not None, "no others are held"
-        values = checked_inputs((held.stage,), {a.name: a for a in given}, serve.batch, edges=True)
+        values = checked_inputs((held.stage,), {a.name: a for a in given}, serve.sizes, edges=True)
         worker = self._context.on_behalf_of(held.manifest.author, job, serves=True).compute
         try:
             made: list[Array] = await worker.run(partial(_evaluate, held, values))

@@ -55,7 +55,7 @@ STAGE = Stage(0, Graph(INPUTS, (), (), (Ref("x"),)), (), (), (0,))
 
 
 def check(*given: Array, most: int = 4) -> None:
-    checked_inputs((STAGE,), {a.name: a for a in given}, most)
+    checked_inputs((STAGE,), {a.name: a for a in given}, {"batch": most, "sequence": 1})
 
 
 def test_arrays_that_a_model_takes() -> None:
@@ -82,3 +82,16 @@ def test_others_are_told_what_it_takes(given: tuple[Array, ...], says: str) -> N
 def test_more_samples_than_a_stage_has_memory_for() -> None:
     with pytest.raises(JobError, match=r"2 samples; at most 1 at once \(--batch 1 asks in parts\)"):
         check(X, N, most=1)
+
+
+def test_no_other_symbol_asks_for_more_than_is_set_aside() -> None:
+    """An edge that has no batch of its own, a symbol of texts, and one that nobody knows."""
+    for dim, most in ((B * 8, 32), (symbol("sequence"), 1), (symbol("other"), 0)):
+        stage = Stage(0, Graph((Input("x", TensorType((dim,), "int8")),), (), (), (Ref("x"),)), (), (), (0,))
+        for size in (most, most + 1):
+            given = {"x": array("x", np.zeros(size, np.int8))}
+            if 0 < size <= most:
+                checked_inputs((stage,), given, {"batch": 4, "sequence": 1}, edges=True)
+            elif size:
+                with pytest.raises(JobError, match="does not fit"):
+                    checked_inputs((stage,), given, {"batch": 4, "sequence": 1}, edges=True)
