@@ -16,7 +16,7 @@ weights_file      tensors in a file, written and read one at a time
 stage_values      the values that a stage takes and gives, by name
 products/         products of rows with matrices, the same bits in any company
 matrices          the variables of a stage that decodes, laid out for such products
-cache_shapes      what a stage keeps of a session, by its graph
+sessions          what a stage that decodes keeps of its sessions, and the table of them
 sequences         pieces of several sequences in one run
 torch_decoding    a stage that decodes, on CPU or CUDA
 torch_plane       all of it on CPU or CUDA

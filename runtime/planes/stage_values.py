@@ -8,6 +8,7 @@ import torch
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Variable
+from fusion.dag.rewrites.end_to_end import Along
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.plane import Tensors
@@ -36,3 +37,24 @@ def checked(variables: Mapping[str, torch.Tensor], variable: Variable) -> torch.
             f"the weight {variable.name} is {value.dtype} {tuple(value.shape)}, not {variable.type}"
         )
     return value
+
+
+def positions_of(values: Sequence[torch.Tensor], along: Sequence[Along], names: Sequence[str]) -> int:
+    """How many positions a piece has. ValueError where its values do not agree, or one has a part of a position."""
+    found = set()
+    for value, (axis, each), name in zip(values, along, names, strict=True):
+        if value.dim() <= axis or value.shape[axis] % each:
+            raise ValueError(f"input {name} has shape {tuple(value.shape)}: not {each} rows a position")
+        found.add(value.shape[axis] // each)
+    if len(found) > 1:
+        raise ValueError(f"the inputs are of {min(found)} and of {max(found)} positions")
+    return found.pop()
+
+
+def joined(parts: Sequence[torch.Tensor], axis: int, each: int, padding: int) -> torch.Tensor:
+    """The pieces one behind the other, and the last position, of `each` rows, again as often as positions are missing."""
+    if padding:
+        length = parts[-1].shape[axis]
+        last = parts[-1].narrow(axis, length - each, each)
+        parts = [*parts, *[last] * padding]
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)

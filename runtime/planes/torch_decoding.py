@@ -13,22 +13,23 @@ from fusion.dag.cutting.costs import type_bytes
 from fusion.dag.cutting.source import SOURCE, Halves, halves
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import bind
-from fusion.dag.rewrites.end_to_end import Along, EndToEnd, end_to_end
-from fusion.runtime.planes.cache_shapes import slot_shapes, state_bytes_of
+from fusion.dag.rewrites.end_to_end import EndToEnd, end_to_end
 from fusion.runtime.planes.codegen import compile_graph
 from fusion.runtime.planes.kv_cache import KeptSource, SessionCache
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.plane import Piece, Tensors
 from fusion.runtime.planes.products.packed import padded
 from fusion.runtime.planes.sequences import Sequences
-from fusion.runtime.planes.stage_values import output_keys, selected
+from fusion.runtime.planes.sessions import Sessions, slot_shapes, state_bytes_of
+from fusion.runtime.planes.stage_values import joined, output_keys, positions_of, selected
 
 
-class TorchDecodingStage:
-    """A stage being served. Weights are moved to the device once; KV memory is reserved for each session within
-    `memory_bytes` (None: no limit). A stage without attention to a cache keeps nothing between runs."""
+class TorchDecodingStage(Sessions[SessionCache]):
+    """A stage being served. Weights are moved to the device once. A stage without attention to a cache keeps
+    nothing between runs."""
 
     def __init__(self, stage: Stage, variables: Tensors, device: str = "cpu") -> None:
+        super().__init__()
         self.stage = stage
         self.device = torch.device(device)
         matrices = Matrices(stage.graph, variables, self.device)
@@ -56,22 +57,13 @@ class TorchDecodingStage:
             self._program.sizes.require("sequence")
         self._keys = output_keys(stage)
         self.caches = bool(self._slots)
-        self._sessions: dict[str, SessionCache] = {}
-        self._retained: dict[int, SessionCache] = {}
 
-    def open(self, session: str, capacity: int, source: int = 0) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity: at least 1 position, not {capacity}")
+    def _new(self, capacity: int, source: int) -> SessionCache:
         kept = None if self._encoder is None else self._encoder.kept(source)
-        self._sessions[session] = SessionCache(self._slots, capacity, self.device, kept, self._state_bytes)
+        return SessionCache(self._slots, capacity, self.device, kept, self._state_bytes)
 
-    def reserve(self, session: str, positions: int) -> bool:
-        cache = self._sessions.get(session)
-        if cache is None:
-            return False
-        before = cache.bytes
-        cache.reserve(positions)
-        return cache.bytes != before
+    def _retains(self, cache: SessionCache) -> bool:
+        return bool(self._slots) and cache.source is None
 
     def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
         """ValueError for an unknown session, one that comes twice, a gap before `start`, positions beyond the capacity, or
@@ -105,12 +97,6 @@ class TorchDecodingStage:
             return iter(self._together(self._layout, pieces, caches))
         return iter([self._alone(piece, cache) for piece, cache in zip(pieces, caches, strict=True)])
 
-    def _cache(self, session: str) -> SessionCache:
-        cache = self._sessions.get(session)
-        if cache is None:
-            raise ValueError(f"session {session!r:.80} is not open")
-        return cache
-
     def _alone(self, piece: Piece, cache: SessionCache) -> dict[str, torch.Tensor]:
         if piece.singly:
             raise ValueError("this stage runs positions singly one after another only")
@@ -127,14 +113,14 @@ class TorchDecodingStage:
     ) -> list[dict[str, torch.Tensor]]:
         given = [selected(self._program.inputs, piece.inputs, self.device) for piece in pieces]
         along = [layout.inputs[name] for name in self._program.inputs]
-        lengths = [_positions(each, along, self._program.inputs) for each in given]
+        lengths = [positions_of(each, along, self._program.inputs) for each in given]
         if self._slots:
             for piece, cache, length in zip(pieces, caches, lengths, strict=True):
                 cache.begin(piece.start, length, singly=piece.singly)
         total = sum(lengths)
         rows = padded(total, least=self.least_rows)
-        joined = [
-            _joined(parts, axis, each, rows - total)
+        laid = [
+            joined(parts, axis, each, rows - total)
             for (axis, each), *parts in zip(along, *given, strict=True)
         ]
         shown = [length if piece.singly else 1 for piece, length in zip(pieces, lengths, strict=True)]
@@ -145,7 +131,7 @@ class TorchDecodingStage:
         ]
         ends += ends[-1:] * (padded(len(ends), least=self.least_rows) - len(ends))
         state = Sequences(caches, lengths, rows, torch.tensor(ends, device=self.device))
-        outputs = self._program.run(joined, self._variables, state)
+        outputs = self._program.run(laid, self._variables, state)
         if self._slots:
             for cache in caches:
                 cache.commit()
@@ -158,45 +144,6 @@ class TorchDecodingStage:
                 result[key] = value.narrow(axis, at * each, count * each)
                 at += count
         return found
-
-    def close(self, session: str) -> None:
-        self._sessions.pop(session, None)
-
-    def retain(self, session: str, name: int, positions: int) -> tuple[int, int]:
-        cache = self._sessions.pop(session, None)
-        if cache is None or not self._slots or cache.source is not None or not (held := cache.cut(positions)):
-            return 0, 0
-        self._retained[name] = cache
-        return held, cache.bytes
-
-    def resume(self, session: str, capacity: int, name: int, positions: int) -> int:
-        self.open(session, capacity)
-        cache = self._retained.pop(name, None)
-        if cache is None:
-            return 0
-        cache.capacity = capacity
-        self._sessions[session] = cache
-        return cache.cut(min(positions, capacity))
-
-    def copy(self, source: int | str, session: str, positions: int) -> int:
-        other = self._sessions.get(source) if isinstance(source, str) else self._retained.get(source)
-        if other is None:
-            return 0
-        with torch.inference_mode():
-            return self._cache(session).copy(other, positions)
-
-    def forget(self, name: int) -> None:
-        self._retained.pop(name, None)
-
-    def clear(self) -> None:
-        self._sessions.clear()
-        self._retained.clear()
-
-    def used_bytes(self) -> int:
-        return sum(cache.bytes for cache in self._sessions.values()) + self.retained_bytes()
-
-    def retained_bytes(self) -> int:
-        return sum(cache.bytes for cache in self._retained.values())
 
 
 class _Encoder:
@@ -228,24 +175,3 @@ class _Encoder:
         own = [value.clone(memory_format=torch.contiguous_format) for value in handed]
         kept.kept = dict(zip(self._slots, zip(own[::2], own[1::2], strict=True), strict=True))
         return dict(zip(self._keys, sends, strict=True))
-
-
-def _positions(values: Sequence[torch.Tensor], along: Sequence[Along], names: Sequence[str]) -> int:
-    """How many positions a piece has. ValueError where its values do not agree, or one has a part of a position."""
-    found = set()
-    for value, (axis, each), name in zip(values, along, names, strict=True):
-        if value.dim() <= axis or value.shape[axis] % each:
-            raise ValueError(f"input {name} has shape {tuple(value.shape)}: not {each} rows a position")
-        found.add(value.shape[axis] // each)
-    if len(found) > 1:
-        raise ValueError(f"the inputs are of {min(found)} and of {max(found)} positions")
-    return found.pop()
-
-
-def _joined(parts: Sequence[torch.Tensor], axis: int, each: int, padding: int) -> torch.Tensor:
-    """The pieces one behind the other, and the last position, of `each` rows, again as often as positions are missing."""
-    if padding:
-        length = parts[-1].shape[axis]
-        last = parts[-1].narrow(axis, length - each, each)
-        parts = [*parts, *[last] * padding]
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
