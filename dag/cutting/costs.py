@@ -9,7 +9,7 @@ them is in `fusion.dag.cutting.memory`. Seconds are no concern of this module: a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fusion.dag.ir.dims import bind
@@ -34,6 +34,7 @@ class NodeCost:
     moved_bytes: int  # read and written by the forward pass: what bounds the time of nodes with few FLOPs
     output_bytes: int  # of its results, views included
     saved_bytes: int  # by how much the node makes the stash of the backward pass grow
+    drawn_elements: int  # of masks of dropout
     parameter_bytes: int  # of the variables that no earlier node reads, buffers included
     trainable: int  # elements of those that an optimizer updates
 
@@ -111,6 +112,7 @@ def node_costs(
                 if found.family == "view" or Ref(node.name) in once
                 else output + _read_bytes(found, call, results),
                 output_bytes=output,
+                drawn_elements=_drawn(found, call, results),
                 saved_bytes=own + sum(type_bytes(types[value]) for value in fresh),
                 parameter_bytes=sum(type_bytes(types[Ref(v.name)]) for v in read),
                 trainable=sum(
@@ -119,6 +121,16 @@ def node_costs(
             )
         )
     return tuple(costs)
+
+
+def _drawn(found: OpSpec, call: Call, results: Sequence[TensorType]) -> int:
+    """Each element that dropout may drop: of its result, or of the probabilities of attention."""
+    if found.name == "fusion.dropout":
+        return elements(results[0])
+    if found.name == "fusion.dropout_attention":
+        query, key = call["query"], call["key"]
+        return elements(query) // plain(query.shape[-1]) * plain(key.shape[-2])
+    return 0
 
 
 def storages(graph: Graph) -> dict[Ref, Ref]:

@@ -28,12 +28,12 @@ Types = tuple[TensorType, ...]
 Mixed = dict[str, set[int]]
 
 
-class _Required:
+class Required:
     def __repr__(self) -> str:
         return "REQUIRED"
 
 
-REQUIRED = _Required()
+REQUIRED = Required()
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Parameter:
     name: str
     type: str
     optional: bool = False
-    default: Arg | _Required = REQUIRED
+    default: Arg | Required = REQUIRED
 
 
 @dataclass(frozen=True)

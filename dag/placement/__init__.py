@@ -1,6 +1,8 @@
 """Which device runs which stage. All schedulers answer to one model of a step. Knows numbers, not peers.
 
 network        devices and links, as numbers
+speeds         how fast a device runs operators, by what limits them
+shared         what peers on one machine share
 pipeline       a placement as work: what each stage computes, what flows where
 codec_cost     what a codec makes of an edge, as numbers
 schedule       the order of forward and backward passes: 1F1B, GPipe

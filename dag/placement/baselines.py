@@ -29,7 +29,7 @@ def equal_ops(space: Space) -> Choice | None:
 
 def equal_flops(space: Space) -> Choice | None:
     """As many FLOPs for each device, however fast it is, in the order in which they are listed."""
-    return _equal(space, space.segments.flops + space.segments.backward_flops)
+    return _equal(space, space.segments.flops)
 
 
 def _equal(space: Space, done: Floats) -> Choice | None:

@@ -10,13 +10,16 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from fusion.dag.placement.shared import ALONE, Shared
+from fusion.dag.placement.speeds import Speeds
+
 Matrix = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """`flops_per_second` is what a peer reaches, not its peak; `memory_bytes_per_second` paces what is not arithmetic.
-    The two rates are those of its line: all that it sends, and all that it receives, share them."""
+    """`flops_per_second` is what a peer reaches, not its peak; `memory_bytes_per_second` paces what is not arithmetic: where
+    more was `measured`, that is believed. The two rates are those of its line: all that it sends, and all that it receives, share them."""
 
     peer: str
     flops_per_second: float
@@ -24,12 +27,18 @@ class Device:
     memory_bytes_per_second: float = 8e9
     up_bytes_per_second: float = inf
     down_bytes_per_second: float = inf
+    measured: Speeds | None = None
+    shared: Shared = ALONE  # the machine that it runs on
 
     def __post_init__(self) -> None:
         if not (self.flops_per_second > 0 and self.memory_bytes_per_second > 0 and self.memory_bytes >= 0):
             raise ValueError(f"device {self.peer}: speeds must be above zero and memory not below it")
         if not (self.up_bytes_per_second > 0 and self.down_bytes_per_second > 0):
             raise ValueError(f"device {self.peer}: up_ and down_bytes_per_second must be above zero")
+
+    @cached_property
+    def speeds(self) -> Speeds:
+        return self.measured or Speeds.uniform(self.flops_per_second, self.memory_bytes_per_second)
 
 
 @dataclass(frozen=True, kw_only=True)

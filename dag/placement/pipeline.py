@@ -152,14 +152,14 @@ def pipeline(
     count = len(placement.owners)
     first = np.arange(count)
     devices = [network.device(owner) for owner in placement.owners]
-    flops = np.array([d.flops_per_second for d in devices])
-    moving = np.array([d.memory_bytes_per_second for d in devices])
+    seconds = np.stack([d.speeds.seconds for d in devices], axis=1)
+    updated = np.array([d.speeds.updated_byte for d in devices])
     in_flight_of = [
         held(s, count, placement.microbatches, placement.training, placement.schedule, placement.depth)
         for s in range(count)
     ]
-    forward, backward = segments.passes(first, first + 1, flops, moving)
-    update = segments.updates(first, first + 1, moving)
+    forward, backward = segments.passes(first, first + 1, seconds)
+    update = segments.updates(first, first + 1, updated)
     needed = segments.memory(first, first + 1, np.array(in_flight_of))
     stages = tuple(
         StageLoad(

@@ -70,9 +70,7 @@ def even(space: Space, order: Sequence[int]) -> tuple[int, ...]:
     shortest in which all is done. Links are not looked at."""
     segments, size, count = space.segments, len(space.segments.bounds), len(order)
     held = space.least_held(count)
-    forward, backward = segments.passes(
-        0, np.arange(size)[None, :], space.flops[list(order)][:, None], space.moving[list(order)][:, None]
-    )
+    forward, backward = segments.passes(0, np.arange(size)[None, :], space.seconds[:, list(order), None])
     seconds = forward + backward
 
     def filled(limit: float) -> list[int]:
@@ -114,7 +112,7 @@ def alone(
 ) -> tuple[Floats, Floats]:
     """(pace, once) of segments on devices without the links between them; inf where one does not fit. All broadcast."""
     crossed = space.crossed
-    forward, backward = space.segments.passes(first, last, space.flops[devices], space.moving[devices])
+    forward, backward = space.segments.passes(first, last, space.seconds[:, devices])
     # A peer computes, sends, receives and encodes at the same time; its lines carry both passes.
     pace = np.maximum(forward + backward, (crossed[0, last] + crossed[3, first]) / space.up[devices])
     pace = np.maximum(pace, (crossed[0, first] + crossed[3, last]) / space.down[devices])

@@ -25,7 +25,7 @@ def replicate(
     memory = segments.memory(stages, stages + 1, 1)
 
     def seconds(device: Device) -> Floats:
-        return segments.passes(stages, stages + 1, device.flops_per_second, device.memory_bytes_per_second)[0]
+        return segments.passes(stages, stages + 1, device.speeds.seconds)[0]
 
     through = np.array([1 / max(float(seconds(d)[s]), 1e-12) for s, d in enumerate(owners)])
     found: list[list[str]] = [[] for _ in owners]

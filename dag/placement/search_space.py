@@ -84,8 +84,13 @@ class Space:
         return np.array([d.flops_per_second for d in self.network.devices])
 
     @cached_property
-    def moving(self) -> Floats:
-        return np.array([d.memory_bytes_per_second for d in self.network.devices])
+    def seconds(self) -> Floats:
+        """(KINDS, devices) for one of each thing that a node asks for."""
+        return np.stack([d.speeds.seconds for d in self.network.devices], axis=1)
+
+    @cached_property
+    def updated(self) -> Floats:
+        return np.array([d.speeds.updated_byte for d in self.network.devices])
 
     @cached_property
     def memory(self) -> Floats:
@@ -128,7 +133,7 @@ class Space:
     def work(self, choice: Choice) -> Work:
         at, order = np.array(choice.bounds), np.array(choice.order)
         first, last, count = at[:-1], at[1:], len(order)
-        forward, backward = self.segments.passes(first, last, self.flops[order], self.moving[order])
+        forward, backward = self.segments.passes(first, last, self.seconds[:, order])
         value, made, read = self.table.edges(np.array(self.segments.bounds)[at[1:-1]])
         keys, hop = np.unique(made * count + read, return_inverse=True)
         producer, consumer = keys // count, keys % count
@@ -148,7 +153,7 @@ class Space:
                     bytes_per_second=self.network.pair_rates[a, b],
                 )
             )
-        update = self.segments.updates(first, last, self.moving[order])
+        update = self.segments.updates(first, last, self.updated[order])
         # A device hears from itself at once.
         from_lead, to_lead = (
             np.where(order == order[0], 0.0, a)

@@ -15,6 +15,7 @@ from fusion.dag.cutting.cuts import crossings
 from fusion.dag.cutting.memory import MemoryConfig, MemoryTables, measure_memory
 from fusion.dag.cutting.source import source_values
 from fusion.dag.ir.graph import Graph, Ref
+from fusion.dag.placement.speeds import UPDATE_TOUCHES, Rows, asked
 
 Row = npt.NDArray[np.float64]  # by bound
 At = Any  # an index into the bounds, or an array of them
@@ -27,27 +28,26 @@ class Segments:
 
     bounds: tuple[int, ...]
     training: bool
-    flops: Row  # before each bound, one microbatch, the forward pass
-    backward_flops: Row  # 0 when serving
-    moved_bytes: Row  # before each bound: read and written by ops, one microbatch, the forward pass
+    flops: Row  # of nodes before each bound, one microbatch, both passes
+    forward: Rows  # (KINDS, bounds) that nodes before each bound ask for in one microbatch (`speeds.asked`)
+    backward: Rows  # 0 when serving
     held: MemoryTables
     forward_bytes: Row  # over each bound, one microbatch
     backward_bytes: Row
 
-    def passes(self, first: At, last: At, flops_per_second: Rate, bytes_per_second: Rate) -> tuple[Row, Row]:
-        """Seconds of forward and backward of the segments [first, last), one microbatch; arguments broadcast."""
-        moved = (self.moved_bytes[last] - self.moved_bytes[first]) / bytes_per_second
-        forward = (self.flops[last] - self.flops[first]) / flops_per_second + moved
-        if not self.training:
-            return forward, np.zeros_like(forward)
-        flops = self.backward_flops[last] - self.backward_flops[first]
-        return forward, flops / flops_per_second + 2 * moved  # backward moves about twice what forward does
+    def passes(self, first: At, last: At, seconds: Rate) -> tuple[Row, Row]:
+        """Seconds of forward and backward of the segments [first, last), one microbatch; arguments broadcast, the first axis of
+        `seconds` being that of `Speeds.seconds`."""
+        forward = _seconds(self.forward, first, last, seconds)
+        return forward, _seconds(self.backward, first, last, seconds) if self.training else np.zeros_like(
+            forward
+        )
 
-    def updates(self, first: At, last: At, bytes_per_second: Rate) -> Row:
-        """Seconds of the optimizer's work, once a step: it reads and writes weights, gradients and its own state."""
+    def updates(self, first: At, last: At, updated_byte: Rate) -> Row:
+        """Seconds of the optimizer's work, once a step; `updated_byte` as in `Speeds`."""
         if not self.training:
             return np.zeros_like(self.held.static_bytes[first, last])
-        found: Row = 2 * self.held.static_bytes[first, last] / bytes_per_second
+        found: Row = UPDATE_TOUCHES * self.held.static_bytes[first, last] * updated_byte
         return found
 
     def memory(self, first: At, last: At, in_flight: At) -> Row:
@@ -95,15 +95,16 @@ def _measure(
     once = source_values(graph)
     forward, backward = crossings(graph, sizes, once)
     again = np.array([Ref(node.name) not in once for node in graph.nodes], dtype=np.float64)
-    moved = again * np.array([c.moved_bytes for c in costs], dtype=np.float64)
+    passes = asked(costs)
     flops = again * np.array([c.forward_flops for c in costs], dtype=np.float64)
-    backward_flops = np.array([c.backward_flops if training else 0 for c in costs], dtype=np.float64)
+    if training:
+        flops = flops + np.array([c.backward_flops for c in costs], dtype=np.float64)
     return Segments(
         bounds=bounds,
         training=training,
         flops=_before(flops)[at],
-        backward_flops=_before(backward_flops)[at],
-        moved_bytes=_before(moved)[at],
+        forward=_before(again * passes[0])[:, at],
+        backward=_before(passes[1] * training)[:, at],
         held=measure_memory(graph, bounds, sizes, training, memory),
         forward_bytes=forward[at].astype(np.float64),
         backward_bytes=backward[at].astype(np.float64),
@@ -111,4 +112,13 @@ def _measure(
 
 
 def _before(values: Row) -> Row:
-    return np.concatenate([[0.0], np.cumsum(values)])
+    """Sums along the last axis of what comes before each place, and of all."""
+    return np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)
+
+
+def _seconds(rows: Rows, first: At, last: At, seconds: Rate) -> Row:
+    found = np.zeros(np.broadcast_shapes(np.shape(first), np.shape(last), np.shape(seconds[0])))
+    for row, each in zip(rows, seconds, strict=True):
+        if row[-1]:  # of kinds that the graph has none of there is nothing to add up
+            found = found + (row[last] - row[first]) * each
+    return found

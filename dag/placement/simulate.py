@@ -26,6 +26,7 @@ from typing import Any
 from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.pipeline import Pipeline
 from fusion.dag.placement.schedule import Action
+from fusion.dag.placement.shared import Shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,37 +50,9 @@ class Trace:
     events: int  # that were simulated
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """One machine on which all peers of a network run. `cores` are those that nothing else keeps busy; a message costs
-    its sender and its reader together `message_seconds`, `byte_seconds` for each byte and `packet_seconds` for each
-    packet, whatever it is sent with."""
-
-    cores: float = inf
-    message_seconds: float = 0.0
-    byte_seconds: float = 0.0
-    packet_seconds: float = 0.0
-
-    def carry_seconds(self, bytes_: float, bytes_per_second: float) -> float:
-        """Of the cores, for a message of so many bytes over a link of that rate."""
-        packets = bytes_ / packet_bytes(bytes_per_second)
-        return self.message_seconds + self.byte_seconds * bytes_ + self.packet_seconds * packets
-
-
-ALONE = Shared()  # every peer on a machine of its own, whose transport costs it nothing
-SPAN_SECONDS = 1e-3
-LEAST_PACKET, MOST_PACKET = 1448.0, 65536.0  # a segment of TCP over Ethernet; what IP can say
-
-
-def packet_bytes(bytes_per_second: float) -> float:
-    """That go over a link of that rate at once: Linux gives a link about a millisecond's worth (`tcp_tso_autosize`), so
-    that a byte over a slow link costs the cores far more than one over a fast link."""
-    return min(MOST_PACKET, max(LEAST_PACKET, SPAN_SECONDS * bytes_per_second))
-
-
-def simulate(pipeline: Pipeline, shared: Shared = ALONE) -> Trace:
-    """Play one step of `pipeline`; the same pipeline always gives the same trace. Time and memory grow with
-    microbatches x (stages + flows), not with the number of peers of the network."""
+def simulate(pipeline: Pipeline, shared: Shared | None = None) -> Trace:
+    """Play one step of `pipeline`, on machines as its network knows them, or all on one that is `shared`; the same pipeline always
+    gives the same trace. Time and memory grow with microbatches x (stages + flows), not with the number of peers of the network."""
     return _Simulation(pipeline, shared).run()
 
 
@@ -204,7 +177,8 @@ class _Hop:
     bytes: float
     encode_seconds: float
     decode_seconds: float
-    carry_seconds: float  # of the sender's core, and again of the reader's
+    send_seconds: float  # of the sender's core, to carry it
+    receive_seconds: float  # of the reader's
     encoder: _Worker
     decoder: _Worker
     sender: _Worker
@@ -229,9 +203,8 @@ class _Stage:
 
 
 class _Simulation:
-    def __init__(self, pipeline: Pipeline, shared: Shared) -> None:
+    def __init__(self, pipeline: Pipeline, shared: Shared | None) -> None:
         self.pipeline = pipeline
-        self.shared = shared
         self.now = 0.0
         self.events = 0
         self.committed = 0.0
@@ -239,13 +212,15 @@ class _Simulation:
         self._pushed = 0
         owners = dict.fromkeys(pipeline.owners)
         devices = {d.peer: d for d in pipeline.network.devices if d.peer in owners}
-        cores = _Cores(shared.cores, self)
-        self.codecs = {peer: _Worker(cores) for peer in owners}
-        self.couriers = {peer: _Worker(cores) for peer in owners}
+        self.machines = {peer: shared or devices[peer].shared for peer in owners}
+        pools = {(each.name, each.cores): _Cores(each.cores, self) for each in self.machines.values()}
+        cores = {peer: pools[each.name, each.cores] for peer, each in self.machines.items()}
+        self.codecs = {peer: _Worker(cores[peer]) for peer in owners}
+        self.couriers = {peer: _Worker(cores[peer]) for peer in owners}
         self.ups = {peer: _Line(devices[peer].up_bytes_per_second) for peer in owners}
         self.downs = {peer: _Line(devices[peer].down_bytes_per_second) for peer in owners}
         self.pipes: dict[tuple[str, str], _Pipe] = {}
-        self.stages = self._stages({peer: _Worker(cores) for peer in owners})
+        self.stages = self._stages({peer: _Worker(cores[peer]) for peer in owners})
         for flow in pipeline.flows:
             self._join(flow.producer, flow.consumer, flow.elements, flow.forward, forward=True)
             if flow.backward is not None:
@@ -304,18 +279,21 @@ class _Simulation:
     def _join(self, writer: int, reader: int, elements: int, wire: CodecCost, *, forward: bool) -> None:
         """One direction of a flow, from stage `writer` to stage `reader`."""
         a, b = self.pipeline.owners[writer], self.pipeline.owners[reader]
-        stage = self.stages[reader]
+        stage, bytes_ = self.stages[reader], wire.bytes(elements)
+        rate = inf if a == b else self.pipeline.network.rate(a, b)
+        send, receive = (
+            0.0 if a == b else self.machines[peer].carry_seconds(bytes_, rate) / 2 for peer in (a, b)
+        )
         awaited = stage.awaited_forward if forward else stage.awaited_backward
         awaited[:] = [count + 1 for count in awaited]
         hop = _Hop(
             reader=stage,
             awaited=awaited,
-            bytes=wire.bytes(elements),
+            bytes=bytes_,
             encode_seconds=wire.encode_seconds_per_element * elements,
             decode_seconds=wire.decode_seconds_per_element * elements,
-            carry_seconds=0.0
-            if a == b
-            else self.shared.carry_seconds(wire.bytes(elements), self.pipeline.network.rate(a, b)) / 2,
+            send_seconds=send,
+            receive_seconds=receive,
             encoder=self.codecs[a],
             decoder=self.codecs[b],
             sender=self.couriers[a],
@@ -377,8 +355,8 @@ class _Simulation:
         self._idle(stage)
 
     def _encoded(self, hop: _Hop, microbatch: int) -> None:
-        if hop.carry_seconds:
-            hop.sender.take(hop.carry_seconds, self._queued, hop, microbatch)
+        if hop.send_seconds:
+            hop.sender.take(hop.send_seconds, self._queued, hop, microbatch)
         else:
             self._queued(hop, microbatch)
 
@@ -427,8 +405,8 @@ class _Simulation:
         self.later(self.now + pipe.alpha_seconds, self._landed, hop, microbatch)
 
     def _landed(self, hop: _Hop, microbatch: int) -> None:
-        if hop.carry_seconds:
-            hop.receiver.take(hop.carry_seconds, self._received, hop, microbatch)
+        if hop.receive_seconds:
+            hop.receiver.take(hop.receive_seconds, self._received, hop, microbatch)
         else:
             self._received(hop, microbatch)
 

@@ -10,6 +10,7 @@ pack               a job's data as blobs
 training_job       what a job file trains, and on what
 weights            the weights of a stage as a blob
 prepared           what is ready to be handed over
+expected_seconds   how long a step or a token will take for whoever waits
 shard              from a placed graph to blobs and manifest
 held               how far the swarm has taken a job over
 first_token        a served model is ready once a token has gone around

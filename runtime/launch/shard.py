@@ -22,6 +22,7 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.admission import AdmissionSpec, LimitsSpec
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig, TrainConfig
+from fusion.runtime.launch.expected_seconds import expected_seconds
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.weights import put_weights
 from fusion.runtime.placing.placed_job import Placed
@@ -99,7 +100,7 @@ def prepare_graph(
         manifest=manifest,
         author=job.author,
         blobs=tuple(dict.fromkeys(blobs)),
-        predicted_seconds=placed.predicted_seconds,
+        predicted_seconds=expected_seconds(placed),
         parameters=parameter_count(graph) if job.parameters is None else job.parameters,
         plan=placed.plan,
         stage_count=placed.stage_count,

@@ -42,13 +42,13 @@ class Announcement:
 async def announced(
     network: Network,
     context: Context,
-    capability: Capability,
+    capability: Callable[[], Capability],
     bootstrap: tuple[str, ...],
     hosted: Callable[[], Sequence[tuple[JobId, int]]],
     loading: Callable[[], Sequence[StageLoading]],
     http: str = "",
 ) -> AsyncIterator[Announcement]:
-    """Be in the swarm and answer for oneself until the block ends. `bootstrap` are multiaddrs, none of which has to answer;
+    """Be in the swarm and answer for oneself until the block ends. `capability` is as measured last; `bootstrap` are multiaddrs, none of which has to answer;
     `http` is where this peer's HTTP API is, for commands on this machine. Raises OSError in one line (a full or read-only disk)."""
     transport, directory, started_at = network.transport, network.directory, context.clock.unix()
 
@@ -58,7 +58,7 @@ async def announced(
             context.links.meet(other)
 
     def record() -> PeerRecord:
-        return record_of(context, capability, started_at)
+        return record_of(context, capability(), started_at)
 
     ways = MembershipConfig(bootstrap=bootstrap, cache_path=context.home / CACHED_PEERS_FILE)
     membership = Membership(transport, directory, directory, record, ways, meet)
@@ -91,6 +91,8 @@ def record_of(context: Context, capability: Capability, started_at: float) -> Pe
         opset=OPSET_VERSION,
         plane=context.plane,
         lacks=tuple(sorted(context.lacks)),
+        speeds=capability.speeds.parts,
+        cores=capability.cores,
         started_at=started_at,
         up_mbps=0.0 if links is None else links.up_mbps,
         down_mbps=0.0 if links is None else links.down_mbps,

@@ -1,55 +1,158 @@
-"""What this machine can do, measured in a moment at start: the numbers a peer announces."""
+"""What this machine can do, measured in a moment at start and again while it has nothing to do: the numbers a peer announces."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain, repeat
 
 import psutil
 import torch
 
-MEASURE_SECONDS = 0.05
-LEAST_PRODUCTS = (
-    12  # also where that takes longer: on a busy machine one that nothing interrupts is among so many
-)
+from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.dims import bind
+from fusion.dag.ir.graph import Graph, TensorType
+from fusion.dag.placement.speeds import UPDATE_TOUCHES, Speeds
+from fusion.runtime.job.manifest import OptimizerConfig
+from fusion.runtime.job.worker import Worker
+from fusion.runtime.peer.probes import LARGE, SMALL, Probe, fitted, probes, speeds_of
+from fusion.runtime.planes.plane import Plane, RngKey, TrainingStage
+
+# Of each probe: on a busy machine one run that nothing interrupts is among so many.
+RUNS, RUN_SECONDS = 8, 0.04
+WARM_UP = 2  # runs, in which libraries set themselves up and code is compiled
 # A volunteer who says nothing lends half of what is free now: the machine stays usable.
 LENT_SHARE = 0.5
+OPTIMIZER = OptimizerConfig()
+STATE_COPIES = 4  # of the weights: themselves, their gradients, AdamW's two moments
+
+
+# Measured again while nothing runs here: what was measured beside other work would stay for a month.
+AGAIN_SECONDS = (5.0, 60.0, 1800.0)  # from one time to the next; then always the last
+REMEMBERED = 4  # times, of which the best counts
 
 
 @dataclass(frozen=True)
 class Capability:
     device: str  # "cpu: 2 threads" or "cuda: NVIDIA ..."
-    flops_per_second: float  # achieved on float32 matrix products of a transformer's size: lambda * peak
+    speeds: Speeds
     memory_bytes: int
+    cores: float  # of this machine, for each that stages compute with; 0 where a GPU computes
+
+    @property
+    def flops_per_second(self) -> float:
+        """Achieved on float32 matrix products of a transformer's size: lambda * peak."""
+        return 1 / self.speeds.product_flop
 
 
-def measure(device: str, threads: int, memory_bytes: int | None) -> Capability:
-    """Run a short matrix benchmark on `device` in the calling thread (the worker's). About 0.1 s."""
+class Measured:
+    """What a plane reaches on its device, in the thread of its worker."""
+
+    def __init__(self, plane: Plane, worker: Worker, device: str) -> None:
+        self._plane, self._worker = plane, worker
+        self._scale = LARGE if device.startswith("cuda") else SMALL
+        self._found: deque[Speeds] = deque(maxlen=REMEMBERED)
+
+    @property
+    def speeds(self) -> Speeds:
+        """The best of what was measured in the last few times."""
+        return reduce(Speeds.best, self._found)
+
+    async def look(self) -> None:
+        """Measure now. About 0.5 s, in calls of a tenth of that; longer where code is compiled."""
+        found, updated_byte = list[tuple[Probe, float]](), 0.0
+        for probe in probes(self._scale):
+            seconds, updating = await self._worker.run(_run, self._plane, probe)
+            found.append((probe, seconds))
+            updated_byte = max(updated_byte, updating)
+        self._found.append(speeds_of(fitted(found), updated_byte))
+
+    async def keep_looking(self, idle: Callable[[], bool]) -> None:
+        """For as long as the peer runs: measure again now and then, while it is `idle`."""
+        for pause in chain(AGAIN_SECONDS, repeat(AGAIN_SECONDS[-1])):
+            await asyncio.sleep(pause)
+            if idle():
+                await self.look()
+
+
+def device_name(device: str, threads: int) -> str:
+    if device.startswith("cuda"):
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"cpu: {threads} thread{'s'[: threads > 1]}"
+
+
+def lent_bytes(device: str) -> int:
+    """What a volunteer lends who says nothing. In the worker's thread."""
     cuda = device.startswith("cuda")
-    name = (
-        f"cuda: {torch.cuda.get_device_name(device)}"
-        if cuda
-        else f"cpu: {threads} thread{'s'[: threads > 1]}"
-    )
-    if memory_bytes is None:
-        free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
-        memory_bytes = int(free * LENT_SHARE)
-    return Capability(name, _matrix_flops_per_second(device, 4096 if cuda else 384), memory_bytes)
+    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    return int(free * LENT_SHARE)
 
 
-def _matrix_flops_per_second(device: str, width: int) -> float:
-    left = torch.ones(width, width, device=device)
-    right = torch.ones(width, width, device=device)
+def cores_of(device: str, threads: int) -> float:
+    """As `Capability.cores`: of those that this process may run on."""
+    if device.startswith("cuda"):
+        return 0.0
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1.0, count / threads)
 
-    def product() -> None:
-        torch.mm(left, right)
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
 
-    product()  # the first call sets up the library
-    seconds, until = list[float](), time.perf_counter() + MEASURE_SECONDS
-    while len(seconds) < LEAST_PRODUCTS or time.perf_counter() < until:
+def _run(plane: Plane, probe: Probe) -> tuple[float, float]:
+    """In the worker's thread: seconds of both passes, and of an update for each byte of it, or 0."""
+    stage = _Stage(plane, probe.graph)
+    seconds = _fastest(stage.both_passes)
+    if not probe.updates:
+        return seconds, 0.0
+    return seconds, _fastest(stage.update) / (UPDATE_TOUCHES * stage.state_bytes)
+
+
+class _Stage:
+    """A probe, ready to be run."""
+
+    def __init__(self, plane: Plane, graph: Graph) -> None:
+        (stage,) = split(graph, ())
+        draw = torch.Generator().manual_seed(0)
+
+        def some(type_: TensorType) -> torch.Tensor:
+            return torch.randn([bind(dim, {}) for dim in type_.shape], generator=draw) * 0.1
+
+        variables = {v.name: some(v.type) for v in graph.variables}
+        self._inputs = {given.name: some(given.type) for given in graph.inputs}
+        self._small = min(variables, key=lambda name: variables[name].numel())
+        self._run: TrainingStage = plane.training(stage, variables, OPTIMIZER)
+        self.state_bytes = STATE_COPIES * sum(value.nbytes for value in variables.values())
+
+    def both_passes(self) -> float:
+        """Seconds of one microbatch."""
         began = time.perf_counter()
-        product()
-        seconds.append(time.perf_counter() - began)
-    return 2.0 * width**3 / min(seconds)
+        self._run.forward(0, self._inputs, RngKey(0, 0, 0))
+        self._run.backward(0, {}, 1.0)
+        self._wait()
+        return time.perf_counter() - began
+
+    def update(self) -> float:
+        """Seconds of what a step does once: the norm of the gradients, and the optimizer. It needs gradients."""
+        self.both_passes()
+        began = time.perf_counter()
+        self._run.squared_norm()
+        self._run.apply(0.0, 0.5)
+        self._wait()
+        return time.perf_counter() - began
+
+    def _wait(self) -> None:
+        """Until the device has done what it was told to."""
+        float(self._run.gradients([self._small])[self._small].flatten()[0])
+
+
+def _fastest(work: Callable[[], float]) -> float:
+    """Of some runs."""
+    for _ in range(WARM_UP):
+        work()
+    seconds, until = list[float](), time.perf_counter() + RUN_SECONDS
+    while len(seconds) < RUNS or time.perf_counter() < until:
+        seconds.append(work())
+    return min(seconds)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.peer.capability import Capability, measure
+from fusion.runtime.peer.capability import Capability, Measured, cores_of, device_name, lent_bytes
 from fusion.runtime.peer.client_context import keep_torch_cache
 from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.keys import IDENTITY_FILE, keys_of
@@ -29,9 +30,13 @@ SWITCH_SECONDS = (
 
 @asynccontextmanager
 async def opened(
-    config: PeerConfig, plane: str, lacks: frozenset[str]
-) -> AsyncIterator[tuple[Network, Context, Capability]]:
-    """Until the block ends; `plane` is what computes, and `lacks` the operators that it does not run. Raises as `fusion.runtime.peer.peer.open_peer`."""
+    config: PeerConfig,
+    plane: str,
+    lacks: frozenset[str],
+    measuring: Callable[[Worker, str], Measured],
+) -> AsyncIterator[tuple[Network, Context, Callable[[], Capability]]]:
+    """Until the block ends; `plane` is what computes, and `lacks` the operators that it does not run. The last of the three is
+    measured anew now and then, by `measuring` in its worker on its device. Raises as `fusion.runtime.peer.peer.open_peer`."""
     config.home.mkdir(parents=True, exist_ok=True)
     keep_torch_cache(config.home)
     allow_more_files()
@@ -54,7 +59,16 @@ async def opened(
         ) as network,
         LinkMonitor(network.transport, network.directory, network.transport.counter.receive_log) as links,
     ):
-        capability = await worker.run(measure, config.device, threads, config.memory_bytes)
+        measured = measuring(worker, config.device)
+        await measured.look()
+        lent = config.memory_bytes
+        if lent is None:
+            lent = int(await worker.run(lent_bytes, config.device))
+        name, cores = device_name(config.device, threads), cores_of(config.device, threads)
+
+        def capability() -> Capability:
+            return Capability(name, measured.speeds, lent, cores)
+
         context = Context(
             peer_id=identity.peer_id,
             transport=network.transport,
@@ -65,13 +79,18 @@ async def opened(
             plane=plane,
             lacks=lacks,
             codec_worker=codec_worker,
-            flops_per_second=capability.flops_per_second,
-            memory=lent_memory(capability.memory_bytes, worker),
+            flops_per_second=capability().flops_per_second,
+            memory=lent_memory(lent, worker),
             home=config.home,
             succession=Takeovers(network.transport, network.leases),
             links=links,
         )
-        yield network, context, capability
+        again = asyncio.create_task(measured.keep_looking(lambda: context.memory.free_bytes == lent))
+        try:
+            yield network, context, capability
+        finally:
+            again.cancel()
+            await asyncio.gather(again, return_exceptions=True)
 
 
 def _blob_config(config: PeerConfig) -> BlobConfig:

@@ -16,7 +16,7 @@ from functools import partial
 from fusion.runtime.job.context import Context
 from fusion.runtime.peer.announcement import Announcement, announced
 from fusion.runtime.peer.assembly import Assembly, assemble, job_files, training_and_serving
-from fusion.runtime.peer.capability import Capability
+from fusion.runtime.peer.capability import Capability, Measured
 from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.machine import opened
 from fusion.runtime.peer.network import Network
@@ -66,11 +66,12 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     disk, a taken port of the HTTP API), ValueError (a device or a plane that is not there).
     """
     plane = choose(config.plane, config.device, config.compute_threads)
-    async with opened(config, plane.name, plane.lacks) as (network, context, capability):
+    opening = opened(config, plane.name, plane.lacks, partial(Measured, plane))
+    async with opening as (network, context, capability):
         services = partial(training_and_serving, plane)
         files = job_files(context)
         async with assemble(
-            context, services, _fitness(capability), files=files, reachable=lambda: network.transport.alive
+            context, services, _fitness(capability()), files=files, reachable=lambda: network.transport.alive
         ) as parts:
             # Generated code and its tensors sit in cycles: hundreds of MiB would wait for a collection by chance. What
             # is there already will stay, and need not be looked at, now or each time.

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from math import inf
 
 from fusion.dag.placement.network import Device, Link, Network
-from fusion.runtime.placing.link_guess import guess_links
+from fusion.dag.placement.shared import ALONE, Shared
+from fusion.dag.placement.speeds import Speeds
+from fusion.runtime.placing.link_guess import guess_links, machines_of
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.links.packet_trains import FAST
 from fusion.swarm.links.view import LinkView, PairLink
 from fusion.swarm.transport import PeerId
+
+# Of the cores of a machine, of sender and reader together, through both daemons: as seen between peers of one machine.
+MESSAGE_SECONDS, BYTE_SECONDS = 1e-3, 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,7 @@ def known_network(peers: Sequence[PeerRecord], view: LinkView) -> KnownNetwork:
         (a, b): _link(view.link(PeerId(a), PeerId(b)), guess) for (a, b), guess in guess_links(peers).items()
     }
     best_out, best_in = _best(view)
+    machines = machines_of(peers)
     devices = tuple(
         Device(
             peer=peer.peer,
@@ -39,10 +45,25 @@ def known_network(peers: Sequence[PeerRecord], view: LinkView) -> KnownNetwork:
             memory_bytes=peer.free_memory_bytes,
             up_bytes_per_second=_line(view.up.get(peer.peer), best_out.get(peer.peer, 0.0)),
             down_bytes_per_second=_line(view.down.get(peer.peer), best_in.get(peer.peer, 0.0)),
+            measured=_speeds(peer),
+            shared=_shared(machines[peer.peer], peer.cores),
         )
         for peer in peers
     )
     return KnownNetwork(network=Network(devices=devices, links=links), view=view)
+
+
+def _speeds(peer: PeerRecord) -> Speeds | None:
+    try:
+        return Speeds.of(peer.speeds)
+    except ValueError:  # an older release says nothing
+        return None
+
+
+def _shared(machine: str, cores: float) -> Shared:
+    if not cores:
+        return ALONE
+    return Shared(name=machine, cores=cores, message_seconds=MESSAGE_SECONDS, byte_seconds=BYTE_SECONDS)
 
 
 def _link(known: PairLink, guess: Link) -> Link:

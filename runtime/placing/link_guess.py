@@ -1,4 +1,5 @@
-"""What a link between two peers is probably like, from their addresses alone, until somebody has measured it."""
+"""What addresses alone tell of two peers: whether they are one machine, and what a link between them is probably like, until
+somebody has measured it."""
 
 from __future__ import annotations
 
@@ -17,6 +18,16 @@ def guess_links(peers: Sequence[PeerRecord]) -> dict[tuple[str, str], Link]:
     """A guess for every ordered pair: same machine, same private network, or a home uplink."""
     addresses = {peer.peer: _addresses(peer) for peer in peers}
     return {(a.peer, b.peer): _guess(addresses[a.peer], addresses[b.peer]) for a, b in permutations(peers, 2)}
+
+
+def machines_of(peers: Sequence[PeerRecord]) -> dict[str, str]:
+    """By peer, a name that those have in common who announce the same addresses, which is who runs on one machine."""
+    found: dict[str, str] = {}
+    for peer in peers:
+        addresses = _addresses(peer)
+        beyond = sorted(str(a) for a in addresses if not a.is_loopback)
+        found[peer.peer] = " ".join(beyond) if beyond or addresses else peer.peer
+    return found
 
 
 def _guess(one: frozenset[ipaddress.IPv4Address], two: frozenset[ipaddress.IPv4Address]) -> Link:

@@ -91,4 +91,4 @@ def _training(
         known=swarm.known,
         trace=found.trace,
     )
-    return replace(placed, predicted_seconds=plan.predicted_seconds, plan=plan)
+    return replace(placed, predicted_seconds=plan.simulated_seconds, plan=plan)

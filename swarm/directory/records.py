@@ -28,6 +28,7 @@ MAX_GRANTS = 2  # links of one chain
 MAX_GRANT_BYTES = 288
 MAX_PROOFS = 8  # that a claim carries
 MAX_STATEMENTS = 32  # that a job record carries
+MAX_SPEEDS, MAX_SPEED = 32, 1e6  # seconds for one of anything
 MAX_LACKS = 32  # operators that a peer names
 MAX_NAME = 64
 MAX_PROOF_BYTES = 512  # of one of either
@@ -42,7 +43,7 @@ class PeerRecord:
     addresses: tuple[str, ...]
     role: Literal["peer", "client"]
     device: str  # "cpu" or "cuda", and what it is
-    flops_per_second: float  # lambda * peak, measured at start
+    flops_per_second: float  # lambda * peak, as measured
     memory_bytes: int  # what the volunteer lends, in all
     free_memory_bytes: int
     software: str  # version of fusion-peer
@@ -54,6 +55,8 @@ class PeerRecord:
     coordinate_error: float = 0.0
     plane: str = ""  # what computes there; empty: not said
     lacks: tuple[str, ...] = ()  # operators of its op-set that it does not run
+    speeds: tuple[float, ...] = ()  # as `fusion.dag.placement.speeds.Speeds` has them; empty: not said
+    cores: float = 0.0  # that its machine has for each that its stages compute with; 0: not said
 
     @property
     def idle(self) -> bool:
@@ -201,6 +204,12 @@ def _names(value: object) -> bool:
     return isinstance(value, tuple) and len(value) <= MAX_LACKS and all(map(each, value))
 
 
+def _speeds(value: object) -> bool:
+    """More than are known here may follow."""
+    each = _number(MAX_SPEED)
+    return isinstance(value, tuple) and len(value) <= MAX_SPEEDS and all(map(each, value))
+
+
 def _pairs(value: object) -> bool:
     numbers = (_number(MAX_RTT_MS), _number(MAX_MBPS), _number(1e9), _number(MAX_MBPS))
     return (
@@ -241,6 +250,8 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "coordinate_error": _number(LARGEST_ERROR),
         "plane": _text(32),
         "lacks": _names,
+        "speeds": _speeds,
+        "cores": _number(1e6),
     },
     JobRecord: {
         "job": is_digest,

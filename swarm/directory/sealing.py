@@ -35,7 +35,7 @@ from fusion.swarm.directory.records import (
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Signer, verify
 
-RECORD_VERSION = 4  # says which plane computes
+RECORD_VERSION = 5  # says how fast which operators run
 OLDEST_RECORD_VERSION = (
     3  # that is read, so that peers of two releases work together; 2 said nothing of who may
 )
@@ -184,7 +184,7 @@ def decode(body: bytes) -> Record:
 
 # Fields that are lists on the wire, and what their items become.
 _ITEMS: dict[type, dict[str, Callable[[Any], Any]]] = {
-    PeerRecord: {name: lambda item: item for name in ("addresses", "coordinate", "lacks")},
+    PeerRecord: {name: lambda item: item for name in ("addresses", "coordinate", "lacks", "speeds")},
     LinkRecord: {"pairs": lambda item: Pair(*item[: len(Pair._fields)])},
     JobRecord: {"proof": lambda item: item},
     ClaimRecord: {"grants": lambda item: item, "proof": lambda item: item},

@@ -31,7 +31,8 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import EdgeCosts, Flow, Pipeline, pipeline
 from fusion.dag.placement.place import Scheduler
-from fusion.dag.placement.simulate import ALONE, packet_bytes, simulate
+from fusion.dag.placement.shared import ALONE, packet_bytes
+from fusion.dag.placement.simulate import simulate
 from fusion.dag.placement.step_model import step_seconds
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources

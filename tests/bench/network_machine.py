@@ -20,7 +20,7 @@ from statistics import median
 import psutil
 from box.network import Box
 
-from fusion.dag.placement.simulate import MOST_PACKET, Shared, packet_bytes
+from fusion.dag.placement.shared import MOST_PACKET, Shared, packet_bytes
 
 WORK = (sys.executable, str(Path(__file__).with_name("core_work.py")))
 FLOW = (sys.executable, str(Path(__file__).with_name("frame_flow.py")))

@@ -18,7 +18,7 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.lead.tuning import in_words
 from fusion.runtime.training.snapshots.snapshot import Collector, encode_index
-from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod
+from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod, first_cost_seconds
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
@@ -48,7 +48,8 @@ class Pace:
 class Lead:
     """`send(stage, message)` reaches every stage, the lead's own too, and returns at once; `spawn` runs a coroutine
     beside the loop; `put` stores a blob; `changed` is called when the progress did; `clock` counts seconds. `owners` are
-    those of the stages now, `standbys` who stands by for one; `faults`: that this peer remembers of the job.
+    those of the stages now, `standbys` who stands by for one; `faults`: that this peer remembers of the job;
+    `state_bytes`: of the largest of its stages.
 
     `newest` is the snapshot that our stage was loaded from, or knows of beside the `handover` that it took over with;
     `samples`: in the training data, None where our stage reads none of it; `edges`: names of those of the job."""
@@ -72,6 +73,7 @@ class Lead:
         owners: Callable[[], Mapping[int, PeerId]] = dict,
         able: Callable[[int], frozenset[PeerId]] = lambda stage: frozenset(),
         faults: Faults = (),
+        state_bytes: int = 0,
     ) -> None:
         self._job = job
         self._handed_over = handover
@@ -86,7 +88,8 @@ class Lead:
         self._state = first_state(config, stages, term, newest, handover, samples=samples, faults=faults)
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None
-        self._period = SnapshotPeriod(began=clock(), taken=clock())
+        self._first_cost = first_cost_seconds(state_bytes)
+        self._period = SnapshotPeriod(began=clock(), taken=clock(), cost_seconds=self._first_cost)
         self._watched = clock()  # until when the statistics counts the seconds
         self._finishing = False
         self._times: deque[float] = deque(maxlen=SPEED_STEPS + 1)
@@ -106,7 +109,7 @@ class Lead:
         self._state = replace(self._state, snapshots=books)
         if self._handed_over is None:
             self._state = replace(self._state, ledger=checkpoint.ledger, history=checkpoint.version.history)
-        self._period = SnapshotPeriod(began=self._clock(), taken=self._clock())
+        self._period = SnapshotPeriod(began=self._clock(), taken=self._clock(), cost_seconds=self._first_cost)
         self._watched = self._clock()
         self._tell_books()
 

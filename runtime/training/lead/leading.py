@@ -46,7 +46,7 @@ class Leading:
             here.job, config, plan.stages, here.term, loaded.start, loaded.handover,
             samples=loaded.batches.samples, edges=[edge.name for edge in job.edges], send=send, spawn=spawn,
             put=loaded.files.put, changed=changed, clock=clock, owners=partners.holders, able=self._able,
-            faults=loaded.faults,
+            faults=loaded.faults, state_bytes=max(job.state_bytes, default=0),
         )  # fmt: skip
         self._stages = plan.stages
         self._memory_bytes = plan.memory_bytes or (0,) * plan.stages

@@ -13,7 +13,10 @@ from dataclasses import dataclass, replace
 
 PRIOR_SECONDS = 60.0  # one loss in so many seconds is believed before anything was seen
 OVERHEAD = 0.05  # share of the time that snapshots may cost at most
-FIRST_COST_SECONDS = 0.1  # believed before the first was measured
+FIRST_COST_SECONDS = 0.1  # believed before the first was measured, of a small state
+SAVED_BYTES_PER_SECOND = (
+    150e6  # the same, of a large one: copied, hashed, written, and held twice, beside the steps
+)
 USUAL_SECONDS = 5.0  # until durable, believed before the first was
 GIVE_UP = 10  # times the usual: then a snapshot that is not durable is given up
 FORGET = 0.5  # weight of the newest measurement of a snapshot
@@ -23,6 +26,17 @@ FORGET_STEP = 0.1  # of a step
 def period_seconds(cost_seconds: float, mean_seconds_between_losses: float) -> float:
     """The time from one snapshot to the next."""
     return max(math.sqrt(2.0 * cost_seconds * mean_seconds_between_losses), cost_seconds / OVERHEAD)
+
+
+def first_cost_seconds(state_bytes: int) -> float:
+    """By which the first snapshot is believed to delay a job of whose stages the largest has so much to save."""
+    return max(FIRST_COST_SECONDS, state_bytes / SAVED_BYTES_PER_SECOND)
+
+
+def share(state_bytes: int) -> float:
+    """Of the time of a job that is undisturbed, how much its snapshots are believed to take."""
+    cost = first_cost_seconds(state_bytes)
+    return cost / period_seconds(cost, PRIOR_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.pipeline import Flow, Pipeline, StageLoad
-from fusion.dag.placement.simulate import Shared, packet_bytes, simulate
+from fusion.dag.placement.shared import Shared, packet_bytes
+from fusion.dag.placement.simulate import simulate
 from fusion.dag.placement.step_model import step_seconds
 
 FREE = Link(alpha_seconds=0.0, bytes_per_second=inf)
@@ -324,6 +326,15 @@ def test_tasks_share_the_cores():
         alone = 6 * (4 * 3 + 0.5)
         assert simulate(pipeline, Shared(cores=cores)).step_seconds == pytest.approx(alone / cores)
     assert simulate(pipeline, Shared(cores=6)).step_seconds == pytest.approx(4 * 3 + 0.5)
+
+
+def test_only_peers_of_one_machine_share_its_cores():
+    # p0 and p1 have a core together, p2 and p3 one each.
+    machines = [Shared(name=name, cores=1.0) for name in ("here", "here", "there", "elsewhere")]
+    devices = [replace(device(f"p{i}"), shared=machine) for i, machine in enumerate(machines)]
+    pipeline = pipe([load(1.0, 2.0)] * 4, [], microbatches=4, devices=devices)
+    assert simulate(pipeline).step_seconds == pytest.approx(2 * 4 * 3)
+    assert simulate(pipeline, Shared(cores=1)).step_seconds == pytest.approx(4 * 4 * 3)
 
 
 def test_a_task_that_begins_later_takes_its_share_from_then_on():

@@ -17,7 +17,7 @@ from fusion.swarm.transport import PeerId
 A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
 
 
-def peer(name: PeerId, host: str, **known: float) -> PeerRecord:
+def peer(name: PeerId, host: str, **known: float | tuple[float, ...]) -> PeerRecord:
     made = PeerRecord(
         peer=name, name=name, addresses=(f"/ip4/{host}/tcp/1",), role="peer", device="cpu", flops_per_second=0.0,
         memory_bytes=9, free_memory_bytes=5, software="0", opset=1, started_at=0.0,
@@ -73,3 +73,22 @@ def test_a_rate_at_which_nobody_looks_closer_is_a_lower_bound() -> None:
     assert network.rate("A", "B") == SAME_MACHINE.bytes_per_second
     assert network.rate("A", "C") == 300 * BYTES_PER_MBIT
     assert network.device("A").up_bytes_per_second == inf
+
+
+def test_what_a_peer_measured_of_itself_is_used_and_nonsense_is_not() -> None:
+    parts = (1e-11, 2e-11, 3e-11, 1e-10, 1e-10, 1e-10, 1e-9, 1e-4, 1e-6, 1e-10)
+    network = known_network(
+        [peer(A, "1.1.1.1", speeds=parts), peer(B, "2.2.2.2", speeds=(0.0,) * 10)],
+        link_view([], []),
+    ).network
+    assert network.device("A").speeds.parts == parts
+    assert network.device("B").measured is None  # no operator takes no time
+
+
+def test_peers_of_one_machine_share_its_cores() -> None:
+    hosts = {A: "127.0.0.1", B: "127.0.0.1", C: "1.2.3.4"}
+    peers = [peer(name, host, cores=2.0) for name, host in hosts.items()]
+    network = known_network(peers, link_view([], [])).network
+    a, b, c = (network.device(name).shared for name in hosts)
+    assert a == b and a.cores == 2.0 and c.name != a.name
+    assert known_network([peer(A, "1.2.3.4")], link_view([], [])).network.device("A").shared.cores == inf

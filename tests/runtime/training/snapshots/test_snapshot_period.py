@@ -13,7 +13,9 @@ from fusion.runtime.training.snapshots.snapshot_period import (
     PRIOR_SECONDS,
     USUAL_SECONDS,
     SnapshotPeriod,
+    first_cost_seconds,
     period_seconds,
+    share,
 )
 
 NEW = SnapshotPeriod(began=100.0, taken=100.0)
@@ -79,3 +81,11 @@ def test_the_cost_is_what_stages_computed_or_what_steps_were_late_by() -> None:
     quick = period.ask(200.0).stepped(0.4).stepped(0.4)
     assert quick.durable(201.0, 0.3).cost_seconds == pytest.approx((FIRST_COST_SECONDS + 0.3) / 2)
     assert quick.step_seconds == pytest.approx(0.5)
+
+
+def test_a_large_state_is_believed_to_be_dear_before_it_was_saved_once() -> None:
+    assert first_cost_seconds(0) == first_cost_seconds(1 << 20) == FIRST_COST_SECONDS
+    large = 300_000_000
+    late = SnapshotPeriod(began=0.0, taken=0.0, cost_seconds=first_cost_seconds(large))
+    assert not late.due(30.0) and late.due(45.0)
+    assert share(0) < share(large) == pytest.approx(OVERHEAD)

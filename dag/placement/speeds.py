@@ -1,0 +1,98 @@
+"""How fast a device runs operators, one figure for each thing that limits one, and how much of each a node asks for.
+
+    seconds = FLOPs of products, attention and convolutions, each at a rate of its own
+            + bytes that products read and write, that norms do, and that all other operators do
+            + elements of masks of dropout + calls of convolutions + nodes, by what one takes
+
+Each figure is what a device was measured to reach with the others taken away, so that a sum of them is a time
+(`fusion.runtime.peer.probes`); FusionLLM (arXiv 2410.12707, section 3.4) times every operator on every device instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion.dag.cutting.costs import NodeCost
+
+Rows = npt.NDArray[np.float64]
+BACKWARD_MOVES = 2.0  # times the bytes of the forward pass, and the nodes
+UPDATE_TOUCHES = 2.0  # times weights, gradients and optimizer state: read and written
+SLOWEST = 1e6  # seconds for one of anything
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Seconds for one of each thing, all finite, none below zero and those of a FLOP above it. What the first of KINDS are, `asked` counts."""
+
+    product_flop: float
+    attention_flop: float
+    convolution_flop: float
+    streamed_byte: (
+        float  # of weights and activations that products, attention and convolutions read and write
+    )
+    touched_byte: float  # that all other operators read and write
+    normed_byte: float  # that norms do
+    drawn_element: float = 0.0  # of a mask of dropout
+    convolution: float = 0.0  # to begin one
+    node: float = 0.0  # to begin any operator
+    updated_byte: (
+        float  # of weights, gradients and optimizer state, for each time that an update reads or writes it
+    )
+
+    def __post_init__(self) -> None:
+        flops = (self.product_flop, self.attention_flop, self.convolution_flop)
+        if not (all(0 <= part <= SLOWEST for part in self.parts) and min(flops) > 0):
+            raise ValueError("speeds must not be below zero, nor without an end")
+
+    @classmethod
+    def uniform(cls, flops_per_second: float, bytes_per_second: float) -> Speeds:
+        """Of a device of which no more is known."""
+        flop, byte = 1 / flops_per_second, 1 / bytes_per_second
+        return cls(
+            product_flop=flop, attention_flop=flop, convolution_flop=flop,
+            streamed_byte=byte, touched_byte=byte, normed_byte=byte, updated_byte=byte,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, parts: Sequence[float]) -> Speeds:
+        """As `parts` gave them; a later release may say more. ValueError for anything else."""
+        names = [each.name for each in fields(cls)]
+        return cls(**dict(zip(names, parts[: len(names)], strict=True)))
+
+    def best(self, other: Speeds) -> Speeds:
+        """Of each figure the faster one: whatever else a machine does makes it slower than it is, and nothing makes it faster."""
+        return Speeds.of([min(pair) for pair in zip(self.parts, other.parts, strict=True)])
+
+    @cached_property
+    def parts(self) -> tuple[float, ...]:
+        """As a record carries them."""
+        return tuple(getattr(self, each.name) for each in fields(self))
+
+    @cached_property
+    def seconds(self) -> Rows:
+        """(KINDS,) for one of each thing that `asked` counts."""
+        return np.array(self.parts[:KINDS])
+
+
+KINDS = len(fields(Speeds)) - 1  # of what a node asks for
+(PRODUCTS, ATTENTION, CONVOLUTIONS, STREAMED, TOUCHED, NORMED, DRAWN, CALLS, NODES) = range(KINDS)
+_FLOPS = {"attention": ATTENTION, "convolution": CONVOLUTIONS}  # else products
+_BYTES = {"contraction": STREAMED, "attention": STREAMED, "convolution": STREAMED, "norm": NORMED}
+
+
+def asked(costs: Sequence[NodeCost]) -> tuple[Rows, Rows]:
+    """(KINDS, nodes) of the forward pass and of the backward pass."""
+    forward, backward = np.zeros((KINDS, len(costs))), np.zeros((KINDS, len(costs)))
+    for at, cost in enumerate(costs):
+        flops, moved = _FLOPS.get(cost.family, PRODUCTS), _BYTES.get(cost.family, TOUCHED)
+        forward[flops, at], backward[flops, at] = cost.forward_flops, cost.backward_flops
+        forward[moved, at], backward[moved, at] = cost.moved_bytes, BACKWARD_MOVES * cost.moved_bytes
+        forward[DRAWN, at] = cost.drawn_elements
+        for kind in (CALLS, NODES) if cost.family == "convolution" else (NODES,):
+            forward[kind, at], backward[kind, at] = 1, BACKWARD_MOVES
+    return forward, backward

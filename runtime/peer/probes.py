@@ -1,0 +1,189 @@
+"""Small graphs that show how fast a plane runs operators on a device: each asks mostly for one of the things that
+`fusion.dag.placement.speeds` tells apart. Pure: graphs, and what follows from how long they took.
+
+A probe is run as a stage is, forward and backward, by the plane that will run the stages, so what is measured is what a job gets:
+kernels, autograd or compiled code, and what lies around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion.dag.cutting.costs import node_costs
+from fusion.dag.ir.graph import Arg, Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import spec
+from fusion.dag.ir.opset_spec import Required
+from fusion.dag.placement.speeds import (
+    ATTENTION,
+    CALLS,
+    CONVOLUTIONS,
+    DRAWN,
+    KINDS,
+    NODES,
+    NORMED,
+    PRODUCTS,
+    STREAMED,
+    TOUCHED,
+    Rows,
+    Speeds,
+    asked,
+)
+
+SMALL, LARGE = (
+    1,
+    4,
+)  # times the width of everything: for a CPU, and for a GPU, which a small product does not fill
+LEAST_SHARE = 0.2  # of a probe's time that is left for what it is there to show, whatever the others claim
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`shows`: the kind, by its place in `Speeds.seconds`; `updates`: whether its weights show how fast an update is."""
+
+    shows: int
+    graph: Graph
+    updates: bool = False
+
+    @property
+    def asks(self) -> Rows:
+        """(KINDS,) of both passes together."""
+        forward, backward = asked(node_costs(self.graph, {}))
+        found: Rows = (forward + backward).sum(axis=1)
+        return found
+
+
+def probes(scale: int = SMALL) -> tuple[Probe, ...]:
+    """In the order in which one stands on those before it: operators alone, then bytes, then FLOPs."""
+    return (
+        Probe(NODES, _many_nodes()),
+        Probe(TOUCHED, _pointwise(256, 256 * scale)),
+        Probe(NORMED, _norms(32 * scale, 64, 4)),
+        Probe(DRAWN, _dropped(128, 256 * scale)),
+        Probe(STREAMED, _long_row(1024 * scale, 2048 * scale), updates=True),
+        Probe(PRODUCTS, _products(256 * scale, 384 * scale)),
+        Probe(ATTENTION, _attention(4 * scale, 256, 64)),
+        Probe(CALLS, _convolutions(8, 16, 2)),
+        Probe(CONVOLUTIONS, _convolutions(32 * scale, 64, 4)),
+    )
+
+
+def fitted(found: Sequence[tuple[Probe, float]]) -> Rows:
+    """(KINDS,) seconds for one of each kind, from how long forward and backward of each probe took, in the order of `probes`."""
+    seconds = np.zeros(KINDS)
+    for probe, took in found:
+        asks = probe.asks
+        left = max(took - float(asks @ seconds), LEAST_SHARE * took)
+        seconds[probe.shows] = left / asks[probe.shows]
+    return seconds
+
+
+def speeds_of(seconds: Rows, updated_byte: float) -> Speeds:
+    return Speeds.of((*map(float, seconds), updated_byte))
+
+
+class _Making:
+    """A graph on its way: float32, every size a number."""
+
+    def __init__(self, *shape: int) -> None:
+        self.x = Ref("x")
+        self._inputs = (Input("x", TensorType(shape, "float32")),)
+        self._variables: list[Variable] = []
+        self._nodes: list[Node] = []
+        self._types = {self.x: self._inputs[0].type}
+
+    def weight(self, *shape: int) -> Ref:
+        return self._variable(Variable(f"w{len(self._variables)}", TensorType(shape, "float32")))
+
+    def buffer(self, *shape: int) -> Ref:
+        name = f"b{len(self._variables)}"
+        return self._variable(Variable(name, TensorType(shape, "float32"), kind="buffer", trainable=False))
+
+    def _variable(self, variable: Variable) -> Ref:
+        self._variables.append(variable)
+        self._types[Ref(variable.name)] = variable.type
+        return Ref(variable.name)
+
+    def add(self, op: str, *args: Arg) -> Ref:
+        """A node; arguments that are not given are as the operator has them."""
+        found, name = spec(op), f"n{len(self._nodes)}"
+        others = (each.default for each in found.parameters[len(args) :])
+        args = (*args, *(value for value in others if not isinstance(value, Required)))
+        results = tuple(found.infer(found.call(args, self._types)))
+        self._nodes.append(Node(name, op, args, results))
+        self._types.update({Ref(name, i): each for i, each in enumerate(results)})
+        return Ref(name)
+
+    def graph(self, value: Ref) -> Graph:
+        """With the mean of a value as the loss."""
+        loss = self.add("aten.mean", value)
+        return Graph(self._inputs, tuple(self._variables), tuple(self._nodes), (loss,), symbols=())
+
+
+def _many_nodes(count: int = 48) -> Graph:
+    made = _Making(1, 16)
+    x = made.add("aten.mul.Tensor", made.x, made.weight(16))
+    for _ in range(count):
+        x = made.add("aten.mul.Tensor", x, 1.01)
+    return made.graph(x)
+
+
+def _pointwise(rows: int, width: int) -> Graph:
+    """As around the products of a transformer's block."""
+    made = _Making(rows, width)
+    x = made.add("aten.mul.Tensor", made.x, made.weight(width))
+    for _ in range(2):
+        y = made.add("fusion.gelu_tanh", x)
+        x = made.add("aten.add.Tensor", made.add("aten.mul.Tensor", x, 0.5), y)
+    return made.graph(x)
+
+
+def _norms(images: int, channels: int, side: int) -> Graph:
+    """Over channels, which lie apart in memory."""
+    made = _Making(images, channels, side, side)
+    x = made.add("aten.mul.Tensor", made.x, made.weight(side))
+    for _ in range(2):
+        scale, shift = (made.weight(channels) for _ in range(2))
+        mean, variance = (made.buffer(channels) for _ in range(2))
+        x = made.add("aten.batch_norm", x, scale, shift, mean, variance, True, 0.1, 1e-5)
+    return made.graph(x)
+
+
+def _dropped(rows: int, width: int) -> Graph:
+    made = _Making(rows, width)
+    x = made.add("aten.mul.Tensor", made.x, made.weight(width))
+    return made.graph(made.add("fusion.dropout", x, 0.1))
+
+
+def _long_row(width: int, outputs: int) -> Graph:
+    """One row through a matrix that no cache near the core holds."""
+    made = _Making(1, width)
+    x = made.add("aten.mul.Tensor", made.x, made.weight(width))
+    return made.graph(made.add("aten.linear", x, made.weight(outputs, width)))
+
+
+def _products(rows: int, width: int) -> Graph:
+    made = _Making(rows, width)
+    x = made.x
+    for _ in range(3):
+        x = made.add("aten.linear", x, made.weight(width, width))
+    return made.graph(x)
+
+
+def _attention(heads: int, positions: int, width: int) -> Graph:
+    made = _Making(1, heads, positions, width)
+    x = made.add("aten.mul.Tensor", made.x, made.weight(width))
+    args = (x, x, x, None, 0.0, True)
+    return made.graph(made.add("aten.scaled_dot_product_attention", *args))
+
+
+def _convolutions(images: int, channels: int, side: int) -> Graph:
+    """As in a block of a ResNet."""
+    made = _Making(images, channels, side, side)
+    x = made.x
+    for window in (1, 3, 1):
+        weight = made.weight(channels, channels, window, window)
+        x = made.add("aten.conv2d", x, weight, None, (1, 1), (window // 2,) * 2)
+    return made.graph(x)

@@ -1,0 +1,63 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from fusion.dag.ir import serialise
+from fusion.dag.placement.speeds import KINDS, NODES, PRODUCTS, Speeds
+from fusion.runtime.job.worker import Worker
+from fusion.runtime.peer import capability
+from fusion.runtime.peer.capability import Measured
+from fusion.runtime.peer.probes import LARGE, SMALL, fitted, probes
+from fusion.runtime.planes.torch_plane import TorchPlane
+
+TRUE = np.array([1e-11, 1.5e-11, 2e-11, 1e-10, 1.2e-10, 3e-10, 5e-9, 5e-5, 5e-6])
+
+
+@pytest.mark.parametrize("scale", [SMALL, LARGE])
+def test_probes_are_graphs_that_any_peer_would_run_and_show_each_kind_once(scale: int) -> None:
+    found = probes(scale)
+    assert sorted(probe.shows for probe in found) == list(range(KINDS))
+    assert [probe.updates for probe in found].count(True) == 1
+    for probe in found:
+        serialise.validate(probe.graph)
+        assert probe.asks[probe.shows] > 0
+
+
+def test_figures_come_back_from_the_times_that_they_make() -> None:
+    found = [(probe, float(probe.asks @ TRUE)) for probe in probes()]
+    # Each probe is mostly of its own kind, but not of it alone: the first ones do not know the ones that follow.
+    assert fitted(found) == pytest.approx(TRUE, rel=0.25)
+
+
+def test_a_probe_that_was_disturbed_makes_nothing_free_or_endless() -> None:
+    found = [(probe, float(probe.asks @ TRUE) * (30 if i % 2 else 1)) for i, probe in enumerate(probes())]
+    assert np.all(fitted(found) > 0) and np.all(np.isfinite(fitted(found)))
+
+
+def test_measuring_again_keeps_the_best_and_goes_on_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "AGAIN_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(capability, "RUNS", 1)
+    monkeypatch.setattr(capability, "RUN_SECONDS", 0.0)
+    asked = 0
+
+    def idle() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 2
+
+    async def run() -> None:
+        async with Worker(1, "cpu") as worker:
+            measured = Measured(TorchPlane("cpu"), worker, "cpu")
+            await measured.look()
+            first = measured.speeds
+            measured._found[0] = Speeds.of([9 * part for part in first.parts])  # beside something else
+            task = asyncio.create_task(measured.keep_looking(idle))
+            while len(measured._found) < 2:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            assert asked >= 3
+            assert measured.speeds.seconds[PRODUCTS] < 9 * first.seconds[PRODUCTS]
+            assert measured.speeds.seconds[NODES] < 9 * first.seconds[NODES]
+
+    asyncio.run(run())
