@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, repeat
+from math import inf
 
 import psutil
 import torch
@@ -20,11 +21,12 @@ from fusion.dag.ir.graph import Graph, TensorType
 from fusion.dag.placement.speeds import UPDATE_TOUCHES, Speeds
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.peer.probes import LARGE, SMALL, Probe, fitted, probes, speeds_of
+from fusion.runtime.peer.probes import LARGE, SMALL, Probe, fitted, probes
 from fusion.runtime.planes.plane import Plane, RngKey, TrainingStage
 
 # Of each probe: on a busy machine one run that nothing interrupts is among so many.
-RUNS, RUN_SECONDS = 8, 0.04
+RUNS, RUN_SECONDS = 8, 0.02
+START_SECONDS = 0.5  # for which probes are run before the peer is announced; the others while it is idle
 WARM_UP = 2  # runs, in which libraries set themselves up and code is compiled
 # A volunteer who says nothing lends half of what is free now: the machine stays usable.
 LENT_SHARE = 0.5
@@ -57,20 +59,28 @@ class Measured:
         self._plane, self._worker = plane, worker
         self._scale = LARGE if device.startswith("cuda") else SMALL
         self._found: deque[Speeds] = deque(maxlen=REMEMBERED)
+        self._whole = False  # whether all probes were run, the last time
 
     @property
     def speeds(self) -> Speeds:
         """The best of what was measured in the last few times."""
         return reduce(Speeds.best, self._found)
 
-    async def look(self) -> None:
-        """Measure now. About 0.5 s, in calls of a tenth of that; longer where code is compiled."""
-        found, updated_byte = list[tuple[Probe, float]](), 0.0
-        for probe in probes(self._scale):
+    async def look(self, limit_seconds: float = inf) -> None:
+        """Measure now, in calls of less than a tenth of a second, longer where code is compiled: with one probe, and others
+        until the limit is reached."""
+        found, updated_byte = list[tuple[Probe, float]](), None
+        until, every = time.monotonic() + limit_seconds, probes(self._scale)
+        for probe in every:
             seconds, updating = await self._worker.run(_run, self._plane, probe)
             found.append((probe, seconds))
-            updated_byte = max(updated_byte, updating)
-        self._found.append(speeds_of(fitted(found), updated_byte))
+            updated_byte = updating or updated_byte
+            if time.monotonic() >= until:
+                break
+        if not self._whole:  # what was guessed then is known now
+            self._found.clear()
+        self._whole = len(found) == len(every)
+        self._found.append(fitted(found, updated_byte))
 
     async def keep_looking(self, idle: Callable[[], bool]) -> None:
         """For as long as the peer runs: measure again now and then, while it is `idle`."""

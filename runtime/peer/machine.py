@@ -10,7 +10,14 @@ from contextlib import asynccontextmanager
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.peer.capability import Capability, Measured, cores_of, device_name, lent_bytes
+from fusion.runtime.peer.capability import (
+    START_SECONDS,
+    Capability,
+    Measured,
+    cores_of,
+    device_name,
+    lent_bytes,
+)
 from fusion.runtime.peer.client_context import keep_torch_cache
 from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.keys import IDENTITY_FILE, keys_of
@@ -60,7 +67,7 @@ async def opened(
         LinkMonitor(network.transport, network.directory, network.transport.counter.receive_log) as links,
     ):
         measured = measuring(worker, config.device)
-        await measured.look()
+        await measured.look(START_SECONDS)
         lent = config.memory_bytes
         if lent is None:
             lent = int(await worker.run(lent_bytes, config.device))

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from fusion.dag.cutting.costs import node_costs
 from fusion.dag.ir.graph import Arg, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import spec
@@ -21,7 +19,6 @@ from fusion.dag.placement.speeds import (
     CALLS,
     CONVOLUTIONS,
     DRAWN,
-    KINDS,
     NODES,
     NORMED,
     PRODUCTS,
@@ -36,6 +33,12 @@ SMALL, LARGE = (
     1,
     4,
 )  # times the width of everything: for a CPU, and for a GPU, which a small product does not fill
+# One thread of a server's CPU of 2023, with PyTorch.
+TYPICAL = Speeds(
+    product_flop=1.1e-11, attention_flop=1.5e-11, convolution_flop=1.4e-11, streamed_byte=1.2e-10, touched_byte=1.1e-10,
+    normed_byte=2.2e-10, drawn_element=6e-9, convolution=7e-5, node=5e-6, updated_byte=9e-11,
+)  # fmt: skip
+SWEEPS = 3  # over the probes: each is taken for what the others leave of it
 LEAST_SHARE = 0.2  # of a probe's time that is left for what it is there to show, whatever the others claim
 
 
@@ -49,39 +52,40 @@ class Probe:
 
     @property
     def asks(self) -> Rows:
-        """(KINDS,) of both passes together."""
+        """Of each kind, both passes together."""
         forward, backward = asked(node_costs(self.graph, {}))
         found: Rows = (forward + backward).sum(axis=1)
         return found
 
 
 def probes(scale: int = SMALL) -> tuple[Probe, ...]:
-    """In the order in which one stands on those before it: operators alone, then bytes, then FLOPs."""
+    """Those that matter most first."""
     return (
+        Probe(PRODUCTS, _products(256 * scale, 384 * scale)),
         Probe(NODES, _many_nodes()),
         Probe(TOUCHED, _pointwise(256, 256 * scale)),
+        Probe(STREAMED, _long_row(1024 * scale, 2048 * scale), updates=True),
+        Probe(ATTENTION, _attention(4 * scale, 256, 64)),
         Probe(NORMED, _norms(32 * scale, 64, 4)),
         Probe(DRAWN, _dropped(128, 256 * scale)),
-        Probe(STREAMED, _long_row(1024 * scale, 2048 * scale), updates=True),
-        Probe(PRODUCTS, _products(256 * scale, 384 * scale)),
-        Probe(ATTENTION, _attention(4 * scale, 256, 64)),
         Probe(CALLS, _convolutions(8, 16, 2)),
         Probe(CONVOLUTIONS, _convolutions(32 * scale, 64, 4)),
     )
 
 
-def fitted(found: Sequence[tuple[Probe, float]]) -> Rows:
-    """(KINDS,) seconds for one of each kind, from how long forward and backward of each probe took, in the order of `probes`."""
-    seconds = np.zeros(KINDS)
-    for probe, took in found:
+def fitted(found: Sequence[tuple[Probe, float]], updated_byte: float | None = None) -> Speeds:
+    """What follows from how long forward and backward of some probes took, and each byte of an update. Of what was not
+    measured it is as on the machine that TYPICAL is of, but for how much faster or slower the first probe ran."""
+    first, took = found[0]
+    pace = took / float(first.asks @ TYPICAL.seconds)
+    seconds = TYPICAL.seconds * pace
+    for probe, took in tuple(found) * SWEEPS:
         asks = probe.asks
-        left = max(took - float(asks @ seconds), LEAST_SHARE * took)
-        seconds[probe.shows] = left / asks[probe.shows]
-    return seconds
-
-
-def speeds_of(seconds: Rows, updated_byte: float) -> Speeds:
-    return Speeds.of((*map(float, seconds), updated_byte))
+        others = float(asks @ seconds) - asks[probe.shows] * seconds[probe.shows]
+        seconds[probe.shows] = max(took - others, LEAST_SHARE * took) / asks[probe.shows]
+    return Speeds.of(
+        (*map(float, seconds), TYPICAL.updated_byte * pace if updated_byte is None else updated_byte)
+    )
 
 
 class _Making:

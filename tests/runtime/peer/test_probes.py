@@ -8,7 +8,7 @@ from fusion.dag.placement.speeds import KINDS, NODES, PRODUCTS, Speeds
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer import capability
 from fusion.runtime.peer.capability import Measured
-from fusion.runtime.peer.probes import LARGE, SMALL, fitted, probes
+from fusion.runtime.peer.probes import LARGE, SMALL, TYPICAL, fitted, probes
 from fusion.runtime.planes.torch_plane import TorchPlane
 
 TRUE = np.array([1e-11, 1.5e-11, 2e-11, 1e-10, 1.2e-10, 3e-10, 5e-9, 5e-5, 5e-6])
@@ -26,13 +26,18 @@ def test_probes_are_graphs_that_any_peer_would_run_and_show_each_kind_once(scale
 
 def test_figures_come_back_from_the_times_that_they_make() -> None:
     found = [(probe, float(probe.asks @ TRUE)) for probe in probes()]
-    # Each probe is mostly of its own kind, but not of it alone: the first ones do not know the ones that follow.
-    assert fitted(found) == pytest.approx(TRUE, rel=0.25)
+    assert fitted(found, 2e-10).parts == pytest.approx((*TRUE, 2e-10), rel=0.01)
+
+
+def test_what_was_not_measured_is_as_much_faster_as_products_are() -> None:
+    first = probes()[0]
+    twice = fitted([(first, float(first.asks @ TYPICAL.seconds) / 2)])
+    assert twice.parts == pytest.approx([part / 2 for part in TYPICAL.parts])
 
 
 def test_a_probe_that_was_disturbed_makes_nothing_free_or_endless() -> None:
     found = [(probe, float(probe.asks @ TRUE) * (30 if i % 2 else 1)) for i, probe in enumerate(probes())]
-    assert np.all(fitted(found) > 0) and np.all(np.isfinite(fitted(found)))
+    assert all(0 < part < 1 for part in fitted(found).parts)
 
 
 def test_measuring_again_keeps_the_best_and_goes_on_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
