@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from support.examples import FEWER, examples
-from support.turns import turn
+from support.turns import TURNS, turn
 from support.warm_start import Zygote, warm_start
 
 TESTS = Path(__file__).parent
@@ -57,7 +57,6 @@ WARM = (
     "e2e",
     "attacks",
 )  # folders whose tests start so many of our commands that these are forked (`support/warm_start.py`)
-TURNS = "FUSION_PEER_TEST_TURNS"  # the folder of the locks that the workers of a run share
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
 # A shell has what runs in its background ignore SIGINT, and whatever that starts: tests interrupt processes.

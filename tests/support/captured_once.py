@@ -1,28 +1,90 @@
-"""Captures of the built-in model, each made once in a process: for tests of what comes after the capture."""
+"""Captures of small models, each made once in a run of the tests: for tests of what comes after the capture.
+
+One `torch.export` takes seconds of a core, so the workers of a run share what they made, in a folder of that run. Tests of
+the capture itself call it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.turns import TURNS, turn
+from torch import nn
 
+from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph
+from fusion.runtime.capture import capture
 from fusion.runtime.capture.models import GPT
-from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.placing import offline_graph
 
-capture = offline_graph.capture_language_model
-_made: dict[tuple[GPTConfig, bool, int], Graph] = {}
+_made: dict[str, Graph] = {}
+_capture_language_model = capture.capture_language_model
+_capture_encoder_decoder = capture.capture_encoder_decoder
 
 
-def captured_once(module: Any, *, training: bool, maximum_sequence: int) -> Graph:
-    """As `capture_language_model`, of which a graph is all that its configuration says: weights are no part of it."""
-    if not isinstance(module, GPT):
-        return capture(module, training=training, maximum_sequence=maximum_sequence)
-    key = (module.config, training, maximum_sequence)
+def once(name: str, make: Callable[[], Graph]) -> Graph:
+    """What `make` gives, which must be the same for the same name in all tests of a run."""
+    key = hashlib.sha256(name.encode()).hexdigest()
     if key not in _made:
-        _made[key] = capture(module, training=training, maximum_sequence=maximum_sequence)
+        _made[key] = _shared(Path(os.environ[TURNS], key), make) if TURNS in os.environ else make()
     return _made[key]
+
+
+def _shared(folder: Path, make: Callable[[], Graph]) -> Graph:
+    folder.mkdir(exist_ok=True)
+    with turn(folder, alone=True):  # whoever wants it too waits for it
+        path = folder / "graph"
+        if path.exists():
+            return serialise.decode(path.read_bytes())
+        graph = make()
+        path.write_bytes(serialise.encode(graph))
+        return graph
+
+
+def captured_once(module: nn.Module, *, training: bool, maximum_sequence: int) -> Graph:
+    """As `capture_language_model`, of which a graph is all that the code, its configuration and its tables say: values of
+    parameters are no part of it."""
+    return once(
+        f"{_described(module)}, training {training}, {maximum_sequence}",
+        lambda: _capture_language_model(module, training=training, maximum_sequence=maximum_sequence),
+    )
+
+
+def source_captured_once(
+    module: nn.Module, *, maximum_sequence: int, maximum_source: int, features: int = 0
+) -> Graph:
+    """As `capture_encoder_decoder`."""
+    sizes = {"maximum_sequence": maximum_sequence, "maximum_source": maximum_source, "features": features}
+    return once(f"{_described(module)}, {sizes}", lambda: _capture_encoder_decoder(module, **sizes))
+
+
+def _described(module: Any) -> str:
+    """All of a built-in model, or of one of transformers, that a capture depends on."""
+    if isinstance(module, GPT):
+        configuration = repr(module.config)
+    else:
+        config = module.config
+        attention = config._attn_implementation
+        config = config.to_dict()
+        for of_its_files in ("_name_or_path", "architectures", "transformers_version"):
+            config.pop(of_its_files, None)
+        configuration = f"{attention}, {sorted((k, repr(v)) for k, v in config.items())}"
+    first: dict[int, str] = {}
+    tensors = []
+    for name, tensor in capture._tensors(module):
+        value = ""
+        if not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            value = hashlib.sha256(
+                tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            ).hexdigest()
+        kind = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, value)
+        tensors.append((name, first.setdefault(id(tensor), name), *kind))
+    return f"{type(module).__qualname__}, {configuration}, {tensors}"
 
 
 def capture_once(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:

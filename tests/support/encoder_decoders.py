@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import transformers
+from support.captured_once import source_captured_once
 
 from fusion.dag.ir.graph import Graph
-from fusion.runtime.capture.capture import capture_encoder_decoder
 from fusion.runtime.capture.serving_graph import serving_graph
 
 VOCABULARY = 120
@@ -76,7 +76,7 @@ def made(family: str) -> tuple[Graph, Any]:
     sizes = {"maximum_sequence": POSITIONS, "maximum_source": POSITIONS}
     if family == "whisper":
         sizes["maximum_source"] = FRAMES
-    captured = capture_encoder_decoder(model, **sizes, features=CHANNELS if family == "whisper" else 0)
+    captured = source_captured_once(model, **sizes, features=CHANNELS if family == "whisper" else 0)
     return serving_graph(captured, **sizes), model
 
 

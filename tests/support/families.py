@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import transformers
+from support.captured_once import captured_once
 
 from fusion.dag.ir.graph import Graph
-from fusion.runtime.capture.capture import capture_language_model
 from fusion.runtime.capture.serving_graph import serving_graph
 
 VOCABULARY = 256
@@ -176,11 +176,11 @@ def build(configuration: Any, seed: int = 1, attention: str | None = None) -> An
 
 @functools.cache
 def exported(family: str) -> tuple[Graph, Any]:
-    """The whole graph of a small model of this family, and the model: made once in a process, and changed by nobody.
+    """The whole graph of a small model of this family, and the model: changed by nobody.
     "llama, eager": one that writes its attention out."""
     name, _, attention = family.partition(", ")
     model = build(config(name), attention=attention or None)
-    return capture_language_model(model, training=False, maximum_sequence=POSITIONS), model
+    return captured_once(model, training=False, maximum_sequence=POSITIONS), model
 
 
 @functools.cache

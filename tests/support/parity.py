@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save
+from support.captured_once import captured_once, once
 from support.jobs import even_cuts
 from support.models import Chain, Diamond, gpt2
 from torch import nn
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.capture.capture import capture_language_model, capture_module, variables_from_module
+from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.job.spec import GPTConfig
@@ -53,7 +54,10 @@ def make(name: str) -> Case:
     if name in ("chain", "diamond"):
         module: nn.Module = Chain() if name == "chain" else Diamond()
         arrays = {"x": torch.randn(SAMPLES, 6), "targets": torch.randn(SAMPLES, 3 if name == "chain" else 6)}
-        graph = capture_module(module, {k: v[:2] for k, v in arrays.items()}, nn.MSELoss())
+        graph = once(
+            f"parity {name}",
+            lambda: capture_module(module, {k: v[:2] for k, v in arrays.items()}, nn.MSELoss()),
+        )
         return Case(module, clean(graph), arrays, lambda m, b: functional.mse_loss(m(b["x"]), b["targets"]))
     if name == "gpt2":
         module = gpt2()
@@ -62,7 +66,7 @@ def make(name: str) -> Case:
     tokens = torch.randint(0, 32, (SAMPLES, SEQUENCE + 1))
     positions = torch.arange(SEQUENCE).repeat(SAMPLES, 1)
     arrays = {"input_ids": tokens[:, :-1], "position_ids": positions, "targets": tokens[:, 1:]}
-    graph = capture_language_model(module, training=True, maximum_sequence=16)
+    graph = captured_once(module, training=True, maximum_sequence=16)
     return Case(module, clean(graph), arrays, language_loss)
 
 
@@ -99,7 +103,7 @@ def fifty_steps(store: BlobStore, peers: Sequence[PeerId]) -> tuple[nn.Module, P
     """A small GPT on text that is always the same for the same PyTorch, a stage for each peer."""
     torch.manual_seed(2)
     module = GPT(GPTConfig(vocabulary=256, blocks=2, width=32, heads=2, sequence=32))
-    graph = clean(capture_language_model(module, training=True, maximum_sequence=32))
+    graph = clean(captured_once(module, training=True, maximum_sequence=32))
     config = TrainConfig(
         steps=50,
         microbatches=4,

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save as save_tensors
+from support.captured_once import captured_once
 from support.surroundings import PRODUCT, Surroundings
 
 from fusion.dag.cutting.cuts import legal_cuts, split
 from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph
-from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
@@ -68,7 +69,7 @@ def model(name: str) -> torch.nn.Module:
 
 @functools.cache
 def captured(name: str, cache: str) -> Any:
-    graph = capture_language_model(model(name), training=False, maximum_sequence=MAX_SEQUENCE)
+    graph = captured_once(model(name), training=False, maximum_sequence=MAX_SEQUENCE)
     return serving_graph(graph, cache=cache, maximum_sequence=MAX_SEQUENCE)  # type: ignore[arg-type]
 
 

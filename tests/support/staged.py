@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from support.captured_once import captured_once, once
 from support.families import build, config
 from support.models import Chain, Diamond, SameMasks, gpt2, mixtral
 from torch import nn
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from fusion.dag.cutting.cuts import tie_groups
 from fusion.dag.ir.graph import Graph
-from fusion.runtime.capture.capture import capture_language_model, capture_module
+from fusion.runtime.capture.capture import capture_module
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.trained_graph import trained_graph
 from fusion.runtime.job.manifest import OptimizerConfig
@@ -32,20 +33,16 @@ class Case:
     loss: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 
 
-_graphs: dict[str, Graph] = {}  # capture takes longer than all else here
-
-
 def vectors(name: str, module: nn.Module, outputs: int) -> Case:
     def batch(i: int) -> dict[str, torch.Tensor]:
         made = torch.Generator().manual_seed(i)
         return {"x": torch.randn(4, 6, generator=made), "targets": torch.randn(4, outputs, generator=made)}
 
-    if name not in _graphs:
-        _graphs[name] = capture_module(module, batch(0), nn.MSELoss())
-    return Case(module, _graphs[name], batch, lambda m, b: functional.mse_loss(m(b["x"]), b["targets"]))
+    graph = once(f"staged {name}", lambda: capture_module(module, batch(0), nn.MSELoss()))
+    return Case(module, graph, batch, lambda m, b: functional.mse_loss(m(b["x"]), b["targets"]))
 
 
-def language(name: str, module: nn.Module) -> Case:
+def language(module: nn.Module) -> Case:
     def batch(i: int) -> dict[str, torch.Tensor]:
         made = torch.Generator().manual_seed(i)
         tokens = torch.randint(0, 32, (2, 13), generator=made)
@@ -57,10 +54,8 @@ def language(name: str, module: nn.Module) -> Case:
         logits = out if isinstance(out, torch.Tensor) else out.logits
         return functional.cross_entropy(logits.flatten(0, 1), b["targets"].flatten())
 
-    if name not in _graphs:
-        captured = capture_language_model(module, training=True, maximum_sequence=16)
-        _graphs[name] = trained_graph(captured)
-    return Case(module, _graphs[name], batch, loss)
+    graph = trained_graph(captured_once(module, training=True, maximum_sequence=16))
+    return Case(module, graph, batch, loss)
 
 
 def make(name: str) -> Case:
@@ -71,17 +66,17 @@ def make(name: str) -> Case:
         case "diamond":
             return vectors(name, Diamond(), 6)
         case "tied":
-            return language(name, GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=16)))
+            return language(GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=16)))
         case "dropout":
             return language(
-                name, GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=16, dropout=0.2))
+                GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=16, dropout=0.2))
             )
         case "mixtral":
-            return language(name, mixtral())
+            return language(mixtral())
         case "gemma2":  # capped scores, windows
-            return language(name, build(config(name)))
+            return language(build(config(name)))
     assert name == "gpt2"
-    return language(name, gpt2())
+    return language(gpt2())
 
 
 def run_microbatch(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file
+from support.captured_once import captured_once
 from support.surroundings import PRODUCT, Surroundings
 from torch import nn
 from torch.nn import functional
@@ -23,8 +24,7 @@ from fusion.dag.cutting.cuts import legal_cuts, split, tie_groups
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.mixed_precision import mixed_precision
-from fusion.runtime.capture.capture import capture_language_model, variables_from_module
-from fusion.runtime.capture.models import GPT
+from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.trained_graph import HALVES
 from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
@@ -257,16 +257,9 @@ class Job:
     held_out: Path
 
 
-_graphs: dict[Any, Graph] = {}  # capture takes longer than all else here
-
-
 def captured(module: nn.Module) -> Graph:
-    """The training graph of a language model; of those of one configuration, the first one's."""
-    known = tuple((name, parameter.requires_grad) for name, parameter in module.named_parameters())
-    key = (module.config, known) if isinstance(module, GPT) else object()
-    if key not in _graphs:
-        _graphs[key] = clean(capture_language_model(module, training=True, maximum_sequence=TINY.sequence))
-    return _graphs[key]
+    """The training graph of a language model."""
+    return clean(captured_once(module, training=True, maximum_sequence=TINY.sequence))
 
 
 def compressed(

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+TURNS = "FUSION_PEER_TEST_TURNS"  # in the environment: the folder that the workers of a run share
+
 
 @contextmanager
 def turn(folder: Path, *, alone: bool) -> Iterator[None]:

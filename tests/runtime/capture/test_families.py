@@ -6,12 +6,13 @@ import random
 
 import pytest
 import torch
+from support.captured_once import captured_once
 from support.families import build, config, exported, greedy, made
 
 from fusion.dag.cutting.cuts import crossings, split
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.rewrites.expert_groups import group_experts, part_of
-from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
@@ -105,7 +106,7 @@ def test_a_layer_cut_by_its_experts_gives_the_same_tokens_and_sends_what_is_coun
     configuration = config("mixtral")
     configuration.num_hidden_layers, configuration.num_local_experts = 1, 16
     model = build(configuration)
-    captured = capture_language_model(model, training=False, maximum_sequence=256)
+    captured = captured_once(model, training=False, maximum_sequence=256)
     graph = group_experts(serving_graph(captured, maximum_sequence=256), peers)
     repeats = [i for i, node in enumerate(graph.nodes) if node.op == "aten.repeat_interleave.self_int"]
     cuts = repeats[1:]  # the rows are repeated where each group begins

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.captured_once import captured_once
 from support.families import config
 from transformers import AutoModelForCausalLM
 
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.errors import UnsupportedModel
-from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
@@ -30,7 +31,7 @@ def build(family: str, dtype: str, seed: int = 1) -> Any:
 
 
 def staged(module: Any) -> tuple[list[TorchDecodingStage], bool]:
-    captured = capture_language_model(module, training=False, maximum_sequence=256)
+    captured = captured_once(module, training=False, maximum_sequence=256)
     try:
         graph, cached = serving_graph(captured, cache="kv", maximum_sequence=256), True
     except UnsupportedModel:

@@ -7,17 +7,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from support.captured_once import capture_once
 
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.graph import TensorType, Variable
 from fusion.dag.rewrites.expert_groups import group_experts, part_of
-from fusion.runtime.capture import stored_weights
+from fusion.runtime.capture import huggingface, stored_weights
 from fusion.runtime.capture.capture import is_exported, variables_from_module
 from fusion.runtime.capture.huggingface import open_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.errors import JobError
 
 transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def _each_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_once(monkeypatch, huggingface)
 
 
 def saved(directory: Path, configuration: Any, **how: Any) -> Any:

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.captured_once import captured_once
 from torch import nn
 
 from fusion.dag.cutting.cuts import legal_cuts
-from fusion.dag.ir.graph import Ref
-from fusion.runtime.capture.capture import capture_language_model
+from fusion.dag.ir.graph import Graph, Ref
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.manifest import ServeConfig
@@ -30,7 +31,9 @@ def model() -> nn.Module:
         return GPT(GPTConfig(blocks=4, width=32, heads=2, sequence=16))
 
 
-GRAPH = serving_graph(capture_language_model(model(), training=False, maximum_sequence=16))
+@functools.cache
+def served() -> Graph:
+    return serving_graph(captured_once(model(), training=False, maximum_sequence=16))
 
 
 def peer(name: str, memory: int = 1 << 30, flops: float = 1e9) -> PeerRecord:
@@ -44,19 +47,19 @@ PEERS = [peer("A"), peer("B"), peer("C")]
 
 
 def placed() -> Placed:
-    return place_job(GRAPH, CONFIG, PEERS, (), 2)
+    return place_job(served(), CONFIG, PEERS, (), 2)
 
 
 def other(now: Placed) -> Before:
     """One node further, on the other two peers."""
-    cuts = legal_cuts(GRAPH)
+    cuts = legal_cuts(served())
     owners = [p.peer for p in PEERS if p.peer not in now.proposed[:1]]
     return Before((cuts[cuts.index(now.cuts[0]) + 1],), tuple(owners))
 
 
 def test_what_is_predicted_of_a_placement_is_what_placing_says_of_it() -> None:
     now = placed()
-    seconds, on_links = token_seconds(GRAPH, CONFIG, PEERS, (), now.cuts, now.proposed)
+    seconds, on_links = token_seconds(served(), CONFIG, PEERS, (), now.cuts, now.proposed)
     assert seconds == pytest.approx(now.predicted_seconds) and 0 < on_links < seconds
     assert now.stage_count is not None
     assert on_links == pytest.approx(now.stage_count.chosen.link_seconds)
@@ -65,12 +68,12 @@ def test_what_is_predicted_of_a_placement_is_what_placing_says_of_it() -> None:
 def test_a_model_goes_where_it_was() -> None:
     now = placed()
     before = other(now)
-    again = as_before(now, before, GRAPH, CONFIG, PEERS, ())
+    again = as_before(now, before, served(), CONFIG, PEERS, ())
     assert (again.cuts, again.proposed) == (before.cuts, before.owners)
     assert again.predicted_seconds > 0
     assert again.stage_count is not None and ", as before: " in again.stage_count.line(str)
-    assert as_before(now, None, GRAPH, CONFIG, PEERS, ()) is now
-    assert as_before(now, Before(now.cuts, now.proposed), GRAPH, CONFIG, PEERS, ()) is now
+    assert as_before(now, None, served(), CONFIG, PEERS, ()) is now
+    assert as_before(now, Before(now.cuts, now.proposed), served(), CONFIG, PEERS, ()) is now
 
 
 def test_but_not_where_a_peer_is_gone_or_full_or_slow_or_the_cut_is_none() -> None:
@@ -79,7 +82,7 @@ def test_but_not_where_a_peer_is_gone_or_full_or_slow_or_the_cut_is_none() -> No
     first = next(i for i, p in enumerate(PEERS) if p.peer == before.owners[0])
 
     def again(peers: list[PeerRecord], before: Before = before, beside: int = 0) -> Placed:
-        return as_before(now, before, GRAPH, CONFIG, peers, (), beside)
+        return as_before(now, before, served(), CONFIG, peers, (), beside)
 
     assert again(PEERS) is not now
     assert again([p for p in PEERS if p.peer != before.owners[0]]) is now
@@ -92,22 +95,22 @@ def test_but_not_where_a_peer_is_gone_or_full_or_slow_or_the_cut_is_none() -> No
 
 
 def test_it_is_written_down_and_damaged_files_are_none(tmp_path: Path) -> None:
-    graph, places = GRAPH, PlacementsBefore(tmp_path)
-    assert places.of(graph) is None
+    places = PlacementsBefore(tmp_path)
+    assert places.of(served()) is None
     now = placed()
-    places.remember(graph, now)
-    assert places.of(graph) == Before(now.cuts, now.proposed)
+    places.remember(served(), now)
+    assert places.of(served()) == Before(now.cuts, now.proposed)
     (path,) = (tmp_path / FOLDER).iterdir()
     for content in (b"", b"[" * 5000, b"[]", b'{"cuts": ["1"], "owners": ["A", "B"]}', b'{"cuts": [], "owners": []}',
                     b'{"cuts": [3], "owners": ["A", "A"]}', b'{"cuts": [true], "owners": ["A", "B"]}'):  # fmt: skip
         path.write_bytes(content)
-        assert places.of(graph) is None
+        assert places.of(served()) is None
 
 
 def test_the_oldest_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusion.runtime.placing.placed_before.REMEMBERED", 2)
     places, now = PlacementsBefore(tmp_path), placed()
-    graphs = [replace(GRAPH, outputs=(Ref(GRAPH.nodes[at].name),)) for at in (3, 4, 5)]
+    graphs = [replace(served(), outputs=(Ref(served().nodes[at].name),)) for at in (3, 4, 5)]
     for graph in graphs:
         places.remember(graph, now)
         for file in (tmp_path / FOLDER).iterdir():

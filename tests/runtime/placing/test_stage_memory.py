@@ -1,10 +1,10 @@
 from dataclasses import replace
 
 import pytest
+from support.captured_once import captured_once
 
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
-from fusion.runtime.capture.capture import capture_language_model
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.manifest import (
@@ -37,7 +37,7 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     shape = GPTConfig(vocabulary=256, blocks=2, width=32, heads=2, sequence=SEQUENCE)
-    return capture_language_model(GPT(shape), training=True, maximum_sequence=SEQUENCE)
+    return captured_once(GPT(shape), training=True, maximum_sequence=SEQUENCE)
 
 
 def peer(name: str, memory: int) -> PeerRecord:
@@ -90,7 +90,7 @@ def test_the_search_and_the_manifest_say_the_same(graph: Graph) -> None:
 
 
 def test_a_served_stage_needs_its_weights_a_session_and_what_runs(graph: Graph) -> None:
-    captured = capture_language_model(
+    captured = captured_once(
         GPT(GPTConfig(vocabulary=256, blocks=2, width=32, heads=2, sequence=SEQUENCE)),
         training=False,
         maximum_sequence=SEQUENCE,

@@ -8,10 +8,11 @@ from collections.abc import Collection
 import pytest
 import torch
 from support import families
+from support.captured_once import captured_once
 
 from fusion.dag.cutting.cuts import legal_cuts, split
 from fusion.dag.cutting.positional import keeps_last
-from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.spec import GPTConfig
@@ -189,7 +190,7 @@ def test_one_that_fails_leaves_the_others_as_they_were() -> None:
 def test_a_matrix_that_is_an_embedding_as_well_multiplies_row_by_row() -> None:
     torch.manual_seed(0)
     module = GPT(GPTConfig(vocabulary=32, blocks=1, width=16, heads=2, sequence=32))
-    graph = serving_graph(capture_language_model(module, training=False, maximum_sequence=32))
+    graph = serving_graph(captured_once(module, training=False, maximum_sequence=32))
     tied = {n.args[1].name for n in graph.nodes if n.op == "aten.linear"} - set(packable(graph))  # type: ignore[union-attr]
     assert len(tied) <= 1
     rows, matrix = torch.randn(1, 5, 16), torch.randn(32, 16)

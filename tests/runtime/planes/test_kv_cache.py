@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.captured_once import captured_once
 from torch.nn import functional
 
 from fusion.dag.cutting.cuts import split
-from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.spec import GPTConfig
@@ -130,9 +131,7 @@ def test_memory_grows_with_the_sequence_and_nothing_is_lost() -> None:
 def gpt_stages() -> list[TorchDecodingStage]:
     torch.manual_seed(0)
     module = GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=32))
-    graph = serving_graph(
-        capture_language_model(module, training=False, maximum_sequence=32), maximum_sequence=32
-    )
+    graph = serving_graph(captured_once(module, training=False, maximum_sequence=32), maximum_sequence=32)
     variables = variables_from_module(module)
     stages = split(graph, [len(graph.nodes) // 2])
     return [TorchDecodingStage(s, variables) for s in stages]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from support.captured_once import once
 from support.models import Chain
 from support.staged import (
     SEED,
@@ -90,7 +91,7 @@ def resnet() -> Case:
             "targets": torch.randint(0, 5, (4,), generator=made),
         }
 
-    graph = capture_module(module, batch(0), nn.CrossEntropyLoss())
+    graph = once("resnet of both planes", lambda: capture_module(module, batch(0), nn.CrossEntropyLoss()))
     return Case(module, graph, batch, lambda m, b: functional.cross_entropy(m(b["x"]), b["targets"]))
 
 

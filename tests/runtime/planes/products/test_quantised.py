@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.captured_once import captured_once
 from support.families import build, config, greedy
 
 from fusion.dag.cutting.cuts import split
@@ -17,7 +18,7 @@ from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType, Vari
 from fusion.dag.ir.opset import infer
 from fusion.dag.ir.serialise import validate
 from fusion.dag.rewrites.quantise import Kind, Source, quantise
-from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.quantised_weights import quantised_read
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.planes.plane import Piece
@@ -228,7 +229,7 @@ def test_a_matrix_that_something_else_reads_too_is_read_as_it_is_stored() -> Non
 @cache
 def served(family: str, kind: Kind) -> tuple[Any, Graph, dict[str, torch.Tensor], tuple[Source, ...]]:
     module = build(config(family))
-    graph = serving_graph(capture_language_model(module, training=False, maximum_sequence=POSITIONS))
+    graph = serving_graph(captured_once(module, training=False, maximum_sequence=POSITIONS))
     found = quantise(graph, kind)
     values = variables_from_module(module)
     read = quantised_read(lambda variables: {v.name: values[v.name] for v in variables}, found.sources)
