@@ -74,6 +74,11 @@ def captured(name: str, cache: str) -> Any:
 
 
 def reference(name: str, prompt: Sequence[int], count: int) -> list[int]:
+    return list(_reference(name, tuple(prompt), count))
+
+
+@functools.cache
+def _reference(name: str, prompt: tuple[int, ...], count: int) -> list[int]:
     with torch.inference_mode():
         given = torch.tensor([list(prompt)])
         ids = model(name).generate(  # type: ignore[operator]
@@ -88,6 +93,11 @@ def reference(name: str, prompt: Sequence[int], count: int) -> list[int]:
 
 def seeded_reference(name: str, prompt: Sequence[int], count: int, sampling: Sampling) -> list[int]:
     """No cache, no swarm: the whole prefix through the original module for each token."""
+    return list(_seeded_reference(name, tuple(prompt), count, sampling))
+
+
+@functools.cache
+def _seeded_reference(name: str, prompt: tuple[int, ...], count: int, sampling: Sampling) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         with torch.inference_mode():

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from fusion.dag.cutting.cuts import legal_cuts, split, tie_groups
+from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.mixed_precision import mixed_precision
@@ -456,7 +457,21 @@ async def stopped(made: Swarm, lead: Peer, job: Job) -> dict[int, float]:
 async def undisturbed(
     root: Path, module: nn.Module, stages: int, steps: int, train: TrainConfig = LONG
 ) -> dict[int, float]:
-    """The losses of the same run when nothing goes wrong."""
+    """The losses of the same run when nothing goes wrong; of equal runs in this process the longest one's, with more steps
+    than were asked for."""
+    weights = b"".join(value.numpy().tobytes() for value in module.state_dict().values())
+    key = (serialise.digest(captured(module)), hashlib.sha256(weights).hexdigest(), stages, train)
+    if len(_calm.get(key, ())) < steps:
+        _calm[key] = await _run_undisturbed(root, module, stages, 2 * steps, train)
+    return _calm[key]
+
+
+_calm: dict[Any, dict[int, float]] = {}
+
+
+async def _run_undisturbed(
+    root: Path, module: nn.Module, stages: int, steps: int, train: TrainConfig
+) -> dict[int, float]:
     async with swarm(root, stages) as made:
         work = language_job(made.peers[0], module, train, stages)
         await launch(made.peers[0].context, work.prepared)
