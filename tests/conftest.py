@@ -5,6 +5,7 @@ A test is fast unless it is marked, by its folder here or by hand: it starts no 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ PROCESSES = (
     "worlds",
     "attacks",
 )  # folders whose tests start peers, or worlds in a process of their own
+PROGRAMS = ("worlds",)  # of these, folders with tests that have the mark `program`
 # Tests that need no process and yet take seconds each, most of them to export a model: from the gate on.
 HEAVY = (
     *("cli/test_plan.py", "dag/rewrites/test_families.py", "runtime/capture/test_exports.py"),
@@ -56,8 +58,12 @@ LONG = (
 WARM = (
     "e2e",
     "attacks",
+    "box",
 )  # folders whose tests start so many of our commands that these are forked (`support/warm_start.py`)
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
+
+# While modules load there is nothing to collect, and what they leave is never to be looked at again.
+gc.disable()
 
 # A shell has what runs in its background ignore SIGINT, and whatever that starts: tests interrupt processes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -89,12 +95,31 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ.pop(TURNS), ignore_errors=True)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file or folder of which no test would be left is not imported; one that is asked for by its name is."""
+    left_out, (name, folder) = config.option.markexpr, _place(collection_path)
+    heavy = "not heavy" in left_out and name.startswith(HEAVY)
+    process = "not process" in left_out and folder in PROCESSES and folder not in PROGRAMS
+    return True if heavy or process else None
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def _place(path: Path) -> tuple[str, str]:
+    """A file by its path from here, and the folder of ours that it is in."""
+    inside = path.relative_to(TESTS)
+    return inside.as_posix() + "/" * path.is_dir(), inside.parts[0] if inside.parts else ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
+        name, folder = _place(item.path)
         if (folder in PROCESSES or item.get_closest_marker("e2e")) and not item.get_closest_marker("program"):
             item.add_marker("process")
-        if item.path.relative_to(TESTS).as_posix().startswith(HEAVY):
+        if name.startswith(HEAVY):
             item.add_marker("heavy")
     items.sort(key=_order)
 
