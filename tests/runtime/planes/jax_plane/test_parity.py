@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,8 @@ from fusion.runtime.planes.jax_plane.dropped import Dropped  # noqa: E402
 from fusion.runtime.planes.jax_plane.program import STATEFUL, TABLE, Program  # noqa: E402
 
 KEY = RngKey(7, 3, 1)
+# Of the time of a sample, compiling is nearly all.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 CACHED = {"fusion.cached_attention", "fusion.cached_attention_scored"}  # test_jax_decoding
 # Which of several values that go to one place stays is nobody's promise: here every place gets one.
 INTO_PLACES = {"aten.scatter.src", "aten.index_put"}
@@ -91,7 +94,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(far.norm() / some.norm().clamp_min(1e-6))
 
 
-def compare(sample: tuple[Any, ...]) -> None:
+def compare(sample: tuple[Any, ...], compiler: dict[str, Any] | None = None) -> None:
     op, *given = full(sample)
     torch.manual_seed(0)
     args, types = typed(op, tuple(given))
@@ -115,7 +118,7 @@ def compare(sample: tuple[Any, ...]) -> None:
     dimensions = program.sizes.dimensions(values)
     kept = {name: Masks(KEY, ()).kept(name, n, p) for name, n, p in program.draws(dimensions)}
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler)
     def both(given: list[Any], seeds: list[Any], kept: Any) -> tuple[Any, Any]:
         def forward(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
             whole = list(given)
@@ -159,7 +162,7 @@ def test_an_operator_gives_what_torch_gives_forward_and_backward(family: str) ->
     for sample in FIRST:
         if spec(sample[0]).family == family:
             try:
-                compare(sample)
+                compare(sample, QUICKLY)
             except AssertionError as error:
                 failed[sample[0]] = str(error)
     assert not failed
