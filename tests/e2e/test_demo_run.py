@@ -47,7 +47,10 @@ def test_nothing_is_left_of_a_demo_that_is_ended(number: int) -> None:
     process = subprocess.Popen(
         [*DEMO, "--peers", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    _until_trained(process)
+    if number == signal.SIGKILL:
+        _until_launched(process)
+    else:
+        _until_trained(process)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
@@ -68,13 +71,26 @@ def test_nothing_is_left_when_the_parent_of_the_demo_is_killed() -> None:
     parent.wait()
 
 
+def _until_launched(process: subprocess.Popen[str]) -> None:
+    """Read what the demo says until its peers are up and a command of its own launches the job."""
+    _until_said(process, "2. ")
+    deadline = time.monotonic() + 60
+    while not any("train" in child.cmdline() for child in psutil.Process(process.pid).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def _until_trained(process: subprocess.Popen[str]) -> None:
     """Read what the demo says until its peers train."""
+    _until_said(process, "stage 0")
+    assert process.poll() is None
+    assert len(psutil.Process(process.pid).children(recursive=True)) >= 2
+
+
+def _until_said(process: subprocess.Popen[str], words: str) -> None:
     assert process.stderr is not None
     deadline = time.monotonic() + 240
     for line in process.stderr:
-        if "stage 0" in line:
+        if words in line:
             break
         assert time.monotonic() < deadline
-    assert process.poll() is None
-    assert len(psutil.Process(process.pid).children(recursive=True)) >= 2

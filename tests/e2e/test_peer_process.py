@@ -47,16 +47,6 @@ def refused(traces: str, home: Path, *arguments: str) -> str:
     return lines[0]
 
 
-def test_it_starts_is_seen_by_others_and_stops_in_time(peers: Peers) -> None:
-    first, second = peers.swarm(2)
-    [status] = peers.run("status", "--home", str(second.home))
-    assert {each["peer"] for each in status["peers"]} == {first.peer_id, second.peer_id}
-    for peer, number in ((second, signal.SIGINT), (first, signal.SIGTERM)):
-        assert peer.ready["name"] and peer.ready["flops_per_second"] > 0
-        assert peers.stop(peer, number) < 5.0
-        assert peer.process.returncode == 0
-
-
 def daemon_of(peer: LocalPeer) -> psutil.Process:
     [daemon] = daemons(peer)
     return daemon
@@ -73,8 +63,15 @@ async def answer_of(context: Context, peer: LocalPeer) -> dict[str, Any]:
             await asyncio.sleep(0.05)
 
 
-def test_a_peer_whose_daemon_was_killed_is_back_at_the_same_address(peers: Peers) -> None:
+def test_it_starts_is_seen_by_others_is_back_after_its_daemon_was_killed_and_stops_in_time(
+    peers: Peers,
+) -> None:
+    """At the same address."""
     first, second = peers.swarm(2)
+    [status] = peers.run("status", "--home", str(second.home))
+    assert {each["peer"] for each in status["peers"]} == {first.peer_id, second.peer_id}
+    for peer in (first, second):
+        assert peer.ready["name"] and peer.ready["flops_per_second"] > 0
 
     async def kill(context: Context) -> None:
         for peer in (second, first, second):
@@ -97,8 +94,8 @@ def test_a_peer_whose_daemon_was_killed_is_back_at_the_same_address(peers: Peers
         ], lines
         assert not [line for line in lines if "Traceback" in line or line.startswith(" ")], lines
         assert len(lines) <= 3 * times, lines
-    for peer in (first, second):
-        assert peers.stop(peer) < 5.0 and peer.process.returncode == 0
+    for peer, number in ((second, signal.SIGINT), (first, signal.SIGTERM)):
+        assert peers.stop(peer, number) < 5.0 and peer.process.returncode == 0
 
 
 def test_an_unreachable_bootstrap_does_not_stop_it_and_killed_outright_it_takes_its_daemon_along(
