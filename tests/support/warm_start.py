@@ -140,6 +140,10 @@ def asked_for(asked: dict[str, Any]) -> dict[str, Any] | None:
             name, _, value = arguments.pop(1).partition("=")
             environment[name] = value
         del arguments[0]
+    namespace = ""
+    if arguments[:1] == ["nsenter"] and arguments[1].startswith("--net=") and arguments[2] == "--":
+        namespace = arguments[1].removeprefix("--net=")
+        del arguments[:3]
     if arguments[:1] != [sys.executable] or not (
         tuple(arguments[1:3]) == COMMAND or arguments[1:2] in _scripts
     ):
@@ -149,5 +153,6 @@ def asked_for(asked: dict[str, Any]) -> dict[str, Any] | None:
         "environment": environment,
         "folder": os.path.abspath(asked["cwd"] or "."),
         "session": bool(asked["start_new_session"]),
+        "network": namespace,
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
     }
