@@ -213,7 +213,10 @@ class Takeovers:
                 if taken is not None:
                     return taken
             words: tuple[bytes, ...] = ()
-            if owner is not None:
+            if owner is None:
+                # Its lease is over, and we may never have read it: who has just begun to stand by would use its term again.
+                leases.observe(*place, term)
+            else:
                 holding = Holding(owner.peer, owner.term)
                 words = await (asking if holding == asked else self._jurors.testimonies(place, holding))
                 if not leases.jury.is_proof(*place, holding, leases.peer_id, words):

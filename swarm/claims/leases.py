@@ -214,7 +214,11 @@ class Leases:
                 owner = await self.owner(job, stage)
                 if owner is not None and owner.term > over:
                     return None
-            term = 1 + (max(over, self.known_term(job, stage)) if over else self._memory.highest(slot))
+            before = self.tenure(job, stage)
+            vacant = before is None or not before.lives(self._directory.now())
+            # Above what was only spoken of, too, where nobody has to be shown that we follow the holder: it costs a number.
+            known = self._memory.highest(slot) if vacant else self.known_term(job, stage)
+            term = 1 + max(over, known)
             ours = ClaimRecord(
                 job=job,
                 stage=stage,
@@ -227,7 +231,7 @@ class Leases:
                 grants=self.access.chain(job),
                 proof=proof,
             )
-            before = self._ours.standing.pop(slot, None)  # must not be published over the claim
+            standing = self._ours.standing.pop(slot, None)  # must not be published over the claim
             won: ClaimRecord | None = None
             try:
                 won = await self._win(ours, over, confirm)
@@ -235,8 +239,8 @@ class Leases:
                 tried = self._ours.claiming.pop(slot)
                 if won is None:
                     self._memory.give_up(slot)
-                    if before is not None:
-                        self._ours.standing[slot] = replace(before, term=max(before.term, tried.term))
+                    if standing is not None:
+                        self._ours.standing[slot] = replace(standing, term=max(standing.term, tried.term))
                     await self._ours.withdraw(tried)
             if won is not None:
                 self._ours.owned[slot] = won

@@ -23,10 +23,12 @@ log = logging.getLogger(__name__)
 
 
 class Overtaken(StaleTerm):
-    """The stage was held under a term that ours does not exceed, as its neighbours remember."""
+    """The stage was held under a term that ours does not exceed, as its neighbours remember. `holder`: whose that was, where it
+    is the very term."""
 
-    def __init__(self, stage: int, ours: int, term: int) -> None:
-        super().__init__(f"stage {stage} was held under term {term}, not {ours}")
+    def __init__(self, stage: int, ours: int, term: int, holder: str = "somebody before us") -> None:
+        what = f"term {term} by {holder}" if term == ours else f"term {term}, not {ours}"
+        super().__init__(f"stage {stage} was held under {what}")
         self.term = term
 
 
@@ -76,7 +78,8 @@ class Fence:
         if holder is None or hello.term > holder.term:
             return
         if _Holder(hello.term, peer, hello.incarnation) != holder:
-            raise Overtaken(self._partner, hello.term, holder.term)
+            who = f"another start of {peer}" if peer == holder.peer else holder.peer
+            raise Overtaken(self._partner, hello.term, holder.term, who)
         self._check_grant(peer)
 
     def _check_grant(self, peer: PeerId) -> None:
@@ -110,7 +113,7 @@ class Fence:
         self.check(peer, hello)  # somebody may have said hello under a higher term while we looked
         held = self._leases.tenure(self._job, self._partner)
         if held is not None and held.claim.peer != peer and held.claim.term >= hello.term:
-            raise Overtaken(self._partner, hello.term, held.claim.term)
+            raise Overtaken(self._partner, hello.term, held.claim.term, held.claim.peer)
         if owner is None or (owner.peer, owner.term) != (peer, hello.term):
             raise Later(f"no claim of stage {self._partner} at term {hello.term} seen yet")
         return owner

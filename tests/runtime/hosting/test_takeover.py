@@ -352,6 +352,30 @@ def test_nonsense_is_refused_in_one_line(tmp_path: Path, kind: str, header: dict
     run(main())
 
 
+def test_who_has_just_begun_to_stand_by_goes_above_an_owner_that_it_never_saw(tmp_path: Path) -> None:
+    """The owner's lease ran out before its standby had read anything of the stage; its neighbours know the term that it had."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1, alone=False)
+            vanish(made, owner)
+            made.clock.advance(91.0)
+            forget_claims(first, job)
+            header = {"job": job, "stage": 0, "peer": owner.id, "term": 5}
+            reply = await call(made.client(), first.id, HOLD.name, "suspect", header)
+            claim = first.context.leases.holds(job, 0)
+            assert reply.kind == "owner" and claim is not None and claim.term == 6
+
+    run(main())
+
+
+def forget_claims(peer: Peer, job: JobId) -> None:
+    """As if it had come when they had run out."""
+    memory = peer.context.leases._memory
+    for known in (memory._read, memory._tenures, memory._hints):
+        known.pop((job, 0), None)  # type: ignore[attr-defined]
+
+
 # --- a frozen owner
 
 

@@ -192,6 +192,20 @@ def test_over_a_term_the_claims_up_to_it_count_as_gone() -> None:
     asyncio.run(scenario())
 
 
+def test_a_vacant_stage_is_claimed_above_what_was_only_spoken_of() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        gone, heir = room.leases
+        await gone.claim(JOB, 0, 1.0)
+        await heir.claims(JOB, 0)
+        room.clock.advance(60.0)
+        heir.observe(JOB, 0, 5)  # a later owner, whose claim the heir has never read
+        taken = await heir.claim(JOB, 0, 0.1, over=1)
+        assert taken is not None and taken.term == 6
+
+    asyncio.run(scenario())
+
+
 def test_a_node_that_takes_no_record_holds_up_no_takeover() -> None:
     class Stuck(MemoryDirectory):
         async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:

@@ -38,7 +38,7 @@ def test_who_claims_a_stage_under_a_term_that_was_used_is_told_and_goes_above(fr
             assert new.task is not None
             with pytest.raises(BaseExceptionGroup) as raised:
                 await new.task
-            assert raised.group_contains(Overtaken)
+            assert raised.group_contains(Overtaken, match="held under term 1 by somebody before us")
             await new.context.leases.release(JOB, 1)
             assert await new.host(1, [0]) == 2
             await linked(one, new)
