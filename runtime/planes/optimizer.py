@@ -30,15 +30,22 @@ class Optimizer:
         self._inner.step()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """CPU copies of the state by "<name>/<slot>", step counts included. Empty before the first step."""
+        """The state by "<name>/<slot>", step counts included: our own memory, until `move`. Empty before the first step."""
         if self._inner is None:
             return {}
         return {
-            f"{name}/{slot}": value.detach().to("cpu", copy=True)
+            f"{name}/{slot}": value.detach()
             for name, parameter in self._parameters.items()
             for slot, value in self._inner.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)
         }
+
+    def move(self) -> None:
+        """Go on in a copy: what `state` gave does not change any more."""
+        for slots in () if self._inner is None else self._inner.state.values():
+            for slot, value in slots.items():
+                if isinstance(value, torch.Tensor):
+                    slots[slot] = value.clone()
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace the state by copies of `state`. JobError names a slot that fits no parameter of ours."""

@@ -47,10 +47,12 @@ class TrainingStage(Protocol):
         """Forward without gradients, dropout off. Same keys as `forward`."""
 
     def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-        """Accumulated gradients by variable name (a zero tensor where none arrived); None = all trainable."""
+        """Accumulated gradients by variable name (a zero tensor where none arrived); None = all trainable. They may be the
+        stage's own memory."""
 
     def set_gradients(self, gradients: Tensors) -> None:
-        """Replace the accumulated gradients of the variables named (tie groups, averaging)."""
+        """Replace the accumulated gradients of the variables named (tie groups, averaging). Their memory is the stage's own
+        from now on."""
 
     def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
         """Sum of squares of all accumulated gradients but those of `skip`, accumulated in float64."""
@@ -62,7 +64,8 @@ class TrainingStage(Protocol):
         """Drop gradients and stashes; restore buffers to the last committed step."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """CPU copies of everything `load_state` needs: "variable/<name>" and "optimizer/<name>/<slot>"."""
+        """Everything `load_state` needs, on the CPU: "variable/<name>" and "optimizer/<name>/<slot>". Not to be written to; it
+        stays as it is whatever the stage does."""
 
     def load_state(self, state: Tensors) -> None: ...
 

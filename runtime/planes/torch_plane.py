@@ -7,6 +7,7 @@ A training stage keeps one autograd graph for each microbatch in flight: the val
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,7 +37,10 @@ class _Stash:
 
 class TorchTrainingStage:
     """A stage with its parameters, gradients and optimizer state. `variables` holds every variable of the stage's
-    graph, by name; they are copied. JobError for one that is missing or of another shape or dtype."""
+    graph, by name; they are copied. JobError for one that is missing or of another shape or dtype.
+
+    On a CPU what `state` gives is the stage's own memory: a copy beside it would take as much again, each time a snapshot is
+    taken. It is copied only if somebody still holds it when the next commit comes."""
 
     def __init__(
         self, stage: Stage, variables: Tensors, optimizer: OptimizerConfig, device: str = "cpu"
@@ -63,6 +67,7 @@ class TorchTrainingStage:
         self._keys = output_keys(stage)
         self._wanting = frozenset(e.name for e in stage.receives if e.needs_gradient)
         self._stashes: dict[int, _Stash] = {}
+        self._shown: list[weakref.ref[torch.Tensor]] = []  # what `state` gave
 
     def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
         leaves: dict[str, torch.Tensor] = {}
@@ -122,7 +127,7 @@ class TorchTrainingStage:
                 raise ValueError(
                     f"a gradient of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}"
                 )
-            parameter.grad = value.detach().to(parameter.device, parameter.dtype, copy=True)
+            parameter.grad = value.detach().to(parameter.device, parameter.dtype)
 
     def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -132,6 +137,7 @@ class TorchTrainingStage:
         return float(total)
 
     def apply(self, learning_rate: float, clip_factor: float) -> None:
+        self._leave_shown()
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if clip_factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, clip_factor)
@@ -147,15 +153,28 @@ class TorchTrainingStage:
     def state(self) -> dict[str, torch.Tensor]:
         # What is committed: a run of a microbatch since may have moved the statistics on.
         values = {**self._values, **self._committed}
-        found = {f"variable/{name}": value.detach().to("cpu", copy=True) for name, value in values.items()}
+        found = {f"variable/{name}": value.detach() for name, value in values.items()}
         found.update({f"optimizer/{key}": value for key, value in self._optimizer.state().items()})
+        if self.device.type != "cpu":
+            return {key: value.to("cpu", copy=True) for key, value in found.items()}
+        self._shown = [each for each in self._shown if each() is not None]
+        self._shown += map(weakref.ref, found.values())
         return found
+
+    def _leave_shown(self) -> None:
+        """Before the state changes: where somebody still holds what `state` gave, that memory is theirs, and we go on in a copy."""
+        if any(each() is not None for each in self._shown):
+            for value in self._values.values():
+                value.data = value.detach().clone()
+            self._optimizer.move()
+        self._shown.clear()
 
     def load_state(self, state: Tensors) -> None:
         """JobError names what is missing or does not fit; nothing has changed then."""
         variables = {k.removeprefix("variable/"): v for k, v in state.items() if k.startswith("variable/")}
         slots = {k.removeprefix("optimizer/"): v for k, v in state.items() if k.startswith("optimizer/")}
         values = {v.name: checked(variables, v) for v in self.stage.graph.variables}
+        self._leave_shown()
         self._optimizer.load_state(slots)
         with torch.no_grad():
             for name, value in values.items():

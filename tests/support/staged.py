@@ -98,7 +98,7 @@ def share_ties(staged: Sequence[TrainingStage]) -> None:
     for group in tie_groups([p.stage for p in staged]):
         total = sum(staged[s].gradients([group.variable])[group.variable] for s in group.stages)
         for s in group.stages:
-            staged[s].set_gradients({group.variable: total})
+            staged[s].set_gradients({group.variable: total.clone()})
 
 
 def norm(staged: Sequence[TrainingStage]) -> float:

@@ -239,10 +239,18 @@ class Rad:
             for member in others:
                 parts[member] = await self.inbox.take(Key("tie", step, 0, group.variable, member))
             ordered = [parts[member] for member in group.stages]
-            await self._compute(lambda v, p: self._plane.set_gradients({v: _sum(p)}), group.variable, ordered)
+            await self._compute(self._set_gradient, group.variable, ordered, read)
 
     def _own_gradient(self, variable: str) -> torch.Tensor:
-        return self._plane.gradients([variable])[variable].to("cpu", copy=True).contiguous()
+        """Where it lies: a vocabulary's is the largest tensor that there is."""
+        return self._plane.gradients([variable])[variable].to("cpu").contiguous()
+
+    def _set_gradient(self, variable: str, parts: Sequence[torch.Tensor], own: torch.Tensor) -> None:
+        """The sum of the parts in their order, in the memory of one that was received: `own` may be on its way still."""
+        total = parts[0]
+        for part in parts[1:]:
+            total = part.add_(total) if total is own else total.add_(part)  # a + b is b + a, to the bit
+        self._plane.set_gradients({variable: total})
 
     async def _send_forward(
         self, attempt: Attempt, step: int, microbatch: int, sends: Tensors, *, evaluate: bool

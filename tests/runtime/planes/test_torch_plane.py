@@ -154,6 +154,27 @@ def test_state_carries_a_run_on_bit_for_bit(config: OptimizerConfig) -> None:
         assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+def test_a_state_is_the_stages_own_memory_and_stays_as_it_is() -> None:
+    case, config = make("dropout"), OptimizerConfig()
+    (plane,) = planes(split(case.graph, []), case.module, config, "cpu")
+    list(train(case, [plane], config, range(1), 3))
+    held = plane.state()
+    where = {key: value.data_ptr() for key, value in held.items()}
+    copies = {key: value.clone() for key, value in held.items()}
+    list(train(case, [plane], config, range(1, 2), 3))
+    assert all(torch.equal(value, copies[key]) for key, value in held.items())
+    assert any(not torch.equal(value, held[key]) for key, value in plane.state().items())
+    at_two = {key: value.clone() for key, value in plane.state().items()}
+    plane.load_state(held)
+    assert all(torch.equal(value, copies[key]) for key, value in {**held, **plane.state()}.items())
+    # Nobody holds what was given: nothing is copied.
+    del held
+    moved = {key: value.data_ptr() for key, value in plane.state().items()}
+    list(train(case, [plane], config, range(1, 2), 3))
+    assert {key: value.data_ptr() for key, value in plane.state().items()} == moved != where
+    assert all(torch.equal(value, at_two[key]) for key, value in plane.state().items())
+
+
 def test_a_discarded_step_leaves_no_trace() -> None:
     config = OptimizerConfig()
     case = make("dropout")

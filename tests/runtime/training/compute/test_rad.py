@@ -163,6 +163,24 @@ def test_a_step_runs_in_schedule_order_and_every_value_goes_once_to_each_that_re
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_a_tied_gradient_is_added_up_in_order_and_where_it_arrived(own: int) -> None:
+    """What is our own may be on its way to the others still."""
+
+    async def main() -> None:
+        plane = Recorder()
+        async with asyncio.timeout(10), Worker(1) as worker:
+            rad = await started(plane, Sent(), worker)
+        parts = [torch.randn(5, 3) * 10**n for n in range(3)]
+        wanted, before = (parts[0] + parts[1]) + parts[2], parts[own].clone()
+        memory = {part.data_ptr() for n, part in enumerate(parts) if n != own}
+        rad._set_gradient("w", parts, parts[own])
+        assert torch.equal(plane.summed["w"], wanted) and torch.equal(parts[own], before)
+        assert plane.summed["w"].data_ptr() in memory
+
+    asyncio.run(main())
+
+
 def test_the_next_microbatch_starts_before_the_first_has_come_back() -> None:
     async def main() -> None:
         plane, sent = Recorder(), Sent()
