@@ -21,7 +21,7 @@ from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.planes.codegen import compile_graph
 from fusion.runtime.planes.dropout import Masks
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
-from fusion.runtime.planes.optimizer import Optimizer
+from fusion.runtime.planes.optimizer import Optimizer, squared_norm
 from fusion.runtime.planes.plane import RngKey, Tensors
 from fusion.runtime.planes.stage_values import checked, output_keys, selected
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
@@ -133,7 +133,7 @@ class TorchTrainingStage:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and name not in skip:
-                total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square()
+                total += squared_norm(parameter.grad)
         return float(total)
 
     def apply(self, learning_rate: float, clip_factor: float) -> None:
