@@ -195,9 +195,10 @@ def test_gpt2_over_four_peers_fits_16_gib(peers: Any, tmp_path: Path) -> None:
     print(f"{parameters:,} parameters, in all {sum(most.values()) / 2**30:.2f} GiB")
     assert len(shares) == 4 and parameters > 120_000_000
     assert sum(most.values()) <= 16 << 30
-    # Beside its share a peer holds, for a while, a copy of its state when a snapshot is taken, and on the first and the last stage
-    # three of the tied matrix's gradient while these are exchanged: 1.2 to 2.0 was seen, where 1.3 is wanted.
-    assert max(ratios.values()) <= 2.2
+    # Beside its share a peer holds some 80 MiB of libraries, what a backward pass makes of one microbatch before it is added to the
+    # gradients and, on the first and the last stage, the other one's gradient of the tied matrix: 1.1 to 1.7 was seen, where 1.3
+    # is wanted.
+    assert max(ratios.values()) <= 1.9
 
 
 def _resident_bytes(peer: Any) -> int:
