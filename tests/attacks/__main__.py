@@ -1,6 +1,6 @@
 """Attacks against real peers that train a job and serve a model, with a verdict each.
 
-    python tests/attacks [NAME...] [--together] [--json FILE] [--logs]     all, or those named; a table
+    python tests/attacks [NAME...] [--together] [--plane jax] [--json FILE] [--logs]     all, or those named; a table
     python tests/attacks --list                      their names, and what each does
 
 Exit 0: all were withstood. 1: one was not (`attacks.verdict.Verdict.faults` says when that is). The attacker is a process
@@ -50,6 +50,8 @@ from attacks.stranger import Scene
 from attacks.table import show
 from attacks.verdict import Verdict
 
+from fusion.runtime.peer.plane_choice import JAX, TORCH
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/attacks", description=(__doc__ or "").splitlines()[0])
@@ -62,6 +64,7 @@ def main() -> int:
         action="store_true",
         help="on the same peers where it can be: quicker, and each meets what others left",
     )
+    parser.add_argument("--plane", choices=(TORCH, JAX), default=TORCH, help="that the peers compute with")
     parser.add_argument("--logs", action="store_true", help="show what the peers logged")
     parser.add_argument("names", nargs="*", metavar="NAME", help="all where none is named")
     options = parser.parse_args()
@@ -81,24 +84,25 @@ def main() -> int:
     ]
     rounds = [shared] if shared else []
     rounds += [[name] for name in names if name not in shared]
-    verdicts = [verdict for each in rounds for verdict in asyncio.run(_held(each, options.logs))]
+    verdicts = [verdict for each in rounds for verdict in asyncio.run(_held(each, options))]
     show(verdicts)
     if options.json:
         options.json.write_text(json.dumps([verdict.to_json() for verdict in verdicts], indent=1) + "\n")
     return 1 if any(verdict.faults for verdict in verdicts) else 0
 
 
-async def _held(names: Sequence[str], logs: bool) -> list[Verdict]:
+async def _held(names: Sequence[str], options: argparse.Namespace) -> list[Verdict]:
     """One after the other on the same peers."""
     verdicts = []
-    async with open_ground(closed=any(ATTACKS[name].closed for name in names)) as ground:
+    closed = any(ATTACKS[name].closed for name in names)
+    async with open_ground(closed=closed, plane=options.plane) as ground:
         try:
             for name in names:
                 verdict, _ = await hold(ground, name, ATTACKS[name])
                 print(json.dumps(verdict.to_json()), file=sys.stderr, flush=True)
                 verdicts.append(verdict)
         finally:
-            for peer in ground.peers if logs else ():
+            for peer in ground.peers if options.logs else ():
                 print(f"--- {peer.name}", ground.log(peer), sep="\n", file=sys.stderr)
     return verdicts
 

@@ -23,6 +23,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.protocol import HOLD, STATUS
 from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
 from fusion.runtime.peer.client import ClientConfig, open_client
+from fusion.runtime.peer.plane_choice import TORCH
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import JobId, Place
@@ -61,6 +62,7 @@ class Ground:
     held: dict[Place, tuple[PeerId, int]] = field(default_factory=dict)  # as `look` saw it last
     hearers: list[OnRecord] = field(default_factory=list)  # of what the peers print
     ended: list[LocalPeer] = field(default_factory=list)  # that a check has killed
+    plane: str = TORCH  # that the peers compute with
 
     @property
     def scene(self) -> Scene:
@@ -122,7 +124,9 @@ class Ground:
 
 
 @asynccontextmanager
-async def open_ground(count: int = PEERS, *, closed: bool = False) -> AsyncIterator[Ground]:
+async def open_ground(
+    count: int = PEERS, *, closed: bool = False, plane: str = TORCH
+) -> AsyncIterator[Ground]:
     """The job trains and the model answers when the block begins. Stages 0 and 1 of the job are at the peers 0 and 1, those
     of the model at 1 and 2; the user asks the peer 0. `closed`: to all who have no key."""
     async with AsyncExitStack() as stack:
@@ -146,7 +150,7 @@ async def open_ground(count: int = PEERS, *, closed: bool = False) -> AsyncItera
             command = (sys.executable, str(HERE / "watched.py"), str(fleet.root / f"{name}.watch"))
             bootstrap = (peers[0].address,) if peers else ()
             peer = await fleet.start_peer(
-                *(name, "--tell-steps", *member),
+                *(name, "--tell-steps", "--plane", plane, *member),
                 bootstrap=bootstrap,
                 command=command,
                 on_record=hear,
@@ -174,7 +178,7 @@ async def open_ground(count: int = PEERS, *, closed: bool = False) -> AsyncItera
             await answers.learn()
         ground = Ground(
             fleet, peers, user, author, author_identity, trainer, training, serving, committed, answers,
-            hearers=hearers,
+            hearers=hearers, plane=plane,
         )  # fmt: skip
         await ground.look()
         yield ground

@@ -20,10 +20,10 @@ from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.job.manifest import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.launch.launch import Prepared
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
+from fusion.runtime.peer.plane_choice import TORCH, choose
 from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
-from fusion.runtime.planes.plane import RngKey
-from fusion.runtime.planes.torch_plane import TorchTrainingStage
+from fusion.runtime.planes.plane import RngKey, TrainingStage
 from fusion.runtime.training.data.batches import Batches
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.identity import Identity
@@ -90,7 +90,7 @@ def training_job(
     return prepare_graph(job, as_asked(graph, config, cuts, owners), store)
 
 
-def faults(committed: Committed, store: BlobStore, prepared: Prepared) -> list[str]:
+def faults(committed: Committed, store: BlobStore, prepared: Prepared, plane: str = TORCH) -> list[str]:
     """Why the committed steps are not those of an undisturbed run: empty when every loss is equal to the bit, and no
     peer has heard of an end. Blocking: computes all steps."""
     config = prepared.manifest.train
@@ -98,7 +98,7 @@ def faults(committed: Committed, store: BlobStore, prepared: Prepared) -> list[s
     found = committed.ends[:1] + committed.twice[:1]
     last = max(committed.losses, default=-1)
     for step, loss in zip(
-        range(last + 1), true_losses(store, config, prepared.manifest.stages), strict=False
+        range(last + 1), true_losses(store, config, prepared.manifest.stages, plane), strict=False
     ):
         told = committed.losses.get(step, loss)  # a commit that followed at once may hide one
         if told != loss:
@@ -106,22 +106,25 @@ def faults(committed: Committed, store: BlobStore, prepared: Prepared) -> list[s
     return found
 
 
-def true_losses(store: BlobStore, config: TrainConfig, stages: int = STAGES) -> Iterator[float]:
+def true_losses(
+    store: BlobStore, config: TrainConfig, stages: int = STAGES, plane: str = TORCH
+) -> Iterator[float]:
     """Of each step from the first on: the same stages, one after the other in this process."""
+    here = choose(plane, "cpu", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         module, graph, arrays = made()
         batches = Batches(config, list(arrays), store.path(config.data.train), None)
         parts = split(graph, even_cuts(len(graph.nodes), stages))
-        planes = [TorchTrainingStage(part, variables_from_module(module), OPTIMIZER, "cpu") for part in parts]
+        planes = [here.training(part, variables_from_module(module), OPTIMIZER) for part in parts]
         for step in range(config.steps):
             yield _step(planes, batches, step)
     finally:
         torch.set_num_threads(threads)
 
 
-def _step(planes: Sequence[TorchTrainingStage], batches: Batches, step: int) -> float:
+def _step(planes: Sequence[TrainingStage], batches: Batches, step: int) -> float:
     losses = []
     for microbatch in range(MICROBATCHES):
         values, key = batches.train(step, microbatch), RngKey(5, step, microbatch)
