@@ -1,13 +1,17 @@
 """What a stage runs, turn by turn, and how many sessions it takes. Pure; `fusion.runtime.serving.ring.stage` carries it out.
 
-A turn is what runs together: chunks of several sessions, in the order in which they came, decode before prefill and nobody
-waited for. The sessions that decode are shared out over the stages, so that every stage has some to run while others are
-at the next. While somebody decodes, a turn has one chunk of a prompt at most, and a short one; the next chunk is made when
-that one has run, behind what others have waiting.
+A turn is what runs together: chunks of several sessions, in the order in which they came, and nobody waited for. The sessions
+that decode are shared out over the stages, so that every stage has some to run while others are at the next.
+
+A prompt goes through the stages in chunks, so that each stage has one to run while others have those before and behind it:
+the shorter they are the sooner the last stage has the first of them, and the more often each reads its weights
+(`pipelined_positions`). While somebody decodes they are shorter still, and decode and prefill have turns of their own, the one
+after the other: a token then waits for the chunk that it finds under way, and not for one that runs along with it as well.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -22,9 +26,11 @@ if TYPE_CHECKING:  # it holds tensors' layouts
 
 MAX_SESSIONS = 1024
 TURN_POSITIONS = 512  # that run in one turn, unless one chunk has more
-SHARED_POSITIONS = 64  # of a prompt, in a turn beside others' tokens
+SHARED_POSITIONS = 32  # of prompts, in a turn between others' tokens
+# Of a prompt, that take as long as what a turn costs whatever it runs: above all to read the weights. Seen on two CPUs: 20.
+TURN_COST_POSITIONS = 32
 PREFIX_POSITIONS = 4096  # before a chunk, with which it takes about twice as long
-SHORT_POSITIONS = 16  # of a chunk that decodes
+SHORT_POSITIONS = 16  # at most, of a chunk that decodes
 GUESSES = 64  # of all sessions, under way at once
 WAITING_POSITIONS = (
     4 * TURN_POSITIONS
@@ -49,6 +55,20 @@ class Work(Generic[Session]):
     parts: tuple[tuple[Parcel, memoryview], ...] = ()  # what the stages before sent
 
 
+def pipelined_positions(total: int, stages: int) -> int:
+    """How many positions of a prompt of `total` to run at once, for the last stage to have run all of them soonest. n chunks take
+    n + stages - 1 turns of total / n + TURN_COST_POSITIONS each, where every stage takes as long (the pipeline's bubble of
+    Huang et al. 2019, GPipe, along the sequence as in Li et al. 2021, TeraPipe)."""
+    if stages == 1:
+        return total
+    return max(TURN_COST_POSITIONS, round(math.sqrt(total * TURN_COST_POSITIONS / (stages - 1))))
+
+
+def _decodes(chunk: Chunk) -> bool:
+    """Rather than being of a prompt; the end of one, where it is as short, is no more in the way."""
+    return chunk.sample and chunk.length <= SHORT_POSITIONS
+
+
 class Schedule(Generic[Session]):
     """`stages`: of the ring. `bounded`: chunks come from other stages, which wait while WAITING_POSITIONS wait here. The
     first stage makes its own, at most one for each session: it needs no bound and never holds up a token on its way back,
@@ -65,7 +85,9 @@ class Schedule(Generic[Session]):
         self._positions = 0  # that wait
         self._decoding: set[SessionId] = set()  # sessions whose newest chunk is a short one
         self._prompts = PromptTurns()
+        self._decoded = False  # in the last turn: of what waits, prompts have the next one
         self._few: frozenset[Hashable] = frozenset()  # users with the fewest sessions, at the last turn
+        self._had_few = False  # one of these had a row in the turn before that
         self._rests = Rests()
         self._held: set[SessionId] = set()  # sessions of which a chunk that had its turn comes again
 
@@ -113,15 +135,18 @@ class Schedule(Generic[Session]):
             self._keep([w for w in self._waiting if w.session is not session or w.chunk.end <= chunk.start])
         self._waiting.insert(0 if again else len(self._waiting), work)
         self._positions += chunk.length
-        if chunk.length <= SHORT_POSITIONS:
+        if _decodes(chunk):
             self._decoding.add(session.id)
         else:
             self._decoding.discard(session.id)
 
-    def prefill_positions(self, session: Session, most: int, start: int) -> int:
-        """How many of a prompt's positions to run in one turn, from `start` on: turns are to take equal time."""
-        beside = min(most, SHARED_POSITIONS) if self._decoding - {session.id} else most
-        return max(1, round(beside * PREFIX_POSITIONS / (PREFIX_POSITIONS + start)))
+    def prefill_positions(self, session: Session, most: int, start: int, total: int) -> int:
+        """How many of a prompt's positions to run in one turn, from `start` on, of `total` that have to be run: turns are to take
+        equal time."""
+        best = pipelined_positions(total, self._stages)
+        if self._decoding - {session.id}:
+            best = min(best, SHARED_POSITIONS)
+        return max(1, round(min(most, best) * PREFIX_POSITIONS / (PREFIX_POSITIONS + start)))
 
     def guesses(self, session: Session) -> int:
         """How many guesses of it may be under way: where others decode, they take the time of their tokens."""
@@ -135,7 +160,7 @@ class Schedule(Generic[Session]):
                 first.setdefault(work.session.id, work)
         share = -(-len(self._decoding) // self._stages)
         users = Counter(self._user_of(self.sessions[each]) for each in self._decoding)
-        tokens = [work for work in first.values() if work.chunk.length <= SHORT_POSITIONS]
+        tokens = [work for work in first.values() if _decodes(work.chunk)]
         self._few = with_fewest(users)
         if (
             self._few
@@ -144,15 +169,18 @@ class Schedule(Generic[Session]):
         ):
             return ()
         tokens = fair_rows(tokens, self._of, users)[: max(1, share)]
-        long = [work for work in first.values() if work.chunk.length > SHORT_POSITIONS]
-        prompts = self._prompts.ranked(long, self._of)
+        prompts = self._prompts.ranked(
+            [work for work in first.values() if not _decodes(work.chunk)], self._of
+        )
         chosen: list[Work[Session]] = []
-        room = TURN_POSITIONS
-        for work in (*tokens, *(prompts[:1] if tokens else prompts)):
+        decodes = bool(tokens) and not (prompts and self._decoded)
+        room = TURN_POSITIONS if decodes or not self._decoding else SHARED_POSITIONS
+        self._decoded = decodes
+        for work in tokens if decodes else prompts:
             if not chosen or work.chunk.length <= room:
                 chosen.append(work)
                 room -= work.chunk.length
-                if work.chunk.length > SHORT_POSITIONS:
+                if not decodes:
                     self._prompts.ran(self._of(work))
         taken = set(map(id, chosen))
         self._keep([work for work in self._waiting if id(work) not in taken])
@@ -163,10 +191,12 @@ class Schedule(Generic[Session]):
         return self._rests.left(now) if self._waiting else 0.0
 
     def took(self, turn: Sequence[Work[Session]], seconds: float, now: float) -> None:
-        """How long the turn has run that is over now."""
-        self._rests.ran(
-            bool(self._few) and not any(self._of(work) in self._few for work in turn), seconds, now
-        )
+        """How long the turn has run that is over now. A prompt's chunk, once after each of a user's tokens, is not held
+        against anybody."""
+        has_few = any(self._of(work) in self._few for work in turn)
+        behind = self._had_few and not self._decoded
+        self._rests.ran(bool(self._few) and not has_few and not behind, seconds, now)
+        self._had_few = has_few
 
     def _of(self, work: Work[Session]) -> Hashable:
         return self._user_of(work.session)

@@ -238,6 +238,7 @@ class Feed:
         capacity: int = 0,
     ) -> None:
         self._tokens = list(prompt)
+        self._start = start
         self._fed = start  # positions, those of guesses included
         self._recompute = recompute
         self._prompt_length = len(prompt)
@@ -264,6 +265,11 @@ class Feed:
             self._allowance.wrong()
             self._ahead.clear()
             self._fed = position
+
+    @property
+    def prompt_positions(self) -> int:
+        """Of the prompt, that the ring has to run."""
+        return self._prompt_length - self._start
 
     @property
     def fed(self) -> int:

@@ -237,7 +237,8 @@ class RingStage:
             schedule.add(Work(session, Chunk(-length, length, sample=False), source))
             self._arrived.set()
             return
-        most = schedule.prefill_positions(session, self._position.serve.prefill_chunk, feed.fed)
+        chunk_positions = self._position.serve.prefill_chunk
+        most = schedule.prefill_positions(session, chunk_positions, feed.fed, feed.prompt_positions)
         while not session.closed and (step := feed.next(most, schedule.guesses(session))) is not None:
             chunk, ids = step
             schedule.add(Work(session, chunk, memoryview(pack_tokens(ids))))

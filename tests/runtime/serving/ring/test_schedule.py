@@ -11,6 +11,8 @@ from fusion.runtime.serving.ring.fair_turns import REST_TIMES
 from fusion.runtime.serving.ring.schedule import (
     MAX_SESSIONS,
     SHARED_POSITIONS,
+    SHORT_POSITIONS,
+    TURN_COST_POSITIONS,
     TURN_POSITIONS,
     WAITING_POSITIONS,
     Schedule,
@@ -69,20 +71,42 @@ def test_turns_are_shared_between_users_and_prompts_wait_behind_ones_own() -> No
         schedule.add(work(each, 0, SHARED_POSITIONS))
     prompts = [w.session.id for _ in range(3) for w in schedule.next_turn()]
     assert prompts.index("b") == 1
+    while schedule.next_turn():
+        pass
     for each in (*many, one):
         schedule.add(work(each, SHARED_POSITIONS))
-    assert [w.session.id for w in schedule.next_turn() if w.chunk.length == 1] == ["a0", "b", "a1", "a2"]
+    assert [w.session.id for w in schedule.next_turn()] == ["a0", "b", "a1", "a2"]
     assert schedule.remove(one)
-    assert len([w for w in schedule.next_turn() if w.chunk.length == 1]) == 17, "nobody else is there"
+    assert len(schedule.next_turn()) == 17, "nobody else is there"
 
 
-def test_a_turn_has_one_prompt_beside_tokens_and_it_comes_after_them() -> None:
+def test_tokens_and_prompts_have_turns_by_turns_and_those_of_prompts_are_short_while_somebody_decodes() -> (
+    None
+):
     schedule, (a, b, c) = scheduled(1, "abc")
     prompts = [work(a, 0, SHARED_POSITIONS), work(b, 0, SHARED_POSITIONS)]
     for each in (*prompts, token := work(c, 9)):
         schedule.add(each)
-    assert schedule.next_turn() == (token, prompts[0])
+    assert schedule.next_turn() == (token,)
+    schedule.add(another := work(c, 10))
+    assert schedule.next_turn() == (prompts[0],)
+    assert schedule.next_turn() == (another,)
     assert schedule.next_turn() == (prompts[1],)
+    for each in prompts:
+        schedule.add(each)
+    assert schedule.next_turn() == (prompts[0],), "a token may come at any moment"
+    schedule.remove(c)
+    schedule.add(prompts[0])
+    assert schedule.next_turn() == (prompts[1], prompts[0])
+
+
+def test_the_short_end_of_a_prompt_runs_with_tokens_and_its_short_chunks_do_not() -> None:
+    schedule, (a, b, c) = scheduled(1, "abc")
+    chunk = Work(a, Chunk(0, SHORT_POSITIONS, sample=False), memoryview(b""))
+    for each in (chunk, end := work(b, 0, SHORT_POSITIONS), token := work(c, 9)):
+        schedule.add(each)
+    assert schedule.next_turn() == (end, token)
+    assert schedule.next_turn() == (chunk,)
 
 
 def test_prompts_run_together_as_far_as_a_turn_goes() -> None:
@@ -99,15 +123,33 @@ def test_prompts_run_together_as_far_as_a_turn_goes() -> None:
 
 def test_a_prompt_is_fed_in_smaller_chunks_beside_others_and_behind_a_long_prefix() -> None:
     schedule, (a, b) = scheduled(1, "ab")
-    assert schedule.prefill_positions(a, 512, 0) == 512
-    assert schedule.prefill_positions(a, 512, 4096) == 256
+    assert schedule.prefill_positions(a, 512, 0, 9000) == 512
+    assert schedule.prefill_positions(a, 512, 4096, 9000) == 256
     schedule.add(work(a, 9))
-    assert schedule.prefill_positions(a, 512, 0) == 512  # its own tokens are not others'
-    assert schedule.prefill_positions(b, 512, 0) == SHARED_POSITIONS
-    assert schedule.prefill_positions(b, 8, 0) == 8
-    assert schedule.prefill_positions(b, 1, 10**6) == 1
+    assert schedule.prefill_positions(a, 512, 0, 9000) == 512  # its own tokens are not others'
+    assert schedule.prefill_positions(b, 512, 0, 9000) == SHARED_POSITIONS
+    assert schedule.prefill_positions(b, 8, 0, 9000) == 8
+    assert schedule.prefill_positions(b, 1, 10**6, 2 * 10**6) == 1
     schedule.remove(a)
-    assert schedule.prefill_positions(b, 512, 0) == 512
+    assert schedule.prefill_positions(b, 512, 0, 9000) == 512
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("total", [400, 1000, 8000])
+def test_the_chunks_of_a_prompt_keep_all_stages_busy_soonest(stages: int, total: int) -> None:
+    def turns(positions: int) -> float:
+        chunks = -(-total // positions)
+        return (chunks + stages - 1) * (total / chunks + TURN_COST_POSITIONS)
+
+    schedule, (a,) = scheduled(stages, "a")
+    found = schedule.prefill_positions(a, total, 0, total)
+    assert TURN_COST_POSITIONS <= found <= total
+    assert turns(found) <= 1.05 * min(map(turns, range(TURN_COST_POSITIONS, total + 1)))
+
+
+def test_one_stage_runs_a_prompt_in_chunks_as_long_as_they_may_be() -> None:
+    schedule, (a,) = scheduled(1, "a")
+    assert schedule.prefill_positions(a, 512, 0, 1000) == 512
 
 
 chunks = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 700)), max_size=40)
@@ -174,7 +216,8 @@ def test_prompts_of_many_sessions_of_one_user_let_anothers_through() -> None:
         schedule.add(work(token, turn))
         if turn == 2:
             schedule.add(work(one, 0, SHARED_POSITIONS))
-        _, prompt = schedule.next_turn()
+        assert [w.session for w in schedule.next_turn()] == [token]
+        (prompt,) = schedule.next_turn()
         ran.append(prompt.session.id)
         schedule.add(work(prompt.session, SHARED_POSITIONS, SHARED_POSITIONS))  # behind the others
     assert ran == ["a0", "a1", "b", "a2", "b", "a3"]
@@ -197,3 +240,22 @@ def test_turns_without_the_user_with_fewest_sessions_come_now_and_then() -> None
     assert one in [w.session for w in schedule.next_turn(2.0)], "it is back, and others' rows go along"
     schedule.remove(one)
     assert schedule.next_turn(2.0), "nobody else is here"
+
+
+def test_a_chunk_of_a_prompt_behind_the_tokens_of_the_user_with_fewest_sessions_is_not_rested_for() -> None:
+    schedule: Schedule[Named] = Schedule(stages=1, bounded=False, user_of=lambda each: each.id[0])
+    many, one, asks = [session(f"a{i}") for i in range(3)], session("b"), session("c")
+    assert all(schedule.admit(each) for each in (*many, one, asks))
+    for each in (*many, one):
+        schedule.add(work(each))
+    for start in range(2):
+        schedule.add(work(asks, start * SHARED_POSITIONS, SHARED_POSITIONS))
+    tokens = schedule.next_turn(0.0)
+    assert one in [w.session for w in tokens]
+    schedule.took(tokens, 1.0, 1.0)
+    schedule.took(prompt := schedule.next_turn(1.0), 1.0, 2.0)
+    assert [w.session for w in prompt] == [asks] and schedule.rest(2.0) == 0.0
+    schedule.took(prompt := schedule.next_turn(2.0), 1.0, 3.0)
+    assert [w.session for w in prompt] == [asks]
+    schedule.add(work(asks, 2 * SHARED_POSITIONS, SHARED_POSITIONS))
+    assert schedule.rest(3.0) == REST_TIMES, "the user with fewest sessions has had no turn since"
