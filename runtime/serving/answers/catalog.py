@@ -1,14 +1,17 @@
 """Which models the swarm serves and who runs their stages, as a gateway sees it: the directory, remembered briefly.
 
 No token waits for anything here. A route is looked up for each session, and while it runs, beside it, to see whether
-there is a better one; nobody looks twice within a heartbeat.
+there is a better one; nobody looks twice within a heartbeat. Within a few a session begins by what was seen last, while we look
+again: where that has changed, a stage says so before the directory has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cachetools import FIFOCache, LRUCache
 
@@ -41,6 +44,7 @@ MAX_LOOKS = (
 MAX_NAMES = 1024  # by which models were asked for
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
 AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that died has run out
+SEEN_TIMES = 3.0  # as long as a look is believed, it is gone by while the next one is under way; no longer than a claim counts
 NAMED_SECONDS = 15.0  # for which a name means the same model without another look
 LIVE = frozenset({"launching", "running"})
 
@@ -92,7 +96,14 @@ class Catalog:
         self._meant: FIFOCache[str, tuple[JobId, float]] = FIFOCache(MAX_NAMES)  # and when we looked
         self._authors: FIFOCache[str, PeerId] = FIFOCache(MAX_NAMES)  # whose model a name meant
         self._looks: LRUCache[JobId, _Look] = LRUCache(MAX_LOOKS)
+        self._looking: dict[JobId, asyncio.Task[_Look]] = {}
         self._avoided: dict[tuple[JobId, int, PeerId], float] = {}  # until when
+
+    async def aclose(self) -> None:
+        looking = list(self._looking.values())
+        for task in looking:
+            task.cancel()
+        await asyncio.gather(*looking, return_exceptions=True)
 
     async def find(self, name: str) -> ServedModel:
         """The model served under `name` (or `name@author`, or with that job id); "" where there is only one. A name means
@@ -194,9 +205,29 @@ class Catalog:
         return look is not None and any(len(layer) > 1 for layer in look.stages)
 
     async def _look(self, model: ServedModel) -> _Look:
-        found = self._looks.get(model.job)
-        if found is not None and self._clock() - found.at < self._fresh_seconds:
+        job = model.job
+        found = self._looks.get(job)
+        age = math.inf if found is None else self._clock() - found.at
+        if found is not None and age < self._fresh_seconds:
             return found
+        if (looking := self._looking.get(job)) is None:
+            looking = self._looking[job] = asyncio.create_task(self._look_anew(model))
+            looking.add_done_callback(partial(self._looked, job))
+        if found is not None and age < SEEN_TIMES * self._fresh_seconds:
+            return found
+        return await asyncio.shield(looking)
+
+    def _looked(self, job: JobId, looking: asyncio.Task[_Look]) -> None:
+        if self._looking.get(job) is looking:  # and nothing has been learned meanwhile
+            del self._looking[job]
+            if looking.cancelled() or looking.exception() is not None:
+                self._looks.pop(job, None)
+            else:
+                self._looks[job] = looking.result()
+        elif not looking.cancelled():
+            looking.exception()  # whoever waits for it has it
+
+    async def _look_anew(self, model: ServedModel) -> _Look:
         indices = range(model.manifest.stages)
         claims = await asyncio.gather(*(self._context.leases.claims(model.job, stage) for stage in indices))
         try:
@@ -210,8 +241,7 @@ class Catalog:
                         f"{model.manifest.name} is not served any more: {each.record.state}"
                     ) from None
             raise
-        found = self._looks[model.job] = _Look(self._clock(), stages)
-        return found
+        return _Look(self._clock(), stages)
 
     async def _ways(self, model: ServedModel) -> RouteOptions:
         job = model.job
@@ -273,6 +303,7 @@ class Catalog:
             stages[stage] = [new, *(c for c in stages[stage] if c.role == "replica" and c.peer not in gone)]
             self._avoided.pop((job, stage, hop.peer), None)
         self._looks[job] = _Look(self._clock(), stages)
+        self._looking.pop(job, None)
 
     def newer(self, job: JobId, stage: int, hop: Hop) -> Hop | None:
         """Who owns the stage under a higher term than `hop`, as far as we know without looking."""
@@ -285,6 +316,7 @@ class Catalog:
     def forget_route(self, job: JobId) -> None:
         """The route did not hold: look again next time."""
         self._looks.pop(job, None)
+        self._looking.pop(job, None)
 
     def _forget_names(self, job: JobId) -> None:
         """What was meant by a name is looked for anew."""

@@ -107,6 +107,7 @@ class Gateway:
     async def aclose(self) -> None:
         await self._reports.aclose()
         await self._sessions.aclose()
+        await self._catalog.aclose()
         self._threads.close()
 
     async def generate(

@@ -4,9 +4,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from fusion.runtime.serving.answers.catalog import MAX_LOOKS, Catalog
+import pytest
+
+from fusion.runtime.serving.answers.catalog import MAX_LOOKS, SEEN_TIMES, Catalog
 from fusion.swarm.clock import Clock
 from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
 
 
@@ -27,5 +30,99 @@ def test_a_gateway_remembers_the_holders_of_so_many_models_and_no_more() -> None
             await catalog._look(model)
         assert len(catalog._looks) == MAX_LOOKS
         assert catalog.newer(JobId(f"{number:064x}"), 0, SimpleNamespace(term=0)) is not None  # type: ignore[arg-type]
+
+    asyncio.run(main())
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class _Directory:
+    """Of one model with one stage. `peer` owns it; who asks waits for `open`."""
+
+    def __init__(self) -> None:
+        self.peer, self.reads = "one", 0
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+        self.reads += 1
+        peer = PeerId(self.peer)
+        await self.open.wait()
+        return (
+            ClaimRecord(
+                job=job, stage=stage, peer=peer, role="owner", term=1, score=1.0, step=0, load=0.0, ready=True
+            ),
+        )
+
+
+def test_a_session_begins_by_what_was_seen_last_while_we_look_again() -> None:
+    async def main() -> None:
+        directory, now = _Directory(), [100.0]
+        clock = SimpleNamespace(monotonic=lambda: now[0])
+        context: Any = SimpleNamespace(clock=clock, leases=directory)
+        catalog = Catalog(context, fresh_seconds=2.0)
+        model: Any = SimpleNamespace(job=JobId("0" * 64), manifest=SimpleNamespace(name="m", stages=1))
+
+        async def owner() -> str:
+            look = await catalog._look(model)
+            return str(look.stages[0][0].peer)
+
+        assert await owner() == "one" and directory.reads == 1
+        directory.peer = "two"
+        now[0] += 1.0
+        assert await owner() == "one" and directory.reads == 1, "it is fresh"
+        now[0] += 2.0
+        directory.open.clear()
+        assert [await owner() for _ in range(3)] == ["one"] * 3
+        await settled()
+        assert directory.reads == 2, "one look for all"
+        directory.open.set()
+        await settled()
+        assert await owner() == "two" and directory.reads == 2
+        directory.peer = "three"
+        now[0] += 2.0 * SEEN_TIMES
+        assert await owner() == "three", "what was seen is too old"
+
+        # What is learned while we look is newer than what the directory says then.
+        now[0] += 3.0
+        directory.peer = "four"
+        directory.open.clear()
+        assert await owner() == "three"
+        await settled()
+        catalog.forget_route(model.job)
+        directory.peer = "five"
+        directory.open.set()
+        await settled()
+        assert await owner() == "five"
+        await catalog.aclose()
+
+    asyncio.run(main())
+
+
+def test_where_a_look_fails_the_next_session_waits_for_its_own() -> None:
+    async def main() -> None:
+        now, fails = [100.0], [False]
+        directory = _Directory()
+
+        async def claims(job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+            if fails[0]:
+                raise SwarmError("no answer")
+            return await directory.claims(job, stage)
+
+        context: Any = SimpleNamespace(
+            clock=SimpleNamespace(monotonic=lambda: now[0]), leases=SimpleNamespace(claims=claims)
+        )
+        catalog = Catalog(context, fresh_seconds=2.0)
+        model: Any = SimpleNamespace(job=JobId("0" * 64), manifest=SimpleNamespace(name="m", stages=1))
+        await catalog._look(model)
+        now[0] += 3.0
+        fails[0] = True
+        await catalog._look(model)
+        await settled()
+        with pytest.raises(SwarmError):
+            await catalog._look(model)
 
     asyncio.run(main())
