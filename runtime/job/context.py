@@ -15,6 +15,7 @@ from fusion.swarm.claims.owners_seen import OwnersSeen
 from fusion.swarm.clock import Clock
 
 if TYPE_CHECKING:  # a client has no worker, and should not load torch for its name
+    from fusion.runtime.device.real_pace import RealPace
     from fusion.runtime.job.worker import Worker
     from fusion.swarm.authority.access import Access
     from fusion.swarm.blobs.blobs import Blobs
@@ -86,6 +87,7 @@ class Context:
     plane: str = ""  # what computes: its name, and which operators it lacks; nothing does in a client
     lacks: frozenset[str] = frozenset()
     flops_per_second: float = 0.0  # of the device, as measured at start; 0: nobody did
+    real_pace: RealPace | None = None  # told of every step; None where nobody asks
     memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(4 << 30))  # that the volunteer lends
     home: Path = Path(".")
     succession: Takeover | None = None  # None in a client: it holds nothing

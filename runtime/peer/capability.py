@@ -19,6 +19,7 @@ from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.dims import bind
 from fusion.dag.ir.graph import Graph, TensorType
 from fusion.dag.placement.speeds import UPDATE_TOUCHES, Speeds
+from fusion.runtime.device.real_pace import RealPace
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.probes import LARGE, SMALL, Probe, fitted, probes
@@ -60,10 +61,17 @@ class Measured:
         self._scale = LARGE if device.startswith("cuda") else SMALL
         self._found: deque[Speeds] = deque(maxlen=REMEMBERED)
         self._whole = False  # whether all probes were run, the last time
+        # PyTorch computes in the thread that calls it, on a CPU: what else the machine does meanwhile is no part of that.
+        alone = plane.name == "torch" and not device.startswith("cuda")
+        self.pace = RealPace(self._at_best, time.thread_time if alone else time.perf_counter)
 
     @property
     def speeds(self) -> Speeds:
-        """The best of what was measured in the last few times."""
+        """As steps have shown them to be; at first, what probes reach."""
+        return self._at_best().times(self.pace.factor)
+
+    def _at_best(self) -> Speeds:
+        """Of what probes reached in the last few times."""
         return reduce(Speeds.best, self._found)
 
     async def look(self, limit_seconds: float = inf) -> None:

@@ -87,6 +87,7 @@ async def opened(
             lacks=lacks,
             codec_worker=codec_worker,
             flops_per_second=capability().flops_per_second,
+            real_pace=measured.pace,
             memory=lent_memory(lent, worker),
             home=config.home,
             succession=Takeovers(network.transport, network.leases),

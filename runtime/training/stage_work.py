@@ -66,6 +66,7 @@ class StageWork:
             self._partners.post,
             clock,
             context.flops_per_second,
+            context.real_pace,
         )
         self.snapshots = StageSnapshots(
             loaded, inbox.codecs, compute, self._partners.holders, self._tell, spawn, clock

@@ -22,6 +22,7 @@ import torch
 from fusion.dag.cutting.stage import Edge
 from fusion.dag.placement.schedule import Action, gpipe, one_f_one_b
 from fusion.runtime.device.overrun import Overrun, call_seconds
+from fusion.runtime.device.real_pace import RealPace
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import RngKey, TrainingStage
@@ -51,7 +52,7 @@ Tensors = dict[str, torch.Tensor]
 class Rad:
     """Runs the microbatches of one stage. `send(stage, kind, header, payload)` queues a tensor (`Partners.post`) and
     returns at once; `clock` gives seconds that only rise, on any thread; `flops_per_second`: that the device was measured to
-    have, or 0: calls are held to what their graph promises."""
+    have, or 0: calls are held to what their graph promises; `pace` is told how long the calls of a step took."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Rad:
         send: Send,
         clock: Callable[[], float] = time.monotonic,
         flops_per_second: float = 0.0,
+        pace: RealPace | None = None,
     ) -> None:
         self.inbox = inbox
         self._codecs = inbox.codecs  # what comes in says which elements go back
@@ -76,6 +78,9 @@ class Rad:
         self._clock = clock
         self._flops_per_second = flops_per_second
         self._overrun: Overrun | None = None  # made with the first call, in the worker thread
+        self._pace = pace
+        self._promised: float | None = None  # seconds of a microbatch, the same
+        self._computed = 0.0  # seconds, by the clock of `pace`
         self._busy = 0.0  # seconds computed; written by the worker thread only
         self._losses: dict[int, float] = {}
         self._look: set[str] | None = (
@@ -95,13 +100,15 @@ class Rad:
         self._losses.clear()
         self._fed.clear()
         self._look = set() if look else None
-        began, busy = self._clock(), self._busy
+        began, busy, computed = self._clock(), self._busy, self._computed
         gate = asyncio.Semaphore(AHEAD)
         async with _group() as group:
             for action in self._actions:
                 work = await self._prepare(action, attempt, step)
                 await gate.acquire()
                 group.create_task(work()).add_done_callback(lambda _: gate.release())
+        if self._pace is not None and self._promised is not None:
+            self._pace.saw(self._config.microbatches * self._promised, self._computed - computed)
         if look:
             await self._compute(self._look_at_gradients)
         await self._sum_ties(attempt, step)
@@ -288,12 +295,16 @@ class Rad:
 
     async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
         def timed() -> Any:
-            began = self._clock()
+            began, computed = self._clock(), self._pace.clock() if self._pace else 0.0
             try:
                 result = function(*args)
             finally:
                 seconds = self._clock() - began
                 self._busy += seconds
+            if self._pace is not None:
+                self._computed += self._pace.clock() - computed
+                if self._promised is None:
+                    self._promised = self._pace.promised(self._plan.stage, self._plan.sizes)
             self._hold_to_estimate(seconds)
             return result
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 PRIOR_SECONDS = 60.0  # one loss in so many seconds is believed before anything was seen
 OVERHEAD = 0.05  # share of the time that snapshots may cost at most
-FIRST_COST_SECONDS = 0.1  # believed before the first was measured, of a small state
+FIRST_COST_SECONDS = 0.2  # believed before the first was measured, of a small state
 SAVED_BYTES_PER_SECOND = (
     150e6  # the same, of a large one: copied, hashed, written, and held twice, beside the steps
 )
