@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections import deque
@@ -15,28 +16,27 @@ from math import inf
 import psutil
 import torch
 
-from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.dims import bind
-from fusion.dag.ir.graph import Graph, TensorType
-from fusion.dag.placement.speeds import UPDATE_TOUCHES, Speeds
+from fusion.dag.ir.graph import TensorType
+from fusion.dag.placement.speeds import Speeds
 from fusion.runtime.device.real_pace import RealPace
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.probes import LARGE, SMALL, Probe, fitted, probes
-from fusion.runtime.planes.plane import Plane, RngKey, TrainingStage
+from fusion.runtime.planes.plane import Plane, RngKey
+from fusion.swarm.printable import error_line
+
+log = logging.getLogger(__name__)
 
 # Of each probe: on a busy machine one run that nothing interrupts is among so many.
 RUNS, RUN_SECONDS = 8, 0.02
-START_SECONDS = 0.5  # for which probes are run before the peer is announced; the others while it is idle
+START_SECONDS = 0.05  # for which probes are run before the peer is announced; the others while it is idle
 WARM_UP = 2  # runs, in which libraries set themselves up and code is compiled
 # A volunteer who says nothing lends half of what is free now: the machine stays usable.
 LENT_SHARE = 0.5
 OPTIMIZER = OptimizerConfig()
-STATE_COPIES = 4  # of the weights: themselves, their gradients, AdamW's two moments
-
-
 # Measured again while nothing runs here: what was measured beside other work would stay for a month.
-AGAIN_SECONDS = (5.0, 60.0, 1800.0)  # from one time to the next; then always the last
+AGAIN_SECONDS = (10.0, 120.0, 1800.0)  # from one time to the next; then always the last
 REMEMBERED = 4  # times, of which the best counts
 
 
@@ -77,25 +77,26 @@ class Measured:
     async def look(self, limit_seconds: float = inf) -> None:
         """Measure now, in calls of less than a tenth of a second, longer where code is compiled: with one probe, and others
         until the limit is reached."""
-        found, updated_byte = list[tuple[Probe, float]](), None
+        found = list[tuple[Probe, float]]()
         until, every = time.monotonic() + limit_seconds, probes(self._scale)
         for probe in every:
-            seconds, updating = await self._worker.run(_run, self._plane, probe)
-            found.append((probe, seconds))
-            updated_byte = updating or updated_byte
+            found.append((probe, await self._worker.run(_run, self._plane, probe)))
             if time.monotonic() >= until:
                 break
         if not self._whole:  # what was guessed then is known now
             self._found.clear()
         self._whole = len(found) == len(every)
-        self._found.append(fitted(found, updated_byte))
+        self._found.append(fitted(found))
 
     async def keep_looking(self, idle: Callable[[], bool]) -> None:
         """For as long as the peer runs: measure again now and then, while it is `idle`."""
         for pause in chain(AGAIN_SECONDS, repeat(AGAIN_SECONDS[-1])):
             await asyncio.sleep(pause)
             if idle():
-                await self.look()
+                try:
+                    await self.look()
+                except RuntimeError as error:  # a device that others have filled
+                    log.warning("this machine could not be measured again: %s", error_line(error))
 
 
 def device_name(device: str, threads: int) -> str:
@@ -119,58 +120,25 @@ def cores_of(device: str, threads: int) -> float:
     return max(1.0, count / threads)
 
 
-def _run(plane: Plane, probe: Probe) -> tuple[float, float]:
-    """In the worker's thread: seconds of both passes, and of an update for each byte of it, or 0."""
-    stage = _Stage(plane, probe.graph)
-    seconds = _fastest(stage.both_passes)
-    if not probe.updates:
-        return seconds, 0.0
-    return seconds, _fastest(stage.update) / (UPDATE_TOUCHES * stage.state_bytes)
+def _run(plane: Plane, probe: Probe) -> float:
+    """In the worker's thread: seconds of the fastest of some runs."""
+    graph, draw = probe.graph, torch.Generator().manual_seed(0)
 
+    def some(type_: TensorType) -> torch.Tensor:
+        return torch.randn([bind(dim, {}) for dim in type_.shape], generator=draw) * 0.1
 
-class _Stage:
-    """A probe, ready to be run."""
+    inputs = {given.name: some(given.type) for given in graph.inputs}
+    stage = plane.training(probe.stage, {v.name: some(v.type) for v in graph.variables}, OPTIMIZER)
 
-    def __init__(self, plane: Plane, graph: Graph) -> None:
-        (stage,) = split(graph, ())
-        draw = torch.Generator().manual_seed(0)
-
-        def some(type_: TensorType) -> torch.Tensor:
-            return torch.randn([bind(dim, {}) for dim in type_.shape], generator=draw) * 0.1
-
-        variables = {v.name: some(v.type) for v in graph.variables}
-        self._inputs = {given.name: some(given.type) for given in graph.inputs}
-        self._small = min(variables, key=lambda name: variables[name].numel())
-        self._run: TrainingStage = plane.training(stage, variables, OPTIMIZER)
-        self.state_bytes = STATE_COPIES * sum(value.nbytes for value in variables.values())
-
-    def both_passes(self) -> float:
-        """Seconds of one microbatch."""
+    def once() -> float:
         began = time.perf_counter()
-        self._run.forward(0, self._inputs, RngKey(0, 0, 0))
-        self._run.backward(0, {}, 1.0)
-        self._wait()
+        made = stage.forward(0, inputs, RngKey(0, 0, 0))
+        float(made["result/0"])  # until the device has done it
         return time.perf_counter() - began
 
-    def update(self) -> float:
-        """Seconds of what a step does once: the norm of the gradients, and the optimizer. It needs gradients."""
-        self.both_passes()
-        began = time.perf_counter()
-        self._run.squared_norm()
-        self._run.apply(0.0, 0.5)
-        self._wait()
-        return time.perf_counter() - began
-
-    def _wait(self) -> None:
-        """Until the device has done what it was told to."""
-        float(self._run.gradients([self._small])[self._small].flatten()[0])
-
-
-def _fastest(work: Callable[[], float]) -> float:
-    """Of some runs."""
     for _ in range(WARM_UP):
-        work()
+        once()
     seconds, until = list[float](), time.perf_counter() + RUN_SECONDS
     while len(seconds) < RUNS or time.perf_counter() < until:
-        seconds.append(work())
+        seconds.append(once())
     return min(seconds)

@@ -1,8 +1,9 @@
 """Small graphs that show how fast a plane runs operators on a device: each asks mostly for one of the things that
 `fusion.dag.placement.speeds` tells apart. Pure: graphs, and what follows from how long they took.
 
-A probe is run as a stage is, forward and backward, by the plane that will run the stages, so what is measured is what a job gets:
-kernels, autograd or compiled code, and what lies around them.
+A probe is run as a stage that is trained is, by the plane that will run the stages, so what is measured is what a job gets: kernels, compiled
+code, and what lies around them. Only forward: what a backward pass asks for is counted, and to run one PyTorch loads what a peer that serves has
+no use for, 0.3 s and tens of MiB.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.dag.cutting.costs import node_costs
+from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.graph import Arg, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import spec
 from fusion.dag.ir.opset_spec import Required
@@ -29,6 +31,7 @@ from fusion.dag.placement.speeds import (
     asked,
 )
 
+X = Ref("x")  # what a probe reads that gets no gradient
 SMALL, LARGE = (
     1,
     4,
@@ -44,17 +47,23 @@ LEAST_SHARE = 0.2  # of a probe's time that is left for what it is there to show
 
 @dataclass(frozen=True)
 class Probe:
-    """`shows`: the kind, by its place in `Speeds.seconds`; `updates`: whether its weights show how fast an update is."""
+    """`shows`: the kind, by its place in `Speeds.seconds`. Weights are inputs that get a gradient, as values of other stages do:
+    so no optimizer is made, which loads as much again."""
 
     shows: int
     graph: Graph
-    updates: bool = False
+
+    @property
+    def stage(self) -> Stage:
+        weights = [given for given in self.graph.inputs if given.name != X.name]
+        receives = tuple(Edge(each.name, Ref(each.name), each.type, 0, (1,), True) for each in weights)
+        return Stage(index=1, graph=self.graph, receives=receives, sends=(), results=(0,))
 
     @property
     def asks(self) -> Rows:
-        """Of each kind, both passes together."""
-        forward, backward = asked(node_costs(self.graph, {}))
-        found: Rows = (forward + backward).sum(axis=1)
+        """Of each kind."""
+        forward, _ = asked(node_costs(self.graph, {}))
+        found: Rows = forward.sum(axis=1)
         return found
 
 
@@ -64,7 +73,7 @@ def probes(scale: int = SMALL) -> tuple[Probe, ...]:
         Probe(PRODUCTS, _products(256 * scale, 384 * scale)),
         Probe(NODES, _many_nodes()),
         Probe(TOUCHED, _pointwise(256, 256 * scale)),
-        Probe(STREAMED, _long_row(1024 * scale, 2048 * scale), updates=True),
+        Probe(STREAMED, _long_row(1024 * scale, 2048 * scale)),
         Probe(ATTENTION, _attention(4 * scale, 256, 64)),
         Probe(NORMED, _norms(32 * scale, 64, 4)),
         Probe(DRAWN, _dropped(128, 256 * scale)),
@@ -73,9 +82,8 @@ def probes(scale: int = SMALL) -> tuple[Probe, ...]:
     )
 
 
-def fitted(found: Sequence[tuple[Probe, float]], updated_byte: float | None = None) -> Speeds:
-    """What follows from how long forward and backward of some probes took, and each byte of an update. Of what was not
-    measured it is as on the machine that TYPICAL is of, but for how much faster or slower the first probe ran."""
+def fitted(found: Sequence[tuple[Probe, float]]) -> Speeds:
+    """What follows from how long some probes took. Of what was not measured, updates among it, it is as on the machine that TYPICAL is of, but for how much faster or slower the first probe ran."""
     first, took = found[0]
     pace = took / float(first.asks @ TYPICAL.seconds)
     seconds = TYPICAL.seconds * pace
@@ -83,32 +91,34 @@ def fitted(found: Sequence[tuple[Probe, float]], updated_byte: float | None = No
         asks = probe.asks
         others = float(asks @ seconds) - asks[probe.shows] * seconds[probe.shows]
         seconds[probe.shows] = max(took - others, LEAST_SHARE * took) / asks[probe.shows]
-    return Speeds.of(
-        (*map(float, seconds), TYPICAL.updated_byte * pace if updated_byte is None else updated_byte)
-    )
+    return Speeds.of((*map(float, seconds), TYPICAL.updated_byte * pace))
 
 
 class _Making:
     """A graph on its way: float32, every size a number."""
 
     def __init__(self, *shape: int) -> None:
-        self.x = Ref("x")
-        self._inputs = (Input("x", TensorType(shape, "float32")),)
+        self._inputs: list[Input] = []
         self._variables: list[Variable] = []
         self._nodes: list[Node] = []
-        self._types = {self.x: self._inputs[0].type}
+        self._types: dict[Ref, TensorType] = {}
+        self.x = self._input(X.name, shape)
 
     def weight(self, *shape: int) -> Ref:
-        return self._variable(Variable(f"w{len(self._variables)}", TensorType(shape, "float32")))
+        return self._input(f"w{len(self._inputs)}", shape)
+
+    def _input(self, name: str, shape: tuple[int, ...]) -> Ref:
+        given = Input(name, TensorType(shape, "float32"))
+        self._inputs.append(given)
+        self._types[Ref(name)] = given.type
+        return Ref(name)
 
     def buffer(self, *shape: int) -> Ref:
         name = f"b{len(self._variables)}"
-        return self._variable(Variable(name, TensorType(shape, "float32"), kind="buffer", trainable=False))
-
-    def _variable(self, variable: Variable) -> Ref:
+        variable = Variable(name, TensorType(shape, "float32"), kind="buffer", trainable=False)
         self._variables.append(variable)
-        self._types[Ref(variable.name)] = variable.type
-        return Ref(variable.name)
+        self._types[Ref(name)] = variable.type
+        return Ref(name)
 
     def add(self, op: str, *args: Arg) -> Ref:
         """A node; arguments that are not given are as the operator has them."""
@@ -123,7 +133,7 @@ class _Making:
     def graph(self, value: Ref) -> Graph:
         """With the mean of a value as the loss."""
         loss = self.add("aten.mean", value)
-        return Graph(self._inputs, tuple(self._variables), tuple(self._nodes), (loss,), symbols=())
+        return Graph(tuple(self._inputs), tuple(self._variables), tuple(self._nodes), (loss,), symbols=())
 
 
 def _many_nodes(count: int = 48) -> Graph:

@@ -30,6 +30,7 @@ def _look(budget: MemoryBudget) -> Callable[[], None]:
     trim = _trim()
     if trim is None or not STATM.exists():
         return lambda: None
+    trim()  # what measuring the device has left
     surplus = Surplus(resident_bytes())
 
     def look() -> None:

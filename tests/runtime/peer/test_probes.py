@@ -18,7 +18,6 @@ TRUE = np.array([1e-11, 1.5e-11, 2e-11, 1e-10, 1.2e-10, 3e-10, 5e-9, 5e-5, 5e-6]
 def test_probes_are_graphs_that_any_peer_would_run_and_show_each_kind_once(scale: int) -> None:
     found = probes(scale)
     assert sorted(probe.shows for probe in found) == list(range(KINDS))
-    assert [probe.updates for probe in found].count(True) == 1
     for probe in found:
         serialise.validate(probe.graph)
         assert probe.asks[probe.shows] > 0
@@ -26,7 +25,7 @@ def test_probes_are_graphs_that_any_peer_would_run_and_show_each_kind_once(scale
 
 def test_figures_come_back_from_the_times_that_they_make() -> None:
     found = [(probe, float(probe.asks @ TRUE)) for probe in probes()]
-    assert fitted(found, 2e-10).parts == pytest.approx((*TRUE, 2e-10), rel=0.01)
+    assert fitted(found).parts[:KINDS] == pytest.approx(tuple(TRUE), rel=0.01)
 
 
 def test_what_was_not_measured_is_as_much_faster_as_products_are() -> None:
