@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import bind
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import spec
@@ -121,6 +122,12 @@ def node_costs(
             )
         )
     return tuple(costs)
+
+
+def stage_costs(stage: Stage, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
+    """The same of one stage, whose inputs from other stages get gradients."""
+    given = [Ref(edge.name) for edge in stage.receives if edge.needs_gradient]
+    return node_costs(stage.graph, sizes, differentiable(stage.graph, given))
 
 
 def _drawn(found: OpSpec, call: Call, results: Sequence[TensorType]) -> int:

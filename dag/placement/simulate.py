@@ -213,8 +213,11 @@ class _Simulation:
         owners = dict.fromkeys(pipeline.owners)
         devices = {d.peer: d for d in pipeline.network.devices if d.peer in owners}
         self.machines = {peer: shared or devices[peer].shared for peer in owners}
-        pools = {(each.name, each.cores): _Cores(each.cores, self) for each in self.machines.values()}
-        cores = {peer: pools[each.name, each.cores] for peer, each in self.machines.items()}
+        limits: dict[str, float] = {}  # peers with more threads count fewer cores of the same machine
+        for each in self.machines.values():
+            limits[each.name] = min(each.cores, limits.get(each.name, inf))
+        pools = {name: _Cores(limit, self) for name, limit in limits.items()}
+        cores = {peer: pools[each.name] for peer, each in self.machines.items()}
         self.codecs = {peer: _Worker(cores[peer]) for peer in owners}
         self.couriers = {peer: _Worker(cores[peer]) for peer in owners}
         self.ups = {peer: _Line(devices[peer].up_bytes_per_second) for peer in owners}

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fusion.dag.cutting.costs import differentiable, node_costs
+from fusion.dag.cutting.costs import stage_costs
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir.graph import Ref
 
 TIMES = 10.0
 SPARE_SECONDS = 1.0  # that any call may take
@@ -22,8 +21,7 @@ NODE_SECONDS = 0.001
 def call_seconds(stage: Stage, sizes: Mapping[str, int], flops_per_second: float) -> float:
     """The longest call of a stage on one microbatch, forward or backward, on a device of that measured rate. `sizes`: of the
     graph's symbols. Takes a while for a graph of thousands of nodes."""
-    needing = differentiable(stage.graph, [Ref(edge.name) for edge in stage.receives if edge.needs_gradient])
-    costs = node_costs(stage.graph, sizes, needing)
+    costs = stage_costs(stage, sizes)
     flops = sum(max(cost.forward_flops, cost.backward_flops) for cost in costs)
     moved = sum(
         2 * cost.moved_bytes for cost in costs

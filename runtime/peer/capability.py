@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, repeat
-from math import inf
 
 import psutil
 import torch
@@ -29,8 +28,8 @@ from fusion.swarm.printable import error_line
 log = logging.getLogger(__name__)
 
 # Of each probe: on a busy machine one run that nothing interrupts is among so many.
-RUNS, RUN_SECONDS = 8, 0.02
-START_SECONDS = 0.05  # for which probes are run before the peer is announced; the others while it is idle
+RUNS, RUN_SECONDS = 8, 0.06
+AT_START = 1  # probe, the first, is run before the peer is announced; all of them while it is idle
 WARM_UP = 2  # runs, in which libraries set themselves up and code is compiled
 # A volunteer who says nothing lends half of what is free now: the machine stays usable.
 LENT_SHARE = 0.5
@@ -63,7 +62,7 @@ class Measured:
         self._whole = False  # whether all probes were run, the last time
         # PyTorch computes in the thread that calls it, on a CPU: what else the machine does meanwhile is no part of that.
         alone = plane.name == "torch" and not device.startswith("cuda")
-        self.pace = RealPace(self._at_best, time.thread_time if alone else time.perf_counter)
+        self.pace = RealPace(self._at_best, time.thread_time if alone else time.perf_counter, time.monotonic)
 
     @property
     def speeds(self) -> Speeds:
@@ -74,15 +73,11 @@ class Measured:
         """Of what probes reached in the last few times."""
         return reduce(Speeds.best, self._found)
 
-    async def look(self, limit_seconds: float = inf) -> None:
-        """Measure now, in calls of less than a tenth of a second, longer where code is compiled: with one probe, and others
-        until the limit is reached."""
-        found = list[tuple[Probe, float]]()
-        until, every = time.monotonic() + limit_seconds, probes(self._scale)
-        for probe in every:
-            found.append((probe, await self._worker.run(_run, self._plane, probe)))
-            if time.monotonic() >= until:
-                break
+    async def look(self, count: int | None = None) -> None:
+        """Measure now, with so many probes or with all, each in a call of about a tenth of a second, longer where code is
+        compiled."""
+        every = probes(self._scale)
+        found = [(each, await self._worker.run(_run, self._plane, each)) for each in every[:count]]
         if not self._whole:  # what was guessed then is known now
             self._found.clear()
         self._whole = len(found) == len(every)

@@ -11,7 +11,7 @@ from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.capability import (
-    START_SECONDS,
+    AT_START,
     Capability,
     Measured,
     cores_of,
@@ -67,7 +67,7 @@ async def opened(
         LinkMonitor(network.transport, network.directory, network.transport.counter.receive_log) as links,
     ):
         measured = measuring(worker, config.device)
-        await measured.look(START_SECONDS)
+        await measured.look(AT_START)
         lent = config.memory_bytes
         if lent is None:
             lent = int(await worker.run(lent_bytes, config.device))

@@ -1,4 +1,4 @@
-"""Small graphs that show how fast a plane runs operators on a device: each asks mostly for one of the things that
+"""Microbenchmarks: small graphs that show how fast a plane runs operators on a device: each asks mostly for one of the things that
 `fusion.dag.placement.speeds` tells apart. Pure: graphs, and what follows from how long they took.
 
 A probe is run as a stage that is trained is, by the plane that will run the stages, so what is measured is what a job gets: kernels, compiled

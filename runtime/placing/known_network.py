@@ -63,7 +63,9 @@ def _speeds(peer: PeerRecord) -> Speeds | None:
 def _shared(machine: str, cores: float) -> Shared:
     if not cores:
         return ALONE
-    return Shared(name=machine, cores=cores, message_seconds=MESSAGE_SECONDS, byte_seconds=BYTE_SECONDS)
+    return Shared(
+        name=machine, cores=max(1.0, cores), message_seconds=MESSAGE_SECONDS, byte_seconds=BYTE_SECONDS
+    )
 
 
 def _link(known: PairLink, guess: Link) -> Link:

@@ -335,6 +335,10 @@ def test_only_peers_of_one_machine_share_its_cores():
     pipeline = pipe([load(1.0, 2.0)] * 4, [], microbatches=4, devices=devices)
     assert simulate(pipeline).step_seconds == pytest.approx(2 * 4 * 3)
     assert simulate(pipeline, Shared(cores=1)).step_seconds == pytest.approx(4 * 4 * 3)
+    # Of one machine, for peers with more threads, there are fewer cores: they share them all the same.
+    devices[1] = replace(devices[1], shared=Shared(name="here", cores=2.0))
+    pipeline = pipe([load(1.0, 2.0)] * 4, [], microbatches=4, devices=devices)
+    assert simulate(pipeline).step_seconds == pytest.approx(2 * 4 * 3)
 
 
 def test_a_task_that_begins_later_takes_its_share_from_then_on():
