@@ -74,21 +74,25 @@ class TrainingStage(Protocol):
 class Piece:
     """Positions [start, start + n) of one session (batch 1). `start` must equal what the cache holds, or be less: the cache
     is then cut back to `start` first. `inputs` as in `TrainingStage.forward`. `singly`: each position as if it were run alone,
-    bit for bit, and logits of all of them; only where pieces run `together`. Of an encoder-decoder, a piece [-n, 0) is the source,
-    all of it, which runs before anything else of the session."""
+    bit for bit; only where pieces run `together`. `shown`: of how many of the last positions the logits are wanted; more than one
+    only of those that run `singly`. Of an encoder-decoder, a piece [-n, 0) is the source, all of it, which runs before anything
+    else of the session."""
 
     session: str
     start: int
     inputs: Tensors
     singly: bool = False
+    shown: int = 1
 
 
 class DecodingStage(Protocol):
-    """One stage of a model being served, with a KV cache per session. `together`: whether pieces run as one."""
+    """One stage of a model being served, with a KV cache per session. `together`: whether pieces run as one. `chunks_agree`:
+    whether a position has the same bits however many run with it in one piece, so that a prompt may be cut anywhere."""
 
     stage: Stage
     caches: bool  # whether it keeps anything between runs: one without attention needs nothing
     together: bool
+    chunks_agree: bool
 
     def open(self, session: str, capacity: int, source: int = 0) -> None:
         """Begin a session of at most `capacity` positions, with a source of so many."""
@@ -99,7 +103,7 @@ class DecodingStage(Protocol):
 
     def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
         """Run a piece each of several sessions, together where the stage allows it. Each gets what it would get alone, bit
-        for bit: values sent by edge name, and "result/0", the logits (1, n or 1, vocabulary) of its last positions. Where one of them fails none
+        for bit: values sent by edge name, and "result/0", the logits (1, shown, vocabulary) of its last positions. Where one of them fails none
         has run, and each may be run again."""
 
     def close(self, session: str) -> None:

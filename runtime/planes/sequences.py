@@ -68,7 +68,7 @@ class Sequences:
         return torch.cat(found, 2)
 
     def last(self, values: torch.Tensor, axis: int) -> torch.Tensor:
-        """The last position of each piece, or all of one whose positions run singly."""
+        """The last positions of each piece, as many as are shown of it."""
         return values.index_select(axis, self._ends)
 
 

@@ -85,7 +85,7 @@ def arithmetic(stage: Stage, inputs: Mapping[str, torch.Tensor]) -> dict[str, to
 
 
 class ToyPlane:
-    together = True
+    together = chunks_agree = True
 
     def __init__(self, stage: Stage, on_run: Callable[[str, int, int], None] = lambda *_: None) -> None:
         self.stage = stage
@@ -126,7 +126,7 @@ class ToyPlane:
                 )
             cache[name] = torch.cat([old[:, :start], value.clone()], 1)
         whole = self._whole(cache)
-        shown = -length if piece.singly else -1
+        shown = -piece.shown
         return {n: v[:, shown:] if n.startswith("result") else v[:, start:] for n, v in whole.items()}
 
     def _whole(self, cache: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

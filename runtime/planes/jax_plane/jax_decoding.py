@@ -34,6 +34,7 @@ class JaxDecodingStage(Sessions[SessionArrays]):
     """A stage being served. A stage without attention to a cache keeps nothing between runs."""
 
     together = False  # each piece is a run of its own
+    chunks_agree = True
 
     def __init__(self, stage: Stage, variables: Tensors, device: jax.Device) -> None:
         super().__init__()

@@ -112,6 +112,7 @@ class Gateways:
         session.feed = Feed(
             tokens,
             recompute=serve.cache == "recompute",
+            answered=session.opening.answered,
             drafter=self._drafting.drafter(session, tokens) if frame.header.get("guesses") is True else None,
             start=start,
             capacity=session.opening.capacity,

@@ -91,7 +91,7 @@ class Opening:
         }
         if self.top_logprobs is not None:
             header["top_logprobs"] = self.top_logprobs
-        if self.reads_prompt or self.source:
+        if self.answered:
             header["answered"] = self.answered
         if self.user:
             header["user"] = self.user
@@ -223,7 +223,8 @@ def guessed_tokens(header: Mapping[str, Any], name: str, vocabulary: int) -> tup
 class Feed:
     """What the first stage feeds the ring: the prompt in chunks, then each token as it comes back, and guesses behind it.
 
-    `recompute`: the model has no KV cache, so every chunk is the whole sequence so far. `start`: the positions before it every
+    `recompute`: the model has no KV cache, so every chunk is the whole sequence so far. `answered`: how many tokens at the prompt's
+    end are of the answer; they come in chunks of their own, as each ran by itself before. `start`: the positions before it every
     stage holds already; less than the prompt has. `drafter`: what guesses, of the whole text; None: nobody does. `capacity`:
     positions that the session has room for.
     """
@@ -233,6 +234,7 @@ class Feed:
         prompt: Sequence[int],
         *,
         recompute: bool,
+        answered: int = 0,
         start: int = 0,
         drafter: Drafter | None = None,
         capacity: int = 0,
@@ -242,6 +244,7 @@ class Feed:
         self._fed = start  # positions, those of guesses included
         self._recompute = recompute
         self._prompt_length = len(prompt)
+        self._first = len(prompt) - answered  # position of the answer
         self._drafter = drafter
         self._capacity = capacity
         self._ahead: list[int] = []  # guesses for the positions behind those that are known
@@ -297,7 +300,8 @@ class Feed:
         if self._fed == known:
             return None
         start = 0 if self._recompute else self._fed
-        end = known if self._recompute else min(known, start + most)
+        until = self._first if start < self._first else known
+        end = known if self._recompute else min(until, start + most)
         self._fed = end
         return Chunk(start, end - start, sample=end == known, number=self._next_number()), self._tokens[
             start:end

@@ -238,7 +238,9 @@ class RingStage:
             self._arrived.set()
             return
         chunk_positions = self._position.serve.prefill_chunk
-        most = schedule.prefill_positions(session, chunk_positions, feed.fed, feed.prompt_positions)
+        most = chunk_positions
+        if self._runner.chunks_agree:
+            most = schedule.prefill_positions(session, most, feed.fed, feed.prompt_positions)
         while not session.closed and (step := feed.next(most, schedule.guesses(session))) is not None:
             chunk, ids = step
             schedule.add(Work(session, chunk, memoryview(pack_tokens(ids))))

@@ -95,6 +95,8 @@ class StageMemory:
         """Where the session finds most of its first positions, and what was retained, if it is to have that for its own."""
         chain, holder = session.opening.prefix, session.gateway_peer
         best: Source | None = None
+        if not self._runner.chunks_agree:
+            return None, None
         for other in self._sessions():
             if other is not session and other.gateway_peer == holder:
                 shared = shared_blocks(other.opening.prefix, chain) * BLOCK_POSITIONS
@@ -112,7 +114,8 @@ class StageMemory:
 
     def end(self, session: StageSession, chain: bytes) -> None:
         """The session has ended: keep what it holds of the blocks of `chain`, if any, and free the rest."""
-        name, gone = self._prefixes.add(session.gateway_peer, chain) if chain else (None, [])
+        keeps = chain and self._runner.chunks_agree
+        name, gone = self._prefixes.add(session.gateway_peer, chain) if keeps else (None, [])
         if name is None:
             self._unneeded.append(session.id)
         else:

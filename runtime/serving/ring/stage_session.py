@@ -195,6 +195,11 @@ class StageRunner:
         return held
 
     @property
+    def chunks_agree(self) -> bool:
+        """Whether prompts may be cut anywhere, and keys and values of one prompt do for another that begins alike."""
+        return self._plane.chunks_agree
+
+    @property
     def caches(self) -> bool:
         """Whether sessions have keys and values here; without attention there is nothing that they would have to hold."""
         return self._plane.caches
@@ -285,7 +290,10 @@ class StageRunner:
             inputs["input_ids"] = torch.frombuffer(bytearray(ids), dtype=torch.int64).unsqueeze(0)
         if self._plan.reads_positions:
             inputs["position_ids"] = self._positions[:, chunk.start : chunk.end]
-        return Piece(work.session.id, chunk.start, inputs, singly=bool(chunk.guesses)), ids
+        # What is guessed, and what of the answer is read again, has the bits of positions that ran one by one.
+        again = self._plane.together and chunk.start >= work.session.opening.first
+        shown = chunk.length if chunk.guesses else 1
+        return Piece(work.session.id, chunk.start, inputs, bool(chunk.guesses) or again, shown), ids
 
     def _outcome(
         self, work: Work[StageSession], outputs: Mapping[str, torch.Tensor], ids: memoryview

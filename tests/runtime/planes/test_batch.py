@@ -55,7 +55,10 @@ def run(
         for name, (start, ids) in chunks.items()
     }
     for stage in stages:
-        pieces = [Piece(name, chunks[name][0], values[name], singly=name in singly) for name in chunks]
+        pieces = [
+            Piece(name, at, values[name], name in singly, len(ids) if name in singly else 1)
+            for name, (at, ids) in chunks.items()
+        ]
         for name, made in zip(chunks, stage.run(pieces), strict=True):
             values[name].update(made)
     return values
@@ -127,6 +130,14 @@ def test_positions_that_run_singly_are_those_of_runs_of_one(family: str) -> None
                 one = made[key] if axis is None else made[key].narrow(axis, n, 1)
                 assert torch.equal(one, value), (family, at, n, key)
         at += count
+
+
+def test_a_prompt_in_half_precision_may_not_be_cut_anywhere() -> None:
+    for family, agree in (("llama", True), ("llama-bfloat16", False)):
+        graph, module = families.made(family, positions=POSITIONS)
+        cuts = legal_cuts(graph)[:1]  # the first stage is an embedding alone
+        found = [TorchDecodingStage(each, variables_from_module(module)) for each in split(graph, cuts)]
+        assert not found[0].caches and [stage.chunks_agree for stage in found] == [agree] * 2
 
 
 def test_stages_run_sessions_together_wherever_they_are_cut() -> None:

@@ -44,6 +44,22 @@ def test_every_position_is_fed_once_in_order_and_only_the_newest_is_sampled_afte
     assert sampled == list(range(len(prompt), len(prompt) + len(answer)))
 
 
+@given(prompt=ids, answer=ids, chunk=st.integers(1, 20), held=st.integers(0, 100))
+def test_tokens_of_the_answer_that_are_read_again_come_in_chunks_of_their_own(
+    prompt: list[int], answer: list[int], chunk: int, held: int
+) -> None:
+    start = min(held, len(prompt + answer) - 1)
+    feed = Feed(prompt + answer, recompute=False, answered=len(answer), start=start)
+    fed = start
+    while (step := feed.next(chunk)) is not None:
+        part, _ = step
+        assert part.start == fed and part.length <= chunk
+        assert part.end <= len(prompt) or part.start >= len(prompt)
+        assert part.sample == (part.end == len(prompt + answer))
+        fed = part.end
+    assert fed == len(prompt + answer)
+
+
 def test_without_a_cache_every_chunk_is_the_whole_sequence() -> None:
     feed = Feed([1, 2, 3], recompute=True)
     assert feed.next(2) == (Chunk(0, 3, True), [1, 2, 3])
@@ -77,7 +93,7 @@ def opening(**fields: Any) -> Opening:
 
 
 def test_an_opening_comes_back_from_its_header() -> None:
-    sent = opening(logits=True)
+    sent = opening(logits=True, answered=2)
     assert Opening.from_header(sent.to_header(), stages=2, max_sequence=7) == sent
     with pytest.raises(JobError, match="max_tokens"):
         Opening.from_header(sent.to_header(), stages=2, max_sequence=6)

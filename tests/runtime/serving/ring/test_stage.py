@@ -120,6 +120,24 @@ def test_chunks_of_a_prompt_overlap_across_stages() -> None:
     asyncio.run(main())
 
 
+def test_a_prompt_is_not_cut_where_that_moves_a_bit() -> None:
+    async def main(agree: bool) -> list[tuple[int, int]]:
+        runs: list[tuple[int, int]] = []
+
+        def on_run(stage: int, session: str, start: int, length: int) -> None:
+            runs.append((start, length))
+
+        prompt = [i % 11 for i in range(200)]
+        async with ring_of(SHAPES["two"], on_run=on_run, max_sequence=256, prefill_chunk=150) as ring:
+            for plane in ring.planes:
+                plane.chunks_agree = agree
+            assert await ring.generate(prompt, 1) == reference(SHAPES["two"], prompt, 1)
+        return runs
+
+    assert len(asyncio.run(main(agree=True))) > 4
+    assert sorted(asyncio.run(main(agree=False))) == [(0, 150), (0, 150), (150, 50), (150, 50)]
+
+
 def test_an_end_token_stops_the_answer_and_is_its_last() -> None:
     async def main() -> None:
         stages = SHAPES["two"]

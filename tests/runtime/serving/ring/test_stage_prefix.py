@@ -80,6 +80,21 @@ def test_the_second_turn_skips_what_every_stage_holds_and_copies_nothing(shape: 
     asyncio.run(main())
 
 
+def test_nothing_is_kept_where_keys_depend_on_how_the_prompt_was_cut() -> None:
+    async def main() -> None:
+        async with ring_of(SHAPES["two"], **BIG) as ring:
+            for plane in ring.planes:
+                plane.chunks_agree = False
+            streams = await ring.connect()
+            for _ in range(2):
+                tokens, held = await turn(ring, streams, HISTORY)
+                assert tokens == reference(SHAPES["two"], HISTORY, 40) and held == [0, 0]
+            await ring.freed()
+            assert not any(plane.retained_bytes() for plane in ring.planes)
+
+    asyncio.run(main())
+
+
 def test_a_gateway_never_gets_what_another_has_retained() -> None:
     async def main() -> None:
         async with ring_of(SHAPES["two"], **BIG) as ring:
