@@ -298,8 +298,9 @@ async def _compile(model: socket.socket, ours: socket.socket, theirs: socket.soc
 async def _say(connection: socket.socket, text: bytes, data: bytes = b"") -> str | None:
     """What is wrong with it, if anything. OSError where the other end is not there any more."""
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(connection, struct.pack("<I", len(text)) + text)
-    await loop.sock_sendall(connection, data)
+    with contextlib.suppress(BrokenPipeError):  # it may have answered and gone before we are done
+        await loop.sock_sendall(connection, struct.pack("<I", len(text)) + text)
+        await loop.sock_sendall(connection, data)
     head = await _exactly(connection, 4)
     error = json.loads(await _exactly(connection, min(struct.unpack("<I", head)[0], 1 << 16))).get("error")
     return None if error is None else one_line(str(error))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -22,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.manifest import Manifest, ServeConfig
-from fusion.runtime.serving.grammar import grammars
+from fusion.runtime.serving.grammar import grammars, worker
 from fusion.runtime.serving.grammar.grammars import Grammars
 from fusion.runtime.serving.grammar.matcher import GrammarRefused, GrammarsBusy, GrammarSession
 from fusion.runtime.serving.requests.json_schema import JSON_OBJECT, checked_schema
@@ -158,6 +159,20 @@ def follow(session: GrammarSession, vocabulary: int, seed: int, most: int = 300)
         tokens.append(draw.choice(allowed(session, vocabulary)))
         session.push(tokens[-1])
     return tokens
+
+
+def test_a_process_that_has_answered_and_gone_is_heard() -> None:
+    """Before it was told everything, as where it is quicker than we are."""
+
+    async def main() -> str | None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with ours, theirs:
+            worker._answer(theirs, error="a pattern")
+            theirs.close()
+            return await grammars._say(ours, b"{}")
+
+    assert asyncio.run(main()) == "a pattern"
 
 
 @pytest.mark.parametrize("name", GOOD)
