@@ -30,7 +30,6 @@ PROCESSES = (
     "worlds",
     "attacks",
 )  # folders whose tests start peers, or worlds in a process of their own
-PROGRAMS = ("worlds",)  # of these, folders with tests that have the mark `program`
 # Tests that need no process and yet take seconds each, most of them to export a model: from the gate on.
 HEAVY = (
     *("cli/test_plan.py", "dag/rewrites/test_families.py", "runtime/capture/test_exports.py"),
@@ -43,7 +42,8 @@ HEAVY = (
     "runtime/training/test_mixed_precision.py",
     *("runtime/training/test_training.py", "runtime/serving/answers/test_gateway.py"),
     *("runtime/serving/answers/test_prefix_reuse.py", "families/", "runtime/capture/test_rope.py"),
-    *("runtime/serving/test_drafts.py", "runtime/planes/products/"),
+    *("runtime/serving/test_drafts.py", "runtime/planes/products/", "runtime/planes/jax_plane/"),
+    *("runtime/planes/test_batch.py", "runtime/planes/test_retained_families.py"),
 )
 # Of those that start processes the longest: first, so that no worker is left with one of them in the end.
 LONG = (
@@ -99,7 +99,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """A file or folder of which no test would be left is not imported; one that is asked for by its name is."""
     left_out, (name, folder) = config.option.markexpr, _place(collection_path)
     heavy = "not heavy" in left_out and name.startswith(HEAVY)
-    process = "not process" in left_out and folder in PROCESSES and folder not in PROGRAMS
+    process = "not process" in left_out and folder in PROCESSES
     return True if heavy or process else None
 
 
@@ -117,7 +117,7 @@ def _place(path: Path) -> tuple[str, str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         name, folder = _place(item.path)
-        if (folder in PROCESSES or item.get_closest_marker("e2e")) and not item.get_closest_marker("program"):
+        if folder in PROCESSES or item.get_closest_marker("e2e"):
             item.add_marker("process")
         if name.startswith(HEAVY):
             item.add_marker("heavy")

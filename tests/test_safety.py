@@ -98,6 +98,7 @@ def test_no_way_from_bytes_to_code() -> None:
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.program
 def test_a_peer_does_not_load_what_runs_a_users_file() -> None:
     code = "import fusion.runtime.peer.peer, fusion.cli.start, sys; print(*sys.modules)"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.compression.adaptive import Choice, CodecSpeed, Direction, EdgeUse, choose, payload_bytes
 from fusion.compression.codec import codec
@@ -51,7 +52,7 @@ def finish(uses: list[EdgeUse], chosen: Choice, reuse_mask: bool) -> dict[str, f
     st.booleans(),
     st.sampled_from(("fp16", "int8")),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_compressed_links_finish_within_a_tenth_of_each_other(
     links: list[tuple[float, float, int]], ratio: float, reuse_mask: bool, values: str
 ) -> None:

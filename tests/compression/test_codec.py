@@ -33,7 +33,7 @@ def payload_of(encoded: Encoded) -> memoryview:
 
 
 @given(dtypes, shapes, seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_a_dense_tensor_survives_the_wire_bit_for_bit(dtype: str, shape: list[int], seed: int) -> None:
     tensor = values(shape, dtype, seed)
     decoded = NONE.decode(payload_of(NONE.encode(tensor)), {}, shape, dtype)
@@ -41,7 +41,7 @@ def test_a_dense_tensor_survives_the_wire_bit_for_bit(dtype: str, shape: list[in
 
 
 @given(specs, dtypes, shapes, seeds)
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 def test_every_codec_keeps_shape_and_dtype_and_sends_what_it_accounts_for(
     name: str, dtype: str, shape: list[int], seed: int
 ) -> None:
@@ -58,7 +58,7 @@ def test_every_codec_keeps_shape_and_dtype_and_sends_what_it_accounts_for(
 
 
 @given(st.sampled_from(sorted(BOUNDS)), floats, shapes, seeds, st.sampled_from((1e-12, 1.0, 1e3)))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_no_element_is_further_off_than_the_codec_says(
     name: str, dtype: str, shape: list[int], seed: int, scale: float
 ) -> None:
@@ -71,7 +71,7 @@ def test_no_element_is_further_off_than_the_codec_says(
 
 
 @given(specs, dtypes, shapes, st.binary(max_size=600), st.booleans())
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 def test_hostile_bytes_are_a_tensor_of_the_plan_or_one_line(
     name: str, dtype: str, shape: list[int], data: bytes, cut: bool
 ) -> None:

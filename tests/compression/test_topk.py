@@ -30,7 +30,7 @@ def payload_of(encoded: Encoded) -> memoryview:
     st.integers(0, 1000),
     st.sampled_from((0, 1)),  # 0 digits: many equal magnitudes
 )
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_the_largest_are_kept_and_the_others_are_zero(
     elements: int, density: float, values: str, dtype: str, seed: int, digits: int
 ) -> None:
@@ -74,7 +74,7 @@ def test_it_costs_at_most_a_fifth_more_than_the_information(density: float, elem
 
 
 @given(st.integers(1, 3000), st.sampled_from(("topk:0.02", "topk:0.3:int8")), st.integers(0, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_the_way_back_needs_the_values_alone(elements: int, name: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     forward, gradient = torch.randn(2, elements, generator=generator)

@@ -9,6 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.swarm.errors import IdentityError
 from fusion.swarm.identity import Identity, friendly_name, is_peer_id, verify
@@ -97,7 +98,7 @@ def test_two_first_starts_at_once_agree(tmp_path: Path, monkeypatch: pytest.Monk
     assert Identity.load_or_create(path).peer_id == others[0].peer_id
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(data=st.binary(max_size=200), flip=st.integers(0, 64 * 8 - 1))
 def test_a_signature_holds_for_its_author_and_data_only(data: bytes, flip: int) -> None:
     signature = ONE.sign(data)
@@ -109,7 +110,7 @@ def test_a_signature_holds_for_its_author_and_data_only(data: bytes, flip: int) 
     assert not verify(ONE.peer_id, bytes(forged), data)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     peer_id=st.one_of(st.text(max_size=60), st.text("123456789ABCabc", min_size=52, max_size=52)),
     data=st.binary(),

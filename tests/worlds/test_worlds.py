@@ -25,11 +25,11 @@ def worlds(*arguments: str) -> dict[str, Any]:
     return found
 
 
-# In all tiers together the worlds 1 to 2040; in the check and in the gate the first of them.
+# In all tiers together the worlds 1 to 2040; in the gate the first of them.
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
-        pytest.param(1, 40, marks=pytest.mark.program),
+        (1, 40),
         *(pytest.param(seed, 500, marks=pytest.mark.slow) for seed in (41, 541, 1041, 1541)),
     ],
 )
@@ -45,7 +45,12 @@ def test_everything_holds_in_many_worlds(seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "told", "seed"), [("term", "fence", 201), ("ready", "commit", 1), ("promote", "history", 1)]
+    ("plant", "told", "seed"),
+    [
+        pytest.param("term", "fence", 201, marks=pytest.mark.slow),
+        pytest.param("ready", "commit", 1, marks=pytest.mark.slow),
+        ("promote", "history", 1),
+    ],
 )
 def test_a_planted_bug_is_found(plant: str, told: str, seed: int) -> None:
     # A bug also leaves worlds standing still: only the one that names what was broken counts.
@@ -56,9 +61,7 @@ def test_a_planted_bug_is_found(plant: str, told: str, seed: int) -> None:
     assert any(text.startswith(told) for text in found["violations"].values()), found["violations"]
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(15, marks=pytest.mark.program), pytest.param(1000, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("count", [15, pytest.param(1000, marks=pytest.mark.slow)])
 def test_liars_are_not_believed(count: int) -> None:
     found = worlds("--worlds", str(count), "--seed", "1", "--liars", "3", "--processes", "1")
     assert found["violations"] == {}
@@ -69,8 +72,8 @@ def test_liars_are_not_believed(count: int) -> None:
     ("plant", "told", "seed"),
     [
         ("proof", "deposed", 150),
-        pytest.param("words", "deposed", 260, marks=pytest.mark.slow),  # as long as the other two together
-        ("belief", "durable", 1),
+        pytest.param("words", "deposed", 260, marks=pytest.mark.slow),
+        pytest.param("belief", "durable", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_check_that_is_left_out_is_found_by_liars(plant: str, told: str, seed: int) -> None:

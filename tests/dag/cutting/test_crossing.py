@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.instances import SIZES, with_skips
 
 from fusion.dag.cutting.crossing import crossing
@@ -16,7 +17,7 @@ from fusion.dag.placement.network import Device, Network
 from fusion.dag.placement.pipeline import Layout, pipeline
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 9), st.integers(0, 2**32 - 1), st.data())
 def test_edges_are_those_of_split(blocks, seed, data):
     graph = with_skips(blocks, 8, np.random.default_rng(seed), share=0.6)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.operations import operations
 
 from fusion.dag.cutting.cuts import (
@@ -161,7 +162,7 @@ def values_of(graph, seed=0):
     return values
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(cut_graphs())
 def test_any_cuts_give_the_same_result(cut):
     graph, cuts = cut
@@ -172,7 +173,7 @@ def test_any_cuts_give_the_same_result(cut):
         np.testing.assert_array_equal(got, wanted)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(cut_graphs())
 def test_a_stage_holds_what_it_reads_under_the_names_of_the_whole(cut):
     graph, cuts = cut
@@ -192,7 +193,7 @@ def test_a_stage_holds_what_it_reads_under_the_names_of_the_whole(cut):
     assert everywhere <= sum(n.op == "aten.linear" for n in graph.nodes)  # work is never repeated
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(graphs(), st.data())
 def test_legal_cuts_leave_no_stage_empty_and_stand_for_all(graph, data):
     legal = legal_cuts(graph)
@@ -206,7 +207,7 @@ def test_legal_cuts_leave_no_stage_empty_and_stand_for_all(graph, data):
     assert stages == split(graph, (max(c for c in legal if c <= cut),)) or not stages[1].graph.nodes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(graphs(), st.data())
 def test_crossing_bytes_are_those_of_the_edges(graph, data):
     live = {n.name for s in split(graph, ()) for n in s.graph.nodes}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.dag.cutting.cuts import legal_cuts, split
 from fusion.dag.cutting.memory import MemoryConfig, MemoryTables, measure_memory
@@ -115,7 +116,7 @@ def test_a_cache_is_as_long_as_a_session_and_a_run_no_longer_than_a_chunk() -> N
         assert found.working_bytes[0, 1] == runs * 4 * 8 * (4 + 2 + 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10_000), st.booleans(), st.integers(0, 2), st.data())
 def test_every_run_of_nodes_is_what_its_stage_is(
     seed: int, skips: bool, slots: int, data: st.DataObject

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.dag.cutting.cuts import candidate_cuts, split
 from fusion.dag.ir.dims import symbol
@@ -181,7 +182,7 @@ def best_of_all(graph, found_in, microbatches):
 
 
 @pytest.mark.heavy
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     st.lists(st.sampled_from([4, 16, 64, 200]), min_size=4, max_size=5),
     st.lists(st.sampled_from([1e8, 3e8, 1e9]), min_size=1, max_size=3),

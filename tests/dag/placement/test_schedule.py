@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.dag.placement.schedule import Action, gpipe, in_flight, one_f_one_b
 
@@ -49,7 +50,7 @@ def run(schedules, edges, random):
         at[s] += 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(pipelines())
 def test_one_f_one_b_never_deadlocks(pipeline):
     stages, edges, microbatches, depth, random = pipeline
@@ -57,7 +58,7 @@ def test_one_f_one_b_never_deadlocks(pipeline):
     assert run(schedules, edges, random) == [2 * microbatches] * stages
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(pipelines())
 def test_gpipe_never_deadlocks(pipeline):
     stages, edges, microbatches, _, random = pipeline

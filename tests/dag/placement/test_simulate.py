@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.network import Device, Link, Network
@@ -248,7 +249,8 @@ def pipelines(draw):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.heavy
+@settings(max_examples=examples(200))
 @given(pipelines())
 def test_nothing_is_faster_than_its_busiest_part(given_pipeline):
     trace = simulate(given_pipeline)
@@ -378,7 +380,7 @@ def test_a_slow_link_has_small_packets():
     assert sent.carry_seconds(14_480, 1e6) == pytest.approx(100.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(pipelines(), st.sampled_from([1.0, 1.5, 2.0, 3.0]), st.sampled_from([0.0, 0.05]))
 def test_no_more_is_done_than_the_cores_do(given_pipeline, cores, message_seconds):
     shared = Shared(cores=cores, message_seconds=message_seconds)
@@ -390,7 +392,7 @@ def test_no_more_is_done_than_the_cores_do(given_pipeline, cores, message_second
     assert trace.step_seconds >= max(trace.stage_busy_seconds) * (1 - 1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(pipelines())
 def test_enough_cores_are_as_good_as_machines_of_their_own(given_pipeline):
     many = simulate(given_pipeline, Shared(cores=1e6))

@@ -64,6 +64,7 @@ class Scans(nn.Module):
         return scanned.transpose(1, 2)
 
 
+@pytest.mark.heavy
 def test_a_function_is_replaced_while_the_model_is_captured_and_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -26,8 +26,8 @@ FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [3.0 
     [
         ({"rope_type": "dynamic", "factor": 4.0}, 256),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
-        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}, 256),
-        ({"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 128, **FACTORS}, 128),
+        pytest.param({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}, 256, marks=pytest.mark.slow),
+        pytest.param({"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 128, **FACTORS}, 128, marks=pytest.mark.slow),
     ],
     ids=["dynamic", "yarn", "llama3", "longrope"],
 )  # fmt: skip

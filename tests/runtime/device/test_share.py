@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.runtime.device.share import (
     ABOUT_SECONDS,
@@ -269,6 +270,7 @@ def test_who_comes_anew_or_after_a_rest_has_saved_nothing(known: bool) -> None:
     assert abs(device.order[came:].count(busy) - of_late) <= 2 if known else of_late <= 4
 
 
+@pytest.mark.heavy
 def test_who_came_first_has_the_more_of_it_for_a_while() -> None:
     """What strangers leave of a device to those who kept it busy before they came."""
     device = Device()
@@ -320,7 +322,7 @@ def test_what_is_remembered_has_an_end() -> None:
     ),
     st.lists(st.floats(0.0, 1.0), min_size=40, max_size=40),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_every_call_runs_once_whatever_comes_when(
     calls: list[tuple[int, int, bool, float]], seconds: list[float]
 ) -> None:

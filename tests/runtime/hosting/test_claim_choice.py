@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
+from support.examples import examples
 
 from fusion.runtime.hosting.claim_choice import (
     IDLE_FIRST_SECONDS,
@@ -57,7 +58,7 @@ vacancies = st.lists(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(vacancies, st.integers(0, 200), st.integers(0, 6), st.randoms())
 def test_the_choice_fits_takes_all_it_can_and_does_not_depend_on_the_order(
     found: list[VacantStage], memory: int, seats: int, random: object
@@ -71,7 +72,7 @@ def test_the_choice_fits_takes_all_it_can_and_does_not_depend_on_the_order(
     assert stages_to_claim(found, memory, seats) == chosen
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([0.5, 1.0])), max_size=24),
     st.integers(0, 12),

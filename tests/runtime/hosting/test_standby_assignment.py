@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.runtime.hosting.standby_assignment import (
     PATIENCE_SECONDS,
@@ -177,8 +179,9 @@ def candidates(drawn: list[tuple[bool, int]]) -> list[Candidate]:
     return [candidate(f"peer-{n}", idle, free) for n, (idle, free) in enumerate(drawn)]
 
 
+@pytest.mark.heavy
 @given(peers, st.integers(1, 6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_a_swarm_settles_and_stays_as_it_is(drawn: list[tuple[bool, int]], count: int) -> None:
     world = World(candidates(drawn), count)
     world.beat()
@@ -195,7 +198,7 @@ def test_a_swarm_settles_and_stays_as_it_is(drawn: list[tuple[bool, int]], count
 
 
 @given(peers, st.integers(1, 6), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_whoever_vanishes_is_replaced_and_newcomers_disturb_nobody(
     drawn: list[tuple[bool, int]], count: int, data: st.DataObject
 ) -> None:
@@ -219,7 +222,7 @@ def test_whoever_vanishes_is_replaced_and_newcomers_disturb_nobody(
 
 
 @given(peers, st.integers(1, 6), st.integers(0, 4000), st.integers(0, 6), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_the_choice_keeps_its_bounds_and_does_not_depend_on_the_order(
     drawn: list[tuple[bool, int]], count: int, disk: int, seats: int, random: object
 ) -> None:

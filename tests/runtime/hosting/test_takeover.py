@@ -207,6 +207,7 @@ def test_a_late_report_is_answered_with_who_followed_already(tmp_path: Path) -> 
     run(main())
 
 
+@pytest.mark.heavy
 def test_standbys_asked_at_the_same_moment_leave_one_owner_and_never_two_of_one_term(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:

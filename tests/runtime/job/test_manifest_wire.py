@@ -7,6 +7,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.errors import JobError
@@ -186,14 +187,14 @@ def test_end_tokens_lie_in_the_vocabulary() -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(JobError):
         manifests.decode(data)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 255))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_damaged_bytes_give_another_sound_manifest_or_an_error(place: int, value: int) -> None:
     data = bytearray(manifests.encode(SOUND))
     data[place % len(data)] = value

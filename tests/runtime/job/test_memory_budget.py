@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.examples import examples
 
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.swarm.directory.records import JobId, Place
@@ -218,4 +219,4 @@ class Account(RuleBasedStateMachine):
 
 
 TestAccount = Account.TestCase
-TestAccount.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAccount.settings = settings(max_examples=examples(60), stateful_step_count=30)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fusion.runtime.job.errors import JobError
@@ -54,7 +55,7 @@ def streamed(text: Text, prompt: list[int], ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     prompt=st.text(alphabet="ab z中é👩", max_size=12),
     answer=st.text(alphabet="ab z中é👩‍文\u00a0", min_size=1, max_size=20),
@@ -86,7 +87,7 @@ def test_an_unfinished_character_at_the_end_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(ids=st.lists(st.integers(0, 255), max_size=60))
 def test_any_ids_at_all_stream_in_bounded_windows(kind: str, ids: list[int]) -> None:
     stream = KINDS[kind].stream(ids[:5])

@@ -40,6 +40,7 @@ def test_start_says_what_to_install_and_exits_with_2(
     assert said == "fusion-peer: --plane jax needs the jax extra: pip install 'fusion-peer[jax]'\n"
 
 
+@pytest.mark.heavy
 @pytest.mark.program
 def test_nobody_but_the_choice_loads_a_plane() -> None:
     code = (

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.reference_speeds import REFERENCE
@@ -240,7 +241,7 @@ def swarms(draw: Any) -> tuple[list[Edge], Network]:
 
 
 @given(swarms(), st.floats(1, 100), st.booleans(), st.sampled_from((TOPK, GENTLE)), st.floats(0, 0.1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_never_more_bytes_than_dense_and_always_the_same_table(
     swarm: tuple[list[Edge], Network],
     ratio: float,
@@ -271,7 +272,7 @@ def test_never_more_bytes_than_dense_and_always_the_same_table(
     st.lists(st.integers(5_000, 1 << 18), min_size=7, max_size=7),
     st.floats(1.5, 100),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_under_topk_slow_links_are_busy_for_within_a_tenth_of_each_other(
     rates: list[float], elements: list[int], ratio: float
 ) -> None:

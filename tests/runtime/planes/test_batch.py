@@ -23,12 +23,11 @@ from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 CACHED = [
     "llama", "gpt2", "mistral-windowed", "qwen3", "mistral", "phi", "neox", "mixtral", "bloom", "gemma2", "llama-bfloat16",
 ]  # fmt: skip
-QUICK = {"llama", "gpt2", "mistral-windowed"}
-# As the windowed one without a window, as gpt2 with a rotary part, as llama with norms of queries and keys, as phi,
-# as gemma2 with a bias in place of a cap.
-LIKE_OTHERS = {"mistral", "phi", "qwen3", "neox", "bloom"}
+QUICK = {"llama", "gpt2"}
 FAMILIES = [
-    pytest.param(f, marks=() if f in QUICK else pytest.mark.slow if f in LIKE_OTHERS else pytest.mark.heavy)
+    pytest.param(
+        f, marks=() if f in QUICK else pytest.mark.heavy if f == "llama-bfloat16" else pytest.mark.slow
+    )
     for f in CACHED
 ]
 POSITIONS = 96

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.dag.ir.dims import poly, symbol
 from fusion.dag.ir.errors import GraphError
@@ -56,7 +57,7 @@ def test_no_name_reaches_the_source(name: str) -> None:
     assert found.tolist() == [[0.0, 2.0, 4.0]] * 2
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.text(), min_size=3, max_size=3, unique=True), st.floats() | st.integers() | st.booleans())
 def test_the_source_is_made_of_known_words(names: list[str], constant: float) -> None:
     g = graph(*names)

@@ -73,6 +73,7 @@ def compare_gradients(name: str, stages: int, microbatches: int, device: str) ->
         assert relative(found[parameter], gradient) <= 1e-5, parameter
 
 
+@pytest.mark.heavy
 def test_experts_are_trained_as_in_one_process() -> None:
     """Gradients, and losses of some steps, of a Mixtral over three stages, against the model's own experts."""
     case = make("mixtral")

@@ -28,6 +28,7 @@ from fusion.swarm.directory.records import Digest, JobId
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
 TOKENS = 60
 PATIENT = FailoverConfig(recover_seconds=20)
+SAMPLED = {"sampling": Sampling(temperature=0.7, top_k=20, seed=3)}
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +58,15 @@ def drafts_held(swarm: Swarm, job: JobId) -> list[Any]:
     return [each.loaded.draft for each in hosted if each is not None]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("sampled", [{}, {"sampling": Sampling(temperature=0.7, top_k=20, seed=3)}])
+@pytest.mark.parametrize(
+    ("name", "sampled"),
+    [
+        ("llama", SAMPLED),
+        ("gpt2", {}),
+        pytest.param("llama", {}, marks=pytest.mark.slow),
+        pytest.param("gpt2", SAMPLED, marks=pytest.mark.slow),
+    ],
+)
 def test_an_answer_is_the_same_with_the_model_itself_or_another_as_its_draft(
     name: str, sampled: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

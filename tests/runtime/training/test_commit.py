@@ -133,6 +133,7 @@ def test_after_a_loss_the_ledger_is_that_of_the_plan_and_the_loss_is_counted(
     asyncio.run(main())
 
 
+@pytest.mark.heavy
 def test_snapshots_come_by_themselves_at_a_period_that_losses_and_costs_decide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

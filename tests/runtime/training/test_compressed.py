@@ -99,7 +99,10 @@ def planned_bytes(stages: Any, forward: str, backward: str, how: dict[str, Any],
     return total
 
 
-@pytest.mark.parametrize(("forward", "backward", "how"), WAYS)
+@pytest.mark.parametrize(
+    ("forward", "backward", "how"),
+    [*WAYS[:1], *(pytest.param(*way, marks=pytest.mark.slow) for way in WAYS[1:])],
+)
 def test_a_killed_stage_changes_nothing_and_neither_does_one_that_is_handed_over(
     tmp_path: Path, forward: str, backward: str, how: dict[str, Any]
 ) -> None:

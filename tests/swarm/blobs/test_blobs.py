@@ -12,6 +12,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.fetch import PATIENCE
@@ -86,7 +87,7 @@ def id_of(blobs: Blobs) -> PeerId:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_an_index_names_the_bytes_and_nothing_else_decodes(data: bytes) -> None:
     index = index_of([data] if data else [])
     assert index.digest == digest_of(data)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.directory_records import claim_record
+from support.examples import examples
 
 from fusion.swarm.claims.election import (
     HEAD_START_SECONDS,
@@ -34,7 +35,7 @@ def claim_sets(draw: st.DrawFn) -> list[ClaimRecord]:
 
 
 @given(claim_sets(), st.permutations(range(5)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_everyone_who_sees_the_same_claims_elects_the_same(
     claims: list[ClaimRecord], order: list[int]
 ) -> None:

@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.swarm.dht.holders import Holders
 from fusion.swarm.dht.lookup import Node
@@ -55,7 +56,7 @@ def test_a_node_that_is_nearer_has_to_be_searched_for() -> None:
 
 
 @given(size=st.integers(1, 200), count=st.integers(1, 32), seed=st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_each_key_is_asked_of_one_holder_and_of_another_next_time(size: int, count: int, seed: int) -> None:
     draw = random.Random(seed)
     nodes, keys = swarm(size, draw), [draw.getrandbits(160) for _ in range(count)]

@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.swarm.dht.lookup import Found, LookupConfig, Node, NodeReply, lookup
 from fusion.swarm.transport import PeerId
@@ -45,7 +46,7 @@ class World:
 
 
 @given(size=st.integers(1, 120), seed=st.integers(0, 2**32), count=st.integers(1, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_a_lookup_finds_what_lies_at_the_nearest_nodes(size: int, seed: int, count: int) -> None:
     world = World(size, seed)
     draw = random.Random(seed + 1)
@@ -62,7 +63,7 @@ def test_a_lookup_finds_what_lies_at_the_nearest_nodes(size: int, seed: int, cou
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_dead_nodes_are_passed_by(seed: int) -> None:
     world = World(40, seed)
     key = random.Random(seed + 1).getrandbits(BITS)
@@ -127,7 +128,7 @@ def test_nodes_that_invent_neighbours_are_bounded() -> None:
 
 
 @given(seed=st.integers(0, 2**32), liars=st.integers(1, 3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_one_that_names_only_invented_nodes_withholds_nothing(seed: int, liars: int) -> None:
     """It is the nearest node to the key and one of those we begin with; what it names is nearer still, and silent."""
     world = World(60, seed)

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.routing_table import BUCKET_NODES, RoutingTable, bucket_of
@@ -56,7 +57,7 @@ def test_who_shares_a_bucket_is_equally_far_by_five_bits(own: int, one: int, two
 
 
 @given(ids, st.integers(0, 2**32), st.integers(1, 400), st.integers(0, 3))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_table_is_bounded_and_answers_with_the_nearest(
     own: int, seed: int, count: int, networks: int
 ) -> None:

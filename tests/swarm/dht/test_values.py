@@ -12,6 +12,7 @@ from hivemind.utils import MSGPackSerializer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.directory_records import ALICE, JOB
+from support.examples import examples
 
 from fusion.swarm.dht.values import (
     MAX_SUBKEY_CHARACTERS,
@@ -84,7 +85,7 @@ def test_containers_in_containers_are_not_built() -> None:
 
 
 @given(st.binary(max_size=60), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_garbage_for_a_value_is_refused(data: bytes, wrapped: bool) -> None:
     with pytest.raises(ValueError):
         parse_values(msgpack.packb(msgpack.ExtType(0x50, data)) if wrapped else data)

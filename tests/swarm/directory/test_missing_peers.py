@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.directory_records import peer_record
+from support.examples import examples
 
 from fusion.swarm.directory.missing_peers import MissingPeers, MissingPeersConfig
 from fusion.swarm.directory.records import PeerRecord
@@ -62,7 +63,7 @@ def _seen(listed: frozenset[int]) -> tuple[PeerRecord, ...]:
     return tuple(RECORDS[i] for i in sorted(listed))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.frozensets(st.sampled_from(range(len(RECORDS)))), max_size=8))
 def test_the_missing_are_those_met_and_not_listed(lists: list[frozenset[int]]) -> None:
     roll = MissingPeers(US.peer_id)

@@ -18,6 +18,7 @@ from support.directory_records import (
     provider_record,
     raw_seal,
 )
+from support.examples import examples
 
 from fusion.swarm.directory import sealing
 from fusion.swarm.directory.keys import SHARDS, key_of, shard, subkey_of
@@ -78,21 +79,21 @@ def test_a_sealed_record_opens_to_itself(record: Record) -> None:
     ready=st.booleans(),
     role=st.sampled_from(["owner", "standby", "released"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_any_claim_survives_the_wire(**fields: Any) -> None:
     record = claim_record(ALICE, **fields)
     assert opened(seal(record, ALICE, NOW + 6), record) == record
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(RecordError):
         opened(data, RECORDS[0])
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_no_bit_can_be_changed(data: st.DataObject) -> None:
     record = RECORDS[1]
     sealed = bytearray(seal(record, ALICE, NOW + 6))

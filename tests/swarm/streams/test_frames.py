@@ -61,7 +61,7 @@ def feed(parser: FrameParser, data: bytes, sizes: list[int]) -> None:
 # The pure part.
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(
     kind=st.text(min_size=1, max_size=20),
     header=headers,
@@ -75,7 +75,7 @@ def test_a_frame_survives_the_wire(kind: str, header: dict[str, Any], payload: l
     assert data[HEAD_BYTES + header_bytes :] == b"".join(payload)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(data=st.binary(max_size=100))
 def test_arbitrary_bytes_are_a_header_or_a_frame_error(data: bytes) -> None:
     try:
@@ -189,7 +189,7 @@ def test_limits_are_checked(limits: dict[str, int]) -> None:
 # The parser.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     payloads=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 200_000)), max_size=6),
     long_header=st.booleans(),

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.swarm.streams.link_estimate import (
     RateEstimate,
@@ -39,7 +40,7 @@ def cold(rate: float, rtt: float, size: int) -> list[Read]:
 
 
 @given(mbps=st.floats(1, 900), size=st.integers(2_000_000, 8_000_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_a_steady_payload_tells_its_rate(mbps: float, size: int) -> None:
     found = sample(steady(mbps * MBPS, size), 0.0, 0.02)
     assert found is not None
@@ -88,7 +89,7 @@ def test_what_piled_up_while_we_were_held_up_does_not_make_a_link_fast() -> None
     begin=st.floats(0.0, 1.0),
     held_up=st.floats(0.0, 0.11),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_a_wait_at_our_end_makes_no_link_fast(
     mbps: float, seconds: float, begin: float, held_up: float
 ) -> None:

@@ -14,6 +14,7 @@ from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.runtime.capture.gguf import header as gguf_header
 from fusion.runtime.capture.gguf.header import GGUFHeader, read_header
@@ -160,7 +161,7 @@ def whole(path: Path) -> bytes:
     return write(path)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_a_damaged_file_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

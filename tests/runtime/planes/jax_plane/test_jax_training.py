@@ -134,8 +134,11 @@ def test_a_tied_vocabulary_and_experts_are_trained_in_jax(both: tuple[Plane, Pla
 
 @pytest.mark.parametrize(
     "config",
-    [CONFIG, OptimizerConfig(kind="sgd", momentum=0.9), OptimizerConfig(kind="sgd", weight_decay=0.1)],
-    ids=["adamw", "momentum", "sgd"],
+    [
+        pytest.param(CONFIG, id="adamw"),
+        pytest.param(OptimizerConfig(kind="sgd", momentum=0.9), id="momentum", marks=pytest.mark.slow),
+        pytest.param(OptimizerConfig(kind="sgd", weight_decay=0.1), id="sgd", marks=pytest.mark.slow),
+    ],
 )
 def test_state_goes_from_one_plane_to_the_other_and_back(
     config: OptimizerConfig, both: tuple[Plane, Plane]

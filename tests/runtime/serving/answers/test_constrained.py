@@ -96,10 +96,11 @@ def test_an_owner_may_die_in_the_middle_of_it(victim: int, tmp_path: Path) -> No
             job = await swarm.serve("llama", 2, byte_level=True)
             await swarm.stand_by(swarm.peers[2], job, 0, 1)
             expected = [await answer_while(swarm, SETTINGS[name]) for name in ("greedy", "everything")]
-            # One is alone when the owner dies, early enough that no guesses bring its end before; the other goes on at the heir
-            # from the beginning.
+            # One is under way when the owner dies, without guesses, which could bring its end before; the other goes on at the
+            # heir from the beginning.
             owner = swarm.owners[victim].id
-            _, first = await answer_while(swarm, SETTINGS["greedy"], {1: lambda: swarm.network.kill(owner)})
+            deaths = {1: lambda: swarm.network.kill(owner)}
+            _, first = await answer_while(swarm, SETTINGS["greedy"], deaths, guesses=False)
             _, second = await answer_while(swarm, SETTINGS["everything"])
             assert [first.tokens, second.tokens] == [answer.tokens for _, answer in expected]
             assert first.route[victim] == second.route[victim] == swarm.peers[2].id

@@ -62,7 +62,9 @@ def wanted(family: str, given: torch.Tensor) -> list[int]:
     return generated(made(family)[1], given, NEW)
 
 
-@pytest.mark.parametrize("family", ["bart", "whisper", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["bart", *(pytest.param(each, marks=pytest.mark.slow) for each in ("whisper", "t5"))]
+)
 def test_answers_together_are_those_of_generate_alone(family: str, tmp_path: Path) -> None:
     lengths = (1, 9, 60)
 

@@ -95,6 +95,7 @@ def test_hostile_requests_get_one_error(
     asyncio.run(main())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("how", ["kill", "close"])
 def test_a_client_that_goes_frees_the_session_on_every_stage(how: str, tmp_path: Path) -> None:
     async def main() -> None:

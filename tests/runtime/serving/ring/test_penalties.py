@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.every_setting import EVERY_SETTING
+from support.examples import examples
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from fusion.runtime.job.errors import JobError, JobFailed
@@ -26,7 +27,7 @@ tokens_of = st.lists(st.integers(0, VOCABULARY - 1), max_size=30)
 signed = st.floats(-2, 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(row=rows, prompt=tokens_of, answer=tokens_of, penalty=st.floats(0.1, 3))
 def test_repetition_is_that_of_transformers(
     row: torch.Tensor, prompt: list[int], answer: list[int], penalty: float
@@ -37,7 +38,7 @@ def test_repetition_is_that_of_transformers(
     torch.testing.assert_close(found, row.double() if penalty == 1.0 else expected, rtol=0, atol=0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(row=rows, prompt=tokens_of, answer=tokens_of, frequency=signed, presence=signed, repetition=signed)
 def test_frequency_and_presence_count_the_answer_alone_and_come_after_repetition(
     row: torch.Tensor,
@@ -66,7 +67,7 @@ def test_frequency_and_presence_count_the_answer_alone_and_come_after_repetition
     assert sample(row, given_, len(tokens), TokenCounts(tokens, len(answer))) == int(found.argmax())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(row=rows, min_p=st.floats(0.001, 1), temperature=st.floats(0.2, 5), seed=st.integers(0, 999))
 def test_min_p_draws_from_what_transformers_leaves(
     row: torch.Tensor, min_p: float, temperature: float, seed: int
@@ -229,7 +230,7 @@ def test_a_bias_off_the_wire_is_checked_for_its_form(value: object) -> None:
 # --- log-probabilities
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(row=rows, token=st.integers(0, VOCABULARY - 1), count=st.integers(0, 20))
 def test_logprobs_are_those_of_the_softmax_best_first_and_lower_ids_of_equals(
     row: torch.Tensor, token: int, count: int

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.serving.requests.request import Sampling
@@ -53,7 +54,7 @@ def test_top_k_and_top_p_together_renormalise_within_the_k() -> None:
     assert set(draws(Sampling(temperature=1.0, top_k=2, top_p=0.6, seed=3))) == {1}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     logits=st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=40),
     temperature=st.floats(0, 10),

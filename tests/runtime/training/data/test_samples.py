@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.training.data import samples as order
@@ -29,7 +30,7 @@ CONFIG = TrainConfig(
 
 
 @given(st.integers(1, 300), st.integers(0, 2**63 - 1), st.integers(1, 5), st.integers(1, 7))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_an_epoch_holds_every_sample_once(samples: int, seed: int, microbatches: int, size: int) -> None:
     config = replace(CONFIG, microbatches=microbatches, microbatch_size=size)
     drawn: list[int] = []
@@ -78,7 +79,7 @@ def _image(seed: int, epoch: int, index: int, samples: int) -> int:
     st.integers(0, 10**6),
     st.integers(1, 70),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_the_order_is_the_one_that_is_defined(samples: int, seed: int, step: int, size: int) -> None:
     config = replace(CONFIG, microbatches=3, microbatch_size=size)
     first = (3 * step + 1) * size

@@ -128,7 +128,7 @@ def test_a_table_is_as_good_as_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "families", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.heavy) for each in FAMILIES[1:])]
+    "families", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES[1:])]
 )
 def test_noise_alone_never_changes_a_table_twice(families: tuple[str, ...]) -> None:
     work, count = job(families=families), 0

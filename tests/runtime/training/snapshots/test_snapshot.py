@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph, TensorType, Variable
@@ -61,7 +62,7 @@ def test_an_index_whose_ledger_is_not_that_of_its_step_is_refused(ledger: Ledger
 
 
 @given(st.binary(max_size=100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_other_bytes_are_no_index(data: bytes) -> None:
     with pytest.raises(JobError):
         snapshot.decode_index(data, JOB, 2)
