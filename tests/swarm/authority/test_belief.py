@@ -107,6 +107,16 @@ def test_most_owners_end_a_job_and_fewer_do_not(forged: list[JobRecord], state: 
     )
 
 
+@given(st.lists(FORGERIES, max_size=6))
+def test_one_owner_of_three_that_lies_about_what_a_job_came_to_is_outvoted(forged: list[JobRecord]) -> None:
+    lie = said(MALLORY, state="done", step=10**6, snapshot=FALSE, snapshot_step=90, term=5000)
+    seen = sight(LEAD, SECOND, MALLORY)
+    for carried in (False, True):
+        word = with_statement(lie, MALLORY) if carried else lie
+        found = judged([word, ended(LEAD), ended(SECOND), *forged], seen)
+        assert found.settled and (found.record.snapshot, found.record.step) == (TRUE, 90)
+
+
 def test_an_owner_that_is_gone_has_a_voice_only_if_it_spoke() -> None:
     assert judged([TRUTH, ended(SECOND)], sight(None, None, THIRD)).doubted
     assert judged([TRUTH, ended(SECOND), ended(LEAD)], sight(None, None, THIRD)).settled
