@@ -64,6 +64,8 @@ class ClaimCache:
             known = self._tenures.get((law.job, stage))
             if known is not None and known.over is None and known.claim.term > highest:
                 del self._tenures[law.job, stage]
+            if self._hints.get((law.job, stage), 0) > highest - HINT_SPARE:
+                del self._hints[law.job, stage]  # a claim above it would count for nothing
 
     def observe(self, slot: Slot, term: int) -> None:
         """Somebody says that the stage had this term: ours shall be above it. It costs nobody else's."""

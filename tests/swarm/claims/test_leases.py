@@ -584,6 +584,20 @@ def test_terms_cannot_be_used_up() -> None:
     asyncio.run(scenario())
 
 
+def test_a_term_that_somebody_spoke_of_before_the_law_was_known_blocks_no_claim() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        one, other = room.leases
+        one.observe(JOB, 0, 5000)  # a stranger's word
+        for leases in (one, other):
+            leases.know(law(1, launched_at=int(room.clock()) - 10))
+        claim = await one.claim(JOB, 0, 1.0)
+        assert claim is not None and claim.term == 1
+        assert await other.owner(JOB, 0) is not None
+
+    asyncio.run(scenario())
+
+
 def test_one_neighbour_of_two_cannot_disown_an_owner() -> None:
     async def scenario() -> None:
         room = Room(3)
