@@ -68,6 +68,7 @@ class Node:
     refuse: str = ""  # a local mistake in whatever is delivered
     ghost: bool = False  # it welcomes everybody, and says no hello of its own
     frozen: asyncio.Event = field(default_factory=asyncio.Event)  # clear: it answers nobody
+    greeted: list[PeerId] = field(default_factory=list)  # by whom
 
     @property
     def peer(self) -> PeerId:
@@ -100,6 +101,7 @@ class Node:
     async def serve(self, stream: Stream) -> None:
         frame = await stream.receive()
         hello = build(Hello, frame.header, "hello")
+        self.greeted.append(stream.remote)
         await self.frozen.wait()
         if self.ghost:
             await stream.send("welcome", {"term": hello.target_term})

@@ -172,14 +172,20 @@ class Partner:
             claim = self._shown = None
         elif claim is None and self._last is None:
             claim = winner(leases.recent(job, self.stage))
-        if claim is not None and not self.fence.is_over(claim):
+        ended = claim is not None and held is not None and not held.lives(self._context.directory.now())
+        shown = claim if ended else None
+        if claim is not None and not ended and not self.fence.is_over(claim):
             return claim
         claims = await leases.claims(job, self.stage)
         claim = winner(claims)
+        if ended:
+            self._shown = None  # nobody follows it who was shown to us before
         if claim is None and (behind := leases.behind(job, self.stage)) is not None:
             # It is dialled all the same: one of us will be told that it was overtaken, and claim its stage above that. If
             # neither dialled, both would wait for ever.
             return behind
+        if claim is None and shown is not None:
+            return shown  # its claims may not come through to us, and nobody else's do
         if claim is None:
             if self._last is not None:
                 self._suspect(self._last, group)

@@ -115,6 +115,27 @@ def test_whoever_was_not_told_of_the_heir_is_dialled_by_it() -> None:
     run(main())
 
 
+def test_whoever_gave_its_claim_up_is_not_dialled_for_ever_where_another_claims_the_stage() -> None:
+    """It had come to the stage in our eyes alone, welcomes us and hangs up."""
+
+    async def main() -> None:
+        async with swarm(3) as made:
+            one, two, liar = made.nodes
+            await two.host(1, [0])
+            liar.ghost = True
+            assert await liar.context.leases.claim(JOB, 1, 0.5, over=9, confirm=False) is not None
+            await one.host(0, [1])
+            await until(lambda: one.peer in liar.greeted)
+            assert one.context.leases.known_term(JOB, 1) == 10 and one.peer not in two.greeted
+            await liar.context.leases.release(JOB, 1)
+            await one.context.leases.claims(JOB, 1)  # as its heartbeat reads them
+            made.cut(one, liar)
+            await asyncio.sleep(1.0)
+            assert one.peer in two.greeted  # one of them is told that it was overtaken
+
+    run(main())
+
+
 def test_a_silent_neighbour_is_left_alone() -> None:
     async def main() -> None:
         async with linked_pair() as (_made, one, _two):
