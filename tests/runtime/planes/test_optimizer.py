@@ -6,7 +6,7 @@ import torch
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.planes import optimizer
-from fusion.runtime.planes.optimizer import PIECE, Optimizer, squared_norm
+from fusion.runtime.planes.optimizer import PIECE, WHOLE, Optimizer, squared_norm
 
 
 def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
@@ -42,18 +42,44 @@ def test_a_squared_norm_has_the_bits_of_the_librarys(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         draw = torch.Generator().manual_seed(threads)
-        for elements in (1, 1001, PIECE, PIECE + 1, 3 * PIECE + 8, 40 * PIECE + 16):
-            scales = 10.0 ** torch.randint(-3, 4, (elements,), generator=draw)
-            gradient = torch.randn(elements, generator=draw) * scales
-            wanted = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            assert torch.equal(squared_norm(gradient), wanted), elements
+        for elements in (1, 1001, PIECE, WHOLE, WHOLE + 1, WHOLE + PIECE + 8, 40 * PIECE + 16):
+            gradient = _drawn(draw, elements)
+            assert torch.equal(squared_norm(gradient), _by_library(gradient)), elements
         assert optimizer._lanes() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512")
         for broken in (float("nan"), float("inf")):
             gradient[PIECE] = broken
             assert str(squared_norm(gradient)) == str(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-        across = torch.randn(700, 300, generator=draw).T
-        assert torch.equal(
-            squared_norm(across), torch.linalg.vector_norm(across, dtype=torch.float64).square()
-        )
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_squared_norm_is_the_same_however_it_is_added_up_and_lies_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the library or by us, on any number of threads, of a tensor that is transposed, every other column of a wider one, or begins
+    anywhere."""
+    before, draw = torch.get_num_threads(), torch.Generator().manual_seed(7)
+    try:
+        for turn in range(300):
+            rows, columns = (int(n) for n in torch.randint(1, 250, (2,), generator=draw))
+            gradient = _drawn(draw, rows * columns).reshape(rows, columns)
+            wider = torch.zeros(rows, 2 * columns)
+            wider[:, ::2] = gradient
+            shifted = torch.cat([torch.zeros(1), gradient.reshape(-1)])[1:].reshape(rows, columns)
+            torch.set_num_threads(1)
+            wanted = _by_library(gradient)
+            torch.set_num_threads(1 + turn % 3)
+            for whole in (1 << 20, 8):
+                monkeypatch.setattr(optimizer, "WHOLE", whole)
+                for same in (gradient, gradient.T.contiguous().T, wider[:, ::2], shifted):
+                    assert torch.equal(squared_norm(same), wanted), (turn, rows, columns)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _drawn(draw: torch.Generator, elements: int) -> torch.Tensor:
+    return torch.randn(elements, generator=draw) * 10.0 ** torch.randint(-3, 4, (elements,), generator=draw)
+
+
+def _by_library(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
