@@ -63,6 +63,7 @@ def outcome(family: str, directory: Path) -> Outcome:
         # Tokens that a family forces or keeps down are chosen by whoever asks, not by the model.
         theirs.generation_config = transformers.GenerationConfig()
         wanted(theirs, torch.zeros(1, 12, dtype=torch.int64))
+        generated(theirs, torch.zeros(1, PROMPTS[-1], dtype=torch.int64), 2)
     except Exception as error:  # whatever transformers raises for a configuration that does not fit together
         return Outcome(family=family, served="not tried", why=line(error))
     try:
