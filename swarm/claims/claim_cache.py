@@ -112,7 +112,11 @@ class ClaimCache:
     def tenure(self, slot: Slot, own: ClaimRecord | None) -> Tenure | None:
         """Who holds the stage now, or held it last."""
         view = tenure.View(
-            proves=self.proves, now=self._now(), ceiling=self._ceiling(slot[0]), alone=self._is_alone(slot)
+            proves=self.proves,
+            words=self.words,
+            now=self._now(),
+            ceiling=self._ceiling(slot[0]),
+            alone=self._is_alone(slot),
         )
         known = tenure.settle(self._tenures.get(slot), self.seen(slot, own), view)
         if known is not None:
@@ -184,6 +188,15 @@ class ClaimCache:
 
     def proves(self, claim: ClaimRecord, holding: Holding) -> bool:
         """Whether the claim's proof shows that whoever held its stage so does not any more."""
+        voters = self._voters(claim, holding)
+        return holding.peer in voters or self.is_majority((claim.job, claim.stage), holding.peer, voters)
+
+    def words(self, claim: ClaimRecord, holding: Holding) -> int:
+        """How many jurors say in the claim's proof that whoever held its stage so does not any more."""
+        found = self._seats((claim.job, claim.stage), holding.peer)
+        return tenure.count(self._voters(claim, holding), found)
+
+    def _voters(self, claim: ClaimRecord, holding: Holding) -> set[PeerId]:
         slot, voters = (claim.job, claim.stage), set()
         for data in claim.proof:
             try:
@@ -192,7 +205,7 @@ class ClaimCache:
                 continue
             if testimony.holding == holding and testimony.is_good(self._now()):
                 voters.add(testimony.voter)
-        return holding.peer in voters or self.is_majority(slot, holding.peer, voters)
+        return voters
 
     def is_majority(self, slot: Slot, suspect: PeerId, voters: set[PeerId]) -> bool:
         """Whether so many jurors have a word against the stage's holder."""

@@ -386,15 +386,16 @@ class Leases:
             task.add_done_callback(self._ours.late.discard)
 
     async def _prove(self, held: ClaimRecord, holding: Holding) -> None:
-        """Have our claim carry the words of a majority that `holding` is over."""
+        """Have our claim carry the words of jurors that `holding` is over."""
         slot = (held.job, held.stage)
         words = () if self.testimonies is None else await self.testimonies(slot, holding)
         owned = self._ours.owned.get(slot)
-        if (
-            owned is not None
-            and owned.term == held.term
-            and self.jury.is_proof(*slot, holding, self.peer_id, words)
-        ):
+        if owned is None or owned.term != held.term:
+            return
+        # Of a holder whose lease ran out fewer than a majority count too, against rivals that have fewer still.
+        tenure = self.tenure(*slot)
+        some = bool(words) and tenure is not None and not tenure.settled and tenure.lapsed == holding
+        if some or self.jury.is_proof(*slot, holding, self.peer_id, words):
             self._ours.owned[slot] = replace(owned, proof=words)
             self._ours.say_soon(owned)
 

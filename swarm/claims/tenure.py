@@ -12,6 +12,7 @@ if its term is higher, where
 (c) it contests a tenure that is not settled, with the same right as that has and a higher rank, at most ROUNDS above the
     term that both follow. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
     its claim proves that a majority saw that as well: the two halves of a swarm that was divided agree in this way.
+    Later than CONTEST_SECONDS a rival must bring as many jurors' words that the holder before is gone as the tenure has.
     Until then the holder before gets the stage back with the claim that it had. Whoever was outbid gets it back, if it
     still claims it, when whoever outbid it gives it up or lets its lease run out: readers see a contest at unlike times,
     so not all of them went by it.
@@ -78,6 +79,8 @@ NEVER = 0.0
 
 # Whether a claim proves that whoever held the stage so does not any more, and that the claim's peer is to follow.
 Proves = Callable[[ClaimRecord, Holding], bool]
+# How many jurors say so.
+Words = Callable[[ClaimRecord, Holding], int]
 # Those whose word stands for one juror.
 Seat = frozenset[PeerId]
 
@@ -88,6 +91,7 @@ class View:
     wait for. `now`: unix seconds."""
 
     proves: Proves
+    words: Words
     now: float
     ceiling: int
     alone: bool
@@ -171,8 +175,14 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
         return None
     if before.term < claim.term <= before.term + ROUNDS and view.proves(claim, before):
         return replace(fresh, over=before)
-    young = view.now - known.since < CONTEST_SECONDS or not known.settled
-    if not young or rank(claim) <= rank(known.claim) or claim.term > known.floor + ROUNDS:
+    young = view.now - known.since < CONTEST_SECONDS
+    if not young and (known.settled or known.lapsed is None):
+        return None
+    if not young and known.lapsed is not None:
+        words, needed = view.words(claim, known.lapsed), view.words(known.claim, known.lapsed)
+        if words < needed:
+            return None
+    if rank(claim) <= rank(known.claim) or claim.term > known.floor + ROUNDS:
         return None
     if known.over is not None and not view.proves(claim, known.over):
         return None
@@ -204,6 +214,11 @@ def seats(jurors: Iterable[Tenure], suspect: PeerId | None, now: float) -> tuple
     return tuple(frozenset(voices - {suspect}) for voices in found.values())
 
 
+def count(voters: Collection[PeerId], found: Collection[Seat]) -> int:
+    """How many of the jurors are among the voters."""
+    return sum(not seat.isdisjoint(voters) for seat in found)
+
+
 def is_majority(voters: Collection[PeerId], found: Collection[Seat]) -> bool:
     """Whether more than half of the jurors are among the voters."""
-    return 2 * sum(not seat.isdisjoint(voters) for seat in found) > len(found)
+    return 2 * count(voters, found) > len(found)

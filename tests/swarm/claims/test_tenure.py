@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -47,10 +47,15 @@ def view(
     *,
     highest: int = 1000,
     alone: bool = False,
+    words: Mapping[str, int] | None = None,
 ) -> View:
-    """`proven`: whose claims prove that who held the stage is gone."""
+    """`proven`: whose claims prove that who held the stage is gone; `words`: how many jurors say so for each peer."""
     return View(
-        proves=lambda claim, holding: (claim.peer, holding) in proven, now=now, ceiling=highest, alone=alone
+        proves=lambda claim, holding: (claim.peer, holding) in proven,
+        words=lambda claim, holding: (words or {}).get(claim.peer, 0),
+        now=now,
+        ceiling=highest,
+        alone=alone,
     )
 
 
@@ -114,6 +119,17 @@ def test_contenders_of_one_right_go_by_rank_for_a_while() -> None:
     assert owner(settle(first, [rival], view(later))) == ("cat", 7)
     # Where nobody has a word there is nothing to wait for.
     assert owner(settle(first, [rival], view(later, alone=True))) == ("bob", 6)
+
+
+def test_who_comes_late_to_a_contest_needs_as_many_words_as_the_owner() -> None:
+    bob = replace(held("bob", 6), since=10.0, until=30.0, floor=5, lapsed=ANN, settled=False)
+    claims = [claim("bob", 6, until=30.0), claim("eve", 7, score=1.0, until=30.0)]
+    late = 10.0 + CONTEST_SECONDS
+    assert owner(settle(bob, claims, view(late - 1.0, words={"bob": 1}))) == ("eve", 7)
+    assert owner(settle(bob, claims, view(late, words={"bob": 1}))) == ("bob", 6)
+    # The halves of a swarm that was divided have as many each, or none: they go by rank.
+    assert owner(settle(bob, claims, view(late, words={"bob": 1, "eve": 1}))) == ("eve", 7)
+    assert owner(settle(bob, claims, view(late))) == ("eve", 7)
 
 
 def test_who_was_only_cut_off_gets_its_stage_back_unless_a_majority_saw_it_gone() -> None:
