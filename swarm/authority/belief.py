@@ -175,7 +175,7 @@ def _majority(ends: Sequence[_Word], sight: Sight) -> list[_Word]:
             voices = rest
         votes = sum(peer in signers for peer in voices.values())
         if votes >= fewest and 2 * votes > len(voices):
-            return _most_said([word for word in agreed if word.said.signer in voices.values()], voices)
+            return _most_said(agreed, voices, sight)
         ours = sight.us is not None and any(peer == sight.us for peer, _ in sight.owners.values())
         early = state == "done" and sight.law is not None and sight.reached < sight.law.steps
         if state != "stopped" and ours and not early:
@@ -189,17 +189,26 @@ def _majority(ends: Sequence[_Word], sight: Sight) -> list[_Word]:
     return []
 
 
-def _most_said(agreed: Sequence[_Word], voices: Mapping[int, PeerId]) -> list[_Word]:
-    """Of the words on an end those on what it came to that most of the voices say: one of them may lie about that."""
+def _most_said(agreed: Sequence[_Word], voices: Mapping[int, PeerId], sight: Sight) -> list[_Word]:
+    """Of the words of voices on an end those on what it came to that most voices say, and of several such the most of all who
+    own a stage or owned one: any of them may lie about that."""
     by_point: dict[Any, list[_Word]] = {}
     for word in agreed:
         by_point.setdefault((word.said.step, word.said.snapshot, word.said.snapshot_step), []).append(word)
-    votes = {
-        point: sum(peer in {word.said.signer for word in words} for peer in voices.values())
-        for point, words in by_point.items()
-    }
-    most = max(votes.values(), default=0)
-    return [word for point, words in by_point.items() if votes[point] == most for word in words]
+
+    def votes(words: Sequence[_Word]) -> tuple[int, int]:
+        signers = {word.said.signer for word in words}
+        vouched = {s for s in signers if s == sight.us or _owned_one(s, sight)}
+        return sum(peer in signers for peer in voices.values()), len(vouched)
+
+    most = max(map(votes, by_point.values()), default=(0, 0))
+    return [
+        word
+        for words in by_point.values()
+        if votes(words) == most
+        for word in words
+        if word.said.signer in voices.values()
+    ]
 
 
 def _agreed(running: Sequence[_Word], sight: Sight) -> list[_Word]:

@@ -117,6 +117,15 @@ def test_one_owner_of_three_that_lies_about_what_a_job_came_to_is_outvoted(forge
         assert found.settled and (found.record.snapshot, found.record.step) == (TRUE, 90)
 
 
+def test_of_two_voices_that_contradict_each_other_the_one_that_others_bear_out_is_believed() -> None:
+    """A liar came to the first stage under a high term once, in our eyes alone; the last owner says nothing yet."""
+    lie = said(MALLORY, state="done", step=10**6, snapshot=FALSE, snapshot_step=90, term=5000)
+    seen = sight(us=LEAD)
+    seen = replace(seen, held=seen.held | {(0, 5000, MALLORY.peer_id)})
+    found = judged([lie, ended(LEAD), ended(SECOND)], seen)
+    assert found.settled and (found.record.snapshot, found.record.step) == (TRUE, 90)
+
+
 def test_an_owner_that_is_gone_has_a_voice_only_if_it_spoke() -> None:
     assert judged([TRUTH, ended(SECOND)], sight(None, None, THIRD)).doubted
     assert judged([TRUTH, ended(SECOND), ended(LEAD)], sight(None, None, THIRD)).settled
