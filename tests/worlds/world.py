@@ -348,14 +348,10 @@ class World:
         contested = (
             self.loop.now - self._began.get((process, held.stage), 0.0) < CONTEST_SECONDS + SETTLING_SECONDS
         )
-        # It followed a lease that ran out, and no majority of its neighbours has borne that out: nobody protects such an owner.
-        unsettled = tenure is not None and any(
-            not before.settled and before.holding == (process.peer_id, held.term) for before in tenure.outbid
-        )
         if (
             tenure is not None
             and tenure.claim.peer in self.liars
-            and not (away or outvoted or contested or unsettled or self.captured)
+            and not (away or outvoted or contested or self.captured)
         ):
             self.oracle.broken(
                 f"deposed: {process.peer_id} lost stage {held.stage} under term {held.term} to "
