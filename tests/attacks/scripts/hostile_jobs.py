@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import torch
@@ -37,6 +41,7 @@ SAMPLES = save({"x": torch.zeros(64, 4)})
 WEIGHTS = save({"w0": torch.zeros(4, 4)})  # of `deep_training`
 NOTHING = struct.pack("<Q", 2) + b"{}"  # safetensors of no tensors
 PLACED_SECONDS = 60.0
+LEFT_SECONDS = 90.0  # after which nothing of an ended job is on a disk: a day there is 24 s long
 LONG_SAMPLES = 8192
 ENDLESS_BYTES = 320 << 20  # 240 and 312 MiB are worked out for what `_endless` makes
 SEATS_OF_ONE = 60  # stages that a greedy author offers to each peer
@@ -225,15 +230,28 @@ def training(
 
 
 async def little_was_fetched(ground: Ground, verdict: Verdict) -> None:
-    """The peers read the manifests, and next to nothing of the gigabytes; their homes have not grown."""
+    """The peers read the manifests, and next to nothing of the gigabytes; their homes have not grown once a day of their disks
+    is over, which ended jobs' snapshots may stay for."""
     if not verdict.notes["manifests_read"]:
         verdict.notes["fault: reach"] = "no peer looked at the jobs"
     if verdict.notes["sent_bytes"] > MOST_FETCHED:
         verdict.notes["fault: fetched"] = f"{verdict.notes['sent_bytes'] >> 20} MiB were fetched"
     for peer in ground.peers:
-        size = sum(path.stat().st_size for path in peer.home.rglob("*") if path.is_file())
+        until = time.monotonic() + LEFT_SECONDS
+        while (size := disk_bytes(peer.home)) > MOST_FETCHED and time.monotonic() < until:
+            await asyncio.sleep(1.0)
         if size > MOST_FETCHED:
             verdict.notes["fault: disk"] = f"{peer.name} has {size >> 20} MiB on its disk"
+
+
+def disk_bytes(home: Path) -> int:
+    """Of the files under it, of which some may vanish meanwhile."""
+    total = 0
+    for path in home.rglob("*"):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            total += status.st_size if S_ISREG(status.st_mode) else 0
+    return total
 
 
 async def others_find_room(ground: Ground, verdict: Verdict) -> None:
