@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fusion.cli.client import RETRY_SECONDS
 from fusion.cli.terminal.options import home_folder
 from fusion.swarm.directory.job_order import ENDED
-from fusion.swarm.directory.records import JobId, JobRecord
+from fusion.swarm.directory.records import WORD_TTL_SECONDS, JobId, JobRecord
 from fusion.swarm.errors import SwarmError, TransportError
 from fusion.swarm.transport import PeerId
 
@@ -47,6 +47,18 @@ async def find_known(context: Context, wanted: str) -> Known:
         words = await context.directory.words()
         found = await find(context, wanted, own_authors(context), words)
     return pick(found, words, wanted)
+
+
+async def find_standing(context: Context, wanted: str) -> Known:
+    """As `find_known`, once it can be told how the job stands. Where it has not ended and nobody owns a stage, the one whose word that is
+    may have died a moment ago, and others have ended the job since: it is looked at again until such a word has run out."""
+    clock = asyncio.get_running_loop().time
+    found, until = await find_known(context, wanted), clock() + WORD_TTL_SECONDS
+    while not (found.belief.owned or found.belief.over) and clock() < until:
+        await asyncio.sleep(RETRY_SECONDS)
+        with suppress(ValueError):  # nobody speaks of it now
+            found = await find_known(context, wanted)
+    return found
 
 
 def pick(found: Sequence[Known], words: Sequence[JobRecord], wanted: str) -> Known:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.instant_loop import run
 
 from fusion.cli import job_client
 from fusion.cli.follow import Shown, progress_line
@@ -16,7 +17,7 @@ from fusion.runtime.belief import reading
 from fusion.runtime.belief.naming import Known
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.authority.belief import Belief, Standing
-from fusion.swarm.directory.records import JobId, JobRecord
+from fusion.swarm.directory.records import WORD_TTL_SECONDS, JobId, JobRecord
 from fusion.swarm.errors import PeerUnreachable, StreamClosed, SwarmError
 from fusion.swarm.transport import Frame, PeerId
 
@@ -197,3 +198,31 @@ def test_watch_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_client, "SILENCE_SECONDS", 0.0)
     with pytest.raises(SwarmError, match="nobody speaks"):
         watched(Swarm([None], {}))
+
+
+def test_the_word_of_a_lead_that_may_have_died_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have ended the job since, and nobody owns a stage any more."""
+    stale = Known(Belief(record=record(), standing=Standing.VOUCHED, owned=False), None)
+    ended = Known(Belief(record=record(state="done"), standing=Standing.BARE, owned=False), None)
+    looked: list[float] = []
+
+    async def main(found: list[Known | None]) -> Known:
+        clock = asyncio.get_running_loop().time
+
+        async def find(context: Any, wanted: str) -> Known:
+            looked.append(clock())
+            known = found.pop(0) if len(found) > 1 else found[0]
+            if known is None:
+                raise ValueError("no job is called so")
+            return known
+
+        monkeypatch.setattr(job_client, "find_known", find)
+        monkeypatch.setattr(job_client, "RETRY_SECONDS", 0.5)
+        return await job_client.find_standing(SimpleNamespace(), "gpt")  # type: ignore[arg-type]
+
+    assert run(main([stale, stale, ended])) is ended and len(looked) == 3
+    owned = replace(stale, belief=replace(stale.belief, owned=True))
+    assert run(main([owned, ended])) is owned
+    began = len(looked)
+    assert run(main([stale, None])) is stale  # nobody speaks of it then
+    assert WORD_TTL_SECONDS <= looked[-1] - looked[began] + 1.0 <= 2 * WORD_TTL_SECONDS
