@@ -278,29 +278,33 @@ def test_what_does_not_fit_into_memory_is_kept_on_disk(tmp_path: Path) -> None:
             *owners, spare = made.peers
             work, _ = await started(made, 2, owners)
             manifest = replace(work.prepared.manifest, memory_bytes=(3 << 30, 3 << 30))
-            record = record_of(owners[0], work, await reached(owners[0], work, 4, snapshot_step=3))
             service, memory = spare.service, spare.context.memory
+
+            async def prepare(stage: int) -> None:
+                """From the newest snapshot: the job goes on, and older ones are soon gone."""
+                record = record_of(owners[0], work, await reached(owners[0], work, 4, snapshot_step=3))
+                ready = await service.prepare(work.prepared.job, manifest, stage, record)
+                assert ready == record.snapshot_step
+
             for stage, free in (
                 (0, 1),
                 (1, 1),
             ):  # of the 4 GiB lent the first takes 3, the second finds no room
-                assert (
-                    await service.prepare(work.prepared.job, manifest, stage, record) == record.snapshot_step
-                )
+                await prepare(stage)
                 assert memory.spare_bytes == free << 30
             service.forget(work.prepared.job, 0)
             assert memory.spare_bytes == 4 << 30
-            await service.prepare(work.prepared.job, manifest, 1, record)  # there is room now
+            await prepare(1)  # there is room now
             assert memory.spare_bytes == 1 << 30
             # Another job's stage takes the room, of whatever kind it is; then there is room again.
             warm = service._loader._ahead[work.prepared.job, 1]
             assert warm.loaded is not None
             memory.hold((JobId("b" * 64), 0), 3 << 30)
             assert warm.loaded is None and sum(memory.by_place.values()) == 3 << 30
-            await service.prepare(work.prepared.job, manifest, 1, record)
+            await prepare(1)
             assert warm.loaded is None
             memory.release((JobId("b" * 64), 0))
-            await service.prepare(work.prepared.job, manifest, 1, record)
+            await prepare(1)
             assert warm.loaded is not None
             service.forget(work.prepared.job, 1)
             service.forget(work.prepared.job, 1)
