@@ -1,6 +1,6 @@
 # Everything starts here: each target makes .venv itself and reuses it afterwards.
 #   make demo     see it work: peers on this machine train a model on real text, then answer a prompt
-#   make check    lint, types and every quick test that starts no process: a few minutes, while one works
+#   make check    lint, types and every quick test that starts no process: a minute and a half, while one works
 #   make test     the gate: all of check, real peers, one kill of each kind, a network in a box (docs/testing.md)
 #   make test-all  every test there is: half an hour
 #   make bench    the figures of the README, as a table and bench-results.json
