@@ -291,7 +291,7 @@ class StageRunner:
         if self._plan.reads_positions:
             inputs["position_ids"] = self._positions[:, chunk.start : chunk.end]
         # What is guessed, and what of the answer is read again, has the bits of positions that ran one by one.
-        again = self._plane.together and chunk.start >= work.session.opening.first
+        again = self._plane.together and chunk.length > 1 and chunk.start >= work.session.opening.first
         shown = chunk.length if chunk.guesses else 1
         return Piece(work.session.id, chunk.start, inputs, bool(chunk.guesses) or again, shown), ids
 
