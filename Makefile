@@ -42,7 +42,7 @@ demo: $(VENV)/.installed
 	@exec $(BIN)/fusion-peer demo --stop-with $$PPID $(ARGS)
 
 # One test more than there are cores, as those that start processes wait for them, four at most; of check, which starts none, as
-# many as there are cores. Lint and types are tests as well (tests/test_lint.py).
+# many as there are cores, three at most. Lint and types are tests as well (tests/test_lint.py).
 CORES := $(shell $(PYTHON) -c 'import os; print(min(3, os.cpu_count()))')
 check: WORKERS ?= $(CORES)
 WORKERS ?= $(shell expr $(CORES) + 1)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from fusion.cli.client import RETRY_SECONDS
 from fusion.cli.terminal.options import home_folder
-from fusion.swarm.directory.job_order import ENDED
-from fusion.swarm.directory.records import WORD_TTL_SECONDS, JobId, JobRecord
+from fusion.swarm.directory.job_order import ENDED, JOB_TTL_SECONDS
+from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import SwarmError, TransportError
 from fusion.swarm.transport import PeerId
 
@@ -49,11 +49,11 @@ async def find_known(context: Context, wanted: str) -> Known:
     return pick(found, words, wanted)
 
 
-async def find_standing(context: Context, wanted: str) -> Known:
-    """As `find_known`, once it can be told how the job stands. Where it has not ended and nobody owns a stage, the one whose word that is
-    may have died a moment ago, and others have ended the job since: it is looked at again until such a word has run out."""
+async def find_current(context: Context, wanted: str) -> Known:
+    """As `find_known`, for whoever needs the newest snapshot. A job that runs and of which nobody owns a stage may have ended: all we
+    see may be the record of a lead that died, which hides those of its successors. Looked at again until that record has expired."""
     clock = asyncio.get_running_loop().time
-    found, until = await find_known(context, wanted), clock() + WORD_TTL_SECONDS
+    found, until = await find_known(context, wanted), clock() + JOB_TTL_SECONDS
     while not (found.belief.owned or found.belief.over) and clock() < until:
         await asyncio.sleep(RETRY_SECONDS)
         with suppress(ValueError):  # nobody speaks of it now

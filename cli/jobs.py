@@ -140,7 +140,7 @@ async def _export(job: str, directory: Path, way: client.Way, output: Output) ->
     from fusion.runtime.launch.export import export as export_job
 
     async with client.connect(way) as context:
-        known = await job_client.find_standing(context, job)
+        known = await job_client.find_current(context, job)
         record = known.record
         step = await export_job(context, record.job, directory, known)
     output.emit({"job": record.job, "name": record.name, "directory": str(directory), "step": step})

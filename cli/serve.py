@@ -226,7 +226,7 @@ async def _follow(
         context.access.hold(author)
         from fusion.runtime.launch.served_snapshots import Hands, serve_snapshots
 
-        known = await job_client.find_standing(context, wanted)
+        known = await job_client.find_current(context, wanted)
         _check_job(known, said)
         hands = Hands(
             hand_over=lambda folder, step: _hand_over(context, folder, asked, author, output, step),

@@ -99,9 +99,8 @@ def _build(config: OptimizerConfig, parameters: list[torch.Tensor]) -> torch.opt
 # --- how long a gradient is
 
 PIECE = 1 << 16  # elements that are in float64 at once
-WHOLE = (
-    1 << 20
-)  # so many may be: the library is three times as fast as we are where its copy stays in a cache
+# So many may be: the library is three times as fast as we are where its copy stays in a cache.
+WHOLE = 1 << 20
 _LANES = (2, 4, 8)  # of the registers of processors: so many sums the library keeps side by side
 _TRIED = 10_001  # elements
 

@@ -87,7 +87,8 @@ class Piece:
 
 class DecodingStage(Protocol):
     """One stage of a model being served, with a KV cache per session. `together`: whether pieces run as one. `chunks_agree`:
-    whether a position has the same bits however many run with it in one piece, so that a prompt may be cut anywhere."""
+    whether a prompt may be cut anywhere. Attention rounds by how many positions run in one piece: in float32 in the last bit, of
+    which hardly any token depends; in half precision, where logits are often equal, a token may."""
 
     stage: Stage
     caches: bool  # whether it keeps anything between runs: one without attention needs nothing

@@ -12,8 +12,8 @@ if its term is higher, where
 (c) it contests a tenure that is not settled, with the same right as that has and a higher rank, at most ROUNDS above the
     term that both follow. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
     its claim proves that a majority saw that as well: the two halves of a swarm that was divided agree in this way.
-    Later than CONTEST_SECONDS a rival must bring as many jurors' words that the holder before is gone as the tenure has.
-    Until then the holder before gets the stage back with the claim that it had. Whoever was outbid gets it back, if it
+    Until then the holder before gets the stage back with the claim that it had, and a rival that comes later than
+    CONTEST_SECONDS must bring as many jurors' words that the holder before is gone as the tenure has. Whoever was outbid gets it back, if it
     still claims it, when whoever outbid it gives it up or lets its lease run out: readers see a contest at unlike times,
     so not all of them went by it.
 
@@ -176,11 +176,10 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
     if before.term < claim.term <= before.term + ROUNDS and view.proves(claim, before):
         return replace(fresh, over=before)
     young = view.now - known.since < CONTEST_SECONDS
-    if not young and (known.settled or known.lapsed is None):
-        return None
-    if not young and known.lapsed is not None:
-        words, needed = view.words(claim, known.lapsed), view.words(known.claim, known.lapsed)
-        if words < needed:
+    if not young:
+        if known.settled or known.lapsed is None:
+            return None
+        if view.words(claim, known.lapsed) < view.words(known.claim, known.lapsed):
             return None
     if rank(claim) <= rank(known.claim) or claim.term > known.floor + ROUNDS:
         return None

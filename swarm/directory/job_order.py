@@ -13,7 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord
+
+# Longer than a claim: a job's record must outlive the claim of the lead that vanished, or there would be a moment in
+# which nobody speaks for the job.
+JOB_TTL_SECONDS = 6 * HEARTBEAT_SECONDS
 
 ENDED = frozenset({"done", "stopped", "failed"})
 _STATES = ("launching", "running", "failed", "stopped", "done")  # from the earliest to the last

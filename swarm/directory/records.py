@@ -21,7 +21,6 @@ Place = tuple[JobId, int]  # a stage of a job
 
 MAX_TERM = 2**31  # a hostile claim must not be able to use the terms up
 MAX_STAGES = 65_536
-WORD_TTL_SECONDS = 12.0  # of a job record; whoever speaks for the job publishes it again with every heartbeat
 MAX_PAIRS = 32  # of one peer's measured links
 MAX_MBPS = 1e7
 MAX_RTT_MS = 1e5

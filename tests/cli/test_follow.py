@@ -17,7 +17,8 @@ from fusion.runtime.belief import reading
 from fusion.runtime.belief.naming import Known
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.authority.belief import Belief, Standing
-from fusion.swarm.directory.records import WORD_TTL_SECONDS, JobId, JobRecord
+from fusion.swarm.directory.job_order import JOB_TTL_SECONDS
+from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import PeerUnreachable, StreamClosed, SwarmError
 from fusion.swarm.transport import Frame, PeerId
 
@@ -218,11 +219,11 @@ def test_the_word_of_a_lead_that_may_have_died_is_waited_out(monkeypatch: pytest
 
         monkeypatch.setattr(job_client, "find_known", find)
         monkeypatch.setattr(job_client, "RETRY_SECONDS", 0.5)
-        return await job_client.find_standing(SimpleNamespace(), "gpt")  # type: ignore[arg-type]
+        return await job_client.find_current(SimpleNamespace(), "gpt")  # type: ignore[arg-type]
 
     assert run(main([stale, stale, ended])) is ended and len(looked) == 3
     owned = replace(stale, belief=replace(stale.belief, owned=True))
     assert run(main([owned, ended])) is owned
     began = len(looked)
     assert run(main([stale, None])) is stale  # nobody speaks of it then
-    assert WORD_TTL_SECONDS <= looked[-1] - looked[began] + 1.0 <= 2 * WORD_TTL_SECONDS
+    assert JOB_TTL_SECONDS <= looked[-1] - looked[began] + 1.0 <= 2 * JOB_TTL_SECONDS

@@ -23,16 +23,14 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
 from fusion.swarm.authority.statements import CARRIED, joined, seal_statement, stated
 from fusion.swarm.claims.election import winner
-from fusion.swarm.directory.job_order import ENDED, job_order
-from fusion.swarm.directory.records import WORD_TTL_SECONDS, ClaimRecord, JobId, JobRecord
+from fusion.swarm.directory.job_order import ENDED, JOB_TTL_SECONDS, job_order
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, call
 
 log = logging.getLogger(__name__)
 
 FOLLOW_SECONDS = 0.25  # between two looks at what our services know
-# Longer than a claim: a job's record must outlive the claim of the lead that vanished, or there would be a moment in
-# which nobody speaks for the job.
 LEADERLESS = "waiting for a peer to take the lead"
 TELL_SECONDS = 2.0
 TOLD_PEERS = 256
@@ -177,7 +175,7 @@ class JobGossip:
 
     async def _publish(self, record: JobRecord) -> None:
         try:
-            await self._context.directory.publish(self._signed(record), ttl_seconds=WORD_TTL_SECONDS)
+            await self._context.directory.publish(self._signed(record), ttl_seconds=JOB_TTL_SECONDS)
         except SwarmError as error:
             log.warning("job %s (%s): not published: %s", record.name, record.job[:12], error)
 
@@ -198,7 +196,7 @@ class JobGossip:
         stages = range(min(record.stages, TOLD_PEERS))
         known = [claim for stage in stages for claim in self._context.leases.recent(record.job, stage)]
         standbys = {claim.peer for claim in known if claim.role == "standby"} - {self._context.peer_id}
-        sealed = self._context.directory.sealed(self._signed(record), ttl_seconds=WORD_TTL_SECONDS)
+        sealed = self._context.directory.sealed(self._signed(record), ttl_seconds=JOB_TTL_SECONDS)
         await asyncio.gather(*(self._tell(peer, "snapshot", {"record": sealed}) for peer in standbys))
 
     async def pass_on(self, job: JobId, revocation: bytes) -> None:

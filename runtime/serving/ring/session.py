@@ -279,6 +279,11 @@ class Feed:
         """Positions that the ring has been given."""
         return self._fed
 
+    @property
+    def answering(self) -> bool:
+        """Whether what comes next is of the answer, new or read again."""
+        return self._fed >= self._first
+
     def next(self, most: int, guesses: int = 0) -> tuple[Chunk, Sequence[int]] | None:
         """The chunk to run now, of at most so many positions of the prompt, and its token ids; None where the ring has all there
         is. `guesses`: that may be under way at most."""

@@ -239,7 +239,7 @@ class RingStage:
             return
         chunk_positions = self._position.serve.prefill_chunk
         most = chunk_positions
-        if self._runner.chunks_agree:
+        if self._runner.chunks_agree or feed.answering:  # positions of the answer run singly: they may be cut
             most = schedule.prefill_positions(session, most, feed.fed, feed.prompt_positions)
         while not session.closed and (step := feed.next(most, schedule.guesses(session))) is not None:
             chunk, ids = step

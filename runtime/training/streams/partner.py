@@ -24,7 +24,7 @@ from fusion.runtime.training.streams.fence import Fence, Overtaken
 from fusion.runtime.training.streams.suspicion import Suspicion
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.tenure import Tenure
-from fusion.swarm.directory.api import RECORD_TTL_SECONDS
+from fusion.swarm.directory.api import GLANCE_SECONDS, RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import FrameError, SwarmError, TransportError
 from fusion.swarm.streams.queued_stream import HELLO_SECONDS, QueuedStream, dial
@@ -172,20 +172,22 @@ class Partner:
             claim = self._shown = None
         elif claim is None and self._last is None:
             claim = winner(leases.recent(job, self.stage))
-        ended = claim is not None and held is not None and not held.lives(self._context.directory.now())
-        shown = claim if ended else None
-        if claim is not None and not ended and not self.fence.is_over(claim):
+        lapsed = claim if held is not None and not held.lives(self._context.directory.now()) else None
+        if lapsed is not None:
+            self._shown = None  # whom we dial instead does not follow it
+        elif claim is not None and not self.fence.is_over(claim):
             return claim
-        claims = await leases.claims(job, self.stage)
+        if lapsed is None:
+            claims = await leases.claims(job, self.stage)
+        else:
+            claims = await leases.claims_or_recent(job, self.stage, GLANCE_SECONDS)
         claim = winner(claims)
-        if ended:
-            self._shown = None  # nobody follows it who was shown to us before
         if claim is None and (behind := leases.behind(job, self.stage)) is not None:
             # It is dialled all the same: one of us will be told that it was overtaken, and claim its stage above that. If
             # neither dialled, both would wait for ever.
             return behind
-        if claim is None and shown is not None:
-            return shown  # its claims may not come through to us, and nobody else's do
+        if claim is None and lapsed is not None:
+            return lapsed  # its claims may not come through to us, and nobody else's do
         if claim is None:
             if self._last is not None:
                 self._suspect(self._last, group)
