@@ -24,7 +24,7 @@ from fusion.runtime.planes.sequences import Sequences
 from fusion.runtime.planes.sessions import Sessions, slot_shapes, state_bytes_of
 from fusion.runtime.planes.stage_values import joined, output_keys, positions_of, selected
 
-# Attention of these rounds, on a CPU, by how many queries there are: seen of bfloat16, one position in seven of 130.
+# Attention of these rounds, on a CPU, by how many queries there are, and a token may turn on that.
 HALF = frozenset({torch.float16, torch.bfloat16})
 
 
