@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # A lead that vanished is replaced within a lease and an election; its job's record lives a little longer.
 SILENCE_SECONDS = 30.0
 STOP_SECONDS = 10.0
+ANSWER_SECONDS = 3.0  # for a lead that is there to say how its job stands
 ASKED_STAGES = 16  # whose owners are asked how a job ended whose lead is gone
 
 
@@ -50,15 +51,27 @@ async def find_known(context: Context, wanted: str) -> Known:
 
 
 async def find_current(context: Context, wanted: str) -> Known:
-    """As `find_known`, for whoever needs the newest snapshot. A job that runs and of which nobody owns a stage may have ended: all we
-    see may be the record of a lead that died, which hides those of its successors. Looked at again until that record has expired."""
+    """As `find_known`, for whoever needs the newest snapshot. What we see of a job may be the claim and the record of a lead that has
+    died, which hide those of its successors: of one that has not ended and whose lead does not answer it is looked
+    again until they have expired."""
     clock = asyncio.get_running_loop().time
     found, until = await find_known(context, wanted), clock() + JOB_TTL_SECONDS
-    while not (found.belief.owned or found.belief.over) and clock() < until:
+    while not found.belief.over and clock() < until and not await _answers(context, found.record):
         await asyncio.sleep(RETRY_SECONDS)
         with suppress(ValueError):  # nobody speaks of it now
             found = await find_known(context, wanted)
     return found
+
+
+async def _answers(context: Context, record: JobRecord) -> bool:
+    """Whether the lead of the job says how it stands."""
+    if record.lead is None:
+        return False
+    with suppress(SwarmError, TimeoutError):
+        async with asyncio.timeout(ANSWER_SECONDS), aclosing(_ask(context, record.lead, record.job)) as told:
+            async for _ in told:
+                return True
+    return False
 
 
 def pick(found: Sequence[Known], words: Sequence[JobRecord], wanted: str) -> Known:
@@ -173,7 +186,7 @@ async def _tellers(context: Context, record: JobRecord) -> AsyncIterator[PeerId]
             yield peer
 
 
-async def _ask(context: Context, peer: PeerId, job: JobId) -> AsyncIterator[Progress]:
+async def _ask(context: Context, peer: PeerId, job: JobId) -> AsyncGenerator[Progress, None]:
     from fusion.runtime.job.progress import Progress
     from fusion.runtime.job.protocol import JOB
     from fusion.swarm.transport import checked

@@ -13,8 +13,9 @@ together say how it ended. So a word counts by who signed it, and only among tho
 * a snapshot and a step are believed of whoever leads, or led under that term before the reader's eyes; where nobody leads, of
   the majority of the other owners;
 * an end that nobody proves counts for nothing while a stage has an owner: those who own one would know;
-* where nobody owns a stage, the words of those whom the author proposed, or whom the reader saw own a stage, go before the
-  author's that it has launched the job, and these before those of strangers. This is judged anew at each look.
+* where nobody owns a stage, the words of those whom the author proposed, who followed one of these by its signed word, or
+  whom the reader saw own a stage, go before the author's that it has launched the job, and these before those of strangers.
+  This is judged anew at each look.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Standing(IntEnum):
 
     BARE = 0  # anybody may have said so
     LAUNCHED = 1  # the author has launched the job
-    VOUCHED = 2  # somebody whom the author proposed, or who owned a stage, says so
+    VOUCHED = 2  # somebody whom the author proposed, who followed by such a one's word, or who owned a stage, says so
     PROVEN = 3
 
 
@@ -55,6 +56,9 @@ class Sight:
     held: frozenset[tuple[int, int, PeerId]] = (
         frozenset()
     )  # (stage, term, peer): who owned one, as far as seen
+    heirs: frozenset[PeerId] = (
+        frozenset()
+    )  # who followed, by the word of those proposed or of others of these
     us: PeerId | None = None  # our own word is not a stranger's
     reached: int = 0  # the step of the stages that we own: of several the lowest
 
@@ -240,7 +244,7 @@ def _standing(said: Statement, sight: Sight) -> Standing:
         return Standing.PROVEN
     if said.signer == sight.us or _owned_one(said.signer, sight):
         return Standing.VOUCHED
-    if sight.law is not None and said.signer in sight.law.proposed:
+    if said.signer in sight.heirs or (sight.law is not None and said.signer in sight.law.proposed):
         return Standing.VOUCHED
     if said.state == "launching" and sight.law is not None and said.signer == sight.law.author:
         return Standing.LAUNCHED

@@ -9,11 +9,16 @@ from cachetools import FIFOCache
 from fusion.swarm.authority.belief import Sight
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.testimony import Succession, opened_successions, successions
 from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.identity import Verify
+from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
 
 REMEMBERED_STAGES = 16_384  # whose owners are kept in mind
 REMEMBERED_OWNERS = 4  # of each
+REMEMBERED_JOBS, REMEMBERED_HEIRS = 1024, 16  # and of each job that many of those that followed others
+LINE = 4  # successions that are shown for one peer
 
 Claims = Mapping[int, Sequence[ClaimRecord]]  # the live ones, by stage
 
@@ -25,6 +30,7 @@ class OwnersSeen:
         self._seen: FIFOCache[tuple[JobId, int], dict[tuple[int, PeerId], None]] = FIFOCache(
             REMEMBERED_STAGES
         )
+        self._heirs: FIFOCache[JobId, dict[PeerId, Succession]] = FIFOCache(REMEMBERED_JOBS)
 
     def see(self, job: JobId, stage: int, claims: Iterable[ClaimRecord]) -> ClaimRecord | None:
         """The owner by these live claims, who is remembered."""
@@ -37,12 +43,51 @@ class OwnersSeen:
                 del seen[next(iter(seen))]
         return owner
 
-    def sight(self, job: JobId, law: JobLaw | None, stages: int, claims: Claims, us: PeerId) -> Sight:
-        """What is known of the owners of the first `stages` of a job, whose live `claims` were just read."""
+    def sight(
+        self,
+        job: JobId,
+        law: JobLaw | None,
+        stages: int,
+        claims: Claims,
+        us: PeerId,
+        *,
+        shown: Iterable[bytes] = (),
+        verify: Verify = verify_signature,
+    ) -> Sight:
+        """What is known of the owners of the first `stages` of a job, whose live `claims` were just read, and of whose records
+        the proofs are `shown`."""
         found = {stage: self.see(job, stage, said) for stage, said in claims.items() if stage < stages}
         owners = {stage: (claim.peer, claim.term) for stage, claim in found.items() if claim is not None}
         held = frozenset(
             (stage, term, peer) for stage in range(stages) for term, peer in self._seen.get((job, stage), ())
         )
         ours = [claim.step for claim in found.values() if claim is not None and claim.peer == us]
-        return Sight(law=law, owners=owners, held=held, us=us, reached=min(ours, default=0))
+        proofs = [data for claim in found.values() if claim is not None for data in successions(claim)]
+        heirs = () if law is None else self._follow(law, opened_successions((*proofs, *shown), job, verify))
+        return Sight(
+            law=law, owners=owners, held=held, us=us, reached=min(ours, default=0), heirs=frozenset(heirs)
+        )
+
+    def _follow(self, law: JobLaw, said: Sequence[Succession]) -> Mapping[PeerId, Succession]:
+        """Who followed in the job by the word of those whom its author proposed, or of others who so followed."""
+        heirs = self._heirs.get(law.job, {})
+        before = -1
+        while before < len(heirs):
+            before = len(heirs)
+            for one in said:
+                right = one.voter in law.proposed or one.voter in heirs
+                fresh = one.heir not in law.proposed and one.heir not in heirs
+                if right and fresh and len(heirs) < REMEMBERED_HEIRS:
+                    heirs[one.heir] = one
+        if heirs:
+            self._heirs[law.job] = heirs
+        return heirs
+
+    def line(self, job: JobId, peer: PeerId) -> tuple[bytes, ...]:
+        """What shows others that the peer came to the job by the word of those that were in it before: its own succession,
+        that of whoever spoke for it, and so on; none where the author proposed it."""
+        heirs, found = self._heirs.get(job, {}), list[bytes]()
+        while peer in heirs and len(found) < LINE:
+            found.append(heirs[peer].data)
+            peer = heirs[peer].voter
+        return tuple(found)

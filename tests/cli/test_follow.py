@@ -201,13 +201,13 @@ def test_watch_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         watched(Swarm([None], {}))
 
 
-def test_the_word_of_a_lead_that_may_have_died_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others have ended the job since, and nobody owns a stage any more."""
-    stale = Known(Belief(record=record(), standing=Standing.VOUCHED, owned=False), None)
+def test_the_record_of_a_lead_that_has_died_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have ended the job since; the dead one's claim of the first stage may live."""
+    stale = Known(Belief(record=record(), standing=Standing.PROVEN, owned=True), None)
     ended = Known(Belief(record=record(state="done"), standing=Standing.BARE, owned=False), None)
     looked: list[float] = []
 
-    async def main(found: list[Known | None]) -> Known:
+    async def main(found: list[Known | None], *, answers: bool = False) -> Known:
         clock = asyncio.get_running_loop().time
 
         async def find(context: Any, wanted: str) -> Known:
@@ -217,13 +217,18 @@ def test_the_word_of_a_lead_that_may_have_died_is_waited_out(monkeypatch: pytest
                 raise ValueError("no job is called so")
             return known
 
+        async def ask(context: Any, peer: PeerId, job: JobId) -> Any:
+            if not answers:
+                raise PeerUnreachable("connection refused")
+            yield RUNNING
+
         monkeypatch.setattr(job_client, "find_known", find)
+        monkeypatch.setattr(job_client, "_ask", ask)
         monkeypatch.setattr(job_client, "RETRY_SECONDS", 0.5)
         return await job_client.find_current(SimpleNamespace(), "gpt")  # type: ignore[arg-type]
 
     assert run(main([stale, stale, ended])) is ended and len(looked) == 3
-    owned = replace(stale, belief=replace(stale.belief, owned=True))
-    assert run(main([owned, ended])) is owned
+    assert run(main([stale, ended], answers=True)) is stale
     began = len(looked)
     assert run(main([stale, None])) is stale  # nobody speaks of it then
     assert JOB_TTL_SECONDS <= looked[-1] - looked[began] + 1.0 <= 2 * JOB_TTL_SECONDS

@@ -35,7 +35,8 @@ LEADERLESS = "waiting for a peer to take the lead"
 TELL_SECONDS = 2.0
 TOLD_PEERS = 256
 REVOCATIONS = 2  # lists that a record carries
-STATEMENTS_FOR_ONE = 3  # give way to one of them: a record has a limit
+# How many statements give way to a list, and to a succession: a record has a limit.
+STATEMENTS_FOR_LIST, STATEMENTS_FOR_SUCCESSION = 3, 2
 
 
 class JobGossip:
@@ -163,15 +164,17 @@ class JobGossip:
 
     def _signed(self, record: JobRecord) -> JobRecord:
         """With our own statement, where we lead the job or know of its end: others may repeat it when we are gone. Of a
-        job that goes on and that we do not lead we carry what those said who did."""
+        job that goes on and that we do not lead we carry what those said who did. What shows that we followed those whom the
+        author proposed goes with it."""
         if record.state not in ENDED and not self._board.leads(record.job):
             return record
         us, directory = self._context.peer_id, self._context.directory
         ours = seal_statement(stated(record, us, directory.now()), directory.sign)
         revoked = self._context.access.revocations(record.job)[:REVOCATIONS]
         statements = joined((ours, *record.proof), record.job, directory.verify)
-        room = CARRIED - STATEMENTS_FOR_ONE * len(revoked)
-        return replace(record, proof=(*statements[:room], *revoked))
+        line = self._context.seen.line(record.job, us)
+        room = CARRIED - STATEMENTS_FOR_LIST * len(revoked) - STATEMENTS_FOR_SUCCESSION * len(line)
+        return replace(record, proof=(*statements[: max(room, 1)], *revoked, *line))
 
     async def _publish(self, record: JobRecord) -> None:
         try:

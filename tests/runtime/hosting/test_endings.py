@@ -12,11 +12,14 @@ from support import training
 from support.hosting import Peer, Swarm, over, swarm, until
 
 from fusion.cli import job_client
+from fusion.runtime.belief.reading import look
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.job.progress import Progress
+from fusion.swarm.authority.statements import seal_statement, stated
 from fusion.swarm.claims.owners_seen import OwnersSeen
 from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 
 SNAPSHOT, LAST = Digest("5" * 64), Digest("6" * 64)
@@ -158,6 +161,42 @@ def test_an_end_that_an_owner_says_names_that_owner_which_knows_how_it_went(tmp_
             await over(other, (job, 1))
             record = await made.record(job)
             assert (record.state, record.author, record.lead) == ("done", other.id, other.id)
+
+    asyncio.run(main())
+
+
+def test_whoever_comes_when_all_is_over_believes_the_end_that_nobody_proposed_has_seen(
+    tmp_path: Path,
+) -> None:
+    """A peer has followed both owners, which died; whoever likes goes on repeating what the first one said of the job."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, lead, other, standby = await two_stages(made)
+            before = await made.record(job)
+            made.network.kill(lead.id)
+            await other.context.succession.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
+            await until(lambda: (job, 0) in standby.service.running)
+            await standby.look()
+            made.network.kill(other.id)
+            await standby.context.succession.suspect(job, 1, other.id, 1)  # type: ignore[union-attr]
+            await until(lambda: (job, 1) in standby.service.running)
+            ends(standby, job, 0)
+            for stage in (0, 1):  # the other one goes with it
+                await over(standby, (job, stage))
+            made.clock.advance(100.0)
+            await standby.look()
+            stranger = Identity.generate()
+            mallory = MemoryDirectory(made.network, stranger, made.clock)
+            words = seal_statement(stated(before, lead.id, 7), lead.identity.sign)
+            replayed = replace(before, author=stranger.peer_id, lead=None, proof=(words,))
+            await mallory.publish(replayed, ttl_seconds=100.0)
+
+            newcomer = await made.join()
+            newcomer.blobs.store.put(standby.blobs.store.path(Digest(job)))
+            found = await look(newcomer.context, job)
+            assert found is not None and found.vouched
+            assert (found.record.state, found.record.snapshot) == ("done", LAST)
 
     asyncio.run(main())
 

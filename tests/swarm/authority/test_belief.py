@@ -154,6 +154,20 @@ def test_half_of_a_job_of_two_stages_is_enough_where_the_other_half_vanished() -
     assert not judged([TRUTH, ended(SECOND)], replace(seen, owners={0: (LEAD.peer_id, 3)})).over
 
 
+@given(st.lists(FORGERIES, max_size=6))
+def test_who_followed_those_proposed_ends_a_job_that_nobody_owns_any_more(forged: list[JobRecord]) -> None:
+    """The words of a proposed lead that died are signed, and repeated for as long as anybody likes."""
+    replayed = with_statement(said(MALLORY), LEAD, TRUTH)
+    records = [replayed, ended(THIRD), *forged]
+    found = judged(records, replace(sight(seen=False), heirs=frozenset({THIRD.peer_id})))
+    assert (found.record.state, found.record.step, found.record.snapshot) == ("done", 90, TRUE)
+    assert found.vouched and not found.settled
+    assert judged([replayed, ended(THIRD)], sight(seen=False)).record.state == "running"
+    # Where others own the stages, it is they who know.
+    seen = replace(sight(*OWNERS[:2]), heirs=frozenset({MALLORY.peer_id}))
+    assert not judged([TRUTH, ended(MALLORY)], seen).over
+
+
 def test_training_is_done_at_the_step_of_its_manifest_alone() -> None:
     early = [replace(ended(one), step=89) for one in OWNERS]
     assert not judged([TRUTH, *early], sight(*OWNERS)).over

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from support.directory_records import JOB, digest
+
+from fusion.swarm.authority.belief import Sight
+from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.claims.owners_seen import LINE, REMEMBERED_HEIRS, OwnersSeen
+from fusion.swarm.claims.tenure import Holding
+from fusion.swarm.claims.testimony import Testimony as Word
+from fusion.swarm.claims.testimony import seal_testimony, successions
+from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.identity import Identity
+
+AUTHOR, ANN, BOB, CAT, DAN, MALLORY = (Identity.generate() for _ in range(6))
+LAW = JobLaw(
+    job=JOB, author=AUTHOR.peer_id, stages=3, steps=9, name="tiny", proposed=(ANN.peer_id, BOB.peer_id)
+)
+
+
+def claim(heir: Identity, voter: Identity, over: Identity, **changes: Any) -> ClaimRecord:
+    """Of `heir` under term 2, since `voter` says that `over` is gone; `signer` signs that, where it is another."""
+    job, stage = changes.get("job", JOB), changes.get("stage", 1)
+    testimony = Word(voter=voter.peer_id, holding=Holding(over.peer_id, 1), at=7)
+    word = seal_testimony(testimony, job, stage, heir.peer_id, changes.get("signer", voter).sign)
+    return ClaimRecord(
+        job=job, stage=stage, peer=heir.peer_id, role="owner", term=2, score=0.5, step=0, load=0.0, proof=(b"junk", word)
+    )  # fmt: skip
+
+
+def shown(*claims: ClaimRecord) -> list[bytes]:
+    return [data for each in claims for data in successions(each)]
+
+
+def sight(
+    seen: OwnersSeen, *proof: bytes, law: JobLaw | None = LAW, live: tuple[ClaimRecord, ...] = ()
+) -> Sight:
+    return seen.sight(JOB, law, 3, {1: live}, DAN.peer_id, shown=(b"junk", *proof))
+
+
+def test_who_follows_by_the_word_of_those_proposed_and_of_others_who_so_followed() -> None:
+    seen = OwnersSeen()
+    first, second = claim(CAT, ANN, BOB), claim(DAN, CAT, ANN, stage=0)
+    assert sight(seen, *shown(second)).heirs == frozenset()  # nobody knows who spoke for it
+    assert sight(seen, *shown(second, first)).heirs == {CAT.peer_id, DAN.peer_id}
+    assert sight(seen).heirs == {CAT.peer_id, DAN.peer_id}  # what was shown once is kept
+    assert seen.line(JOB, CAT.peer_id) == tuple(shown(first))
+    assert seen.line(JOB, DAN.peer_id) == tuple(shown(second, first))
+    assert seen.line(JOB, ANN.peer_id) == () and seen.line(JobId(digest("other")), CAT.peer_id) == ()
+    again = OwnersSeen()
+    assert sight(again, *seen.line(JOB, DAN.peer_id)).heirs == {CAT.peer_id, DAN.peer_id}
+
+
+def test_the_claim_of_a_live_owner_shows_whom_it_followed() -> None:
+    seen, first = OwnersSeen(), claim(CAT, ANN, BOB)
+    assert sight(seen, live=(first,)).heirs == {CAT.peer_id}
+    assert seen.line(JOB, CAT.peer_id) == tuple(shown(first))
+
+
+def test_a_stranger_follows_nobody_by_its_own_word_or_by_one_for_another() -> None:
+    seen = OwnersSeen()
+    own = claim(MALLORY, MALLORY, BOB)
+    forged = claim(MALLORY, ANN, BOB, signer=MALLORY)
+    other_job = claim(MALLORY, ANN, BOB, job=JobId(digest("other")))
+    # What was said for another, or in another stage, with its own name in the place.
+    [told] = shown(claim(CAT, ANN, BOB))
+    stolen = told.replace(CAT.peer_id.encode(), MALLORY.peer_id.encode())
+    moved = told.replace(b"\x97\x01", b"\x97\x02", 1)
+    assert stolen != told != moved
+    assert sight(seen, *shown(own, forged, other_job), stolen, moved, told[:-1]).heirs == frozenset()
+    assert sight(seen, *shown(claim(CAT, ANN, BOB)), law=None).heirs == frozenset()
+
+
+def test_no_more_heirs_are_kept_of_a_job_and_no_more_shown_than_a_record_has_room_for() -> None:
+    seen, line = OwnersSeen(), [ANN, *(Identity.generate() for _ in range(REMEMBERED_HEIRS + 4))]
+    claims = [claim(heir, voter, BOB) for voter, heir in pairwise(line)]
+    found = sight(seen, *shown(*claims)).heirs
+    assert found == {one.peer_id for one in line[1 : REMEMBERED_HEIRS + 1]}
+    assert len(seen.line(JOB, line[REMEMBERED_HEIRS].peer_id)) == LINE
