@@ -72,6 +72,7 @@ class StageWork:
             loaded, inbox.codecs, compute, self._partners.holders, self._tell, spawn, clock
         )
         self.handover = StageHandover(outbox, self.snapshots)
+        self._attempt: Attempt | None = None  # the last one that we had a part in
         self._running: asyncio.Task[None] | None = None
         self._applying: asyncio.Task[None] | None = None
         self._restoring: asyncio.Task[None] | None = None
@@ -94,6 +95,9 @@ class StageWork:
             case m.Ready() | m.Leaving() | m.Lack():
                 self._tell(action)
             case e.Run(attempt, _, after):
+                if attempt != self._attempt:
+                    self._attempt = attempt
+                    self.snapshots.hold_again()
                 self._running = self._spawn(self._run(attempt, self.state.version, after))
             case e.Apply(rate, clip):
                 state = self.state

@@ -21,6 +21,8 @@ from fusion.runtime.training.compute.stage_codecs import residual_shapes
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import Version
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.api import GLANCE_SECONDS
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
@@ -131,14 +133,27 @@ class StageFiles:
         self._keep(version.step, digest)
         return digest
 
-    async def replicate(self, index_digest: Digest, owners: Mapping[int, PeerId]) -> None:
+    async def replicate(
+        self, index_digest: Digest, owners: Mapping[int, PeerId], *, look: bool = False
+    ) -> None:
         """Hold the index of a snapshot and, beside our own shard, that of the stage before us (the first stage: of
-        the last; more where its owner has several), so that no single departure takes a shard along. Raises BlobError,
-        JobError."""
+        the last; more where its owner has several), so that no single departure takes a shard along. Who owns stages that
+        are not among `owners` is what was seen last, or, with `look`, what the directory says. Raises BlobError, JobError."""
         index = await self._index(index_digest, owners)
-        for stage in copies_at(self._stage.index, self._manifest.stages, owners):
+        copies = copies_at(self._stage.index, self._manifest.stages, owners)
+        while (before := (copies[-1] - 1) % self._manifest.stages) not in owners:
+            owners = {**owners, before: await self._owner_of(before, look=look)}
+            copies = copies_at(self._stage.index, self._manifest.stages, owners)
+        for stage in copies:
             await self._blobs.fetch(index.shards[stage], self._near(stage, owners))
             self._keep(index.step, index_digest, index.shards[stage])
+
+    async def _owner_of(self, stage: int, *, look: bool) -> PeerId:
+        """ "" for nobody."""
+        leases = self._context.leases
+        read = leases.claims_or_recent(self._job, stage, GLANCE_SECONDS) if look else None
+        owner = winner(leases.recent(self._job, stage) if read is None else await read)
+        return PeerId("") if owner is None else owner.peer
 
     async def forget_before(self, checkpoint: Checkpoint) -> None:
         """Delete what belongs to snapshots older than the newest few."""
@@ -182,7 +197,7 @@ class StageFiles:
     def _near(self, stage: int, owners: Mapping[int, PeerId]) -> list[PeerId]:
         """Who probably holds the shard of a stage: its owner, and the owner after it."""
         likely = (owners.get(stage), owners.get((stage + 1) % self._manifest.stages))
-        return [peer for peer in likely if peer is not None]
+        return [peer for peer in likely if peer]
 
     def _keep(self, step: int, *digests: Digest) -> None:
         self._by_step.setdefault(step, set()).update(digests)

@@ -27,6 +27,7 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0  # before a snapshot that could not be saved or held is tried again
+HOLD_ATTEMPTS = 3  # at copies that the job does not wait for
 
 
 class StageSnapshots:
@@ -93,6 +94,23 @@ class StageSnapshots:
             self._tell(m.Held(step, index))
             return
 
+    def hold_again(self) -> None:
+        """The owners have changed. The one that followed holds a shard of which nobody else may have a copy now, and the next
+        snapshot may be far away: hold what is ours to hold of the newest one. Nobody waits for it."""
+        if self.newest.digest is not None:
+            self._spawn(self._hold_again(self.newest.digest))
+
+    async def _hold_again(self, index: Digest) -> None:
+        for _ in range(HOLD_ATTEMPTS):
+            if self.newest.digest != index:
+                return
+            try:
+                await self._files.replicate(index, self._owners(), look=True)
+                return
+            except (SwarmError, JobError) as error:
+                log.debug("stage %d does not hold its copies again: %s", self._stage, error)
+                await asyncio.sleep(RETRY_SECONDS)
+
     async def complete(self) -> bool:
         """A job record has no room for the ledger of its snapshot: the snapshot itself has. Whether that was missing;
         raises BlobError, JobError."""
@@ -115,6 +133,7 @@ class StageSnapshots:
             )
         self.newest = checkpoint
         self._asked = None  # what is not saved by now is of a history that may not go on
+        self.hold_again()
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to `checkpoint`. JobError where it cannot be had."""

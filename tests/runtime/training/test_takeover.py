@@ -32,6 +32,7 @@ from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.launch.launch import launch
 from fusion.runtime.planes.torch_plane import TorchPlane, TorchTrainingStage
+from fusion.runtime.training.snapshots.snapshot import decode_index
 from fusion.runtime.training.step.messages import Commit
 from fusion.runtime.training.streams.fence import Overtaken
 from fusion.swarm.directory.records import JobId
@@ -63,6 +64,36 @@ def test_a_killed_stage_costs_a_step_and_changes_nothing(tmp_path: Path, victim:
             await reached(lead, work, left.step + 3)
             losses = await stopped(made, lead, work)
         assert_bit_identical(losses, await undisturbed(tmp_path / "calm", module, 3, max(losses) + 1))
+
+    asyncio.run(main())
+
+
+def test_what_only_one_peer_holds_after_a_takeover_is_copied_at_once(tmp_path: Path) -> None:
+    """The owner of stage 1 dies; the one that holds the copy of its shard follows it, and is the next to die: the stage
+    that has that peer's stages before it holds the shard by then, long before the next snapshot."""
+
+    async def main() -> None:
+        torch.manual_seed(1)
+        async with swarm(tmp_path, 5) as made:
+            lead, victim, heir, holder, launcher = made.peers
+            work = language_job(launcher, GPT(TINY), replace(LONG, snapshot_every=40), 4)
+            await launch(launcher.context, work.prepared)
+            for stage, peer in enumerate((lead, victim, heir, holder)):
+                await peer.host(work.prepared, stage)
+            job = work.prepared.job
+            at = await reached(holder, work, 41, snapshot_step=40)
+            assert at.snapshot is not None
+            index = decode_index(lead.context.blobs.store.path(at.snapshot).read_bytes(), job, 4)
+            assert not holder.context.blobs.store.has(index.shards[1])
+            await made.kill(victim)
+            heir.context.leases.observe(job, 1, 1)
+            await made.forgets(work, 1)
+            await heir.host(work.prepared, 1)
+            await until(lambda: lead.service.progress(job).attempts >= 2)  # type: ignore[union-attr]
+            await until(lambda: holder.context.blobs.store.has(index.shards[1]))
+            now = lead.service.progress(job)
+            assert now is not None and now.snapshot == at.snapshot, "a later snapshot tells nothing"
+            await stopped(made, lead, work)
 
     asyncio.run(main())
 
