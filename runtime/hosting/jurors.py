@@ -22,7 +22,7 @@ from fusion.swarm.transport import PeerId, Transport, call
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 0.3  # for the directory, where what it said a heartbeat ago may do
-WORD_SECONDS = 0.1  # for our own look at an owner, before we report it without our word
+OWN_WORD_SECONDS = 0.1  # for our own look at an owner, before we report it without our word
 
 
 class Jurors:
@@ -87,7 +87,7 @@ class Jurors:
     async def word_soon(self, place: Place, holding: Holding, heir: PeerId) -> bytes:
         """Our word for a report, if we have seen soon enough that the holder is gone."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(WORD_SECONDS):
+            async with asyncio.timeout(OWN_WORD_SECONDS):
                 return await self.word(place, holding, heir)
         return b""
 

@@ -25,14 +25,16 @@ The ceiling is SPARE_TERMS more than the seconds since the job was launched, so 
 need no neighbour's word raise them by less than one a second in the long run. A reader that knows nothing of a stage
 believes the highest claim below the ceiling.
 
-A juror has one word, however many stages it owns, and the holder none against itself. Where an owner's lease merely ran
-out and another peer followed, the word of either stands for that stage: it may have been cut off from us, not gone.
-Nobody who owns no stage has a word. Where no other peer owns a stage of the job only (a) and a release remain.
+A juror has one word, however many stages it owns or owned, and the holder none against itself. Where an owner's lease merely
+ran out and another peer followed, the word of either stands for that stage: it may have been cut off from us, not gone. Where
+another peer followed by a proof, so does that of the one before for as long as a word is good: two neighbours may die within
+moments, and who saw the second death first has to understand what the second one said of the first.
+Nobody else has a word. Where no other peer owns a stage of the job only (a) and a release remain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -46,6 +48,7 @@ OUTBID = 4  # holders that are remembered of those that a contest for one stage 
 CONTEST_SECONDS = 3.0
 SPARE_TERMS = 64
 JURY_STAGES = 8
+WORD_SECONDS = 12  # two leases: a word that nobody made use of must not be kept for later
 
 
 class Holding(NamedTuple):
@@ -210,14 +213,26 @@ def seats(jurors: Iterable[Tenure], suspect: PeerId | None, now: float) -> tuple
             voices = found.setdefault(tenure.claim.peer, {tenure.claim.peer})
             if tenure.lapsed is not None:
                 voices.add(tenure.lapsed.peer)
+            if tenure.over is not None and now < tenure.since + WORD_SECONDS:
+                voices.add(tenure.over.peer)
     return tuple(frozenset(voices - {suspect}) for voices in found.values())
 
 
-def count(voters: Collection[PeerId], found: Collection[Seat]) -> int:
-    """How many of the jurors are among the voters."""
-    return sum(not seat.isdisjoint(voters) for seat in found)
+def count(voters: Collection[PeerId], found: Sequence[Seat]) -> int:
+    """How many of the jurors have a word among those of the voters, each of which stands for one of them at most."""
+    stands_for: dict[PeerId, int] = {}
+
+    def seated(seat: int, tried: set[PeerId]) -> bool:
+        for voter in found[seat].intersection(voters) - tried:
+            tried.add(voter)
+            if voter not in stands_for or seated(stands_for[voter], tried):
+                stands_for[voter] = seat
+                return True
+        return False
+
+    return sum(seated(seat, set()) for seat in range(len(found)))
 
 
-def is_majority(voters: Collection[PeerId], found: Collection[Seat]) -> bool:
+def is_majority(voters: Collection[PeerId], found: Sequence[Seat]) -> bool:
     """Whether more than half of the jurors are among the voters."""
     return 2 * count(voters, found) > len(found)

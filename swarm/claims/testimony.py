@@ -19,13 +19,12 @@ from typing import Any
 import msgpack
 
 from fusion.swarm.authority.signed import SignedForm
-from fusion.swarm.claims.tenure import Holding
+from fusion.swarm.claims.tenure import WORD_SECONDS, Holding
 from fusion.swarm.directory.records import MAX_PROOF_BYTES, ClaimRecord, JobId
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
 
-GOOD_SECONDS = 12  # two leases: a word that nobody made use of must not be kept for later
 CLOCKS_SECONDS = 5  # how far ahead of ours the voter's clock may be
 FORM = SignedForm(name="testimony", signer="voter", max_bytes=MAX_PROOF_BYTES, max_items=5, max_text=128)
 SUCCESSION = replace(FORM, max_items=7)
@@ -38,7 +37,7 @@ class Testimony:
     at: int  # unix seconds
 
     def is_good(self, now: float) -> bool:
-        return self.at - CLOCKS_SECONDS <= now <= self.at + GOOD_SECONDS + CLOCKS_SECONDS
+        return self.at - CLOCKS_SECONDS <= now <= self.at + WORD_SECONDS + CLOCKS_SECONDS
 
 
 def seal_testimony(

@@ -9,7 +9,7 @@ from support.directory_records import JOB, claim_record, provider_record
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
-from fusion.swarm.claims.tenure import Holding
+from fusion.swarm.claims.tenure import WORD_SECONDS, Holding
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId, Record
 from fusion.swarm.errors import RecordError
@@ -565,6 +565,47 @@ def test_without_a_majority_s_word_no_claim_costs_a_live_owner_anything() -> Non
         assert juror.credit(other.sealed(JOB, 0) or b"") == taken
         await one.beat()
         assert one.mine() == () and room.lost[0] == [first]
+
+    asyncio.run(scenario())
+
+
+def test_of_two_neighbours_that_die_at_once_the_second_one_s_word_on_the_first_stands() -> None:
+    """Whoever follows the second one, and so has its seat, must not take the first one's stage as well: both would hold it
+    under one term, and no neighbour would know whom to hear."""
+
+    async def scenario() -> None:
+        room = Room(6)
+        lead, first, second, last, heir, other = room.leases
+        for leases in room.leases:
+            leases.know(law(4))
+        owners = (lead, first, second, last)
+        claims = [await owner.claim(JOB, stage, 1.0) for stage, owner in enumerate(owners)]
+        for leases in room.leases:
+            for stage in range(4):
+                await leases.claims(JOB, stage)
+        _, of_first, of_second, _ = claims
+        assert of_first is not None and of_second is not None
+
+        words = against(lead, of_second, other), against(last, of_second, other)
+        assert await other.claim(JOB, 2, 0.2, over=1, proof=words) is not None
+        words = against(second, of_first, heir), against(lead, of_first, heir)
+        taken = await heir.claim(JOB, 1, 0.2, over=1, proof=words)
+        assert taken is not None and taken.term == 2
+        for leases in (lead, last, heir, other):
+            assert winner(await leases.claims(JOB, 1)) == taken
+
+        # Later it has no word any more, and before it had one for one stage.
+        word = [against(second, taken, other)]
+        assert not other.jury.is_proof(JOB, 1, Holding(taken.peer, 2), other.peer_id, word)
+        word.append(against(lead, taken, other))
+        assert other.jury.is_proof(JOB, 1, Holding(taken.peer, 2), other.peer_id, word)
+        for _ in range(WORD_SECONDS):
+            await lead.beat(), await last.beat(), await other.beat()
+            room.clock.advance(1.0)
+            for stage in range(4):
+                await other.claims(JOB, stage)
+        word = [against(second, taken, other), against(lead, taken, other)]
+        assert not other.jury.is_proof(JOB, 1, Holding(taken.peer, 2), other.peer_id, word)
 
     asyncio.run(scenario())
 

@@ -16,10 +16,12 @@ from fusion.swarm.claims.tenure import (
     NEVER,
     ROUNDS,
     SPARE_TERMS,
+    WORD_SECONDS,
     Holding,
     Tenure,
     View,
     ceiling,
+    count,
     is_majority,
     jury,
     seats,
@@ -216,6 +218,9 @@ def test_the_jury_is_the_owners_of_the_nearest_stages() -> None:
     assert sorted(map(sorted, found)) == [["bob"], ["cat"]]  # each once, not the suspect, not who ran out
     cut_off = replace(held("cat"), lapsed=Holding(PeerId("eve"), 4))
     assert frozenset({"cat", "eve"}) in seats([cut_off], PeerId("ann"), 1.0)
+    followed = replace(held("cat", since=0.0, until=99.0), over=Holding(PeerId("eve"), 4))
+    assert seats([followed], PeerId("ann"), WORD_SECONDS - 1.0) == (frozenset({"cat", "eve"}),)
+    assert seats([followed], PeerId("ann"), float(WORD_SECONDS)) == (frozenset({"cat"}),)
 
 
 def test_half_is_no_majority() -> None:
@@ -223,6 +228,11 @@ def test_half_is_no_majority() -> None:
     assert not is_majority([PeerId("bob")], two)
     assert not is_majority([PeerId("cat"), PeerId("eve")], two)  # one juror's two voices
     assert is_majority([PeerId("bob"), PeerId("eve")], two)
+    # One peer's word stands for one juror, whichever lets the others be counted too.
+    ann, bob, cat, eve = map(PeerId, ("ann", "bob", "cat", "eve"))
+    seats_of_two = (frozenset({bob, eve}), frozenset({cat, eve}), frozenset({ann}))
+    assert count([eve], seats_of_two) == 1 and count([eve, bob], seats_of_two) == 2
+    assert count([eve, cat], seats_of_two) == 2 and count([ann, bob, cat, eve], seats_of_two) == 3
     assert not is_majority([], ()) and not is_majority([PeerId("bob")], ())
 
 
