@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # it holds tensors' layouts
 
 MAX_SESSIONS = 1024
 TURN_POSITIONS = 512  # that run in one turn, unless one chunk has more
-SHARED_POSITIONS = 32  # of prompts, in a turn between others' tokens
+SHARED_POSITIONS = 16  # of prompts, in a turn between others' tokens
 # Of a prompt, that take as long as what a turn costs whatever it runs: above all to read the weights. Seen on two CPUs: 20.
 TURN_COST_POSITIONS = 32
 PREFIX_POSITIONS = 4096  # before a chunk, with which it takes about twice as long

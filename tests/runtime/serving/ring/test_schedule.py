@@ -31,7 +31,8 @@ def session(name: str) -> Named:
 
 
 def work(of: Named, start: int = 0, length: int = 1) -> Work[Named]:
-    return Work(of, Chunk(start, length, sample=True), memoryview(b""))
+    """One position that decodes, or a piece of a prompt."""
+    return Work(of, Chunk(start, length, sample=length == 1), memoryview(b""))
 
 
 def scheduled(stages: int, names: str) -> tuple[Schedule[Named], list[Named]]:
@@ -103,7 +104,8 @@ def test_tokens_and_prompts_have_turns_by_turns_and_those_of_prompts_are_short_w
 def test_the_short_end_of_a_prompt_runs_with_tokens_and_its_short_chunks_do_not() -> None:
     schedule, (a, b, c) = scheduled(1, "abc")
     chunk = Work(a, Chunk(0, SHORT_POSITIONS, sample=False), memoryview(b""))
-    for each in (chunk, end := work(b, 0, SHORT_POSITIONS), token := work(c, 9)):
+    end = Work(b, Chunk(0, SHORT_POSITIONS, sample=True), memoryview(b""))
+    for each in (chunk, end, token := work(c, 9)):
         schedule.add(each)
     assert schedule.next_turn() == (end, token)
     assert schedule.next_turn() == (chunk,)
