@@ -9,6 +9,7 @@ SwarmError
     StreamClosed              the other end finished cleanly (end of stream)
     FrameError                bytes that are not a frame, or exceed a cap: the sender's fault
   RecordError               a record that is unsigned, forged, expired, oversized or of an unknown version
+    Forged                    what is said to be signed by somebody who did not
   StaleTerm                 a frame from a peer that no longer owns what it speaks for
   BlobError                 a blob nobody has, or whose bytes do not match its digest
   QuotaExceeded             the disk or memory quota would be passed
@@ -55,6 +56,10 @@ class FrameError(TransportError):
 
 
 class RecordError(SwarmError):
+    pass
+
+
+class Forged(RecordError):
     pass
 
 

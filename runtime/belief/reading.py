@@ -37,14 +37,15 @@ def judged(
 ) -> Belief | None:
     """What to believe of `words`, by these live claims; None where there are none."""
     law = None if manifest is None else manifest.law(job)
-    shown = list(dict.fromkeys(data for record in words for data in record.proof))
     if law is not None and law.admission.kind == "granted":
         context.leases.know(law)
-        for data in shown:
-            context.access.revoke(job, data)
+        for record in words:
+            context.access.revoke_all(job, record.proof)
     stages = law.stages if law is not None else max((*claims, 0)) + 1
     verify = context.directory.verify
-    sight = context.seen.sight(job, law, stages, claims, context.peer_id, shown=shown, verify=verify)
+    sight = context.seen.sight(
+        job, law, stages, claims, context.peer_id, shown=[word.proof for word in words], verify=verify
+    )
     return believe(words, sight, verify)
 
 

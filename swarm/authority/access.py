@@ -4,17 +4,18 @@ process itself shows to others."""
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 
 from cachetools import FIFOCache
 
 from fusion.swarm.authority import grants
 from fusion.swarm.authority.grants import Role
 from fusion.swarm.authority.law import JobLaw
-from fusion.swarm.authority.revocation import Revocation, newer, open_revocation
+from fusion.swarm.authority.revocation import Revocation, newer, open_revocation, told
 from fusion.swarm.authority.wallet import Chain, Wallet
 from fusion.swarm.directory.records import MAX_GRANT_BYTES, MAX_GRANTS, JobId
-from fusion.swarm.errors import RecordError
+from fusion.swarm.errors import Forged, RecordError
 from fusion.swarm.identity import Signer, Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
@@ -82,20 +83,24 @@ class Access:
     def revoke(self, job: JobId, data: bytes) -> bool:
         """Go by a revocation that somebody passed on; whether it was new to us. What is none, or of somebody who gives
         no grants in the job, is passed over."""
-        law = self._laws.get(job)
-        if law is None:
-            return False
-        try:
-            said = open_revocation(data, self._verify)
-        except RecordError:
-            return False
-        if said.job != job or said.issuer not in {law.author, *law.admission.roots}:
-            return False
-        known = self._revoked.setdefault(job, {})
-        if not newer(said, known.get(said.issuer)):
-            return False
-        known[said.issuer] = said
-        return True
+        return self.revoke_all(job, (data,))
+
+    def revoke_all(self, job: JobId, proof: Iterable[bytes]) -> bool:
+        """As `revoke`, of all that one peer carries: nothing of it once something is forged."""
+        law, new = self._laws.get(job), False
+        for data in () if law is None else proof:
+            with suppress(RecordError):
+                said, known = told(data), self._revoked.get(job, {})
+                gives = law is not None and said.issuer in {law.author, *law.admission.roots}
+                if said.job != job or not gives or not newer(said, known.get(said.issuer)):
+                    continue
+                try:
+                    open_revocation(data, self._verify)
+                except Forged:
+                    break
+                self._revoked[job] = {**known, said.issuer: said}
+                new = True
+        return new
 
     def revocations(self, job: JobId) -> tuple[bytes, ...]:
         """Those that we know of, to be passed on."""

@@ -105,12 +105,13 @@ class _Word:
     said: Statement
     record: JobRecord  # that it came in
     own: bool  # the record's author says so itself
+    data: bytes = b""  # what shows that the signer did, where another carries it
 
 
 def believe(records: Sequence[JobRecord], sight: Sight, verify: Verify = verify_signature) -> Belief | None:
     """What to believe of all `records` on one job; None where there are none. The record has the manifest's name where
     that is known, and carries the statements that others may go by."""
-    words = _words(records, verify)
+    words = _words(records, sight, verify)
     if not words:
         return None
     ends = [word for word in words if word.said.state in ENDED and _plausible(word.said, sight)]
@@ -140,11 +141,17 @@ def believe(records: Sequence[JobRecord], sight: Sight, verify: Verify = verify_
     return replace(found, doubted=bool(said))
 
 
-def _words(records: Iterable[JobRecord], verify: Verify) -> list[_Word]:
+def _words(records: Iterable[JobRecord], sight: Sight, verify: Verify) -> list[_Word]:
+    """What the authors say, and what they carry of those whose words count for more than a stranger's."""
+
+    def matters(said: Statement) -> bool:
+        return _final(said, sight) or _standing(said, sight) > Standing.BARE
+
     found = []
     for record in records:
         found.append(_Word(stated(record, record.author, 0), record, own=True))
-        found += [_Word(said, record, own=False) for said in opened(record.proof, record.job, verify)]
+        carried = opened(record.proof, record.job, verify, matters)
+        found += [_Word(said, record, own=False, data=data) for said, data in carried]
     return found
 
 
@@ -290,16 +297,8 @@ def _belief(
         record = _stopped_at(record, words, sight)
     if sight.law is not None:
         record = replace(record, stages=sight.law.stages, name=sight.law.name or record.name)
-    carried = [data for each in words if each.own for data in each.record.proof]
-    trusted = [
-        data
-        for data in dict.fromkeys(carried)
-        if any(
-            _final(said, sight) or _standing(said, sight) > Standing.BARE
-            for said in opened([data], record.job, verify)
-        )
-    ]
-    record = replace(record, proof=joined(trusted, record.job, verify))
+    carried = dict.fromkeys(each.data for each in words if not each.own)
+    record = replace(record, proof=joined(carried, record.job, verify))
     return Belief(record=record, standing=standing, owned=bool(sight.owners))
 
 

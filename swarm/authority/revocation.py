@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from fusion.swarm.authority.signed import MAX_TIME, VERSION, SignedForm
 from fusion.swarm.directory.records import MAX_PROOF_BYTES, JobId, is_digest
@@ -52,9 +53,20 @@ def seal_revocation(job: JobId, marks: Iterable[bytes], at: float, issuer: Signe
     return FORM.seal([VERSION, bytes.fromhex(job), issuer.peer_id, int(at), listed], issuer.sign)
 
 
-@lru_cache(maxsize=1024)  # records come back every heartbeat with the same ones
 def open_revocation(data: bytes, verify: Verify = verify_signature) -> Revocation:
-    """Raises RecordError for bytes that are none, or that their issuer did not sign."""
+    """Raises RecordError for bytes that are none, Forged for those that their issuer did not sign."""
+    revocation, fields, signature = _read(data)
+    FORM.check(revocation.issuer, signature, fields, verify)
+    return revocation
+
+
+def told(data: bytes) -> Revocation:
+    """What it is said to be, whoever may have signed it. Raises RecordError."""
+    return _read(data)[0]
+
+
+@lru_cache(maxsize=1024)  # records come back every heartbeat with the same ones
+def _read(data: bytes) -> tuple[Revocation, list[Any], bytes]:
     match value := FORM.unpack(data):
         case [int(version), bytes(job), str(issuer), int(at), list(marks), bytes(signature)] if (
             version == VERSION
@@ -65,8 +77,10 @@ def open_revocation(data: bytes, verify: Verify = verify_signature) -> Revocatio
     sound = all(isinstance(item, bytes) and len(item) == MARK_BYTES for item in marks)
     if not sound or not is_digest(job.hex()) or not 0 <= at <= MAX_TIME:
         raise FORM.malformed()
-    FORM.check(PeerId(issuer), signature, value[:-1], verify)
-    return Revocation(job=JobId(job.hex()), issuer=PeerId(issuer), at=at, marks=frozenset(marks), data=data)
+    revocation = Revocation(
+        job=JobId(job.hex()), issuer=PeerId(issuer), at=at, marks=frozenset(marks), data=data
+    )
+    return revocation, value[:-1], signature
 
 
 def newer(one: Revocation, other: Revocation | None) -> bool:

@@ -9,6 +9,7 @@ A statement is `msgpack([1, job, state, term, step, snapshot, snapshot_step, sig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -22,7 +23,7 @@ from fusion.swarm.directory.records import (
     JobRecord,
     is_digest,
 )
-from fusion.swarm.errors import RecordError
+from fusion.swarm.errors import Forged, RecordError
 from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
@@ -76,9 +77,16 @@ def seal_statement(statement: Statement, sign: Callable[[bytes], bytes]) -> byte
     return FORM.seal(_fields(statement), sign)
 
 
-@lru_cache(maxsize=4096)  # records come back every heartbeat with the same ones
 def open_statement(data: bytes, verify: Verify = verify_signature) -> Statement:
-    """Raises RecordError for bytes that are no statement, or one that its signer did not sign."""
+    """Raises RecordError for bytes that are no statement, Forged for one that its signer did not sign."""
+    statement, signature = _read(data)
+    FORM.check(statement.signer, signature, _fields(statement), verify)
+    return statement
+
+
+@lru_cache(maxsize=4096)  # records come back every heartbeat with the same ones
+def _read(data: bytes) -> tuple[Statement, bytes]:
+    """The statement that this is said to be, and its signature. Raises RecordError."""
     match FORM.unpack(data):
         case [int(version), bytes(job), int(state), int(term), int(step), bytes() | None as snapshot, int(snapshot_step),
               str(signer), int(at), bytes(signature)] if version == VERSION and 0 <= state < len(STATES):  # fmt: skip
@@ -89,31 +97,38 @@ def open_statement(data: bytes, verify: Verify = verify_signature) -> Statement:
             )  # fmt: skip
         case _:
             raise FORM.malformed()
-    FORM.check(statement.signer, signature, _fields(statement), verify)
-    return statement
+    return statement, signature
 
 
-def opened(proof: Iterable[bytes], job: JobId, verify: Verify = verify_signature) -> list[Statement]:
-    """The sound statements in `proof` that are about the job; what is none is left out."""
+def opened(
+    proof: Iterable[bytes],
+    job: JobId,
+    verify: Verify = verify_signature,
+    matters: Callable[[Statement], bool] = lambda said: True,
+) -> list[tuple[Statement, bytes]]:
+    """The sound statements in `proof` that are about the job and matter, each with its bytes; what is none is left out, and
+    all that comes behind a forged one: nobody who is honest carries it."""
     found = []
     for data in proof:
-        try:
-            statement = open_statement(data, verify)
-        except RecordError:
-            continue
-        if statement.job == job:
-            found.append(statement)
+        with suppress(RecordError):
+            said, _ = _read(data)
+            if said.job != job or not matters(said):
+                continue
+            try:
+                open_statement(data, verify)
+            except Forged:
+                break
+            found.append((said, data))
     return found
 
 
 def joined(proofs: Iterable[bytes], job: JobId, verify: Verify = verify_signature) -> tuple[bytes, ...]:
     """The latest sound statement of each signer, the ends of the job first, at most CARRIED of them."""
     latest: dict[PeerId, tuple[tuple[bool, int, int, int], bytes]] = {}
-    for data in proofs:
-        for one in opened([data], job, verify):
-            rank = (one.state not in ("launching", "running"), one.term, one.at, one.step)
-            if one.signer not in latest or rank > latest[one.signer][0]:
-                latest[one.signer] = (rank, data)
+    for one, data in opened(proofs, job, verify):
+        rank = (one.state not in ("launching", "running"), one.term, one.at, one.step)
+        if one.signer not in latest or rank > latest[one.signer][0]:
+            latest[one.signer] = (rank, data)
     order = sorted(latest.items(), key=lambda item: (item[1][0], item[0]), reverse=True)
     return tuple(data for _, (_, data) in order[:CARRIED])
 

@@ -7,6 +7,7 @@ The directory forgets a claim when it expires, and learns of a new one a little 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from cachetools import FIFOCache
@@ -17,9 +18,9 @@ from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims import tenure
 from fusion.swarm.claims.election import latest, rank
 from fusion.swarm.claims.tenure import NEVER, Holding, Seat, Tenure
-from fusion.swarm.claims.testimony import open_testimony
+from fusion.swarm.claims.testimony import open_testimony, told
 from fusion.swarm.directory.records import ClaimRecord, JobId, Record
-from fusion.swarm.errors import RecordError
+from fusion.swarm.errors import Forged, RecordError
 from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
 
@@ -197,14 +198,19 @@ class ClaimCache:
         return tenure.count(self._voters(claim, holding), found)
 
     def _voters(self, claim: ClaimRecord, holding: Holding) -> set[PeerId]:
-        slot, voters = (claim.job, claim.stage), set()
+        """Those whose word counts, and who give it so; whoever shows a forged one has no others."""
+        slot, voters, now = (claim.job, claim.stage), set[PeerId](), self._now()
+        counting = frozenset({holding.peer}).union(*self._seats(slot, holding.peer))
         for data in claim.proof:
-            try:
-                testimony = open_testimony(data, *slot, claim.peer, self._verify)
-            except RecordError:
-                continue
-            if testimony.holding == holding and testimony.is_good(self._now()):
-                voters.add(testimony.voter)
+            with suppress(RecordError):
+                said = told(data)
+                if said.holding != holding or said.voter not in counting or not said.is_good(now):
+                    continue
+                try:
+                    open_testimony(data, *slot, claim.peer, self._verify)
+                except Forged:
+                    break
+                voters.add(said.voter)
         return voters
 
     def is_majority(self, slot: Slot, suspect: PeerId, voters: set[PeerId]) -> bool:

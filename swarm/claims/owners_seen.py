@@ -9,7 +9,7 @@ from cachetools import FIFOCache
 from fusion.swarm.authority.belief import Sight
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.election import winner
-from fusion.swarm.claims.testimony import Succession, opened_successions, successions
+from fusion.swarm.claims.testimony import Succession, is_sound, successions, told_successions
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
@@ -51,37 +51,43 @@ class OwnersSeen:
         claims: Claims,
         us: PeerId,
         *,
-        shown: Iterable[bytes] = (),
+        shown: Iterable[Sequence[bytes]] = (),
         verify: Verify = verify_signature,
     ) -> Sight:
-        """What is known of the owners of the first `stages` of a job, whose live `claims` were just read, and of whose records
-        the proofs are `shown`."""
+        """What is known of the owners of the first `stages` of a job, whose live `claims` were just read; `shown` are the proofs
+        of each record on it."""
         found = {stage: self.see(job, stage, said) for stage, said in claims.items() if stage < stages}
         owners = {stage: (claim.peer, claim.term) for stage, claim in found.items() if claim is not None}
         held = frozenset(
             (stage, term, peer) for stage in range(stages) for term, peer in self._seen.get((job, stage), ())
         )
         ours = [claim.step for claim in found.values() if claim is not None and claim.peer == us]
-        proofs = [data for claim in found.values() if claim is not None for data in successions(claim)]
-        heirs = () if law is None else self._follow(law, opened_successions((*proofs, *shown), job, verify))
+        if law is not None:
+            proofs = [successions(claim) for claim in found.values() if claim is not None]
+            self._follow(law, [told_successions(proof) for proof in (*proofs, *shown)], verify)
+        heirs = () if law is None else self._heirs.get(job, ())
         return Sight(
             law=law, owners=owners, held=held, us=us, reached=min(ours, default=0), heirs=frozenset(heirs)
         )
 
-    def _follow(self, law: JobLaw, said: Sequence[Succession]) -> Mapping[PeerId, Succession]:
-        """Who followed in the job by the word of those whom its author proposed, or of others who so followed."""
-        heirs = self._heirs.get(law.job, {})
-        before = -1
+    def _follow(self, law: JobLaw, said: Sequence[Sequence[Succession]], verify: Verify) -> None:
+        """Learn who followed in the job by the word of those whom its author proposed, or of others who so followed. `said` by
+        each that carries some: who carries a forged one is not heard."""
+        heirs, liars, before = self._heirs.get(law.job, {}), set[int](), -1
         while before < len(heirs):
             before = len(heirs)
-            for one in said:
-                right = one.voter in law.proposed or one.voter in heirs
-                fresh = one.heir not in law.proposed and one.heir not in heirs
-                if right and fresh and len(heirs) < REMEMBERED_HEIRS:
-                    heirs[one.heir] = one
+            for place, carried in enumerate(said):
+                for one in carried:
+                    right = one.voter in law.proposed or one.voter in heirs
+                    fresh = one.heir not in law.proposed and one.heir not in heirs
+                    if place in liars or not (right and fresh) or len(heirs) == REMEMBERED_HEIRS:
+                        continue
+                    if is_sound(one, law.job, verify):
+                        heirs[one.heir] = one
+                    else:
+                        liars.add(place)
         if heirs:
             self._heirs[law.job] = heirs
-        return heirs
 
     def line(self, job: JobId, peer: PeerId) -> tuple[bytes, ...]:
         """What shows others that the peer came to the job by the word of those that were in it before: its own succession,

@@ -21,7 +21,7 @@ import msgpack
 from fusion.swarm.authority.signed import SignedForm
 from fusion.swarm.claims.tenure import WORD_SECONDS, Holding
 from fusion.swarm.directory.records import MAX_PROOF_BYTES, ClaimRecord, JobId
-from fusion.swarm.errors import RecordError
+from fusion.swarm.errors import Forged, RecordError
 from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
 
@@ -48,16 +48,25 @@ def seal_testimony(
     return FORM.seal(fields, sign, _signed(testimony, job, stage, heir))
 
 
-@lru_cache(maxsize=4096)  # claims come back every heartbeat with the same proof
 def open_testimony(data: bytes, job: JobId, stage: int, heir: PeerId, verify: Verify) -> Testimony:
-    """Raises RecordError for bytes that are no testimony in favour of `heir`, or not its voter's."""
-    match FORM.unpack(data):
-        case [str(voter), str(peer), int(term), int(at), bytes(signature)]:
-            testimony = Testimony(voter=PeerId(voter), holding=Holding(PeerId(peer), term), at=at)
-        case _:
-            raise FORM.malformed()
+    """Raises RecordError for bytes that are no testimony, Forged where its voter did not give it in favour of `heir`."""
+    testimony, signature = _read(data)
     FORM.check(testimony.voter, signature, _signed(testimony, job, stage, heir), verify)
     return testimony
+
+
+def told(data: bytes) -> Testimony:
+    """What it is said to be, whoever may have signed it. Raises RecordError."""
+    return _read(data)[0]
+
+
+@lru_cache(maxsize=4096)  # claims come back every heartbeat with the same proof
+def _read(data: bytes) -> tuple[Testimony, bytes]:
+    match FORM.unpack(data):
+        case [str(voter), str(peer), int(term), int(at), bytes(signature)]:
+            return Testimony(voter=PeerId(voter), holding=Holding(PeerId(peer), term), at=at), signature
+        case _:
+            raise FORM.malformed()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,25 +89,34 @@ def successions(claim: ClaimRecord) -> list[bytes]:
     return found
 
 
-@lru_cache(maxsize=4096)  # job records come back every heartbeat with the same ones
-def open_succession(data: bytes, job: JobId, verify: Verify) -> Succession:
-    """Raises RecordError for bytes that are no succession in a stage of the job, or not its voter's."""
-    match SUCCESSION.unpack(data):
-        case [int(stage), str(heir), str(voter), str(peer), int(term), int(at), bytes(signature)]:
-            testimony = Testimony(voter=PeerId(voter), holding=Holding(PeerId(peer), term), at=at)
-        case _:
-            raise SUCCESSION.malformed()
-    SUCCESSION.check(testimony.voter, signature, _signed(testimony, job, stage, PeerId(heir)), verify)
-    return Succession(voter=testimony.voter, heir=PeerId(heir), data=data)
-
-
-def opened_successions(proof: Iterable[bytes], job: JobId, verify: Verify) -> list[Succession]:
-    """The sound ones in `proof`; what is none is left out."""
+def told_successions(proof: Iterable[bytes]) -> list[Succession]:
+    """What is in `proof` and has the form of one, whoever may have signed it."""
     found = []
     for data in proof:
         with suppress(RecordError):
-            found.append(open_succession(data, job, verify))
+            _, heir, testimony, _ = _read_succession(data)
+            found.append(Succession(voter=testimony.voter, heir=heir, data=data))
     return found
+
+
+def is_sound(succession: Succession, job: JobId, verify: Verify) -> bool:
+    """Whether its voter signed it, for that job."""
+    stage, heir, testimony, signature = _read_succession(succession.data)
+    try:
+        SUCCESSION.check(testimony.voter, signature, _signed(testimony, job, stage, heir), verify)
+    except Forged:
+        return False
+    return True
+
+
+@lru_cache(maxsize=4096)  # job records come back every heartbeat with the same ones
+def _read_succession(data: bytes) -> tuple[int, PeerId, Testimony, bytes]:
+    match SUCCESSION.unpack(data):
+        case [int(stage), str(heir), str(voter), str(peer), int(term), int(at), bytes(signature)]:
+            testimony = Testimony(voter=PeerId(voter), holding=Holding(PeerId(peer), term), at=at)
+            return stage, PeerId(heir), testimony, signature
+        case _:
+            raise SUCCESSION.malformed()
 
 
 def _signed(testimony: Testimony, job: JobId, stage: int, heir: PeerId) -> list[Any]:

@@ -12,7 +12,7 @@ from fusion.swarm.authority.belief import Belief, Sight, Standing, believe
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.authority.statements import seal_statement, stated, stop_statement
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
-from fusion.swarm.identity import Identity
+from fusion.swarm.identity import Identity, verify
 
 AUTHOR, LAUNCHER, LEAD, SECOND, THIRD, IDLE, MALLORY, SYBIL = (Identity.generate() for _ in range(8))
 OWNERS = (LEAD, SECOND, THIRD)
@@ -277,3 +277,31 @@ def test_the_words_that_others_may_go_by_travel_with_what_is_believed() -> None:
     assert set(found.record.proof) == {data for one in ends for data in one.proof}
     alone = replace(found.record, author=IDLE.peer_id, lead=None)
     assert judged([alone], sight(*OWNERS)).settled
+
+
+def test_forged_statements_cost_one_check_for_each_that_carries_them_and_those_of_strangers_none() -> None:
+    """A hundred strangers with twelve each used to hold a reader up for seconds, at every look."""
+    checked: list[str] = []
+
+    def counting(peer: str, signature: bytes, data: bytes) -> bool:
+        checked.append(peer)
+        return verify(peer, signature, data)
+
+    strangers = [Identity.generate() for _ in range(20)]
+    forged = []
+    for number, one in enumerate(strangers):
+        lies = [replace(stated(TRUTH, LEAD.peer_id, 7), step=12 * number + i) for i in range(12)]
+        own = [stated(said(other), other.peer_id, 7) for other in strangers]
+        signed = [seal_statement(each, other.sign) for each, other in zip(own, strangers, strict=True)]
+        proof = (*signed[:6], *(seal_statement(lie, one.sign) for lie in lies))
+        forged.append(replace(said(one), proof=proof))
+    for _ in range(3):
+        found = believe([TRUTH, *forged], sight(*OWNERS), counting)
+        assert found is not None and (found.record.step, found.standing) == (40, Standing.PROVEN)
+        assert checked == [LEAD.peer_id] * len(strangers)  # of each once, and never again
+    # What an honest peer carries behind a forgery is not heard from whoever carries that.
+    behind = with_statement(forged[0], AUTHOR, said(AUTHOR, state="stopped"))
+    assert not judged([TRUTH, behind], sight(*OWNERS)).over
+    assert judged(
+        [TRUTH, with_statement(said(MALLORY), AUTHOR, said(AUTHOR, state="stopped"))], sight(*OWNERS)
+    ).over

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 from support.directory_records import JOB, claim_record, provider_record
@@ -10,10 +11,12 @@ from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import WORD_SECONDS, Holding
+from fusion.swarm.claims.testimony import Testimony as Word
+from fusion.swarm.claims.testimony import seal_testimony
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId, Record
 from fusion.swarm.errors import RecordError
-from fusion.swarm.identity import Identity
+from fusion.swarm.identity import Identity, verify
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
@@ -565,6 +568,35 @@ def test_without_a_majority_s_word_no_claim_costs_a_live_owner_anything() -> Non
         assert juror.credit(other.sealed(JOB, 0) or b"") == taken
         await one.beat()
         assert one.mine() == () and room.lost[0] == [first]
+
+    asyncio.run(scenario())
+
+
+def test_forged_testimonies_cost_one_check_for_each_claim_that_shows_them() -> None:
+    async def scenario() -> None:
+        room = Room(4)
+        juror, other = room.leases[1:3]
+        first, _ = await two_stages(room)
+        checked: list[str] = []
+
+        def counting(peer: str, signature: bytes, data: bytes) -> bool:
+            checked.append(peer)
+            return verify(peer, signature, data)
+
+        other._memory._verify = counting
+        strangers = [Identity.generate() for _ in range(10)]
+        for number, stranger in enumerate(strangers):
+            lies = [
+                Word(voter=juror.peer_id, holding=Holding(first.peer, 1), at=int(room.clock()) + i)
+                for i in range(4)
+            ]
+            own = [replace(lie, voter=stranger.peer_id) for lie in lies]
+            words = [seal_testimony(each, JOB, 0, stranger.peer_id, stranger.sign) for each in (*own, *lies)]
+            claim = claim_record(stranger, term=2, score=number / 10, proof=tuple(words))
+            await MemoryDirectory(room.network, stranger, room.clock).publish(claim)
+        for _ in range(3):
+            assert winner(await other.claims(JOB, 0)) == first
+            assert checked == [juror.peer_id] * len(strangers)  # of each once, and never again
 
     asyncio.run(scenario())
 

@@ -12,7 +12,7 @@ from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.claims.testimony import Testimony as Word
 from fusion.swarm.claims.testimony import seal_testimony, successions
 from fusion.swarm.directory.records import ClaimRecord, JobId
-from fusion.swarm.identity import Identity
+from fusion.swarm.identity import Identity, verify
 
 AUTHOR, ANN, BOB, CAT, DAN, MALLORY = (Identity.generate() for _ in range(6))
 LAW = JobLaw(
@@ -37,7 +37,7 @@ def shown(*claims: ClaimRecord) -> list[bytes]:
 def sight(
     seen: OwnersSeen, *proof: bytes, law: JobLaw | None = LAW, live: tuple[ClaimRecord, ...] = ()
 ) -> Sight:
-    return seen.sight(JOB, law, 3, {1: live}, DAN.peer_id, shown=(b"junk", *proof))
+    return seen.sight(JOB, law, 3, {1: live}, DAN.peer_id, shown=([b"junk", *proof],))
 
 
 def test_who_follows_by_the_word_of_those_proposed_and_of_others_who_so_followed() -> None:
@@ -69,7 +69,8 @@ def test_a_stranger_follows_nobody_by_its_own_word_or_by_one_for_another() -> No
     stolen = told.replace(CAT.peer_id.encode(), MALLORY.peer_id.encode())
     moved = told.replace(b"\x97\x01", b"\x97\x02", 1)
     assert stolen != told != moved
-    assert sight(seen, *shown(own, forged, other_job), stolen, moved, told[:-1]).heirs == frozenset()
+    for each in (*shown(own), *shown(forged), *shown(other_job), stolen, moved, told[:-1]):
+        assert sight(seen, each).heirs == frozenset()
     assert sight(seen, *shown(claim(CAT, ANN, BOB)), law=None).heirs == frozenset()
 
 
@@ -79,3 +80,22 @@ def test_no_more_heirs_are_kept_of_a_job_and_no_more_shown_than_a_record_has_roo
     found = sight(seen, *shown(*claims)).heirs
     assert found == {one.peer_id for one in line[1 : REMEMBERED_HEIRS + 1]}
     assert len(seen.line(JOB, line[REMEMBERED_HEIRS].peer_id)) == LINE
+
+
+def test_who_carries_a_forged_succession_is_not_heard_further_and_costs_one_check() -> None:
+    checked: list[str] = []
+
+    def counting(peer: str, signature: bytes, data: bytes) -> bool:
+        checked.append(peer)
+        return verify(peer, signature, data)
+
+    strangers = [Identity.generate() for _ in range(50)]
+    forged = [shown(*(claim(one, ANN, BOB, signer=one, stage=i) for i in range(3))) for one in strangers]
+    of_nobody = shown(*(claim(one, one, BOB) for one in strangers))
+    honest = shown(claim(CAT, ANN, BOB))
+    seen = OwnersSeen()
+    for _ in range(3):
+        proofs = [*([*each, *honest] for each in forged), of_nobody]
+        assert seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=proofs, verify=counting).heirs == frozenset()
+        assert checked == [ANN.peer_id] * len(forged)  # of each once, and never again
+    assert seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=[honest], verify=counting).heirs == {CAT.peer_id}
