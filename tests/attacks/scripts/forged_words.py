@@ -4,8 +4,12 @@ model is the one of that name."""
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
+import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +27,13 @@ from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.launch.export import export
 from fusion.runtime.serving.requests.client import complete
 from fusion.runtime.serving.requests.request import GenerateRequest
-from fusion.swarm.authority.statements import seal_statement, stated
-from fusion.swarm.directory.records import Digest, JobId, JobRecord
+from fusion.swarm.authority.statements import CARRIED, seal_statement, stated
+from fusion.swarm.claims.tenure import Holding
+from fusion.swarm.claims.testimony import Testimony as Word
+from fusion.swarm.claims.testimony import seal_testimony
+from fusion.swarm.directory.records import MAX_PROOFS, ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
+from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId
 
 TERMS = (1, 7, 2**30, 2**31 - 1)
@@ -35,6 +43,7 @@ SAY_SECONDS = 1.0
 ASK_SECONDS = 8.0
 ALLIES = 3
 TRIES = 256  # ids
+CROWD = 100  # keys
 
 
 def forged(one: Stranger, job: JobId, stages: int, **fields: Any) -> Offer:
@@ -148,6 +157,51 @@ def _first_of_all(counter: Counter, honest: JobId) -> JobId:
     return job
 
 
+async def forged_proofs(one: Stranger) -> dict[str, Any]:
+    """A hundred keys say that they run both jobs and claim all stages, each with as many words as fit, none signed by those in
+    whose names they are: the author, and the owners of the stages. New ones every second, so that nobody has seen them before."""
+    scene, crowd = one.scene, [Identity.generate() for _ in range(CROWD)]
+    rounds = 0
+    while one.time_left:
+        rounds += 1
+        for identity in crowd:
+            for job, route in ((scene.training, scene.training_route), (scene.serving, scene.route)):
+                signers = [scene.trainer, *(peer for peer, _ in route)]
+                offers = [one.sealed(_lying_record(identity, job, signers), 12.0, identity)]
+                offers += [
+                    one.sealed(_lying_claim(identity, job, route, stage), 6.0, identity)
+                    for stage in range(len(route))
+                ]
+                await _say(one, offers)
+                if not one.time_left:
+                    break
+    return {"rounds": rounds}
+
+
+def _lying_record(identity: Identity, job: JobId, signers: list[PeerId]) -> JobRecord:
+    record: JobRecord = job_record(identity, job=job, stages=2, state="running", term=2**30, step=FORGED_STEP)
+    lies = [replace(stated(record, PeerId(signers[i % len(signers)]), 0), step=i) for i in range(CARRIED)]
+    return replace(record, proof=tuple(seal_statement(lie, _any_signature) for lie in lies))
+
+
+def _lying_claim(
+    identity: Identity, job: JobId, route: Sequence[tuple[PeerId, int]], stage: int
+) -> ClaimRecord:
+    (owner, term), now = route[stage], int(time.time())
+    voters = [PeerId(peer) for other, (peer, _) in enumerate(route) if other != stage]
+    words = [
+        Word(voter=voters[i % len(voters)], holding=Holding(PeerId(owner), term), at=now - i)
+        for i in range(MAX_PROOFS)
+    ]
+    proof = tuple(seal_testimony(word, job, stage, identity.peer_id, _any_signature) for word in words)
+    claim: ClaimRecord = claim_record(identity, job=job, stage=stage, term=term + 1, proof=proof)
+    return claim
+
+
+def _any_signature(data: bytes) -> bytes:
+    return os.urandom(64)
+
+
 # --- What must not have happened
 
 
@@ -198,5 +252,6 @@ ATTACKS = {
     "forged_snapshot": Attack(
         forged_snapshot, seconds=12.0, identities=1 + ALLIES, check=own_snapshots_alone
     ),
+    "forged_proofs": Attack(forged_proofs, seconds=20.0, check=both_go_on),
     "name_hijack": Attack(name_hijack, seconds=15.0, check=the_name_is_the_authors),
 }
