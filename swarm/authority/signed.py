@@ -71,6 +71,6 @@ class SignedForm:
         return data
 
 
-@lru_cache(maxsize=16_384)  # of some 400 bytes; what others carry comes back every heartbeat
+@lru_cache(maxsize=8192)  # of some 600 bytes; what others carry comes back every heartbeat
 def _verified(verify: Verify, signer: PeerId, signature: bytes, data: bytes) -> bool:
     return verify(signer, signature, data)
