@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 
 from cachetools import FIFOCache
 
@@ -13,9 +12,10 @@ from fusion.swarm.authority import grants
 from fusion.swarm.authority.grants import Role
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.authority.revocation import Revocation, newer, open_revocation, told
+from fusion.swarm.authority.signed import sound
 from fusion.swarm.authority.wallet import Chain, Wallet
 from fusion.swarm.directory.records import MAX_GRANT_BYTES, MAX_GRANTS, JobId
-from fusion.swarm.errors import Forged, RecordError
+from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Signer, Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
@@ -87,19 +87,18 @@ class Access:
 
     def revoke_all(self, job: JobId, proof: Iterable[bytes]) -> bool:
         """As `revoke`, of all that one peer carries: nothing of it once something is forged."""
-        law, new = self._laws.get(job), False
-        for data in () if law is None else proof:
-            with suppress(RecordError):
-                said, known = told(data), self._revoked.get(job, {})
-                gives = law is not None and said.issuer in {law.author, *law.admission.roots}
-                if said.job != job or not gives or not newer(said, known.get(said.issuer)):
-                    continue
-                try:
-                    open_revocation(data, self._verify)
-                except Forged:
-                    break
-                self._revoked[job] = {**known, said.issuer: said}
-                new = True
+        law, known = self._laws.get(job), dict(self._revoked.get(job, {}))
+        if law is None:
+            return False
+        issuers = {law.author, *law.admission.roots}
+
+        def matters(said: Revocation) -> bool:
+            return said.job == job and said.issuer in issuers and newer(said, known.get(said.issuer))
+
+        new = False
+        for said, _ in sound(proof, told, matters, lambda data: open_revocation(data, self._verify)):
+            known[said.issuer] = said
+            self._revoked[job], new = known, True
         return new
 
     def revocations(self, job: JobId) -> tuple[bytes, ...]:

@@ -11,10 +11,11 @@ forgery (`Forged`) is not heard further.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -74,3 +75,25 @@ class SignedForm:
 @lru_cache(maxsize=8192)  # of some 600 bytes; what others carry comes back every heartbeat
 def _verified(verify: Verify, signer: PeerId, signature: bytes, data: bytes) -> bool:
     return verify(signer, signature, data)
+
+
+Said = TypeVar("Said")
+
+
+def sound(
+    carried: Iterable[bytes],
+    told: Callable[[bytes], Said],
+    matters: Callable[[Said], bool],
+    check: Callable[[bytes], object],
+) -> Iterator[tuple[Said, bytes]]:
+    """Of what one peer carries, each with its bytes: what has the form that `told` reads, matters, and passes the `check` of its
+    signature, which raises Forged; nothing behind the first forgery, for nobody who is honest carries one."""
+    for data in carried:
+        with suppress(RecordError):
+            said = told(data)
+            if matters(said):
+                try:
+                    check(data)
+                except Forged:
+                    return
+                yield said, data

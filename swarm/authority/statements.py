@@ -9,12 +9,11 @@ A statement is `msgpack([1, job, state, term, step, snapshot, snapshot_step, sig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from fusion.swarm.authority.signed import MAX_TIME, VERSION, SignedForm
+from fusion.swarm.authority.signed import MAX_TIME, VERSION, SignedForm, sound
 from fusion.swarm.directory.records import (
     MAX_PROOF_BYTES,
     MAX_TERM,
@@ -23,7 +22,7 @@ from fusion.swarm.directory.records import (
     JobRecord,
     is_digest,
 )
-from fusion.swarm.errors import Forged, RecordError
+from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
@@ -106,20 +105,15 @@ def opened(
     verify: Verify = verify_signature,
     matters: Callable[[Statement], bool] = lambda said: True,
 ) -> list[tuple[Statement, bytes]]:
-    """The sound statements in `proof` that are about the job and matter, each with its bytes; what is none is left out, and
-    all that comes behind a forged one: nobody who is honest carries it."""
-    found = []
-    for data in proof:
-        with suppress(RecordError):
-            said, _ = _read(data)
-            if said.job != job or not matters(said):
-                continue
-            try:
-                open_statement(data, verify)
-            except Forged:
-                break
-            found.append((said, data))
-    return found
+    """The sound statements in `proof` that are about the job and matter (`signed.sound`), each with its bytes."""
+    return list(
+        sound(
+            proof,
+            lambda data: _read(data)[0],
+            lambda said: said.job == job and matters(said),
+            lambda data: open_statement(data, verify),
+        )
+    )
 
 
 def joined(proofs: Iterable[bytes], job: JobId, verify: Verify = verify_signature) -> tuple[bytes, ...]:

@@ -7,7 +7,6 @@ The directory forgets a claim when it expires, and learns of a new one a little 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 from cachetools import FIFOCache
@@ -15,12 +14,13 @@ from cachetools import FIFOCache
 from fusion.swarm.authority.access import Access
 from fusion.swarm.authority.grants import Role
 from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.authority.signed import sound
 from fusion.swarm.claims import tenure
 from fusion.swarm.claims.election import latest, rank
 from fusion.swarm.claims.tenure import NEVER, Holding, Seat, Tenure
-from fusion.swarm.claims.testimony import open_testimony, told
+from fusion.swarm.claims.testimony import Testimony, open_testimony, told
 from fusion.swarm.directory.records import ClaimRecord, JobId, Record
-from fusion.swarm.errors import Forged, RecordError
+from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
 
@@ -199,19 +199,16 @@ class ClaimCache:
 
     def _voters(self, claim: ClaimRecord, holding: Holding) -> set[PeerId]:
         """Those whose word counts, and who give it so; whoever shows a forged one has no others."""
-        slot, voters, now = (claim.job, claim.stage), set[PeerId](), self._now()
+        slot, now = (claim.job, claim.stage), self._now()
         counting = frozenset({holding.peer}).union(*self._seats(slot, holding.peer))
-        for data in claim.proof:
-            with suppress(RecordError):
-                said = told(data)
-                if said.holding != holding or said.voter not in counting or not said.is_good(now):
-                    continue
-                try:
-                    open_testimony(data, *slot, claim.peer, self._verify)
-                except Forged:
-                    break
-                voters.add(said.voter)
-        return voters
+
+        def matters(said: Testimony) -> bool:
+            return said.holding == holding and said.voter in counting and said.is_good(now)
+
+        def check(data: bytes) -> None:
+            open_testimony(data, *slot, claim.peer, self._verify)
+
+        return {said.voter for said, _ in sound(claim.proof, told, matters, check)}
 
     def is_majority(self, slot: Slot, suspect: PeerId, voters: set[PeerId]) -> bool:
         """Whether so many jurors have a word against the stage's holder."""

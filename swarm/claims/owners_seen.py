@@ -8,8 +8,9 @@ from cachetools import FIFOCache
 
 from fusion.swarm.authority.belief import Sight
 from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.authority.signed import sound
 from fusion.swarm.claims.election import winner
-from fusion.swarm.claims.testimony import Succession, is_sound, successions, told_successions
+from fusion.swarm.claims.testimony import Succession, check_succession, successions, told_succession
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
@@ -18,7 +19,7 @@ from fusion.swarm.transport import PeerId
 REMEMBERED_STAGES = 16_384  # whose owners are kept in mind
 REMEMBERED_OWNERS = 4  # of each
 REMEMBERED_JOBS, REMEMBERED_HEIRS = 1024, 16  # and of each job that many of those that followed others
-LINE = 4  # successions that are shown for one peer
+CHAIN = 4  # successions that are shown for one peer
 
 Claims = Mapping[int, Sequence[ClaimRecord]]  # the live ones, by stage
 
@@ -62,38 +63,43 @@ class OwnersSeen:
             (stage, term, peer) for stage in range(stages) for term, peer in self._seen.get((job, stage), ())
         )
         ours = [claim.step for claim in found.values() if claim is not None and claim.peer == us]
+        heirs: Mapping[PeerId, Succession] = {}
         if law is not None:
             proofs = [successions(claim) for claim in found.values() if claim is not None]
-            self._follow(law, [told_successions(proof) for proof in (*proofs, *shown)], verify)
-        heirs = () if law is None else self._heirs.get(job, ())
+            heirs = self._follow(law, [*proofs, *shown], verify)
         return Sight(
             law=law, owners=owners, held=held, us=us, reached=min(ours, default=0), heirs=frozenset(heirs)
         )
 
-    def _follow(self, law: JobLaw, said: Sequence[Sequence[Succession]], verify: Verify) -> None:
-        """Learn who followed in the job by the word of those whom its author proposed, or of others who so followed. `said` by
-        each that carries some: who carries a forged one is not heard."""
-        heirs, liars, before = self._heirs.get(law.job, {}), set[int](), -1
-        while before < len(heirs):
+    def _follow(
+        self, law: JobLaw, proofs: Sequence[Sequence[bytes]], verify: Verify
+    ) -> Mapping[PeerId, Succession]:
+        """Who followed in the job by the word of those whom its author proposed, or of others who so followed, as far as anybody
+        has shown; `proofs` by who carries them."""
+        heirs, before = self._heirs.get(law.job, {}), -1
+
+        def matters(one: Succession) -> bool:
+            right = one.voter in law.proposed or one.voter in heirs
+            fresh = one.heir not in law.proposed and one.heir not in heirs
+            return right and fresh and len(heirs) < REMEMBERED_HEIRS
+
+        def check(data: bytes) -> None:
+            check_succession(data, law.job, verify)
+
+        while before < len(heirs):  # what was passed over may follow somebody who is known now
             before = len(heirs)
-            for place, carried in enumerate(said):
-                for one in carried:
-                    right = one.voter in law.proposed or one.voter in heirs
-                    fresh = one.heir not in law.proposed and one.heir not in heirs
-                    if place in liars or not (right and fresh) or len(heirs) == REMEMBERED_HEIRS:
-                        continue
-                    if is_sound(one, law.job, verify):
-                        heirs[one.heir] = one
-                    else:
-                        liars.add(place)
+            for proof in proofs:
+                for one, _ in sound(proof, told_succession, matters, check):
+                    heirs[one.heir] = one
         if heirs:
             self._heirs[law.job] = heirs
+        return heirs
 
-    def line(self, job: JobId, peer: PeerId) -> tuple[bytes, ...]:
+    def chain(self, job: JobId, peer: PeerId) -> tuple[bytes, ...]:
         """What shows others that the peer came to the job by the word of those that were in it before: its own succession,
         that of whoever spoke for it, and so on; none where the author proposed it."""
         heirs, found = self._heirs.get(job, {}), list[bytes]()
-        while peer in heirs and len(found) < LINE:
+        while peer in heirs and len(found) < CHAIN:
             found.append(heirs[peer].data)
             peer = heirs[peer].voter
         return tuple(found)

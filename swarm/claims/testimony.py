@@ -10,7 +10,7 @@ not come to the job by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +21,7 @@ import msgpack
 from fusion.swarm.authority.signed import SignedForm
 from fusion.swarm.claims.tenure import WORD_SECONDS, Holding
 from fusion.swarm.directory.records import MAX_PROOF_BYTES, ClaimRecord, JobId
-from fusion.swarm.errors import Forged, RecordError
+from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
 
@@ -71,11 +71,16 @@ def _read(data: bytes) -> tuple[Testimony, bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class Succession:
-    """`voter` has said that `heir` is to follow in a stage of a job; `data` is what shows it."""
+    """`testimony` says that `heir` is to follow in the stage of a job; `data` is what shows it."""
 
-    voter: PeerId
+    stage: int
     heir: PeerId
+    testimony: Testimony
     data: bytes
+
+    @property
+    def voter(self) -> PeerId:
+        return self.testimony.voter
 
 
 def successions(claim: ClaimRecord) -> list[bytes]:
@@ -83,38 +88,30 @@ def successions(claim: ClaimRecord) -> list[bytes]:
     found = []
     for data in claim.proof:
         with suppress(RecordError):
-            match FORM.unpack(data):
-                case [str(), str(), int(), int(), bytes()] as fields:
-                    found.append(msgpack.packb([claim.stage, claim.peer, *fields]))
+            said, signature = _read(data)
+            fields = [claim.stage, claim.peer, said.voter, *said.holding, said.at, signature]
+            found.append(msgpack.packb(fields))
     return found
 
 
-def told_successions(proof: Iterable[bytes]) -> list[Succession]:
-    """What is in `proof` and has the form of one, whoever may have signed it."""
-    found = []
-    for data in proof:
-        with suppress(RecordError):
-            _, heir, testimony, _ = _read_succession(data)
-            found.append(Succession(voter=testimony.voter, heir=heir, data=data))
-    return found
+def told_succession(data: bytes) -> Succession:
+    """What it is said to be, whoever may have signed it. Raises RecordError."""
+    return _read_succession(data)[0]
 
 
-def is_sound(succession: Succession, job: JobId, verify: Verify) -> bool:
-    """Whether its voter signed it, for that job."""
-    stage, heir, testimony, signature = _read_succession(succession.data)
-    try:
-        SUCCESSION.check(testimony.voter, signature, _signed(testimony, job, stage, heir), verify)
-    except Forged:
-        return False
-    return True
+def check_succession(data: bytes, job: JobId, verify: Verify) -> None:
+    """Raises RecordError for bytes that are no succession, Forged where its voter did not sign it for that job."""
+    said, signature = _read_succession(data)
+    signed = _signed(said.testimony, job, said.stage, said.heir)
+    SUCCESSION.check(said.voter, signature, signed, verify)
 
 
 @lru_cache(maxsize=4096)  # job records come back every heartbeat with the same ones
-def _read_succession(data: bytes) -> tuple[int, PeerId, Testimony, bytes]:
+def _read_succession(data: bytes) -> tuple[Succession, bytes]:
     match SUCCESSION.unpack(data):
         case [int(stage), str(heir), str(voter), str(peer), int(term), int(at), bytes(signature)]:
             testimony = Testimony(voter=PeerId(voter), holding=Holding(PeerId(peer), term), at=at)
-            return stage, PeerId(heir), testimony, signature
+            return Succession(stage=stage, heir=PeerId(heir), testimony=testimony, data=data), signature
         case _:
             raise SUCCESSION.malformed()
 

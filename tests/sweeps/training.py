@@ -248,10 +248,8 @@ async def _kill_once(found: Sweep, theatre: Theatre, kill: Kill, options: argpar
     if kill.other is not None:
         await asyncio.sleep(0.2)  # the traps are looked for every 20 ms
         began = time.time()
-        stages = (
-            kill.other,
-            *range(options.stages),
-        )  # the peer that was to go first may own the trapped stage as well
+        # The peer that was to go first may own the trapped stage as well.
+        stages = (kill.other, *range(options.stages))
         owners = (swarm.owner(timeline, stage) for stage in stages)
         other = next((owner for owner in owners if owner is not None and owner is not trapped), None)
         if other is not None:

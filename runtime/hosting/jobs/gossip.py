@@ -172,9 +172,9 @@ class JobGossip:
         ours = seal_statement(stated(record, us, directory.now()), directory.sign)
         revoked = self._context.access.revocations(record.job)[:REVOCATIONS]
         statements = joined((ours, *record.proof), record.job, directory.verify)
-        line = self._context.seen.line(record.job, us)
-        room = CARRIED - STATEMENTS_FOR_LIST * len(revoked) - STATEMENTS_FOR_SUCCESSION * len(line)
-        return replace(record, proof=(*statements[: max(room, 1)], *revoked, *line))
+        chain = self._context.seen.chain(record.job, us)
+        room = CARRIED - STATEMENTS_FOR_LIST * len(revoked) - STATEMENTS_FOR_SUCCESSION * len(chain)
+        return replace(record, proof=(*statements[: max(room, 1)], *revoked, *chain))
 
     async def _publish(self, record: JobRecord) -> None:
         try:

@@ -143,10 +143,11 @@ class JobServer:
             raise JobError(f"the job {record.name} is {record.state} already")
         if record is None or not self._board.leads(job):
             raise JobError(f"this peer does not lead the job {job[:12]}: ask its lead")
-        said = opened([shown], job, self._context.directory.verify) if isinstance(shown, bytes) else []
-        if not isinstance(shown, bytes) or not said or said[0][0].state != "stopped":
+        given = [shown] if isinstance(shown, bytes) else []
+        said = next((each for each, _ in opened(given, job, self._context.directory.verify)), None)
+        if not isinstance(shown, bytes) or said is None or said.state != "stopped":
             raise JobError("stop needs the signed statement that the job is stopped")
-        if said[0][0].signer != self._board.author(job):
+        if said.signer != self._board.author(job):
             raise JobError("only whoever launched the job may stop it")
         # Whoever reads the record checks that for itself.
         record = self._board.cut_short(

@@ -149,10 +149,10 @@ class StageFiles:
             self._keep(index.step, index_digest, index.shards[stage])
 
     async def _owner_of(self, stage: int, *, look: bool) -> PeerId:
-        """ "" for nobody."""
-        leases = self._context.leases
-        read = leases.claims_or_recent(self._job, stage, GLANCE_SECONDS) if look else None
-        owner = winner(leases.recent(self._job, stage) if read is None else await read)
+        """As `replicate` has it; an empty name for nobody."""
+        leases, place = self._context.leases, (self._job, stage)
+        claims = await leases.claims_or_recent(*place, GLANCE_SECONDS) if look else leases.recent(*place)
+        owner = winner(claims)
         return PeerId("") if owner is None else owner.peer
 
     async def forget_before(self, checkpoint: Checkpoint) -> None:

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from support.counted_checks import CountedChecks
 from support.directory_records import JOB, claim_record, provider_record
 
 from fusion.swarm.authority.law import JobLaw
@@ -16,7 +17,7 @@ from fusion.swarm.claims.testimony import seal_testimony
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId, Record
 from fusion.swarm.errors import RecordError
-from fusion.swarm.identity import Identity, verify
+from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
@@ -577,13 +578,9 @@ def test_forged_testimonies_cost_one_check_for_each_claim_that_shows_them() -> N
         room = Room(4)
         juror, other = room.leases[1:3]
         first, _ = await two_stages(room)
-        checked: list[str] = []
+        checks = CountedChecks()
 
-        def counting(peer: str, signature: bytes, data: bytes) -> bool:
-            checked.append(peer)
-            return verify(peer, signature, data)
-
-        other._memory._verify = counting
+        other._memory._verify = checks.verify
         strangers = [Identity.generate() for _ in range(10)]
         for number, stranger in enumerate(strangers):
             lies = [
@@ -596,7 +593,7 @@ def test_forged_testimonies_cost_one_check_for_each_claim_that_shows_them() -> N
             await MemoryDirectory(room.network, stranger, room.clock).publish(claim)
         for _ in range(3):
             assert winner(await other.claims(JOB, 0)) == first
-            assert checked == [juror.peer_id] * len(strangers)  # of each once, and never again
+            assert checks.signers == [juror.peer_id] * len(strangers)  # of each once, and never again
 
     asyncio.run(scenario())
 

@@ -3,16 +3,17 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from support.counted_checks import CountedChecks
 from support.directory_records import JOB, digest
 
 from fusion.swarm.authority.belief import Sight
 from fusion.swarm.authority.law import JobLaw
-from fusion.swarm.claims.owners_seen import LINE, REMEMBERED_HEIRS, OwnersSeen
+from fusion.swarm.claims.owners_seen import CHAIN, REMEMBERED_HEIRS, OwnersSeen
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.claims.testimony import Testimony as Word
 from fusion.swarm.claims.testimony import seal_testimony, successions
 from fusion.swarm.directory.records import ClaimRecord, JobId
-from fusion.swarm.identity import Identity, verify
+from fusion.swarm.identity import Identity
 
 AUTHOR, ANN, BOB, CAT, DAN, MALLORY = (Identity.generate() for _ in range(6))
 LAW = JobLaw(
@@ -46,17 +47,17 @@ def test_who_follows_by_the_word_of_those_proposed_and_of_others_who_so_followed
     assert sight(seen, *shown(second)).heirs == frozenset()  # nobody knows who spoke for it
     assert sight(seen, *shown(second, first)).heirs == {CAT.peer_id, DAN.peer_id}
     assert sight(seen).heirs == {CAT.peer_id, DAN.peer_id}  # what was shown once is kept
-    assert seen.line(JOB, CAT.peer_id) == tuple(shown(first))
-    assert seen.line(JOB, DAN.peer_id) == tuple(shown(second, first))
-    assert seen.line(JOB, ANN.peer_id) == () and seen.line(JobId(digest("other")), CAT.peer_id) == ()
+    assert seen.chain(JOB, CAT.peer_id) == tuple(shown(first))
+    assert seen.chain(JOB, DAN.peer_id) == tuple(shown(second, first))
+    assert seen.chain(JOB, ANN.peer_id) == () and seen.chain(JobId(digest("other")), CAT.peer_id) == ()
     again = OwnersSeen()
-    assert sight(again, *seen.line(JOB, DAN.peer_id)).heirs == {CAT.peer_id, DAN.peer_id}
+    assert sight(again, *seen.chain(JOB, DAN.peer_id)).heirs == {CAT.peer_id, DAN.peer_id}
 
 
 def test_the_claim_of_a_live_owner_shows_whom_it_followed() -> None:
     seen, first = OwnersSeen(), claim(CAT, ANN, BOB)
     assert sight(seen, live=(first,)).heirs == {CAT.peer_id}
-    assert seen.line(JOB, CAT.peer_id) == tuple(shown(first))
+    assert seen.chain(JOB, CAT.peer_id) == tuple(shown(first))
 
 
 def test_a_stranger_follows_nobody_by_its_own_word_or_by_one_for_another() -> None:
@@ -79,15 +80,11 @@ def test_no_more_heirs_are_kept_of_a_job_and_no_more_shown_than_a_record_has_roo
     claims = [claim(heir, voter, BOB) for voter, heir in pairwise(line)]
     found = sight(seen, *shown(*claims)).heirs
     assert found == {one.peer_id for one in line[1 : REMEMBERED_HEIRS + 1]}
-    assert len(seen.line(JOB, line[REMEMBERED_HEIRS].peer_id)) == LINE
+    assert len(seen.chain(JOB, line[REMEMBERED_HEIRS].peer_id)) == CHAIN
 
 
 def test_who_carries_a_forged_succession_is_not_heard_further_and_costs_one_check() -> None:
-    checked: list[str] = []
-
-    def counting(peer: str, signature: bytes, data: bytes) -> bool:
-        checked.append(peer)
-        return verify(peer, signature, data)
+    checks = CountedChecks()
 
     strangers = [Identity.generate() for _ in range(50)]
     forged = [shown(*(claim(one, ANN, BOB, signer=one, stage=i) for i in range(3))) for one in strangers]
@@ -96,6 +93,10 @@ def test_who_carries_a_forged_succession_is_not_heard_further_and_costs_one_chec
     seen = OwnersSeen()
     for _ in range(3):
         proofs = [*([*each, *honest] for each in forged), of_nobody]
-        assert seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=proofs, verify=counting).heirs == frozenset()
-        assert checked == [ANN.peer_id] * len(forged)  # of each once, and never again
-    assert seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=[honest], verify=counting).heirs == {CAT.peer_id}
+        assert (
+            seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=proofs, verify=checks.verify).heirs == frozenset()
+        )
+        assert checks.signers == [ANN.peer_id] * len(forged)  # of each once, and never again
+    assert seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=[honest], verify=checks.verify).heirs == {
+        CAT.peer_id
+    }
