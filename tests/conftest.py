@@ -39,7 +39,7 @@ HEAVY = (
     *("runtime/capture/python/test_python_model.py", "runtime/training/test_batch_norm.py"),
     "runtime/serving/graphs/test_gateway.py",
     *("runtime/training/test_compressed.py", "runtime/training/test_takeover.py"),
-    "runtime/training/test_mixed_precision.py",
+    *("runtime/training/test_mixed_precision.py", "runtime/serving/answers/test_settings.py"),
     *("runtime/training/test_training.py", "runtime/serving/answers/test_gateway.py"),
     *("runtime/serving/answers/test_prefix_reuse.py", "families/", "runtime/capture/test_rope.py"),
     *("runtime/serving/test_drafts.py", "runtime/planes/products/", "runtime/planes/jax_plane/"),

@@ -126,6 +126,7 @@ def rotations(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.view_as_real(turned).flatten(2), torch.view_as_real(doubled * doubled * x.mT[:, 1:])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("function", [arithmetic, shapes, reductions, products, activations, rotations])
 def test_functions(function: Callable[[torch.Tensor], Any]) -> None:
     torch.manual_seed(0)

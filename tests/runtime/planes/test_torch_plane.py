@@ -126,6 +126,7 @@ def test_any_cut_gives_the_same_loss_and_gradients(name: str) -> None:
     ],
     ids=["adamw", "sgd"],
 )
+@pytest.mark.heavy
 def test_losses_of_fifty_steps_are_those_of_one_process(config: OptimizerConfig) -> None:
     case = make("dropout")
     staged = planes(split(case.graph, even_cuts(case.graph, 3)), case.module, config, "cpu")

@@ -113,6 +113,7 @@ def slow_down(peer: Peer, job: JobId, stage: int, seconds: float) -> None:
     ring._pass_all_on = unhurried  # type: ignore[method-assign]
 
 
+@pytest.mark.heavy
 def test_an_idle_standby_serves_beside_the_owner(tmp_path: Path) -> None:
     async def main() -> None:
         async with replicated(tmp_path) as (swarm, job, replica, links):
@@ -289,6 +290,7 @@ def test_an_answer_moves_when_its_link_becomes_slow(tmp_path: Path, monkeypatch:
     asyncio.run(main())
 
 
+@pytest.mark.heavy
 def test_the_second_session_goes_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "LOAD_SECONDS", 0.01)
 

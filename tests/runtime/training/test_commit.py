@@ -81,6 +81,7 @@ def assert_books(progress: Progress, work: Job) -> None:
     assert (progress.samples, progress.ledger) == (ledger.samples, ledger.head)
 
 
+@pytest.mark.heavy
 def test_the_lead_is_handed_over_with_its_books_and_nothing_shows(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path / "rough", 4) as made:
@@ -108,6 +109,7 @@ def test_the_lead_is_handed_over_with_its_books_and_nothing_shows(tmp_path: Path
     asyncio.run(main())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("victim", [0, 1])
 def test_after_a_loss_the_ledger_is_that_of_the_plan_and_the_loss_is_counted(
     tmp_path: Path, victim: int
@@ -189,7 +191,7 @@ def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("told", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_how_a_job_went_outlives_the_lead_that_ends_it(tmp_path: Path, told: bool) -> None:
     """It is killed right before it tells anybody of the end, or right after."""
 

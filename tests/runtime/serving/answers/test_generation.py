@@ -48,7 +48,11 @@ async def answer_while(
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), SEEDED, PENALISED, PENALISED_SEEDED],
+    [
+        Sampling(),
+        *(pytest.param(sampling, marks=pytest.mark.heavy) for sampling in (SEEDED, PENALISED)),
+        PENALISED_SEEDED,
+    ],
     ids=["greedy", "seeded", "penalised", "penalised-seeded"],
 )
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -257,6 +261,7 @@ def test_a_frozen_stage_is_replaced_once_somebody_has_taken_it_over(tmp_path: Pa
     asyncio.run(main())
 
 
+@pytest.mark.heavy
 def test_a_slow_stage_is_left_alone(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm_of(4, tmp_path, failover=ALERT) as swarm:
@@ -311,7 +316,9 @@ async def hand_over(swarm: Swarm, job: JobId, stage: int, old: Peer, new: Peer) 
     old.hosting[0].cancel()
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), PENALISED], ids=["greedy", "penalised"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), pytest.param(PENALISED, marks=pytest.mark.heavy)], ids=["greedy", "penalised"]
+)
 @pytest.mark.parametrize("leaver", [1, 2])
 def test_a_peer_that_leaves_is_followed_without_a_fault(
     leaver: int, sampling: Sampling, tmp_path: Path, caplog: pytest.LogCaptureFixture
