@@ -119,7 +119,9 @@ def believe(records: Sequence[JobRecord], sight: Sight, verify: Verify = verify_
     # Of whoever leads, how far the job came is believed, though not yet that it has ended.
     running += [_going_on(word) for word in ends if _led(word.said, sight)]
     standing = {id(word): _standing(word.said, sight) for word in (*words, *running)}
-    proven = [word for word in ends if _final(word.said, sight)] or _majority(ends, sight)
+    proven = [word for word in ends if _final(word.said, sight)] or _majority(
+        ends, sight, _stages(words, sight)
+    )
     if proven:
         return _belief(max(proven, key=_order), Standing.PROVEN, words, sight, verify, known=True)
     owned, lead = bool(sight.owners), sight.owners.get(0)
@@ -165,11 +167,17 @@ def _final(said: Statement, sight: Sight) -> bool:
     return said.state == "stopped" and sight.law is not None and said.signer == sight.law.author
 
 
-def _majority(ends: Sequence[_Word], sight: Sight) -> list[_Word]:
+def _stages(words: Iterable[_Word], sight: Sight) -> int:
+    """Of the job. Without its manifest as many as anybody says: one owner of whom we know is not all of them."""
+    if sight.law is not None:
+        return sight.law.stages
+    return max(len({*sight.last, *sight.owners}), *(word.record.stages for word in words))
+
+
+def _majority(ends: Sequence[_Word], sight: Sight, stages: int) -> list[_Word]:
     """The words on an end that most of those who have a voice agree on."""
     lead = sight.owners.get(0)
     last = sight.last
-    stages = len({*last, *sight.owners}) if sight.law is None else sight.law.stages
     fewest = (
         min(stages, CARRIED) / 2
     )  # no more words than that travel together, however many stages there are

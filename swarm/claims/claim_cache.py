@@ -118,6 +118,7 @@ class ClaimCache:
             now=self._now(),
             ceiling=self._ceiling(slot[0]),
             alone=self._is_alone(slot),
+            proposed=self._proposed(slot),
         )
         known = tenure.settle(self._tenures.get(slot), self.seen(slot, own), view)
         if known is not None:
@@ -247,6 +248,11 @@ class ClaimCache:
         """Whether no stage's owner could ever have a word on this one."""
         law = self._access.law(slot[0])
         return law is None or not tenure.jury(slot[1], law.stages)
+
+    def _proposed(self, slot: Slot) -> PeerId | None:
+        """To whom the job's author gave the stage."""
+        law, stage = self._access.law(slot[0]), slot[1]
+        return law.proposed[stage] if law is not None and stage < len(law.proposed) else None
 
     def _ceiling(self, job: JobId) -> int:
         law = self._access.law(job)

@@ -12,18 +12,18 @@ if its term is higher, where
 (c) it contests a tenure that is not settled, with the same right as that has and a higher rank, at most ROUNDS above the
     term that both follow. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
     its claim proves that a majority saw that as well: the two halves of a swarm that was divided agree in this way.
-    Until then the holder before gets the stage back with the claim that it had, and a rival that comes later than
-    CONTEST_SECONDS must bring as many jurors' words that the holder before is gone as the tenure has. Whoever was outbid gets it back, if it
-    still claims it, when whoever outbid it gives it up or lets its lease run out: readers see a contest at unlike times,
-    so not all of them went by it.
+    Until then the holder before gets the stage back with the claim that it had, and of rivals the one counts with more
+    jurors' words that the holder before is gone, whatever its rank. Whoever was outbid gets it back, if it still claims it, when
+    whoever outbid it gives it up or lets its lease run out: readers see a contest at unlike times, so not all of them
+    went by it.
 
 Everything else is void: it owns nothing, ends no lease and raises no term. The holder itself may go on above its own
 claim, below the ceiling, and its own word that it does not own the stage any more ends the tenure. A term lower than
-the last holder's is void for ever.
+that of the last settled holder is void for ever.
 
 The ceiling is SPARE_TERMS more than the seconds since the job was launched, so that terms cannot be used up: claims that
 need no neighbour's word raise them by less than one a second in the long run. A reader that knows nothing of a stage
-believes the highest claim below the ceiling.
+believes whom the job's author gave it to, where that peer claims it, and else the highest claim below the ceiling.
 
 A juror has one word, however many stages it owns or owned, and the holder none against itself. Where an owner's lease merely
 ran out and another peer followed, the word of either stands for that stage: it may have been cut off from us, not gone. Where
@@ -68,7 +68,7 @@ class Tenure:
     lapsed: Holding | None = None  # whom it followed because that one's lease had run out
     settled: bool = True  # False: `lapsed`, and no majority has borne it out yet
     outbid: tuple[Tenure, ...] = ()  # whom it won the contest against, the first one first
-    used: int = 0  # the highest term of those that it lost such a contest to, and has the stage back from
+    used: int = 0  # the highest term of those that had the stage between, and have it no more
 
     @property
     def holding(self) -> Holding:
@@ -91,13 +91,14 @@ Seat = frozenset[PeerId]
 @dataclass(frozen=True)
 class View:
     """What one reader goes by at one moment. `alone`: nobody has a word on the stage, so that there is no majority to
-    wait for. `now`: unix seconds."""
+    wait for. `now`: unix seconds. `proposed`: to whom the job's author gave the stage, if that is known."""
 
     proves: Proves
     words: Words
     now: float
     ceiling: int
     alone: bool
+    proposed: PeerId | None = None
 
 
 def settle(known: Tenure | None, claims: Iterable[ClaimRecord], view: View) -> Tenure | None:
@@ -112,7 +113,8 @@ def settle(known: Tenure | None, claims: Iterable[ClaimRecord], view: View) -> T
             known = _restored(known, claims, view)
         known = _back_to_outbid(known, claims, view)
     owners = [claim for claim in claims if claim.role == "owner" and claim.expires_at > view.now]
-    owners.sort(key=rank, reverse=True)
+    first = view.proposed if known is None else None
+    owners.sort(key=lambda claim: (claim.peer == first, rank(claim)), reverse=True)
     for _ in owners:  # what follows the holder that we know of may have been followed itself
         follower = next(filter(None, (_follower(known, claim, view) for claim in owners)), None)
         if follower is None:
@@ -126,7 +128,8 @@ def _restored(known: Tenure, claims: Iterable[ClaimRecord], view: View) -> Tenur
     for claim in claims:
         lives = claim.role == "owner" and claim.expires_at > view.now
         if not known.settled and lives and Holding(claim.peer, claim.term) == known.lapsed:
-            return Tenure(claim=claim, since=NEVER, until=claim.expires_at, floor=claim.term - 1)
+            used = max(known.used, known.claim.term)
+            return Tenure(claim=claim, since=NEVER, until=claim.expires_at, floor=claim.term - 1, used=used)
     return known
 
 
@@ -178,18 +181,21 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
         return None
     if before.term < claim.term <= before.term + ROUNDS and view.proves(claim, before):
         return replace(fresh, over=before)
-    young = view.now - known.since < CONTEST_SECONDS
-    if not young:
-        if known.settled or known.lapsed is None:
-            return None
-        if view.words(claim, known.lapsed) < view.words(known.claim, known.lapsed):
-            return None
-    if rank(claim) <= rank(known.claim) or claim.term > known.floor + ROUNDS:
+    more = 0  # words that its holder before is gone than the tenure has
+    if not known.settled and known.lapsed is not None:
+        more = view.words(claim, known.lapsed) - view.words(known.claim, known.lapsed)
+    elif view.now - known.since >= CONTEST_SECONDS:
+        return None
+    if more < 0 or (more == 0 and rank(claim) <= rank(known.claim)):
+        return None
+    if not known.floor < claim.term <= known.floor + ROUNDS:
         return None
     if known.over is not None and not view.proves(claim, known.over):
         return None
     outbid = (*known.outbid, replace(known, outbid=()))[:OUTBID]
-    return replace(known, claim=claim, until=claim.expires_at, settled=known.lapsed is None, outbid=outbid)
+    used = max(known.used, known.claim.term)
+    settled = known.lapsed is None
+    return replace(known, claim=claim, until=claim.expires_at, settled=settled, outbid=outbid, used=used)
 
 
 def ceiling(launched_at: float, now: float) -> int:

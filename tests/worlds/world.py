@@ -107,6 +107,7 @@ class World:
         self._busy_faults = 0  # that have struck and are not over
         self._joined = 0
         self._began: dict[tuple[Process, int], float] = {}  # when a process last began to host a stage
+        self._known: set[tuple[int, PeerId, int]] = set()  # (stage, peer, term): owners, as others saw them
         self._done = False
         self.captured = False
 
@@ -223,15 +224,15 @@ class World:
         process.work = asyncio.create_task(hosting.run())
         process.work.add_done_callback(lambda task: self._ended_by_itself(process, task))
         if self.liars:
-            self._spawn(process.lane, self._overhear(leases))
+            self._spawn(process.lane, self._overhear(process, leases))
         while True:
             with contextlib.suppress(SwarmError):
                 await directory.publish(process.announcement())
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    async def _overhear(self, leases: Leases) -> None:
+    async def _overhear(self, process: Process, leases: Leases) -> None:
         while True:
-            self._hears(leases)
+            self._hears(process, leases)
             await asyncio.sleep(LOOK_SECONDS / 2)
 
     def _ended_by_itself(self, process: Process, task: asyncio.Task[None]) -> None:
@@ -325,10 +326,16 @@ class World:
         records = [r for r in self.bulletin.read(LAUNCHER, ("jobs",)) if isinstance(r, JobRecord)]
         return [record for record in records if record.author not in self.liars]
 
-    def _hears(self, leases: Leases) -> None:
+    def _hears(self, process: Process, leases: Leases) -> None:
         """Whether liars have come to half of the job's stages, each while it was vacant, as some honest peer sees it, and
-        nobody has come to them since: then their word is that of the owners, also when they let their leases run out."""
+        nobody has come to them since: then their word is that of the owners, also when they let their leases run out. And
+        whom others take for owners."""
         seen = [leases.tenure(self.job, stage) for stage in range(self.plan.stages)]
+        self._known |= {
+            (stage, tenure.claim.peer, tenure.claim.term)
+            for stage, tenure in enumerate(seen)
+            if tenure is not None and tenure.claim.peer != process.peer_id
+        }
         taken = sum(t is not None and t.claim.peer in self.liars for t in seen)
         self.captured |= 2 * taken >= self.plan.stages
 
@@ -337,7 +344,8 @@ class World:
         self.oracle.hosts(process, stage, term)
 
     def _lost(self, process: Process, tell: Callable[[ClaimRecord], None] | None, held: ClaimRecord) -> None:
-        """A peer has lost a stage that it held: not to a liar, unless it was away, or may have been cut off."""
+        """A peer has lost a stage that it held: not to a liar, unless it was away, or may have been cut off, or nobody else ever
+        took it for the owner."""
         assert process.leases is not None
         tenure = process.leases.tenure(held.job, held.stage)
         away = {"freeze", "partition", "vanish"} & set(self.struck) or self.plan.directory_fails > 0
@@ -351,6 +359,7 @@ class World:
         if (
             tenure is not None
             and tenure.claim.peer in self.liars
+            and (held.stage, process.peer_id, held.term) in self._known
             and not (away or outvoted or contested or self.captured)
         ):
             self.oracle.broken(
