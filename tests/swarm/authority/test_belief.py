@@ -148,6 +148,15 @@ def test_who_came_to_one_vacant_stage_of_three_ends_nothing_for_good_though_all_
     assert judged([TRUTH, lie], both).settled
 
 
+def test_without_its_manifest_a_job_has_as_many_stages_as_anybody_says() -> None:
+    launched = said(LAUNCHER, state="launching", term=0, step=0, snapshot=None, snapshot_step=-1, stages=3)
+    alone = Sight(held=frozenset({(0, 3, MALLORY.peer_id)}), us=IDLE.peer_id)
+    told = with_statement(ended(MALLORY), MALLORY)
+    assert not judged([launched, told], alone).settled
+    two = replace(alone, held=frozenset({(0, 3, LEAD.peer_id), (1, 3, SECOND.peer_id)}))
+    assert judged([launched, ended(LEAD, stages=3), ended(SECOND, stages=3)], two).settled
+
+
 def test_half_of_a_job_of_two_stages_is_enough_where_the_other_half_vanished() -> None:
     law = replace(LAW, stages=2)
     seen = Sight(law=law, held=frozenset({(0, 3, LEAD.peer_id), (1, 3, SECOND.peer_id)}), us=IDLE.peer_id)

@@ -123,21 +123,41 @@ def test_contenders_of_one_right_go_by_rank_for_a_while() -> None:
     assert owner(settle(first, [rival], view(later, alone=True))) == ("bob", 6)
 
 
-def test_who_comes_late_to_a_contest_needs_as_many_words_as_the_owner() -> None:
+def test_of_those_who_followed_a_lease_that_ran_out_the_one_with_more_words_counts() -> None:
     bob = replace(held("bob", 6), since=10.0, until=30.0, floor=5, lapsed=ANN, settled=False)
     claims = [claim("bob", 6, until=30.0), claim("eve", 7, score=1.0, until=30.0)]
     late = 10.0 + CONTEST_SECONDS
-    assert owner(settle(bob, claims, view(late - 1.0, words={"bob": 1}))) == ("eve", 7)
-    assert owner(settle(bob, claims, view(late, words={"bob": 1}))) == ("bob", 6)
+    for now in (late - 1.0, late):
+        assert owner(settle(bob, claims, view(now, words={"bob": 1}))) == ("bob", 6)
     # The halves of a swarm that was divided have as many each, or none: they go by rank.
     assert owner(settle(bob, claims, view(late, words={"bob": 1, "eve": 1}))) == ("eve", 7)
     assert owner(settle(bob, claims, view(late))) == ("eve", 7)
+    # Whoever has the neighbours' words was claimed first under a lower term than a liar's that has none: it gets the stage.
+    eve = replace(held("eve", 13), since=10.0, until=30.0, floor=5, lapsed=ANN, settled=False)
+    won = settle(
+        eve, [claim("bob", 6, until=30.0), claim("eve", 13, until=30.0)], view(late, words={"bob": 1})
+    )
+    assert won is not None and won.holding == ("bob", 6) and won.used == 13
+    for term in (5, 5 + ROUNDS + 1):
+        rival = claim("bob", term, until=30.0)
+        assert owner(settle(eve, [rival], view(late, words={"bob": 1}))) == ("eve", 13)
+
+
+def test_a_reader_that_knows_nothing_goes_by_the_author_before_the_highest_term() -> None:
+    claims = [claim("ann", 1), claim("eve", 40, score=1.0)]
+    assert owner(settle(None, claims, view(1.0))) == ("eve", 40)
+    chosen = replace(view(1.0), proposed=PeerId("ann"))
+    assert owner(settle(None, claims, chosen)) == ("ann", 1)
+    # Not once the lease of whom the author chose has run out, nor where somebody else is known to hold the stage.
+    assert owner(settle(None, claims[1:], chosen)) == ("eve", 40)
+    assert owner(settle(held("dan", 3), claims, chosen)) == ("dan", 3)
 
 
 def test_who_was_only_cut_off_gets_its_stage_back_unless_a_majority_saw_it_gone() -> None:
     first = settle(held(), [claim("bob", 6, until=40.0)], view(7.0))
     back = [claim("ann", 5, until=20.0), claim("bob", 6, until=40.0)]
-    assert owner(settle(first, back, view(12.0))) == ANN
+    restored = settle(first, back, view(12.0))
+    assert restored is not None and restored.holding == ANN and restored.used == 6
     assert owner(settle(first, back, view(12.0, {(PeerId("bob"), ANN)}))) == ("bob", 6)
     assert owner(settle(first, [claim("ann", 5, until=11.0), *back[1:]], view(12.0))) == ("bob", 6)
     assert owner(settle(first, [claim("ann", 4, until=20.0), *back[1:]], view(12.0))) == ("bob", 6)
