@@ -124,8 +124,8 @@ class StageWork:
     def aside(self, message: m.Replicate | m.Move | m.Saved) -> None:
         """What the lead asks for beside the steps."""
         match message:
-            case m.Replicate(step, index):
-                self._spawn(self.snapshots.replicate(step, index))
+            case m.Replicate(step, index, away):
+                self._spawn(self.snapshots.replicate(step, index, away))
             case m.Move(peer):
                 if self._context.succession is not None:
                     self._context.succession.give_away(self._here.job, self._here.stage, peer)

@@ -10,7 +10,7 @@ if its term is higher, where
     release, or such testimonies of a majority of the jurors, the owners of the stages nearest to this one, as the reader
     knows them; it is at most ROUNDS above then;
 (c) it contests a tenure that is not settled, with the same right as that has and a higher rank, at most ROUNDS above the
-    term that both follow. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
+    term that both follow; to whom the job's author gave the stage goes before any rank. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
     its claim proves that a majority saw that as well: the two halves of a swarm that was divided agree in this way.
     Until then the holder before gets the stage back with the claim that it had, and of rivals the one counts with more
     jurors' words that the holder before is gone, whatever its rank. Whoever was outbid gets it back, if it still claims it, when
@@ -100,6 +100,10 @@ class View:
     alone: bool
     proposed: PeerId | None = None
 
+    def order(self, claim: ClaimRecord) -> tuple[bool, tuple[int, float, bytes]]:
+        """Of claims with the same right the highest counts: whom the author chose goes before any term."""
+        return claim.peer == self.proposed, rank(claim)
+
 
 def settle(known: Tenure | None, claims: Iterable[ClaimRecord], view: View) -> Tenure | None:
     """Who holds the stage after `claims` were seen, one of each peer with its end (`expires_at`). The tenure may have run
@@ -113,8 +117,7 @@ def settle(known: Tenure | None, claims: Iterable[ClaimRecord], view: View) -> T
             known = _restored(known, claims, view)
         known = _back_to_outbid(known, claims, view)
     owners = [claim for claim in claims if claim.role == "owner" and claim.expires_at > view.now]
-    first = view.proposed if known is None else None
-    owners.sort(key=lambda claim: (claim.peer == first, rank(claim)), reverse=True)
+    owners.sort(key=view.order, reverse=True)
     for _ in owners:  # what follows the holder that we know of may have been followed itself
         follower = next(filter(None, (_follower(known, claim, view) for claim in owners)), None)
         if follower is None:
@@ -186,7 +189,7 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
         more = view.words(claim, known.lapsed) - view.words(known.claim, known.lapsed)
     elif view.now - known.since >= CONTEST_SECONDS:
         return None
-    if more < 0 or (more == 0 and rank(claim) <= rank(known.claim)):
+    if more < 0 or (more == 0 and view.order(claim) <= view.order(known.claim)):
         return None
     if not known.floor < claim.term <= known.floor + ROUNDS:
         return None

@@ -17,7 +17,7 @@ from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.lead.tuning import in_words
-from fusion.runtime.training.snapshots.snapshot import Collector, encode_index
+from fusion.runtime.training.snapshots.snapshot import Collector, copies_away, encode_index
 from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod, first_cost_seconds
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
@@ -88,6 +88,9 @@ class Lead:
         self._state = first_state(config, stages, term, newest, handover, samples=samples, faults=faults)
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None
+        self._away = self._asked_away = (
+            m.NEXT_STAGE
+        )  # of the copies of the newest snapshot, and of the one under way
         self._first_cost = first_cost_seconds(state_bytes)
         self._period = SnapshotPeriod(began=clock(), taken=clock(), cost_seconds=self._first_cost)
         self._watched = clock()  # until when the statistics counts the seconds
@@ -250,6 +253,7 @@ class Lead:
             case m.Restore(_, checkpoint):
                 log.info("not everybody has the state of one step: back to step %d", checkpoint.step)
                 self._period = self._period.restored(self._clock())
+                self._away = m.NEXT_STAGE  # whose copies everybody makes anew (`StageSnapshots.hold_again`)
                 self._everyone(action)
                 self.tell(snapshot=checkpoint.digest, snapshot_step=checkpoint.step)
             case e.Committed():
@@ -327,7 +331,7 @@ class Lead:
 
     def _shard(self, stage: int, shard: m.Shard) -> None:
         before = self._collector
-        self._collector = before.shard(stage, shard.version, shard.digest, shard.seconds)
+        self._collector = before.shard(stage, shard.version, shard.digest, shard.seconds, shard.away)
         if self._collector.complete and self._collector.shards != before.shards:
             self._index = None
             self._spawn(self._write_index(self._collector))
@@ -336,13 +340,16 @@ class Lead:
         index = await self._put(encode_index(collector.index(self._job)))
         if self._collector.shards == collector.shards and self._collector.version == collector.version:
             self._index = index
-            self._everyone(m.Replicate(collector.step, index))
+            owners = self._owners()
+            self._asked_away = copies_away(self._away, self._collector.away, owners, self._stages)
+            self._everyone(m.Replicate(collector.step, index, self._asked_away))
 
     def _held(self, stage: int, step: int, index: Digest) -> None:
         if index != self._index or self._collector.durable:
             return
         self._collector = self._collector.held(stage, step)
         if self._collector.durable:
+            self._away = self._asked_away
             saved = m.Saved(self._collector.index(self._job).checkpoint(index))
             self._period = self._period.durable(self._clock(), self._collector.seconds)
             self._event(saved)

@@ -2,7 +2,8 @@
 
 A shard holds `variable/<name>` and `optimizer/<name>/<slot>` (`TrainingStage.state`) and, with error feedback, what the
 codecs have left out, `codec/<edge or variable>`, in float16 the `loss_scale`: all the state there is, as what is drawn at random is a function of
-(seed, step, microbatch, node). The index is msgpack, and has the ledger of the step beside the shards. A snapshot counts only once every shard lies on two peers, where there are two: `Collector` keeps the lead's books of that.
+(seed, step, microbatch, node). The index is msgpack, and has the ledger of the step beside the shards. A snapshot counts only once every shard lies on two peers, where there are two: `Collector` keeps the lead's books of that, and
+`copies_away` says which the second one is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from fusion.runtime.training.compute.loss_scale import LOSS_SCALE
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import UNKNOWN, Version
+from fusion.runtime.training.step.messages import NEXT_STAGE
 from fusion.swarm.directory.records import Digest, JobId, is_digest
+from fusion.swarm.transport import PeerId
 
 INDEX_VERSION = 2  # 1 had no ledger
 MAX_INDEX_BYTES = 1 << 20
@@ -211,6 +214,16 @@ def _more(names: list[str]) -> str:
 
 
 UNASKED = Ledger(steps=-1)
+FURTHEST = 2  # stages away, the owner that holds the second copy of a shard
+
+
+def copies_away(last: int, able: int, owners: Mapping[int, PeerId], stages: int) -> int:
+    """How far from its stage the second copy of each shard goes, after those of the snapshot before went `last` stages away: where
+    two neighbours vanish at once, no copy of the one's shard is left that the other had, but those of every other snapshot are
+    elsewhere. Where not all stages have owners of their own, or fewer than four, the next one holds it: then it lies on another
+    peer in any case. `able`: what every stage can be asked for."""
+    apart = stages >= 2 * FURTHEST and len(set(owners.values())) == len(owners) == stages
+    return FURTHEST if apart and able >= FURTHEST and last < FURTHEST else NEXT_STAGE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +236,7 @@ class Collector:
     shards: Mapping[int, Digest] = field(default_factory=dict)
     holders: frozenset[int] = frozenset()
     seconds: float = 0.0  # the longest that it kept a stage's device
+    away: int = FURTHEST  # how far every stage can be asked to hold the shard of another
 
     @property
     def step(self) -> int:
@@ -232,7 +246,9 @@ class Collector:
     def version(self) -> Version:
         return Version(self.step, self.history)
 
-    def shard(self, stage: int, saved: Version, digest: Digest, seconds: float = 0.0) -> Collector:
+    def shard(
+        self, stage: int, saved: Version, digest: Digest, seconds: float = 0.0, away: int = FURTHEST
+    ) -> Collector:
         """`stage` has saved its shard of that state."""
         if not saved.matches(self.version):
             return self
@@ -242,6 +258,7 @@ class Collector:
             shards={**self.shards, stage: digest},
             holders=held,
             seconds=max(self.seconds, seconds),
+            away=min(self.away, away),
         )
 
     @property
@@ -254,7 +271,7 @@ class Collector:
         return Index(job=job, step=self.step, shards=shards, ledger=self.ledger, history=self.history)
 
     def held(self, stage: int, step: int) -> Collector:
-        """`stage` holds the index, its own shard and the one before."""
+        """`stage` holds the index, its own shard and the one that it was asked for."""
         if step != self.step or not self.complete:
             return self
         return replace(self, holders=self.holders | {stage})

@@ -21,6 +21,7 @@ from fusion.runtime.training.compute.stage_codecs import residual_shapes
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import Version
+from fusion.runtime.training.step.messages import NEXT_STAGE
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import GLANCE_SECONDS
 from fusion.swarm.directory.records import Digest, JobId
@@ -134,16 +135,25 @@ class StageFiles:
         return digest
 
     async def replicate(
-        self, index_digest: Digest, owners: Mapping[int, PeerId], *, look: bool = False
+        self,
+        index_digest: Digest,
+        owners: Mapping[int, PeerId],
+        away: int = NEXT_STAGE,
+        *,
+        look: bool = False,
     ) -> None:
-        """Hold the index of a snapshot and, beside our own shard, that of the stage before us (the first stage: of
-        the last; more where its owner has several), so that no single departure takes a shard along. Who owns stages that
-        are not among `owners` is what was seen last, or, with `look`, what the directory says. Raises BlobError, JobError."""
+        """Hold the index of a snapshot and, beside our own shard, that of the stage which is `away` before us, so that no
+        single departure takes a shard along. The stages form a ring; of the next one more, where its owner has several. Who owns
+        stages that are not among `owners` is what was seen last, or, with `look`, what the directory says. Raises
+        BlobError, JobError."""
         index = await self._index(index_digest, owners)
-        copies = copies_at(self._stage.index, self._manifest.stages, owners)
-        while (before := (copies[-1] - 1) % self._manifest.stages) not in owners:
-            owners = {**owners, before: await self._owner_of(before, look=look)}
-            copies = copies_at(self._stage.index, self._manifest.stages, owners)
+        stages = self._manifest.stages
+        copies = [(self._stage.index - away) % stages]
+        if away == NEXT_STAGE:
+            copies = copies_at(self._stage.index, stages, owners)
+            while (before := (copies[-1] - 1) % stages) not in owners:
+                owners = {**owners, before: await self._owner_of(before, look=look)}
+                copies = copies_at(self._stage.index, stages, owners)
         for stage in copies:
             await self._blobs.fetch(index.shards[stage], self._near(stage, owners))
             self._keep(index.step, index_digest, index.shards[stage])
@@ -195,8 +205,8 @@ class StageFiles:
         return snapshot.decode_index(data, self._job, self._manifest.stages)
 
     def _near(self, stage: int, owners: Mapping[int, PeerId]) -> list[PeerId]:
-        """Who probably holds the shard of a stage: its owner, and the owner after it."""
-        likely = (owners.get(stage), owners.get((stage + 1) % self._manifest.stages))
+        """Who probably holds the shard of a stage: its owner, and those after it."""
+        likely = (owners.get((stage + away) % self._manifest.stages) for away in range(snapshot.FURTHEST + 1))
         return [peer for peer in likely if peer]
 
     def _keep(self, step: int, *digests: Digest) -> None:

@@ -81,12 +81,12 @@ class StageSnapshots:
         except (SwarmError, OSError) as error:
             raise JobError(f"stage {self._stage} could not store its state: {error}") from None
 
-    async def replicate(self, step: int, index: Digest) -> None:
+    async def replicate(self, step: int, index: Digest, away: int = m.NEXT_STAGE) -> None:
         """Until it is done, or a newer snapshot is asked for: without the last one the job could not end."""
         self._replica = index
         while self._replica == index:
             try:
-                await self._files.replicate(index, self._owners())
+                await self._files.replicate(index, self._owners(), away)
             except (SwarmError, JobError) as error:
                 log.warning("stage %d could not hold the snapshot of step %d: %s", self._stage, step, error)
                 await asyncio.sleep(RETRY_SECONDS)
@@ -153,7 +153,7 @@ class StageSnapshots:
                 log.warning("stage %d could not save step %d: %s", self._stage, step, error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._tell(m.Shard(step, digest, seconds, version.history))
+            self._tell(m.Shard(step, digest, seconds, version.history, snapshot.FURTHEST))
             return
 
     def _timed_state(self) -> tuple[Mapping[str, torch.Tensor], float]:

@@ -30,6 +30,7 @@ from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import Frame, PeerId
 
 TENSOR_KINDS = ("activation", "gradient", "tie")
+NEXT_STAGE = 1  # whose owner holds the second copy of a shard, before anybody could be asked for more
 
 # (term of the stage's owner, the incarnation that its host drew when it was loaded, how often it has joined since). A
 # peer that starts anew may find its claim still its own: then another host follows under the same term.
@@ -138,10 +139,11 @@ class Restore:
 
 @dataclass(frozen=True)
 class Replicate:
-    """All shards are saved: hold the index, and the shard of the stage before you beside your own."""
+    """All shards are saved: hold the index and, beside your own shard, that of the stage which is `away` before you."""
 
     step: int
     index: Digest
+    away: int = NEXT_STAGE
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,7 @@ class Shard:
     digest: Digest
     seconds: float = 0.0  # that saving kept the device from the steps
     history: str = UNKNOWN  # of the state that was saved
+    away: int = NEXT_STAGE  # at most, that we can be asked to hold the shard of
 
     @property
     def version(self) -> Version:

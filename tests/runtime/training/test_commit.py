@@ -36,6 +36,7 @@ from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod
 from fusion.runtime.training.step.events import Linked, Unlinked
 from fusion.runtime.training.step.lead import expected
+from fusion.runtime.training.step.messages import Restore
 
 
 def planned(work: Job, steps: int) -> Ledger:
@@ -187,6 +188,46 @@ def test_a_snapshot_that_nobody_holds_any_more_sends_everybody_to_the_one_before
             await until(lambda: progress_at(lead, work).replayed > 0 and progress_at(lead, work).step > at)
             await stopped(made, lead, work)
             assert_books(progress_at(lead, work), work)
+
+    asyncio.run(main())
+
+
+@pytest.mark.heavy
+def test_two_neighbours_that_vanish_at_once_cost_a_snapshot_and_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody stood by for them. Of each the other may have had the only copy of the newest shard, not of that before it."""
+
+    async def main() -> None:
+        async with swarm(tmp_path / "rough", 6) as made:
+            *owners, one, two = made.peers
+            lead = owners[0]
+            work, module = await begun(owners)
+            first = await reached(lead, work, 3, snapshot_step=3)
+            left = await reached(lead, work, 3, snapshot_step=first.snapshot_step + 1)
+            job = work.prepared.job
+            early = dict(lead.service.losses(job))
+            await asyncio.gather(made.kill(owners[1]), made.kill(owners[2]))
+            for stage, heir in ((1, one), (2, two)):
+                await made.forgets(work, stage)
+                heir.work[job] = work.prepared.manifest
+                heir.context.leases.know(work.prepared.manifest.law(job))
+                assert await heir.take_over(job, stage, 1, None) is not None
+            gone_back: list[int] = []
+            everyone = leads.Lead._everyone
+
+            def told(self: leads.Lead, message: object) -> None:
+                if isinstance(message, Restore):
+                    gone_back.append(message.checkpoint.step)
+                everyone(self, message)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(leads.Lead, "_everyone", told)
+            await until(lambda: progress_at(lead, work).replayed > 0)
+            assert gone_back and min(gone_back) >= first.snapshot_step, (gone_back, left)
+            losses = await stopped(made, lead, work)
+            assert_books(progress_at(lead, work), work)
+        calm = await undisturbed(tmp_path / "calm", module, 4, max(losses) + 1)
+        assert_bit_identical({**early, **losses}, calm)
 
     asyncio.run(main())
 

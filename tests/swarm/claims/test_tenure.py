@@ -148,6 +148,12 @@ def test_a_reader_that_knows_nothing_goes_by_the_author_before_the_highest_term(
     assert owner(settle(None, claims, view(1.0))) == ("eve", 40)
     chosen = replace(view(1.0), proposed=PeerId("ann"))
     assert owner(settle(None, claims, chosen)) == ("ann", 1)
+    # Whoever of the two was seen first, within the time of a contest; a term that was used before is void all the same.
+    for first, other in (claims, claims[::-1]):
+        known = settle(None, [first], replace(chosen, now=0.5))
+        assert owner(settle(known, [first, other], chosen)) == (
+            ("ann", 1) if first.peer == "ann" else ("eve", 40)
+        )
     # Not once the lease of whom the author chose has run out, nor where somebody else is known to hold the stage.
     assert owner(settle(None, claims[1:], chosen)) == ("eve", 40)
     assert owner(settle(held("dan", 3), claims, chosen)) == ("dan", 3)

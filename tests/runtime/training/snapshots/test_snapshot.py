@@ -18,6 +18,7 @@ from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import UNKNOWN, Version
 from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.transport import PeerId
 
 JOB = JobId("a" * 64)
 D = [Digest(c * 64) for c in "0123456789"]
@@ -122,6 +123,23 @@ def test_a_snapshot_counts_once_every_stage_holds_its_copies() -> None:
     books = books.held(0, 3)
     assert not books.durable and books.held(1, 2) == books
     assert books.held(1, 3).durable
+
+
+def test_copies_of_every_other_snapshot_go_a_stage_further_where_all_have_owners_of_their_own() -> None:
+    away, owners = snapshot.copies_away, {stage: PeerId(name) for stage, name in enumerate("abcd")}
+    assert away(1, 2, owners, 4) == 2 and away(2, 2, owners, 4) == 1
+    assert away(1, 1, owners, 4) == 1  # a stage of the release before could not be asked
+    assert away(1, 2, {**owners, 3: PeerId("a")}, 4) == 1  # its own copy would lie on the same disk
+    assert away(1, 2, {0: PeerId("a"), 2: PeerId("c"), 3: PeerId("d")}, 4) == 1  # an owner that we do not know
+    assert away(1, 2, {stage: owners[stage] for stage in range(3)}, 3) == 1
+    books = collecting(3).shard(0, at(3), D[0], away=2)
+    assert books.away == 2 and books.shard(1, at(3), D[1], away=1).away == 1
+    # Whichever two neighbours vanish, of two snapshots in a row each shard of one is left.
+    for stages in range(4, 9):
+        for gone in range(stages):
+            lost = {gone, (gone + 1) % stages}
+            kept = [all({s, (s + n) % stages} - lost for s in range(stages)) for n in (1, 2)]
+            assert any(kept), (stages, gone)
 
 
 def test_only_shards_of_the_step_that_was_asked_for_count() -> None:
