@@ -89,7 +89,8 @@ class StageFiles:
             weights = await asyncio.to_thread(self._shards.load_weights, path, stage)
             return {snapshot.VARIABLE + name: tensor for name, tensor in weights.items()}
         digest, version = await self._shard_of(checkpoint, owners)
-        path = await blobs.fetch(digest, self._near(stage.index, owners), max_bytes=self._most)
+        near = self._near(stage.index, owners, snapshot.FURTHEST)
+        path = await blobs.fetch(digest, near, max_bytes=self._most)
         return await asyncio.to_thread(self._shards.load_state, path, stage, self._residuals, version)
 
     async def load_shard(
@@ -108,7 +109,7 @@ class StageFiles:
             await self._blobs.fetch(weights, proposed, max_bytes=self._most)
             return
         digest, _ = await self._shard_of(checkpoint, owners)
-        near = self._near(self._stage.index, owners)
+        near = self._near(self._stage.index, owners, snapshot.FURTHEST)
         await self._blobs.fetch(digest, near, max_bytes=self._most)
 
     async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
@@ -204,10 +205,10 @@ class StageFiles:
         data = await self._blobs.read(digest, snapshot.MAX_INDEX_BYTES, self._near(0, owners))
         return snapshot.decode_index(data, self._job, self._manifest.stages)
 
-    def _near(self, stage: int, owners: Mapping[int, PeerId]) -> list[PeerId]:
+    def _near(self, stage: int, owners: Mapping[int, PeerId], furthest: int = NEXT_STAGE) -> list[PeerId]:
         """Who probably holds the shard of a stage: its owner, and those after it."""
-        likely = (owners.get((stage + away) % self._manifest.stages) for away in range(snapshot.FURTHEST + 1))
-        return [peer for peer in likely if peer]
+        likely = (owners.get((stage + away) % self._manifest.stages) for away in range(furthest + 1))
+        return list(dict.fromkeys(peer for peer in likely if peer))
 
     def _keep(self, step: int, *digests: Digest) -> None:
         self._by_step.setdefault(step, set()).update(digests)

@@ -81,7 +81,7 @@ def test_what_only_one_peer_holds_after_a_takeover_is_copied_at_once(tmp_path: P
             for stage, peer in enumerate((lead, victim, heir, holder)):
                 await peer.host(work.prepared, stage)
             job = work.prepared.job
-            at = await reached(holder, work, 41, snapshot_step=40)
+            at = await reached(holder, work, 81, snapshot_step=80)  # the second one: its copies are beside it
             assert at.snapshot is not None
             index = decode_index(lead.context.blobs.store.path(at.snapshot).read_bytes(), job, 4)
             assert not holder.context.blobs.store.has(index.shards[1])

@@ -130,7 +130,9 @@ def test_copies_of_every_other_snapshot_go_a_stage_further_where_all_have_owners
     assert away(1, 2, owners, 4) == 2 and away(2, 2, owners, 4) == 1
     assert away(1, 1, owners, 4) == 1  # a stage of the release before could not be asked
     assert away(1, 2, {**owners, 3: PeerId("a")}, 4) == 1  # its own copy would lie on the same disk
-    assert away(1, 2, {0: PeerId("a"), 2: PeerId("c"), 3: PeerId("d")}, 4) == 1  # an owner that we do not know
+    assert (
+        away(1, 2, {0: PeerId("a"), 2: PeerId("c"), 3: PeerId("d")}, 4) == 1
+    )  # an owner that we do not know
     assert away(1, 2, {stage: owners[stage] for stage in range(3)}, 3) == 1
     books = collecting(3).shard(0, at(3), D[0], away=2)
     assert books.away == 2 and books.shard(1, at(3), D[1], away=1).away == 1

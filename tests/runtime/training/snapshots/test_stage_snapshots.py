@@ -62,7 +62,9 @@ class Files:
         self.saved[step] = {name: float(tensor) for name, tensor in state.items()}
         return D[step]
 
-    async def replicate(self, index: Digest, owners: Mapping[int, PeerId], *, look: bool = False) -> None:
+    async def replicate(
+        self, index: Digest, owners: Mapping[int, PeerId], away: int = 1, *, look: bool = False
+    ) -> None:
         self._try(index)
 
     async def load(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
