@@ -118,7 +118,7 @@ class ClaimCache:
             now=self._now(),
             ceiling=self._ceiling(slot[0]),
             alone=self._is_alone(slot),
-            proposed=self._proposed(slot),
+            chosen=self._chosen,
         )
         known = tenure.settle(self._tenures.get(slot), self.seen(slot, own), view)
         if known is not None:
@@ -249,10 +249,19 @@ class ClaimCache:
         law = self._access.law(slot[0])
         return law is None or not tenure.jury(slot[1], law.stages)
 
-    def _proposed(self, slot: Slot) -> PeerId | None:
-        """To whom the job's author gave the stage."""
-        law, stage = self._access.law(slot[0]), slot[1]
-        return law.proposed[stage] if law is not None and stage < len(law.proposed) else None
+    def _chosen(self, claim: ClaimRecord) -> bool:
+        """Whether the job's author gave the stage to the claim's peer, or one of those to whom it gave any said, however long ago, that
+        this peer is to follow."""
+        law, stage = self._access.law(claim.job), claim.stage
+        if law is None:
+            return False
+        if stage < len(law.proposed) and law.proposed[stage] == claim.peer:
+            return True
+
+        def check(data: bytes) -> None:
+            open_testimony(data, claim.job, stage, claim.peer, self._verify)
+
+        return any(sound(claim.proof, told, lambda said: said.voter in law.proposed, check))
 
     def _ceiling(self, job: JobId) -> int:
         law = self._access.law(job)

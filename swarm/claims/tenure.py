@@ -10,7 +10,8 @@ if its term is higher, where
     release, or such testimonies of a majority of the jurors, the owners of the stages nearest to this one, as the reader
     knows them; it is at most ROUNDS above then;
 (c) it contests a tenure that is not settled, with the same right as that has and a higher rank, at most ROUNDS above the
-    term that both follow; to whom the job's author gave the stage goes before any rank. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
+    term that both follow; to whom the job's author gave the stage, or who followed by the word of such a peer, goes before any
+    rank. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
     its claim proves that a majority saw that as well: the two halves of a swarm that was divided agree in this way.
     Until then the holder before gets the stage back with the claim that it had, and of rivals the one counts with more
     jurors' words that the holder before is gone, whatever its rank. Whoever was outbid gets it back, if it still claims it, when
@@ -23,7 +24,7 @@ that of the last settled holder is void for ever.
 
 The ceiling is SPARE_TERMS more than the seconds since the job was launched, so that terms cannot be used up: claims that
 need no neighbour's word raise them by less than one a second in the long run. A reader that knows nothing of a stage
-believes whom the job's author gave it to, where that peer claims it, and else the highest claim below the ceiling.
+believes the same, where such a peer claims it, and else the highest claim below the ceiling.
 
 A juror has one word, however many stages it owns or owned, and the holder none against itself. Where an owner's lease merely
 ran out and another peer followed, the word of either stands for that stage: it may have been cut off from us, not gone. Where
@@ -91,18 +92,19 @@ Seat = frozenset[PeerId]
 @dataclass(frozen=True)
 class View:
     """What one reader goes by at one moment. `alone`: nobody has a word on the stage, so that there is no majority to
-    wait for. `now`: unix seconds. `proposed`: to whom the job's author gave the stage, if that is known."""
+    wait for. `now`: unix seconds. `chosen`: whether the job's author gave the stage to the claim's peer, or one of those to
+    whom it gave any said that this peer is to follow."""
 
     proves: Proves
     words: Words
     now: float
     ceiling: int
     alone: bool
-    proposed: PeerId | None = None
+    chosen: Callable[[ClaimRecord], bool] = lambda claim: False
 
     def order(self, claim: ClaimRecord) -> tuple[bool, tuple[int, float, bytes]]:
-        """Of claims with the same right the highest counts: whom the author chose goes before any term."""
-        return claim.peer == self.proposed, rank(claim)
+        """Of claims with the same right the highest counts: who was chosen goes before any term."""
+        return self.chosen(claim), rank(claim)
 
 
 def settle(known: Tenure | None, claims: Iterable[ClaimRecord], view: View) -> Tenure | None:

@@ -37,6 +37,7 @@ from fusion.runtime.serving.stage_loader import StageLoader
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
@@ -243,9 +244,15 @@ class Swarm:
     async def hold(
         self, peer: Peer, job: JobId, stage: int, *, over: int = 0, wait: bool = True
     ) -> ClaimRecord:
-        """The peer claims the stage and hosts it; `wait` until it is ready."""
+        """The peer claims the stage and hosts it, by the word of whoever holds it under `over`; `wait` until it is ready."""
         leases = peer.context.leases
-        claim = await leases.claim(job, stage, 1.0, over=over)
+        claims = ((old, old.context.leases.holds(job, stage)) for old in self.peers if old is not peer)
+        proof = tuple(
+            old.context.leases.jury.testify(job, stage, Holding(old.id, over), peer.id)
+            for old, claim in claims
+            if claim is not None and claim.term == over
+        )
+        claim = await leases.claim(job, stage, 1.0, over=over, proof=proof)
         assert claim is not None
         host = peer.service.host(job, self.manifests[job], stage, claim.term)
         peer.hosting.append(asyncio.create_task(host))

@@ -18,6 +18,7 @@ from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.authority.statements import seal_statement, stated
 from fusion.swarm.claims.owners_seen import OwnersSeen
+from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -103,7 +104,8 @@ def test_an_owner_that_has_just_taken_the_lead_gives_it_up_when_its_other_stage_
                 await peer.look()
             await until(lambda: bool(lead.service.running and other.service.running))
             made.network.kill(lead.id)
-            await other.hosting.take_over(job, 0, 1, None)
+            word = other.context.leases.jury.testify(job, 0, Holding(lead.id, 1), other.id)
+            await other.hosting.take_over(job, 0, 1, None, (word,))
             await until(lambda: set(other.service.running) == {(job, 0), (job, 1)})
             ends(other, job, 1)
             await until(lambda: (job, 1) not in other.service.running)

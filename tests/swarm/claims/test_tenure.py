@@ -146,7 +146,7 @@ def test_of_those_who_followed_a_lease_that_ran_out_the_one_with_more_words_coun
 def test_a_reader_that_knows_nothing_goes_by_the_author_before_the_highest_term() -> None:
     claims = [claim("ann", 1), claim("eve", 40, score=1.0)]
     assert owner(settle(None, claims, view(1.0))) == ("eve", 40)
-    chosen = replace(view(1.0), proposed=PeerId("ann"))
+    chosen = replace(view(1.0), chosen=lambda claim: claim.peer == "ann")
     assert owner(settle(None, claims, chosen)) == ("ann", 1)
     # Whoever of the two was seen first, within the time of a contest; a term that was used before is void all the same.
     for first, other in (claims, claims[::-1]):
