@@ -598,6 +598,28 @@ def test_forged_testimonies_cost_one_check_for_each_claim_that_shows_them() -> N
     asyncio.run(scenario())
 
 
+def test_a_newcomer_takes_the_word_of_whom_the_author_chose_for_more_than_a_higher_term() -> None:
+    async def scenario() -> None:
+        room = Room(4)
+        one, juror, heir, _ = room.leases
+        first, _ = await two_stages(room)
+        taken = await heir.claim(JOB, 0, 0.2, over=1, proof=(against(juror, first, heir),))
+        assert taken is not None and taken.term == 2
+        await one.beat()
+        liar = Identity.generate()
+        lie = Word(voter=juror.peer_id, holding=Holding(taken.peer, 2), at=int(room.clock()))
+        word = seal_testimony(lie, JOB, 0, liar.peer_id, liar.sign)
+        claim = claim_record(liar, term=40, score=1.0, proof=(word,))
+        await MemoryDirectory(room.network, liar, room.clock).publish(claim)
+        for chosen, owner in (((one.peer_id, juror.peer_id), taken), ((), claim)):
+            late = room.restart(3)  # of what was seen before nothing is known
+            late.know(replace(law(2), proposed=chosen))
+            found = winner(await late.claims(JOB, 0))
+            assert found is not None and (found.peer, found.term) == (owner.peer, owner.term)
+
+    asyncio.run(scenario())
+
+
 def test_of_two_neighbours_that_die_at_once_the_second_one_s_word_on_the_first_stands() -> None:
     """Whoever follows the second one, and so has its seat, must not take the first one's stage as well: both would hold it
     under one term, and no neighbour would know whom to hear."""
