@@ -6,7 +6,7 @@ The directory forgets a claim when it expires, and learns of a new one a little 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from cachetools import FIFOCache
@@ -206,10 +206,15 @@ class ClaimCache:
         def matters(said: Testimony) -> bool:
             return said.holding == holding and said.voter in counting and said.is_good(now)
 
-        def check(data: bytes) -> None:
-            open_testimony(data, *slot, claim.peer, self._verify)
+        return {said.voter for said in self._testimonies(claim, matters)}
 
-        return {said.voter for said, _ in sound(claim.proof, told, matters, check)}
+    def _testimonies(self, claim: ClaimRecord, matters: Callable[[Testimony], bool]) -> Iterator[Testimony]:
+        """Those in the claim's proof that matter and are no forgeries."""
+
+        def check(data: bytes) -> None:
+            open_testimony(data, claim.job, claim.stage, claim.peer, self._verify)
+
+        return (said for said, _ in sound(claim.proof, told, matters, check))
 
     def is_majority(self, slot: Slot, suspect: PeerId, voters: set[PeerId]) -> bool:
         """Whether so many jurors have a word against the stage's holder."""
@@ -257,11 +262,7 @@ class ClaimCache:
             return False
         if stage < len(law.proposed) and law.proposed[stage] == claim.peer:
             return True
-
-        def check(data: bytes) -> None:
-            open_testimony(data, claim.job, stage, claim.peer, self._verify)
-
-        return any(sound(claim.proof, told, lambda said: said.voter in law.proposed, check))
+        return any(True for _ in self._testimonies(claim, lambda said: said.voter in law.proposed))
 
     def _ceiling(self, job: JobId) -> int:
         law = self._access.law(job)

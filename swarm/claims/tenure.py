@@ -24,7 +24,8 @@ that of the last settled holder is void for ever.
 
 The ceiling is SPARE_TERMS more than the seconds since the job was launched, so that terms cannot be used up: claims that
 need no neighbour's word raise them by less than one a second in the long run. A reader that knows nothing of a stage
-believes the same, where such a peer claims it, and else the highest claim below the ceiling.
+believes that of a peer to whom the author gave it, or who followed by the word of one, if there is such a claim, and else the
+highest; in either case one below the ceiling.
 
 A juror has one word, however many stages it owns or owned, and the holder none against itself. Where an owner's lease merely
 ran out and another peer followed, the word of either stands for that stage: it may have been cut off from us, not gone. Where

@@ -88,9 +88,8 @@ class Lead:
         self._state = first_state(config, stages, term, newest, handover, samples=samples, faults=faults)
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None
-        self._away = self._asked_away = (
-            m.NEXT_STAGE
-        )  # of the copies of the newest snapshot, and of the one under way
+        # How far the copies are of the newest snapshot, and of the one under way.
+        self._away = self._asked_away = m.NEXT_STAGE
         self._first_cost = first_cost_seconds(state_bytes)
         self._period = SnapshotPeriod(began=clock(), taken=clock(), cost_seconds=self._first_cost)
         self._watched = clock()  # until when the statistics counts the seconds
@@ -331,7 +330,7 @@ class Lead:
 
     def _shard(self, stage: int, shard: m.Shard) -> None:
         before = self._collector
-        self._collector = before.shard(stage, shard.version, shard.digest, shard.seconds, shard.away)
+        self._collector = before.shard(stage, shard.version, shard.digest, shard.seconds, shard.furthest)
         if self._collector.complete and self._collector.shards != before.shards:
             self._index = None
             self._spawn(self._write_index(self._collector))
@@ -341,7 +340,7 @@ class Lead:
         if self._collector.shards == collector.shards and self._collector.version == collector.version:
             self._index = index
             owners = self._owners()
-            self._asked_away = copies_away(self._away, self._collector.away, owners, self._stages)
+            self._asked_away = copies_away(self._away, self._collector.furthest, owners, self._stages)
             self._everyone(m.Replicate(collector.step, index, self._asked_away))
 
     def _held(self, stage: int, step: int, index: Digest) -> None:

@@ -236,7 +236,7 @@ class Collector:
     shards: Mapping[int, Digest] = field(default_factory=dict)
     holders: frozenset[int] = frozenset()
     seconds: float = 0.0  # the longest that it kept a stage's device
-    away: int = FURTHEST  # how far every stage can be asked to hold the shard of another
+    furthest: int = FURTHEST  # stages away, that every stage can be asked to hold a shard from
 
     @property
     def step(self) -> int:
@@ -247,7 +247,7 @@ class Collector:
         return Version(self.step, self.history)
 
     def shard(
-        self, stage: int, saved: Version, digest: Digest, seconds: float = 0.0, away: int = FURTHEST
+        self, stage: int, saved: Version, digest: Digest, seconds: float = 0.0, furthest: int = FURTHEST
     ) -> Collector:
         """`stage` has saved its shard of that state."""
         if not saved.matches(self.version):
@@ -258,7 +258,7 @@ class Collector:
             shards={**self.shards, stage: digest},
             holders=held,
             seconds=max(self.seconds, seconds),
-            away=min(self.away, away),
+            furthest=min(self.furthest, furthest),
         )
 
     @property

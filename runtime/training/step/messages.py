@@ -232,7 +232,7 @@ class Shard:
     digest: Digest
     seconds: float = 0.0  # that saving kept the device from the steps
     history: str = UNKNOWN  # of the state that was saved
-    away: int = NEXT_STAGE  # at most, that we can be asked to hold the shard of
+    furthest: int = NEXT_STAGE  # `away` that we can be asked for
 
     @property
     def version(self) -> Version:

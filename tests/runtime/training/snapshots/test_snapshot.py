@@ -134,8 +134,8 @@ def test_copies_of_every_other_snapshot_go_a_stage_further_where_all_have_owners
         away(1, 2, {0: PeerId("a"), 2: PeerId("c"), 3: PeerId("d")}, 4) == 1
     )  # an owner that we do not know
     assert away(1, 2, {stage: owners[stage] for stage in range(3)}, 3) == 1
-    books = collecting(3).shard(0, at(3), D[0], away=2)
-    assert books.away == 2 and books.shard(1, at(3), D[1], away=1).away == 1
+    books = collecting(3).shard(0, at(3), D[0], furthest=2)
+    assert books.furthest == 2 and books.shard(1, at(3), D[1], furthest=1).furthest == 1
     # Whichever two neighbours vanish, of two snapshots in a row each shard of one is left.
     for stages in range(4, 9):
         for gone in range(stages):
