@@ -79,7 +79,8 @@ class StageClaims:
             early = stocked and not self._stages.running
             if self._context.leases.refusal(*place, "own") is not None:
                 continue  # the job does not admit us
-            vacancy = self._vacancies.look(place, manifest, held, early=early)
+            behind = self._context.leases.behind(*place) is not None
+            vacancy = self._vacancies.look(place, manifest, held, early=early, behind=behind)
             fits = vacancy is not None and vacancy.memory_bytes <= self._context.memory.free_bytes
             if vacancy is not None and fits and not self._stages.cooling.lasts(place):
                 found.append(vacancy)

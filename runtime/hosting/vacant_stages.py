@@ -9,10 +9,14 @@ from cachetools import FIFOCache
 from fusion.runtime.hosting.claim_choice import VacantStage
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.claims.election import HEAD_START_SECONDS, is_idle, should_claim, successors, winner
+from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Place
 from fusion.swarm.transport import PeerId
 
 REMEMBERED_PLACES = 65_536
+# For an owner that knows no better than to go on under a term that was used before: its neighbours tell it for as long as a
+# lease lasts, and it claims the stage above that.
+BEHIND_SECONDS = 2 * RECORD_TTL_SECONDS
 
 
 class VacantStages:
@@ -27,10 +31,17 @@ class VacantStages:
         self._last_owner: FIFOCache[Place, PeerId] = FIFOCache(REMEMBERED_PLACES)
 
     def look(
-        self, place: Place, manifest: Manifest, claims: Sequence[ClaimRecord], *, early: bool
+        self,
+        place: Place,
+        manifest: Manifest,
+        claims: Sequence[ClaimRecord],
+        *,
+        early: bool,
+        behind: bool = False,
     ) -> VacantStage | None:
         """The stage, where it has no owner and it is our turn to claim it. `claims` are those that the directory has
-        now; `early`: we have its newest state and nothing else to do, so that we need not wait where nobody stands by."""
+        now; `early`: we have its newest state and nothing else to do, so that we need not wait where nobody stands by;
+        `behind`: somebody else claims it under a term that was used before, and should be told so first."""
         us, (job, stage) = self._us, place
         owner = winner(claims)
         if owner is not None:
@@ -40,6 +51,8 @@ class VacantStages:
         now = self._clock()
         since = self._empty_since.get(place, now)
         self._empty_since[place] = since
+        if behind and now - since < BEHIND_SECONDS:
+            return None
         score = 1.0 if manifest.proposed[stage] == us else self._fitness
         standbys = successors(claims)
         order = [heir.peer for heir in standbys]

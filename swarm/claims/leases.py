@@ -281,6 +281,12 @@ class Leases:
         """The claim of whoever should be told that the stage was held under its term before; nothing is asked."""
         return self._memory.behind((job, stage), self._ours.of((job, stage)))
 
+    def unproven(self, job: JobId, stage: int) -> Holding | None:
+        """Of a stage that we hold: whoever claims it as well, or held it before us, and is not shown to be gone; nothing is
+        asked."""
+        held = self._ours.owned.get((job, stage))
+        return None if held is None else self._memory.unproven((job, stage), held)
+
     def sealed(self, job: JobId, stage: int) -> bytes | None:
         """Our claim of a stage that we own, signed now, to be shown to a peer that has not seen it in the directory."""
         held = self._ours.owned.get((job, stage))
@@ -377,7 +383,7 @@ class Leases:
                 self._give_way(held, tenure.claim)
                 await self._ours.withdraw(held)
             return
-        unproven = self._memory.unproven(slot, held)
+        unproven = self.unproven(*slot)
         now = self._directory.now()
         if unproven is not None and now - self._proving.get(slot, 0.0) >= self._config.prove_seconds:
             self._proving[slot] = now

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from fusion.runtime.training.step.messages import Hello
 from fusion.swarm.claims.leases import Leases
+from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import RecordError, StaleTerm, SwarmError
 from fusion.swarm.transport import PeerId
@@ -33,7 +34,12 @@ class Overtaken(StaleTerm):
 
 
 class Later(SwarmError):
-    """The other end is not welcome yet; it should try again."""
+    """The other end is not welcome yet; it should try again. `holder`: whom we go by meanwhile, where that is another
+    peer whose lease lasts."""
+
+    def __init__(self, message: str, holder: Holding | None = None) -> None:
+        super().__init__(message)
+        self.holder = holder
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,8 @@ class Fence:
         if held is not None and held.claim.peer != peer and held.claim.term >= hello.term:
             raise Overtaken(self._partner, hello.term, held.claim.term, held.claim.peer)
         if owner is None or (owner.peer, owner.term) != (peer, hello.term):
-            raise Later(f"no claim of stage {self._partner} at term {hello.term} seen yet")
+            other = None if owner is None or owner.peer == peer else Holding(owner.peer, owner.term)
+            raise Later(f"no claim of stage {self._partner} at term {hello.term} seen yet", other)
         return owner
 
     def _proof(self, peer: PeerId, hello: Hello) -> ClaimRecord | None:

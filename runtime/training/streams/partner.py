@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.1  # doubled up to the longest, from one failed dial to the next
 LONGEST_RETRY_SECONDS = 1.6
 REFUSED_SECONDS = RECORD_TTL_SECONDS
+PASSED_OVER_SECONDS = 3 * RECORD_TTL_SECONDS
 PATIENCE_SECONDS = 0.1  # for a peer whose stream broke to answer once more, before it is suspected
 
 
@@ -71,6 +72,7 @@ class Partner:
         self._news = asyncio.Event()  # set when somebody tells us of an owner
         self._suspicion = Suspicion(context, here.job, here.stage, stage, self._succeeded)
         self._refused_since = math.inf  # it says that our own stage is over
+        self._passed_over_since = math.inf  # it goes by another owner of our own stage, whom we see as well
         self._sent_bytes = 0  # on links that are no more
 
     @property
@@ -216,6 +218,8 @@ class Partner:
                 term = reply.header.get("term")
                 if reply.kind == "stale" and isinstance(term, int):
                     self._refused(claim, term, reply.header)
+                if reply.kind == "later":
+                    self._passed_over(reply.header.get("peer"), term)
                 if reply.kind != "welcome":
                     raise SwarmError(str(reply.header.get("message", "refused"))[:200])
             except BaseException:
@@ -235,6 +239,19 @@ class Partner:
             raise Overtaken(here.stage, here.term, term)
         raise SwarmError(f"says that stage {here.stage} was held under term {term}")
 
+    def _passed_over(self, peer: object, term: object) -> None:
+        """The other end goes by that holder of our own stage. We see its claim as well, which may be older than ours, and have nothing
+        to show that it is gone: two parts of a swarm that was divided have an owner each, who has the words of its own part.
+        The later one gives way, after three leases. Raises Overtaken."""
+        leases, here, now = self._context.leases, self._here, asyncio.get_running_loop().time()
+        rival = leases.unproven(here.job, here.stage)
+        if rival is None or rival != (peer, term):
+            self._passed_over_since = math.inf
+            return
+        self._passed_over_since = min(now, self._passed_over_since)
+        if now - self._passed_over_since >= PASSED_OVER_SECONDS:
+            raise Overtaken(here.stage, here.term, rival.term, rival.peer)
+
     async def _use(self, stream: Stream) -> bool:
         """Until the stream ends: whether the other end vanished, rather than closed or refused it."""
         # What the other end says there can only be why not.
@@ -244,7 +261,7 @@ class Partner:
         self._suspicion.end()
         self.outgoing, self._shown = link, self._last
         self._waits = ""
-        self._refused_since = math.inf
+        self._refused_since = self._passed_over_since = math.inf
         self._changed()
         try:
             ended = await link.wait()

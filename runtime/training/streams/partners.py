@@ -146,7 +146,8 @@ class Partners:
             await stream.send("stale", {"term": error.term, **refusal})
             raise
         except Later as error:
-            await stream.send("later", {"message": str(error)})
+            holder = {} if error.holder is None else error.holder._asdict()
+            await stream.send("later", {"message": str(error), **holder})
             await stream.aclose()
             return
         stream.allow(self._largest_bytes)

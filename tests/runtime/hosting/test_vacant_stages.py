@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from fusion.runtime.hosting.vacant_stages import VacantStages
+from fusion.runtime.hosting.vacant_stages import BEHIND_SECONDS, VacantStages
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId
@@ -51,6 +51,17 @@ def test_whoever_stands_by_or_has_the_state_need_not_wait() -> None:
     standby = vacancies.look(PLACE, MANIFEST, [claim(US, "standby")], early=True)
     assert standby is not None and standby.standby and not standby.early and standby.score == 0.25
     assert vacancies.look(PLACE, MANIFEST, [claim(OWNER, "standby")], early=True) is None
+
+
+def test_whoever_goes_on_under_a_term_that_was_used_is_left_the_time_to_hear_of_it() -> None:
+    clock = ManualClock()
+    vacancies = VacantStages(US, 0.25, clock)
+    standby = claim(US, role="standby")
+    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=True) is None
+    clock.advance(BEHIND_SECONDS - 0.5)
+    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=True) is None
+    clock.advance(0.5)  # and no longer, for anybody may claim so
+    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=True) is not None
 
 
 def test_an_owner_has_vanished_unless_it_said_that_it_leaves() -> None:

@@ -14,6 +14,8 @@ from fusion.runtime.job.fields import plain
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.step.messages import Hello
 from fusion.runtime.training.streams.fence import Overtaken
+from fusion.runtime.training.streams.partner import PASSED_OVER_SECONDS
+from fusion.swarm.claims.tenure import CONTEST_SECONDS
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import Stream
 
@@ -117,6 +119,41 @@ def test_who_has_its_stage_back_from_one_that_outbid_it_is_dialled_again() -> No
             made.cut(one, was)
             async with asyncio.timeout(60.0):
                 await until(lambda: partner._last == claim)
+
+    run(main())
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "unseen"])
+def test_of_two_owners_in_two_parts_of_a_swarm_the_later_one_gives_way(seen: bool) -> None:
+    """A neighbour goes by the earlier one. Its word alone, of an owner whom nobody else sees, ends no other's."""
+
+    async def main() -> None:
+        async with swarm(3) as made:
+            one, earlier, later = made.nodes
+            earlier.ghost = True
+            made.network.partition([later.peer], [one.peer, earlier.peer])
+            claim = await earlier.context.leases.claim(JOB, 1, 0.5)
+            assert claim is not None and await one.context.leases.owner(JOB, 1) == claim
+            await one.host(0, [1])
+            made.clock.advance(CONTEST_SECONDS)
+            later.context.leases.observe(JOB, 1, 1)
+            assert await later.host(1, [0]) == 2
+            made.network.heal()
+            await one.context.leases.beat()
+            if seen:
+                await earlier.context.leases.beat()
+                await later.context.leases.beat()
+            assert later.task is not None
+            done, _ = await asyncio.wait([later.task], timeout=PASSED_OVER_SECONDS - 1.0)
+            assert not done
+            done, _ = await asyncio.wait([later.task], timeout=10.0)
+            assert bool(done) == seen
+            if seen:
+                with pytest.raises(BaseExceptionGroup) as raised:
+                    await later.task
+                assert raised.group_contains(Overtaken, match="held under term 1, not 2")
+                await later.context.leases.release(JOB, 1)
+                assert await one.context.leases.owner(JOB, 1) == earlier.context.leases.holds(JOB, 1) == claim
 
     run(main())
 
