@@ -17,6 +17,7 @@ from fusion.runtime.planes.products.experts import (
     packed_expert_linear,
     padded_expert_linear,
 )
+from fusion.runtime.planes.products.half import ByPiece, rows_are_alike
 from fusion.runtime.planes.products.packed import (
     FEW_ROWS,
     addmm,
@@ -35,12 +36,12 @@ _HALF = frozenset({torch.bfloat16, torch.float16})
 # What blocks add is in nobody's account, so that a stage of very many matrices of one row must not gain much by it.
 _SPARE_BYTES = 64 << 20
 _SPARE_SHARE = 8  # or the share of a stage's variables that is more
-_TRIED_ELEMENTS = 1 << 22  # of a matrix in half precision, when its rows are looked at
 
 
 class Matrices:
     """The variables of a stage as decoding reads them fastest: the float32 matrices of linear layers and of experts packed, where
-    that can be had here. Those in half precision are left as they are where a row's product has the same bits in any company.
+    that can be had here. Those in half precision are left as they are where a row's product has the same bits in any company, or
+    on a CPU in that of its own piece (`by_piece`).
     `rows_agree`: whether that holds for every matrix, for so many rows at once (`least_rows`, 1 or FEW_ROWS)."""
 
     def __init__(self, graph: Graph, variables: Tensors, device: torch.device) -> None:
@@ -60,16 +61,18 @@ class Matrices:
         total = sum(type_bytes(variable.type) for variable in graph.variables)
         spare = max(_SPARE_BYTES, total // _SPARE_SHARE)
         self._alone: set[str] = set()  # matrices whose products are the same for one row as for several
-        alone: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
+        self.by_piece = ByPiece()
+        self._by_piece: set[str] = set()
+        alike: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
         for variable in graph.variables:  # one after the other, as `variables` may read each from a file
             name, value = variable.name, checked(variables, variable).detach().to(device)
             packed: Any = None
             if value.dtype in _HALF and (name in wanted or name in tied):
                 sort = tuple(value.shape), value.dtype, wanted.get(name, False)
-                if sort not in alone:
-                    alone[sort] = _alone(value, added=sort[2])
-                if alone[sort]:
-                    self._alone.add(name)
+                if sort not in alike:
+                    alike[sort] = rows_are_alike(value, added=sort[2])
+                if alike[sort] or device.type == "cpu":
+                    (self._alone if alike[sort] else self._by_piece).add(name)
                     self.laid_out[name] = value.contiguous()
                     continue
             if name in wanted or name in experts:
@@ -86,7 +89,7 @@ class Matrices:
                     spare -= added
             own = self._stored.laid_out(name, value.contiguous()) if packed is None else packed
             self.laid_out[name] = own
-        few = (wanted.keys() | tied | experts.keys()) - self._alone - self._packed
+        few = (wanted.keys() | tied | experts.keys()) - self._alone - self._by_piece - self._packed
         self.least_rows = FEW_ROWS if few else self._stored.least_rows
 
     def _require_agreement(self, matrix: torch.Tensor) -> None:
@@ -106,12 +109,16 @@ class Matrices:
                 case "aten.linear", _, Ref() as matrix, _:
                     if matrix.name in self._packed:
                         found[node.name] = linear
+                    elif together and matrix.name in self._by_piece:
+                        found[node.name] = self.by_piece.linear
                     elif together and matrix.name not in self._wanted.keys() | self._alone:
                         found[node.name] = row_by_row
                 case "aten.embedding", Ref() as table, *_ if table.name in self._packed:
                     found[node.name] = embedding
                 case "aten.addmm", _, _, Ref() as matrix, *_ if matrix.name in self._packed:
                     found[node.name] = addmm
+                case "aten.addmm", _, _, Ref() as matrix, *_ if together and matrix.name in self._by_piece:
+                    found[node.name] = self.by_piece.addmm
                 case "fusion.expert_linear", _, _, Ref() as matrix, *_:
                     packed = matrix.name in self._packed
                     found[node.name] = packed_expert_linear if packed else padded_expert_linear
@@ -126,20 +133,3 @@ def _linear_matrices(graph: Graph) -> set[str]:
         if node.op == "aten.linear" and isinstance(node.args[1], Ref)
     }
     return read & graph.variable_names
-
-
-def _alone(matrix: torch.Tensor, *, added: bool) -> bool:
-    """Whether the library's own product of a row with the matrix, in half precision, is the same among others. `added`: it is
-    that of `aten.addmm`. A part of a large matrix tells."""
-    width = matrix.shape[0 if added else 1]
-    outputs = max(FEW_ROWS, _TRIED_ELEMENTS // max(1, width))
-    part = matrix[:, :outputs] if added else matrix[:outputs]
-    bias = part.new_ones(part.shape[1 if added else 0])
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        if added:
-            return torch.addmm(bias, rows[0], part)[None]
-        both = (torch._C._nn.linear(rows, part, each) for each in (None, bias))
-        return torch.cat(list(both), -1)
-
-    return rows_agree(product, width, part, least=1)

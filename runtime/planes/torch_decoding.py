@@ -46,6 +46,7 @@ class TorchDecodingStage(Sessions[SessionCache]):
         layout = end_to_end(stage.graph) if matrices.rows_agree else None
         self._layout = layout
         self.least_rows = matrices.least_rows  # how many rows run at once at least
+        self._by_piece = matrices.by_piece
         self._idle = both is not None and not stage.graph.outputs  # all that is here is an encoder's
         self.together = layout is not None or self._idle  # whether pieces run as one
         self._program = compile_graph(
@@ -135,6 +136,7 @@ class TorchDecodingStage(Sessions[SessionCache]):
             for n in range(count, 0, -1)
         ]
         ends += ends[-1:] * (padded(len(ends), least=self.least_rows) - len(ends))
+        self._by_piece.begin(lengths, [piece.singly for piece in pieces], rows)
         state = Sequences(caches, lengths, rows, torch.tensor(ends, device=self.device))
         outputs = self._program.run(laid, self._variables, state)
         if self._slots:
