@@ -7,6 +7,7 @@ questions         what it tells whoever asks
 config            what a volunteer says of the peer to run
 machine           what a peer lends of its machine
 resident_memory   what its process holds of the memory, kept to what is set aside
+garbage           when it looks for memory that cycles hold, kept to a share of the time
 plane_choice      the planes that there are, by name
 peer              a volunteer's peer, opened and closed in order
 client            the swarm without lending anything

@@ -7,7 +7,6 @@ directory before the transport, and p2pd last.
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from fusion.runtime.peer.announcement import Announcement, announced
 from fusion.runtime.peer.assembly import Assembly, assemble, job_files, training_and_serving
 from fusion.runtime.peer.capability import Capability, Measured
 from fusion.runtime.peer.config import PeerConfig
+from fusion.runtime.peer.garbage import collected
 from fusion.runtime.peer.machine import opened
 from fusion.runtime.peer.network import Network
 from fusion.runtime.peer.plane_choice import choose
@@ -70,13 +70,18 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     async with opening as (network, context, capability):
         services = partial(training_and_serving, plane)
         files = job_files(context)
-        async with assemble(
-            context, services, _fitness(capability()), files=files, reachable=lambda: network.transport.alive
-        ) as parts:
-            # Generated code and its tensors sit in cycles: hundreds of MiB would wait for a collection by chance. What
-            # is there already will stay, and need not be looked at, now or each time.
-            gc.freeze()
-            parts.hosting.on_rest = gc.collect
+        async with (
+            assemble(
+                context,
+                services,
+                _fitness(capability()),
+                files=files,
+                reachable=lambda: network.transport.alive,
+            ) as parts,
+            collected() as garbage,
+        ):
+            # Generated code and its tensors sit in cycles: hundreds of MiB would wait for a collection by chance.
+            parts.hosting.on_rest = garbage.soon
             served = parts.services["serve"]
             assert isinstance(served, ServedModels)
             serving = served.generating
