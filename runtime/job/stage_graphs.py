@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from cachetools import LRUCache
 
@@ -30,6 +29,7 @@ from fusion.swarm.directory.records import Digest, JobId
 
 MAX_GRAPH_BYTES = 64 << 20
 REMEMBERED_GRAPHS = 8
+REMEMBERED_READS = 1024
 TOLERATED_RATIO, TOLERATED_BYTES = 1.25, 16 << 20  # that a stage may need beyond what its manifest says
 FLOAT32_BYTES = 4
 SAFETENSORS_HEADER_BYTES = 1 << 20  # and as much again for each thousand tensors
@@ -41,20 +41,23 @@ Stages = tuple[
 ]  # all stages, and the variables that several of them hold
 
 
-async def load_stages(
-    context: Context, job: JobId, manifest: Manifest, turn: asyncio.Lock | None = None
-) -> Stages:
-    """`turn`: held while the graph is decoded and cut. Raises BlobError where the graph cannot be had, Unsupported where it is none, or none that we understand."""
-    hints = [peer for peer in manifest.proposed if peer]
-    data = await context.blobs.of(job).read(manifest.graph, MAX_GRAPH_BYTES, hints)
+async def load_stages(context: Context, job: JobId, manifest: Manifest) -> Stages:
+    """Raises BlobError where the graph cannot be had, Unsupported where it is none, or none that we understand."""
+    return await _cut(await _read(context, job, manifest), manifest)
 
+
+async def _read(context: Context, job: JobId, manifest: Manifest) -> bytes:
+    hints = [peer for peer in manifest.proposed if peer]
+    return await context.blobs.of(job).read(manifest.graph, MAX_GRAPH_BYTES, hints)
+
+
+async def _cut(data: bytes, manifest: Manifest) -> Stages:
     def cut() -> Stages:
         stages = split(serialise.decode(data), manifest.cuts)
         return stages, tie_groups(stages)
 
     try:
-        async with turn or asyncio.Lock():
-            return await asyncio.to_thread(cut)
+        return await asyncio.to_thread(cut)
     except GraphError as error:
         raise Unsupported(f"the graph of {manifest.name}: {error}") from None
 
@@ -67,28 +70,28 @@ def whole_stage(data: bytes, name: str) -> Stage:
         raise Unsupported(f"the graph of {name}: {error}") from None
 
 
-@dataclass(eq=False)
-class _Entry:
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is read
-    stages: Stages | None = None
-
-
 class StageGraphs:
-    """Remembers the last few: a stage that stands by, runs and stands by again is decoded once."""
+    """Remembers the last few: a stage that stands by, runs and stands by again is decoded once, and so are jobs of one graph."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._known: LRUCache[tuple[JobId, Digest, tuple[int, ...]], _Entry] = LRUCache(REMEMBERED_GRAPHS)
+        self._known: LRUCache[tuple[Digest, tuple[int, ...]], Stages] = LRUCache(REMEMBERED_GRAPHS)
+        # The jobs whose graph was read as theirs: it may be for other readers than another job's that has the same.
+        self._read: LRUCache[tuple[JobId, Digest], None] = LRUCache(REMEMBERED_READS)
         # Python at work in many threads keeps the loop waiting, in each for as long as threads take turns.
         self._turn = asyncio.Lock()
 
     async def of(self, job: JobId, manifest: Manifest) -> Stages:
         """As `load_stages`."""
-        entry: _Entry = self._known.setdefault((job, manifest.graph, tuple(manifest.cuts)), _Entry())
-        async with entry.lock:
-            if entry.stages is None:
-                entry.stages = await load_stages(self._context, job, manifest, self._turn)
-        return entry.stages
+        read, cut = (job, manifest.graph), (manifest.graph, tuple(manifest.cuts))
+        if read not in self._read or cut not in self._known:
+            data = await _read(self._context, job, manifest)
+            self._read[read] = None
+            async with self._turn:
+                if cut not in self._known:
+                    self._known[cut] = await _cut(data, manifest)
+                return self._known[cut]
+        return self._known[cut]
 
     async def check(self, job: JobId, manifest: Manifest, stage: int, beside_bytes: int = 0) -> None:
         """Understated where the stage, and `beside_bytes`, needs clearly more memory than the manifest says (nothing is set aside

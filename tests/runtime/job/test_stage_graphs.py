@@ -23,7 +23,7 @@ from fusion.runtime.job.manifest import (
 )
 from fusion.runtime.job.stage_graphs import StageGraphs, needed_bytes
 from fusion.runtime.placing.stage_memory import fitted
-from fusion.swarm.directory.records import Digest
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
 TRAIN = TrainConfig(
@@ -52,6 +52,33 @@ def test_a_graph_is_decoded_once_however_many_stages_are_loaded(
             graphs = StageGraphs(heir.context)
             one, two = await asyncio.gather(*(graphs.of(job, swarm.manifests[job]) for _ in range(2)))
             assert one is two and len(decoded) == 2 and len(one[0]) == 2
+
+    asyncio.run(main())
+
+
+def test_jobs_of_one_graph_decode_it_once_and_each_reads_it_as_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    decode = serialise.decode
+    monkeypatch.setattr(serialise, "decode", lambda data: (decoded.append(len(data)), decode(data))[1])
+
+    async def main() -> None:
+        async with swarm_of(2, tmp_path) as swarm:
+            job = await swarm.serve("gpt2", 2)
+            context, manifest = swarm.peers[0].context, swarm.manifests[job]
+            graphs, read = StageGraphs(context), []
+            of = context.blobs.of
+            monkeypatch.setattr(context.blobs, "of", lambda job: (read.append(job), of(job))[1])
+            decoded.clear()
+            others = [JobId(str(n) * 64) for n in range(3)]
+            found = await asyncio.gather(
+                *(graphs.of(each, replace(manifest, salt=each[:4])) for each in (*others, *others))
+            )
+            assert len(decoded) == 1 and all(each is found[0] for each in found)
+            assert set(read) == set(others)
+            await graphs.of(others[0], replace(manifest, cuts=()))
+            assert len(decoded) == 2
 
     asyncio.run(main())
 
