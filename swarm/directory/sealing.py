@@ -42,6 +42,7 @@ OLDEST_RECORD_VERSION = (
 MAX_RECORD_BYTES = 4096
 MAX_TTL_SECONDS = 120.0
 MAX_CLAIM_SECONDS = RECORD_TTL_SECONDS  # a claim is a lease: who is gone must not hold a stage for longer
+_REMEMBERED = 4096  # records of which we know what is in them
 CLOCK_TOLERANCE_SECONDS = 5.0  # how far apart two honest peers' clocks may be
 
 
@@ -99,16 +100,11 @@ def unseal(data: bytes, key: str, subkey: str, now: float) -> Sealed:
 def unseal_anywhere(data: bytes, now: float, *, grace_seconds: float = 0.0) -> Sealed:
     """`unseal` for a storing node, which checks the place itself: it knows only the hash of the key. With grace, what
     ended no longer ago still passes."""
-    body, author, expires_at, signature = _envelope(data)
-    record = decode(body)
-    if author != author_of(record):
-        raise RecordError("the record speaks for another peer than its author")
+    record, author, expires_at, signature, signed = _opened(data)
     if not now - grace_seconds < expires_at <= now + longest_ttl(record) + CLOCK_TOLERANCE_SECONDS:
         raise RecordError("the record has expired or ends too far in the future")
-    if not _verified(author, signature, _signed(body, author, expires_at)):
+    if not _verified(author, signature, signed):
         raise RecordError("the record's signature is not its author's")
-    if isinstance(record, ClaimRecord):
-        record = replace(record, expires_at=expires_at)
     return Sealed(record, expires_at, data)
 
 
@@ -122,8 +118,20 @@ def _signed(body: bytes, author: str, expires_at: float) -> bytes:
     return signed
 
 
-# Readers poll: the same bytes come back every heartbeat, and a signature check costs about 0.1 ms.
-@lru_cache(maxsize=4096)
+# Readers poll: the same bytes come back every heartbeat, and to look through them costs as much as to check the signature, 0.1 ms.
+@lru_cache(maxsize=_REMEMBERED)
+def _opened(data: bytes) -> tuple[Record, str, float, bytes, bytes]:
+    """The record in `data`, its author, its expiry, its signature, and the bytes that were signed."""
+    body, author, expires_at, signature = _envelope(data)
+    record = decode(body)
+    if author != author_of(record):
+        raise RecordError("the record speaks for another peer than its author")
+    if isinstance(record, ClaimRecord):
+        record = replace(record, expires_at=expires_at)
+    return record, author, expires_at, signature, _signed(body, author, expires_at)
+
+
+@lru_cache(maxsize=_REMEMBERED)
 def _verified(author: str, signature: bytes, signed: bytes) -> bool:
     return verify(author, signature, signed)
 

@@ -85,6 +85,21 @@ def test_any_claim_survives_the_wire(**fields: Any) -> None:
     assert opened(seal(record, ALICE, NOW + 6), record) == record
 
 
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_the_same_bytes_are_looked_through_once(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, looked = seal(record, ALICE, NOW + 5.5), []
+    decode = sealing.decode
+    monkeypatch.setattr(sealing, "decode", lambda body: (looked.append(body), decode(body))[1])
+    for _ in range(3):
+        assert opened(data, record) == record
+    assert len(looked) == 1
+    with pytest.raises(RecordError, match="expired"):
+        opened(data, record, NOW + 6)
+    with pytest.raises(RecordError, match="place"):
+        open_record(data, key_of(record), "elsewhere", NOW)
+    assert len(looked) == 1
+
+
 @given(st.binary(max_size=200))
 @settings(max_examples=examples(200))
 def test_garbage_is_refused(data: bytes) -> None:
