@@ -24,6 +24,7 @@ from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
 
+KNOWN_LAWS = 1024  # jobs
 SHOWN = 8  # claims of one stage that were shown to us and are kept
 # How far below the ceiling a term must lie that only somebody's word stands for: a claim above it has to count.
 HINT_SPARE = 2 * tenure.ROUNDS
@@ -53,13 +54,19 @@ class ClaimCache:
         self._now = now
         self._verify = verify
         self._access = access
+        self._applied: FIFOCache[JobId, JobLaw] = FIFOCache(KNOWN_LAWS)
         self._hints: FIFOCache[Slot, int] = FIFOCache(limit)
         self._read: FIFOCache[Slot, tuple[ClaimRecord, ...]] = FIFOCache(limit)
         self._shown: FIFOCache[Slot, dict[PeerId, bytes]] = FIFOCache(limit)  # sealed
         self._tenures: FIFOCache[Slot, Tenure] = FIFOCache(limit)
 
     def know(self, law: JobLaw) -> None:
+        """What is known of the job's stages by now counts as far as its law allows."""
+        before = self._access.law(law.job)
         self._access.know(law)
+        if before == law == self._applied.get(law.job):
+            return  # at every heartbeat it is told again, of jobs of thousands of stages
+        self._applied[law.job] = law
         highest = self._ceiling(law.job)
         for stage in range(law.stages):
             known = self._tenures.get((law.job, stage))

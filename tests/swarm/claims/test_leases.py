@@ -9,6 +9,7 @@ from support.counted_checks import CountedChecks
 from support.directory_records import JOB, claim_record, provider_record
 
 from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.claims.claim_cache import ClaimCache
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import WORD_SECONDS, Holding
@@ -688,6 +689,29 @@ def test_a_term_that_somebody_spoke_of_before_the_law_was_known_blocks_no_claim(
         assert await other.owner(JOB, 0) is not None
 
     asyncio.run(scenario())
+
+
+def test_a_law_that_is_told_again_costs_nothing_however_many_stages_the_job_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leases = Room(1).leases[0]
+    known, reckoned = law(4096), 0
+    ceiling = ClaimCache._ceiling
+
+    def counted(self: ClaimCache, job: JobId) -> int:
+        nonlocal reckoned
+        reckoned += 1
+        return ceiling(self, job)
+
+    monkeypatch.setattr(ClaimCache, "_ceiling", counted)
+    for _ in range(3):  # heartbeats
+        leases.know(replace(known))
+    assert reckoned == 1
+    leases.know(replace(known, launched_at=7))
+    assert reckoned == 2
+    leases.access.know(known)  # by whoever looks it up to answer a reader
+    leases.know(known)
+    assert reckoned == 3
 
 
 def test_one_neighbour_of_two_cannot_disown_an_owner() -> None:
