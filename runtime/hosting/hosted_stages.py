@@ -9,15 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from cachetools import FIFOCache
+
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.jobs.gossip import JobGossip
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.cool_down import CoolDown
-from fusion.runtime.job.errors import JobFailed, Refused
+from fusion.runtime.job.errors import Hopeless, JobFailed, Refused
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
-from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, Place
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.printable import error_line, one_line
 
@@ -25,7 +27,18 @@ log = logging.getLogger(__name__)
 
 LONGEST_COOL_DOWN_SECONDS = 300.0
 OVERTAKEN_SECONDS = 5.0  # once in so long a stage is claimed anew at once
+HOPELESS = 256  # graphs remembered
 SETTLED_SECONDS = 60.0  # a stage that ran for so long did not fail at once
+
+
+WhatRuns = tuple[str, bool, Digest, tuple[int, ...]]
+
+
+def what_runs(manifest: Manifest) -> WhatRuns:
+    """What a job has in common with others that do the same under other ids: a graph that generates nothing may still answer in one
+    run."""
+    in_one_run = manifest.serve is not None and bool(manifest.serve.outputs)
+    return manifest.kind, in_one_run, manifest.graph, tuple(manifest.cuts)
 
 
 @dataclass(eq=False)
@@ -57,6 +70,8 @@ class HostedStages:
         self.on_begin: Callable[[Place], object] = lambda place: None  # a stage runs here from now on
         self.on_release: Callable[[], object] = lambda: None  # one has ended here, and others may have it
         self.cooling: CoolDown[Place] = CoolDown(cool_down_seconds, LONGEST_COOL_DOWN_SECONDS, clock)
+        # What jobs ran that no peer could run: whoever launches another one of it is not worth a claim, nor words on its end.
+        self.hopeless: FIFOCache[WhatRuns, None] = FIFOCache(HOPELESS)
         self._overtaken: CoolDown[Place] = CoolDown(OVERTAKEN_SECONDS, OVERTAKEN_SECONDS, clock)
         self._claiming: list[Place] = []
         self._context = context
@@ -153,6 +168,8 @@ class HostedStages:
             await self._gossip.conclude(record, *final)
         except JobFailed as error:
             log.error("job %s failed: %s", manifest.name, one_line(str(error)))
+            if isinstance(error, Hopeless):
+                self.hopeless[what_runs(manifest)] = None
             self.end(job)
             if stage == 0:
                 self._board.cut_short(job, "failed", str(error), *final)

@@ -21,7 +21,7 @@ from fusion.runtime.hosting.claim_choice import (
     our_share,
     stages_to_claim,
 )
-from fusion.runtime.hosting.hosted_stages import HostedStages
+from fusion.runtime.hosting.hosted_stages import HostedStages, what_runs
 from fusion.runtime.hosting.job_view import OpenJob, OpenJobs, StagesClaims
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.runnable_stages import RunnableStages
@@ -29,7 +29,7 @@ from fusion.runtime.hosting.vacant_stages import VacantStages
 from fusion.runtime.job.context import Context, Takeover
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.directory.job_order import newest_jobs
-from fusion.swarm.directory.records import ClaimRecord, JobRecord, Place
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, Place
 from fusion.swarm.errors import SwarmError
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ RECORD_SECONDS = 0.3  # for the directory to say how the job stands, while someb
 
 
 class StageClaims:
-    """At most `seats` stages at once. `runs`: whether our plane can run a stage; `nudge` is called when that is known of more of them. `fitness` is the score of the claims that nobody proposed."""
+    """At most `seats` stages at once. `nudge` is called when it is known of more stages whether our plane can run them. `fitness` is the score of the claims that nobody proposed."""
 
     def __init__(
         self,
@@ -57,7 +57,11 @@ class StageClaims:
         self._takeover = takeover
         self._fitness = fitness
         self._seats = seats
-        self.runs = RunnableStages(context, stages.spawn, nudge).runs
+        self._runnable = RunnableStages(context, stages.spawn, nudge)
+
+    def runs(self, job: JobId, manifest: Manifest, stage: int) -> bool:
+        """Whether the stage can run here, as far as we know."""
+        return what_runs(manifest) not in self._stages.hopeless and self._runnable.runs(job, manifest, stage)
 
     @property
     def _free_seats(self) -> int:

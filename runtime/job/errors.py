@@ -29,6 +29,10 @@ class JobFailed(RuntimeError):
     """A running job that cannot go on; says why."""
 
 
+class Hopeless(JobFailed):
+    """A job that no peer could run, whichever others there are of its graph and cuts; says why."""
+
+
 class StagesFull(JobFailed):
     """Those who run some stage of the model have no room for another answer now; says who."""
 

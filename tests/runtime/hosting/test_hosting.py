@@ -14,7 +14,8 @@ from fusion.dag.ir.serialise import encode
 from fusion.runtime.hosting import job_view
 from fusion.runtime.hosting.hosting import HostingConfig
 from fusion.runtime.job import manifest_wire as manifests
-from fusion.runtime.job.errors import JobError, JobFailed, Understated, Unsupported
+from fusion.runtime.job.errors import Hopeless, JobError, JobFailed, Understated, Unsupported
+from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.manifest_shelf import FETCHES_PER_AUTHOR
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
@@ -75,6 +76,32 @@ def with_operators(*ops: str) -> Graph:
         for op, before, after in zip(ops, names, names[1:], strict=False)
     )
     return Graph((Input("x", made),), (), nodes, (Ref(names[-1]),), ())
+
+
+def test_what_no_peer_can_run_is_not_claimed_again_whatever_job_it_comes_in(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            ours = await made.join()
+            first = await made.launch(made.manifest(ours, salt="1"))
+            await ours.look()
+            await until(lambda: (first, 0) in ours.service.running)
+            ours.service.end(first, 0, Hopeless("the model's input x is neither input_ids nor position_ids"))
+            await over(ours, (first, 0))
+            await ours.look()
+            assert (await made.record(first)).state == "failed"
+            again = await made.launch(made.manifest(ours, salt="2"))
+            in_one_run = ServeConfig(cache="recompute", max_sequence=1, vocabulary=1, outputs=("y",))
+            others = [
+                await made.launch(made.manifest(ours, graph=Digest("3" * 64))),
+                await made.launch(made.manifest(ours, ours)),
+                await made.launch(made.manifest(ours, serve=in_one_run)),
+            ]
+            await ours.look()
+            await until(lambda: {job for job, _ in ours.service.running} == set(others))
+            assert await ours.hosting.take_over(again, 0, 0, None) is None
+            assert await made.owner(again, 0) is None
+
+    asyncio.run(main())
 
 
 def test_the_proposed_peer_claims_at_once_and_nobody_else(tmp_path: Path) -> None:
