@@ -40,6 +40,7 @@ HINT_SECONDS = 1.0  # for those who probably have a blob, before the directory i
 UNREAD_CHUNKS = 8  # chunks in memory that one reader has not taken yet, over all its streams
 ALL_UNREAD_CHUNKS = 128  # and all readers together
 SHUNNED_SECONDS = 60.0  # for which a reader that took nothing gets nothing
+ANNOUNCED_AT_ONCE = 16  # blobs: a few milliseconds for whoever stores the records
 WAIT_SECONDS = 5.0  # between two words to a reader whom the upload budget keeps waiting
 
 
@@ -315,8 +316,10 @@ class Blobs:
 
     async def _announce_for_ever(self) -> None:
         while True:
-            for digest in self.store.to_announce(self._config.announced):
-                await self._announce(digest)
+            # Records that are published at the same moment go to a node in one request.
+            told = self.store.to_announce(self._config.announced)
+            for at in range(0, len(told), ANNOUNCED_AT_ONCE):
+                await asyncio.gather(*map(self._announce, told[at : at + ANNOUNCED_AT_ONCE]))
             try:
                 await asyncio.to_thread(self.store.sweep)
             except SwarmError as error:

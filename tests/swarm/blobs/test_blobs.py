@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.blobs import ANNOUNCED_AT_ONCE, BlobConfig, Blobs
 from fusion.swarm.blobs.fetch import PATIENCE
 from fusion.swarm.blobs.index import (
     CHUNK_BYTES,
@@ -573,6 +573,30 @@ def test_readers_who_take_nothing_hold_little_and_are_left(
             assert len(read) <= 6 * 3
             with pytest.raises(RemoteError, match="left alone"):
                 await call(slow, id_of(holder), BLOB.name, "get", {"digest": digest, "chunks": [0]})
+
+    asyncio.run(scenario())
+
+
+def test_many_blobs_are_announced_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder = await room.peer(config=BlobConfig(announce_seconds=0.01))
+            for n in range(40):
+                holder.store.put(bytes([n]))
+            under_way, most, told = 0, 0, set()
+
+            async def announce(digest: Digest) -> None:
+                nonlocal under_way, most
+                under_way, most = under_way + 1, max(most, under_way + 1)
+                await asyncio.sleep(0.001)
+                under_way -= 1
+                told.add(digest)
+
+            monkeypatch.setattr(holder, "_announce", announce)
+            async with asyncio.timeout(5.0):
+                while len(told) < 40:
+                    await asyncio.sleep(0.001)
+            assert most == ANNOUNCED_AT_ONCE < 40
 
     asyncio.run(scenario())
 
