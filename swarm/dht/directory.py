@@ -21,7 +21,7 @@ from hivemind.p2p import P2P
 
 from fusion.swarm.dht.calls import Calls, offer_of
 from fusion.swarm.dht.holders import Holders
-from fusion.swarm.dht.lookup import Found, LookupConfig, Node, ask_all, lookup
+from fusion.swarm.dht.lookup import KEYS_AT_ONCE, Found, LookupConfig, Node, ask_all, lookup
 from fusion.swarm.dht.service import DhtService
 from fusion.swarm.dht.values import MAX_SUBKEYS, key_id, node_id
 from fusion.swarm.dht.wire import CALL_ERRORS, NotOfThisSwarm, Wire
@@ -296,8 +296,10 @@ class HivemindDirectory(DirectoryByKey):
         try:
             ids = {key: key_id(key) for key in reads}
             found = await self._lookup(ids.values())
-            for key, future in reads.items():
+            for number, (key, future) in enumerate(reads.items(), start=1):
                 records = await self._checked(key, found.values[ids[key]])
+                if number % KEYS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
                 if not future.done():
                     future.set_result(records)
         finally:

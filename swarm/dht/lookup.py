@@ -11,12 +11,14 @@ one node says leads only its own path astray, and a path on which nobody answers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusion.swarm.transport import PeerId
 
 Key = int  # 160 bits, like a node's id
+
+KEYS_AT_ONCE = 32  # of a search, before others run: a few milliseconds
 
 
 @dataclass(frozen=True)
@@ -84,24 +86,37 @@ async def lookup(
 ) -> Found:
     """Search all keys at once, beginning with the nodes `start(key)` gives. A node that is near to several keys is
     asked for all of them in one question."""
-    searches = {key: _Search(_paths(start(key), config)) for key in keys}
+    searches: dict[Key, _Search] = {}
+    async for key in _in_turns(keys):
+        searches[key] = _Search(_paths(start(key), config))
     for turn in range(config.rounds):
         questions: dict[Node, list[Key]] = {}
-        for key, search in searches.items():
-            for node in _next(key, search, turn):
+        asked: dict[Key, set[int]] = {}
+        async for key in _in_turns(searches):
+            nodes = _next(key, searches[key], turn)
+            asked[key] = {node.id for node in nodes}
+            for node in nodes:
                 questions.setdefault(node, []).append(key)
         if not questions:
             break
         answers = await ask_all(questions, ask, config.patience_seconds)
         for node, answer in answers.items():
-            for key in questions[node]:
+            async for key in _in_turns(questions[node]):
                 _take(searches[key], key, node, answer, config.known_per_key)
-        for key, search in searches.items():
-            _leave(search, {node.id for node, asked in questions.items() if key in asked})
+        async for key in _in_turns(searches):
+            _leave(searches[key], asked[key])
     return Found(
         {key: {sub: frozenset(values) for sub, values in s.values.items()} for key, s in searches.items()},
         {key: tuple(_nearest(key, s.answered.values())[: config.breadth]) for key, s in searches.items()},
     )
+
+
+async def _in_turns(keys: Iterable[Key]) -> AsyncIterator[Key]:
+    """One after the other, while others run: a stranger's job may have us look for hundreds."""
+    for number, key in enumerate(keys, start=1):
+        yield key
+        if number % KEYS_AT_ONCE == 0:
+            await asyncio.sleep(0)
 
 
 def _paths(start: Iterable[Node], config: LookupConfig) -> list[_Path]:
