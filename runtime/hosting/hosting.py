@@ -154,7 +154,7 @@ class Hosting:
         claims = await self._view.claims(known, words, self._stages.running, self._our_jobs)
         # Whose word counts (`fusion.swarm.authority.belief`). What is over: nothing of it is stood by for or claimed any
         # more.
-        beliefs = self._view.beliefs(words, known, claims)
+        beliefs = await self._view.beliefs(words, known, claims)
         self._end([belief.record for belief in beliefs.values() if belief.settled])
         jobs = self._view.open_jobs(beliefs, known)
         self.board.see(jobs)

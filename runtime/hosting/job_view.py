@@ -25,6 +25,7 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 NEWER_JOBS = 1024  # that were named to whoever reads our log
+JUDGED_AT_ONCE = 16  # jobs
 AUTHORS = 4  # that can fill all looks together: one alone has a quarter of them
 DOUBT_SECONDS = 10.0  # for the other owners to say so as well, or for their claims to run out
 
@@ -103,13 +104,16 @@ class JobView:
         recent = {place: leases.recent(*place) for place in hosted if place[0] in known}
         return {**dict(zip(places, claims, strict=True)), **recent}
 
-    def beliefs(self, words: Words, known: Manifests, claims: StagesClaims) -> dict[JobId, Belief]:
-        """What to believe of all jobs, by these live claims of their stages."""
+    async def beliefs(self, words: Words, known: Manifests, claims: StagesClaims) -> dict[JobId, Belief]:
+        """What to believe of all jobs, by these live claims of their stages. Others run meanwhile: each job takes a tenth of a
+        millisecond and more, and there may be thousands."""
         read: dict[JobId, dict[int, tuple[ClaimRecord, ...]]] = {}
         for (job, stage), held in claims.items():
             read.setdefault(job, {})[stage] = held
         found: dict[JobId, Belief] = {}
-        for job, said in words.items():
+        for number, (job, said) in enumerate(words.items(), start=1):
+            if number % JUDGED_AT_ONCE == 0:
+                await asyncio.sleep(0)
             belief = judged(self._context, job, said, known.get(job), read.get(job, {}))
             assert belief is not None, "somebody speaks of the job"
             found[job] = belief
