@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fusion.runtime.peer import garbage
-from fusion.runtime.peer.garbage import LOOK_SECONDS, NEVER, OLD, SHARE, Garbage, collected
+from fusion.runtime.peer.garbage import LARGE_BYTES, LOOK_SECONDS, NEVER, OLD, SHARE, Garbage, collected
 
 
 @dataclass
@@ -34,6 +34,15 @@ def test_however_often_it_is_asked_for_it_takes_a_hundredth_of_the_time() -> Non
         process.now += 0.5
     assert 0.5 * SHARE < 0.08 * len(process.at) / 600.0 <= SHARE + 0.08 / 600.0
     assert process.at[0] == 100.0  # at once where it has not been done lately
+
+
+def test_after_a_large_stage_it_is_done_at_once() -> None:
+    process, held = Collector(seconds=0.08), [200 << 20]
+    made = Garbage(process.collect, lambda: process.now, lambda: process.young, lambda: held[0])
+    for more, done in ((0, 0), (LARGE_BYTES, 1), (LARGE_BYTES, 1), (2 * LARGE_BYTES, 2)):
+        held[0] = (200 << 20) + more
+        made.soon()
+        assert len(process.at) == done
 
 
 def test_it_is_done_where_somebody_asked_or_the_oldest_generation_is_due_and_else_not() -> None:
