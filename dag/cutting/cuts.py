@@ -15,7 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion.dag.cutting.costs import differentiable, node_costs
-from fusion.dag.cutting.positional import POSITIONAL, keeps_last, repeatable, written_buffers
+from fusion.dag.cutting.positional import (
+    POSITIONAL,
+    keeps_last,
+    made_of_weights,
+    repeatable,
+    written_buffers,
+)
 from fusion.dag.cutting.references import argument_symbols, needed, substitute
 from fusion.dag.cutting.source import source_values
 from fusion.dag.cutting.stage import Edge, Stage, TieGroup, edge_name
@@ -84,7 +90,8 @@ def legal_cuts(graph: Graph) -> tuple[int, ...]:
     """One cut for each way of dividing the work in two, ascending: a cut within a run of repeated or unused nodes
     gives the same stages as the cut before that run. No stage made by these cuts is empty. None is behind the cut to the last
     position, although little crosses there: a stage without it could neither run several sequences at once nor check
-    guesses."""
+    guesses. Nor is one directly behind what is made of weights alone, as in `x * (1 + weight)`: a stage that is sent such a value
+    could do neither."""
     fixed = _fixed_nodes(graph)
     most = next((i for i, node in enumerate(graph.nodes) if keeps_last(graph, node)), len(graph.nodes))
     forbidden = np.zeros(len(graph.nodes) + 2, dtype=int)
@@ -251,11 +258,11 @@ def _is_symbol(dim: Poly) -> bool:
 
 
 def _fixed_nodes(graph: Graph) -> list[int]:
-    """Indices of the nodes that run in exactly one stage, ascending: neither repeated nor unused."""
-    repeated = repeatable(graph)
+    """Indices of the nodes that run in exactly one stage, ascending, on what comes from an input: neither repeated nor unused."""
+    passed = repeatable(graph) | made_of_weights(graph)
     outputs = {ref.name for ref in graph.outputs}  # made where they stand, even those that are cheap
     live = needed(graph, graph.outputs)
-    return [graph.node_index[n.name] for n in live if n.name in outputs or n.name not in repeated]
+    return [graph.node_index[n.name] for n in live if n.name in outputs or n.name not in passed]
 
 
 def _written_spans(graph: Graph) -> list[tuple[int, int]]:

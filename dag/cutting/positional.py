@@ -39,6 +39,15 @@ def repeatable(graph: Graph, inputs: Set[str] = POSITIONAL) -> frozenset[str]:
     return frozenset(found)
 
 
+def made_of_weights(graph: Graph) -> frozenset[str]:
+    """Names of the nodes that no input has a part in: the same values in every run."""
+    given = set(graph.input_names)
+    for node in graph.nodes:
+        if any(ref.name in given for ref in node.refs()):
+            given.add(node.name)
+    return frozenset(node.name for node in graph.nodes if node.name not in given)
+
+
 def written_buffers(graph: Graph) -> frozenset[Ref]:
     """The buffers that a node writes to, as batch normalisation does in training."""
     found: set[Ref] = set()

@@ -17,6 +17,7 @@ from fusion.dag.cutting.cuts import (
     split,
     tie_groups,
 )
+from fusion.dag.cutting.positional import made_of_weights
 from fusion.dag.cutting.references import needed
 from fusion.dag.cutting.stage import edge_name
 from fusion.dag.ir.dims import bind, symbol
@@ -202,9 +203,16 @@ def test_legal_cuts_leave_no_stage_empty_and_stand_for_all(graph, data):
     chosen = sorted(data.draw(st.sets(st.sampled_from(legal), min_size=1)))
     assert all(stage.graph.nodes for stage in split(graph, chosen))
     cut = data.draw(st.integers(legal[0], len(graph.nodes) - 1))
-    stages = split(graph, (cut,))
-    # A cut after the last node that counts leaves nothing behind it.
-    assert stages == split(graph, (max(c for c in legal if c <= cut),)) or not stages[1].graph.nodes
+    found, stands = (split(graph, (c,)) for c in (cut, max(c for c in legal if c <= cut)))
+    # What is made of weights alone is behind a legal cut, and a cut after the last node that counts leaves nothing behind it.
+    weights = made_of_weights(graph)
+    assert [apart(s, weights) for s in found] == [apart(s, weights) for s in stands] or not found[
+        1
+    ].graph.nodes
+
+
+def apart(stage, names):
+    return [node.name for node in stage.graph.nodes if node.name not in names]
 
 
 @settings(max_examples=examples(100))
@@ -344,6 +352,18 @@ def test_a_written_buffer_stays_with_all_that_write_to_it():
     assert len(split(graph, (3,))) == 2
     with pytest.raises(GraphError, match="one and three"):
         split(graph, (2,))
+
+
+def test_no_cut_parts_what_is_made_of_a_weight_from_the_node_behind_it():
+    """A norm of 1 + weight, as Gemma's: its scale would be sent with each microbatch."""
+    b = Builder(INPUTS, VARIABLES)
+    x = b("x", "aten.embedding", Ref("table"), Ref("input_ids"), -1, False)
+    y = b("y", "aten.linear", x, Ref("w0"), None)
+    scale = b("scale", "aten.add.Tensor", Ref("w1"), Ref("w1"), 1)
+    scale = b("more", "aten.neg", scale)
+    graph = b.graph(b("last", "aten.neg", b("z", "aten.linear", y, scale, None)))
+    assert legal_cuts(graph) == (1, 2, 5)
+    assert [e.name for e in split(graph, (2,))[0].sends] == ["y/0"]
 
 
 def test_candidates_are_the_cheap_cuts_of_each_part_of_the_work():

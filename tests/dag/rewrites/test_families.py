@@ -14,6 +14,7 @@ from fusion.dag.ir.errors import UnsupportedModel  # noqa: E402
 from fusion.dag.ir.opset import spec  # noqa: E402
 from fusion.dag.ir.serialise import validate  # noqa: E402
 from fusion.dag.rewrites.clean import clean  # noqa: E402
+from fusion.dag.rewrites.end_to_end import end_to_end  # noqa: E402
 from fusion.dag.rewrites.fuse import fuse  # noqa: E402
 from fusion.dag.rewrites.kv_cache import cache_attention  # noqa: E402
 from fusion.dag.rewrites.last_position import last_position  # noqa: E402
@@ -67,6 +68,8 @@ def test_scores_that_are_not_plain(family, found):
     names = [p.name for p in spec(first.op).parameters]
     assert found.items() <= dict(zip(names, first.args, strict=True)).items()
     assert [n.args[names.index("slot")] for n in (first, second)] == [0, 1]
+    # However it is cut: what a stage is sent is of positions, so that sessions run together, and guesses beside tokens.
+    assert all(end_to_end(stage.graph) for stage in split(served, legal_cuts(served)))
 
 
 def test_refused():
