@@ -79,6 +79,7 @@ class _Search:
     path_of: dict[int, _Path] = field(default_factory=dict)  # of each node that was asked
     answered: dict[int, Node] = field(default_factory=dict)
     values: dict[str, set[bytes]] = field(default_factory=dict)
+    turned_back: bool = False  # to what paths named that were left
 
 
 async def lookup(
@@ -151,20 +152,30 @@ def _next(key: Key, search: _Search, turn: int) -> list[Node]:
 
 def _passed_over(key: Key, search: _Search) -> list[Node]:
     """Where the paths have ended: the nodes nearer than some that answered that no path had a turn for. What a path names
-    that was left may be made up."""
-    fresh = {
-        node.id: node
-        for path in search.paths
-        if not path.left
-        for node in path.known.values()
-        if node.id not in search.path_of
-    }
+    that was left may be made up: of that only what is nearer than all that answered, and once."""
     breadth = sum(path.breadth for path in search.paths)
+    fresh = _unasked(search, left=False)
     nearest = _nearest(key, [*search.answered.values(), *fresh.values()])[:breadth]
     chosen = [node for node in nearest if node.id in fresh]
+    if not chosen and not search.turned_back:
+        search.turned_back = True
+        named = _nearest(key, _unasked(search, left=True).values())[:breadth]
+        best = min((id_ ^ key for id_ in search.answered), default=None)
+        chosen = [node for node in named if best is None or node.id ^ key < best]
     for node in chosen:
         search.path_of[node.id] = next(path for path in search.paths if node.id in path.known)
     return chosen
+
+
+def _unasked(search: _Search, *, left: bool) -> dict[int, Node]:
+    """What the paths have named that go on, or that were left."""
+    return {
+        node.id: node
+        for path in search.paths
+        if path.left == left
+        for node in path.known.values()
+        if node.id not in search.path_of
+    }
 
 
 def _leave(search: _Search, asked: set[int]) -> None:

@@ -18,6 +18,7 @@ from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.json_schema import checked_schema
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
 from fusion.runtime.serving.ring.session import Opening
+from fusion.runtime.serving.ring.stage import RingStage
 from fusion.runtime.serving.ring.stage_session import StageRunner
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.transport import PeerId
@@ -90,7 +91,17 @@ def test_an_answer_is_json_of_its_schema_alone_in_a_batch_and_streamed(name: str
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_owner_may_die_in_the_middle_of_it(victim: int, tmp_path: Path) -> None:
+def test_an_owner_may_die_in_the_middle_of_it(
+    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = RingStage._pass_all_on
+
+    async def unhurried(self: RingStage, *given: Any) -> None:
+        await asyncio.sleep(0.005)  # no answer is to be over before whoever asked has seen its first token
+        await turn(self, *given)
+
+    monkeypatch.setattr(RingStage, "_pass_all_on", unhurried)
+
     async def main() -> None:
         async with swarm_of(4, tmp_path, failover=PATIENT, seconds=300) as swarm:
             job = await swarm.serve("llama", 2, byte_level=True)
