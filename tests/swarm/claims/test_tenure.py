@@ -241,7 +241,11 @@ def test_the_jury_is_the_owners_of_the_nearest_stages() -> None:
     assert operations(lambda: jury(2000, 4096)) < 2 * operations(lambda: jury(20, 40))
     tenures = [held("bob"), held("bob"), held("cat"), held("ann"), held("dan", until=0.5)]
     found = seats(tenures, PeerId("ann"), 1.0)
-    assert sorted(map(sorted, found)) == [["bob"], ["cat"]]  # each once, not the suspect, not who ran out
+    assert sorted(map(sorted, found)) == [["bob"], ["cat"], ["dan"]]  # each once, not the suspect
+    # A vacant stage counts, so that the other neighbour is no majority by itself; who gave it up has no word.
+    gone = replace(held("dan"), until=NEVER)
+    assert set(seats([held("bob"), gone], PeerId("ann"), 1.0)) == {frozenset({"bob"}), frozenset()}
+    assert not is_majority([PeerId("bob"), PeerId("dan")], seats([held("bob"), gone], PeerId("ann"), 1.0))
     cut_off = replace(held("cat"), lapsed=Holding(PeerId("eve"), 4))
     assert frozenset({"cat", "eve"}) in seats([cut_off], PeerId("ann"), 1.0)
     followed = replace(held("cat", since=0.0, until=99.0), over=Holding(PeerId("eve"), 4))
