@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fusion.runtime.belief.reading import newest
@@ -83,12 +84,16 @@ class StageClaims:
             early = stocked and not self._stages.running
             if self._context.leases.refusal(*place, "own") is not None:
                 continue  # the job does not admit us
-            behind = self._context.leases.behind(*place) is not None
-            vacancy = self._vacancies.look(place, manifest, held, early=early, behind=behind)
+            vacancy = self._vacancies.look(
+                place, manifest, held, early=early, behind=partial(self._is_behind, place)
+            )
             fits = vacancy is not None and vacancy.memory_bytes <= self._context.memory.free_bytes
             if vacancy is not None and fits and not self._stages.cooling.lasts(place):
                 found.append(vacancy)
         return one_early(found, self._context.peer_id)
+
+    def _is_behind(self, place: Place) -> bool:
+        return self._context.leases.behind(*place) is not None
 
     async def choose(self, vacant: Sequence[VacantStage]) -> tuple[VacantStage, ...]:
         """Those to claim now, beside what other peers should take."""

@@ -37,11 +37,11 @@ class VacantStages:
         claims: Sequence[ClaimRecord],
         *,
         early: bool,
-        behind: bool = False,
+        behind: Callable[[], bool] = lambda: False,
     ) -> VacantStage | None:
         """The stage, where it has no owner and it is our turn to claim it. `claims` are those that the directory has
         now; `early`: we have its newest state and nothing else to do, so that we need not wait where nobody stands by;
-        `behind`: somebody else claims it under a term that was used before, and should be told so first."""
+        `behind`: whether somebody else claims it under a term that was used before, and should be told so first."""
         us, (job, stage) = self._us, place
         owner = winner(claims)
         if owner is not None:
@@ -51,13 +51,13 @@ class VacantStages:
         now = self._clock()
         since = self._empty_since.get(place, now)
         self._empty_since[place] = since
-        if behind and now - since < BEHIND_SECONDS:
-            return None
         score = 1.0 if manifest.proposed[stage] == us else self._fitness
         standbys = successors(claims)
         order = [heir.peer for heir in standbys]
         early = early and not order and score < 1.0 and now - since < HEAD_START_SECONDS
         if not early and not should_claim(claims, us, score=score, vacant_seconds=now - since):
+            return None
+        if now - since < BEHIND_SECONDS and behind():
             return None
         return VacantStage(
             job=job,

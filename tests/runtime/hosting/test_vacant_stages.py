@@ -57,11 +57,11 @@ def test_whoever_goes_on_under_a_term_that_was_used_is_left_the_time_to_hear_of_
     clock = ManualClock()
     vacancies = VacantStages(US, 0.25, clock)
     standby = claim(US, role="standby")
-    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=True) is None
+    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=lambda: True) is None
     clock.advance(BEHIND_SECONDS - 0.5)
-    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=True) is None
+    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=lambda: True) is None
     clock.advance(0.5)  # and no longer, for anybody may claim so
-    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=True) is not None
+    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=lambda: True) is not None
 
 
 def test_an_owner_has_vanished_unless_it_said_that_it_leaves() -> None:
