@@ -183,12 +183,16 @@ async def _endless(one: Stranger, width: int, blocks: int) -> dict[str, Any]:
 
 
 async def seat_grab(one: Stranger) -> dict[str, Any]:
-    """Sixty jobs for every peer, each of them fit to run, all of one author."""
+    """Sixty jobs for every peer, all of one author: two thirds of them run, the others fail when they are loaded."""
     counter = await open_counter(one)
-    graph = counter.put(serialise.encode(deep_graph(2)))
+    weights = counter.put(save({"w0": torch.randn(4, 4)})), counter.put(NOTHING)
+    runs, fails = zip(
+        map(counter.put, map(serialise.encode, (deep_model(2), deep_graph(2)))), weights, strict=True
+    )
     for peer in one.peers:
-        for _ in range(SEATS_OF_ONE):
-            counter.offer(serving(counter, graph, 1, (), proposed=(peer,)))
+        for number in range(SEATS_OF_ONE):
+            graph, held = runs if number % 3 else fails
+            counter.offer(serving(counter, graph, 1, (), proposed=(peer,), weights=(held,)))
     await counter.keep_published()
     return counter.notes
 
