@@ -31,8 +31,7 @@ A juror has one word, however many stages it owns or owned, and the holder none 
 ran out and another peer followed, the word of either stands for that stage: it may have been cut off from us, not gone. Where
 another peer followed by a proof, so does that of the one before for as long as a word is good: two neighbours may die within
 moments, and who saw the second death first has to understand what the second one said of the first.
-Nobody else has a word. A stage that is vacant still counts among the neighbours, with the word of whoever held it last and did not
-give it up. Where no other peer owns a stage of the job only (a) and a release remain.
+Nobody else has a word. A stage that is vacant still counts among the neighbours, and nobody has its word. Where no other peer owns a stage of the job only (a) and a release remain.
 """
 
 from __future__ import annotations
@@ -219,14 +218,15 @@ def jury(stage: int, stages: int) -> tuple[int, ...]:
 
 
 def seats(jurors: Iterable[Tenure], suspect: PeerId | None, now: float) -> tuple[Seat, ...]:
-    """Who has a word on whether `suspect` holds its stage: one juror each of the peers that hold `jurors`, or held them last. Who
-    gave its stage up has none, but the stage counts: a vacant one must not make the only other neighbour a majority."""
+    """Who has a word on whether `suspect` holds its stage: one juror each of the peers that hold `jurors` now. Who held one last
+    has no word any more, but the stage counts: a vacant one must not make the only other neighbour a majority."""
     found: dict[PeerId, set[PeerId]] = {}
     for tenure in jurors:
-        if tenure.claim.peer != suspect:
-            voices = found.setdefault(tenure.claim.peer, set())
-            if tenure.until != NEVER:
-                voices.add(tenure.claim.peer)
+        if tenure.claim.peer == suspect:
+            continue
+        voices = found.setdefault(tenure.claim.peer, set())
+        if tenure.lives(now):
+            voices.add(tenure.claim.peer)
             if tenure.lapsed is not None:
                 voices.add(tenure.lapsed.peer)
             if tenure.over is not None and now < tenure.since + WORD_SECONDS:
