@@ -16,7 +16,7 @@ from fusion.runtime.hosting.jobs.gossip import JobGossip
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.cool_down import CoolDown
-from fusion.runtime.job.errors import Hopeless, JobFailed, Refused
+from fusion.runtime.job.errors import JobFailed, Refused, Unrunnable
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 LONGEST_COOL_DOWN_SECONDS = 300.0
 OVERTAKEN_SECONDS = 5.0  # once in so long a stage is claimed anew at once
-HOPELESS = 256  # graphs remembered
+UNRUNNABLE = 256  # workloads remembered
 SETTLED_SECONDS = 60.0  # a stage that ran for so long did not fail at once
 
 
-WhatRuns = tuple[str, bool, Digest, tuple[int, ...]]
+Workload = tuple[str, bool, Digest, tuple[int, ...]]
 
 
-def what_runs(manifest: Manifest) -> WhatRuns:
+def workload_of(manifest: Manifest) -> Workload:
     """What a job has in common with others that do the same under other ids: a graph that generates nothing may still answer in one
     run."""
     in_one_run = manifest.serve is not None and bool(manifest.serve.outputs)
@@ -71,7 +71,7 @@ class HostedStages:
         self.on_release: Callable[[], object] = lambda: None  # one has ended here, and others may have it
         self.cooling: CoolDown[Place] = CoolDown(cool_down_seconds, LONGEST_COOL_DOWN_SECONDS, clock)
         # What jobs ran that no peer could run: whoever launches another one of it is not worth a claim, nor words on its end.
-        self.hopeless: FIFOCache[WhatRuns, None] = FIFOCache(HOPELESS)
+        self.unrunnable: FIFOCache[Workload, None] = FIFOCache(UNRUNNABLE)
         self._overtaken: CoolDown[Place] = CoolDown(OVERTAKEN_SECONDS, OVERTAKEN_SECONDS, clock)
         self._claiming: list[Place] = []
         self._context = context
@@ -168,8 +168,8 @@ class HostedStages:
             await self._gossip.conclude(record, *final)
         except JobFailed as error:
             log.error("job %s failed: %s", manifest.name, one_line(str(error)))
-            if isinstance(error, Hopeless):
-                self.hopeless[what_runs(manifest)] = None
+            if isinstance(error, Unrunnable):
+                self.unrunnable[workload_of(manifest)] = None
             self.end(job)
             if stage == 0:
                 self._board.cut_short(job, "failed", str(error), *final)

@@ -21,6 +21,7 @@ from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, Place
 from fusion.swarm.transport import PeerId
+from fusion.swarm.yielding import yielding
 
 log = logging.getLogger(__name__)
 
@@ -111,9 +112,7 @@ class JobView:
         for (job, stage), held in claims.items():
             read.setdefault(job, {})[stage] = held
         found: dict[JobId, Belief] = {}
-        for number, (job, said) in enumerate(words.items(), start=1):
-            if number % JUDGED_AT_ONCE == 0:
-                await asyncio.sleep(0)
+        async for job, said in yielding(words.items(), JUDGED_AT_ONCE):
             belief = judged(self._context, job, said, known.get(job), read.get(job, {}))
             assert belief is not None, "somebody speaks of the job"
             found[job] = belief

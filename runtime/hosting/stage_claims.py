@@ -22,7 +22,7 @@ from fusion.runtime.hosting.claim_choice import (
     our_share,
     stages_to_claim,
 )
-from fusion.runtime.hosting.hosted_stages import HostedStages, what_runs
+from fusion.runtime.hosting.hosted_stages import HostedStages, workload_of
 from fusion.runtime.hosting.job_view import OpenJob, OpenJobs, StagesClaims
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.runnable_stages import RunnableStages
@@ -62,7 +62,9 @@ class StageClaims:
 
     def runs(self, job: JobId, manifest: Manifest, stage: int) -> bool:
         """Whether the stage can run here, as far as we know."""
-        return what_runs(manifest) not in self._stages.hopeless and self._runnable.runs(job, manifest, stage)
+        return workload_of(manifest) not in self._stages.unrunnable and self._runnable.runs(
+            job, manifest, stage
+        )
 
     @property
     def _free_seats(self) -> int:

@@ -29,7 +29,7 @@ class JobFailed(RuntimeError):
     """A running job that cannot go on; says why."""
 
 
-class Hopeless(JobFailed):
+class Unrunnable(JobFailed):
     """A job that no peer could run, whichever others there are of its graph and cuts; says why."""
 
 

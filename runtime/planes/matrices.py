@@ -17,7 +17,7 @@ from fusion.runtime.planes.products.experts import (
     packed_expert_linear,
     padded_expert_linear,
 )
-from fusion.runtime.planes.products.half import ByPiece, rows_are_alike
+from fusion.runtime.planes.products.half import ByPiece, is_batch_invariant
 from fusion.runtime.planes.products.packed import (
     FEW_ROWS,
     addmm,
@@ -63,16 +63,16 @@ class Matrices:
         self._alone: set[str] = set()  # matrices whose products are the same for one row as for several
         self.by_piece = ByPiece()
         self._by_piece: set[str] = set()
-        alike: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
+        invariant: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
         for variable in graph.variables:  # one after the other, as `variables` may read each from a file
             name, value = variable.name, checked(variables, variable).detach().to(device)
             packed: Any = None
             if value.dtype in _HALF and (name in wanted or name in tied):
                 sort = tuple(value.shape), value.dtype, wanted.get(name, False)
-                if sort not in alike:
-                    alike[sort] = rows_are_alike(value, added=sort[2])
-                if alike[sort] or device.type == "cpu":
-                    (self._alone if alike[sort] else self._by_piece).add(name)
+                if sort not in invariant:
+                    invariant[sort] = is_batch_invariant(value, added=sort[2])
+                if invariant[sort] or device.type == "cpu":
+                    (self._alone if invariant[sort] else self._by_piece).add(name)
                     self.laid_out[name] = value.contiguous()
                     continue
             if name in wanted or name in experts:

@@ -10,7 +10,7 @@ from cachetools import LRUCache
 
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.errors import Hopeless, JobError, JobFailed
+from fusion.runtime.job.errors import JobError, JobFailed, Unrunnable
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import LoadingPhase, StageLoading
 from fusion.runtime.job.stage_graphs import StageGraphs, weights_bytes
@@ -138,14 +138,14 @@ class StageLoader:
         return LoadedStage(plan, plane, manifest.weights[stage], weights_bytes(part), draft)
 
     async def _last_reader(self, stages: tuple[Stage, ...], manifest: Manifest) -> LastReader:
-        """Raises Hopeless for a model that cannot be served in a ring."""
+        """Raises Unrunnable for a model that cannot be served in a ring."""
         ring = (manifest.graph, tuple(manifest.cuts))
         async with self._planning:
             if ring not in self._rings:
                 self._rings[ring] = await asyncio.to_thread(_reader_or_error, stages)
             found = self._rings[ring]
         if isinstance(found, JobError):
-            raise Hopeless(str(found))
+            raise Unrunnable(str(found))
         return found
 
 

@@ -11,10 +11,11 @@ one node says leads only its own path astray, and a path on which nobody answers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusion.swarm.transport import PeerId
+from fusion.swarm.yielding import yielding
 
 Key = int  # 160 bits, like a node's id
 
@@ -88,12 +89,12 @@ async def lookup(
     """Search all keys at once, beginning with the nodes `start(key)` gives. A node that is near to several keys is
     asked for all of them in one question."""
     searches: dict[Key, _Search] = {}
-    async for key in _in_turns(keys):
+    async for key in yielding(keys, KEYS_AT_ONCE):
         searches[key] = _Search(_paths(start(key), config))
     for turn in range(config.rounds):
         questions: dict[Node, list[Key]] = {}
         asked: dict[Key, set[int]] = {}
-        async for key in _in_turns(searches):
+        async for key in yielding(searches, KEYS_AT_ONCE):
             nodes = _next(key, searches[key], turn)
             asked[key] = {node.id for node in nodes}
             for node in nodes:
@@ -102,22 +103,14 @@ async def lookup(
             break
         answers = await ask_all(questions, ask, config.patience_seconds)
         for node, answer in answers.items():
-            async for key in _in_turns(questions[node]):
+            async for key in yielding(questions[node], KEYS_AT_ONCE):
                 _take(searches[key], key, node, answer, config.known_per_key)
-        async for key in _in_turns(searches):
+        async for key in yielding(searches, KEYS_AT_ONCE):
             _leave(searches[key], asked[key])
     return Found(
         {key: {sub: frozenset(values) for sub, values in s.values.items()} for key, s in searches.items()},
         {key: tuple(_nearest(key, s.answered.values())[: config.breadth]) for key, s in searches.items()},
     )
-
-
-async def _in_turns(keys: Iterable[Key]) -> AsyncIterator[Key]:
-    """One after the other, while others run: a stranger's job may have us look for hundreds."""
-    for number, key in enumerate(keys, start=1):
-        yield key
-        if number % KEYS_AT_ONCE == 0:
-            await asyncio.sleep(0)
 
 
 def _paths(start: Iterable[Node], config: LookupConfig) -> list[_Path]:

@@ -19,7 +19,7 @@ _TRIED_ROWS = (2, 3, 5, 8, 16, 40)
 _SPARE_COLUMNS = 3  # that make a sum cancel out
 
 
-def rows_are_alike(matrix: torch.Tensor, *, added: bool) -> bool:
+def is_batch_invariant(matrix: torch.Tensor, *, added: bool) -> bool:
     """Whether a row's product with a matrix of this shape and dtype has the same bits alone as among others. `matrix`: (out, in), or
     (in, out) where it is `added`, the one of `aten.addmm`.
 

@@ -14,7 +14,7 @@ from fusion.dag.ir.serialise import encode
 from fusion.runtime.hosting import job_view
 from fusion.runtime.hosting.hosting import HostingConfig
 from fusion.runtime.job import manifest_wire as manifests
-from fusion.runtime.job.errors import Hopeless, JobError, JobFailed, Understated, Unsupported
+from fusion.runtime.job.errors import JobError, JobFailed, Understated, Unrunnable, Unsupported
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.manifest_shelf import FETCHES_PER_AUTHOR
 from fusion.runtime.job.progress import Progress
@@ -85,7 +85,9 @@ def test_what_no_peer_can_run_is_not_claimed_again_whatever_job_it_comes_in(tmp_
             first = await made.launch(made.manifest(ours, salt="1"))
             await ours.look()
             await until(lambda: (first, 0) in ours.service.running)
-            ours.service.end(first, 0, Hopeless("the model's input x is neither input_ids nor position_ids"))
+            ours.service.end(
+                first, 0, Unrunnable("the model's input x is neither input_ids nor position_ids")
+            )
             await over(ours, (first, 0))
             await ours.look()
             assert (await made.record(first)).state == "failed"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from support.directory_records import digest
+from support.held_up import Calls
 from support.hosting import swarm
 
 from fusion.runtime.hosting import job_view
@@ -37,30 +37,16 @@ def test_one_author_has_no_more_than_a_share_of_what_is_looked_at() -> None:
 def test_others_run_while_what_is_said_of_many_jobs_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judged, done, most = job_view.judged, 0, 0
-
-    def counted(*args: Any) -> Any:
-        nonlocal done
-        done += 1
-        return judged(*args)
-
-    async def others() -> None:
-        nonlocal done, most
-        while True:
-            most, done = max(most, done), 0
-            await asyncio.sleep(0)
+    calls = Calls()
 
     async def main() -> None:
         async with swarm(tmp_path) as made:
             ours = await made.join()
             for n in range(200):
                 await made.announce(JobId(digest(f"job {n}")))
-            beside = asyncio.create_task(others())
-            try:
+            async with calls.beside_others():
                 await ours.hosting.beat()
-            finally:
-                beside.cancel()
 
-    monkeypatch.setattr(job_view, "judged", counted)
+    monkeypatch.setattr(job_view, "judged", calls.counted(job_view.judged))
     asyncio.run(main())
-    assert 0 < most <= 32
+    assert 0 < calls.most <= 32

@@ -35,12 +35,18 @@ MANIFEST = Manifest(
 )
 
 
-def test_a_graph_is_decoded_once_however_many_stages_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def decodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the graphs that are decoded from now on."""
     decoded: list[int] = []
     decode = serialise.decode
     monkeypatch.setattr(serialise, "decode", lambda data: (decoded.append(len(data)), decode(data))[1])
+    return decoded
+
+
+def test_a_graph_is_decoded_once_however_many_stages_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = decodings(monkeypatch)
 
     async def main() -> None:
         async with swarm_of(3, tmp_path) as swarm:
@@ -59,9 +65,7 @@ def test_a_graph_is_decoded_once_however_many_stages_are_loaded(
 def test_jobs_of_one_graph_decode_it_once_and_each_reads_it_as_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded: list[int] = []
-    decode = serialise.decode
-    monkeypatch.setattr(serialise, "decode", lambda data: (decoded.append(len(data)), decode(data))[1])
+    decoded = decodings(monkeypatch)
 
     async def main() -> None:
         async with swarm_of(2, tmp_path) as swarm:

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.held_up import Calls
 
 from fusion.swarm.dht import lookup as lookup_module
 from fusion.swarm.dht.lookup import KEYS_AT_ONCE, Found, LookupConfig, Node, NodeReply, lookup
@@ -67,33 +67,17 @@ def test_a_lookup_finds_what_lies_at_the_nearest_nodes(size: int, seed: int, cou
 def test_others_run_while_hundreds_of_keys_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     world, draw = World(4, 1), random.Random(2)
     keys = [draw.getrandbits(BITS) for _ in range(512)]
-    done = most = 0
+    calls = Calls()
     for name in ("_paths", "_next", "_take", "_leave"):
-        step = getattr(lookup_module, name)
-
-        def counted(*args: Any, step: Any = step) -> Any:
-            nonlocal done
-            done += 1
-            return step(*args)
-
-        monkeypatch.setattr(lookup_module, name, counted)
-
-    async def others() -> None:
-        nonlocal done, most
-        while True:
-            most, done = max(most, done), 0
-            await asyncio.sleep(0)
+        monkeypatch.setattr(lookup_module, name, calls.counted(getattr(lookup_module, name)))
 
     async def main() -> Found:
-        beside = asyncio.create_task(others())
-        try:
+        async with calls.beside_others():
             return await world.find(keys, world.nodes[0])
-        finally:
-            beside.cancel()
 
     found = asyncio.run(main())
     assert set(found.nearest) == set(keys)
-    assert 0 < most <= 2 * KEYS_AT_ONCE <= 64
+    assert 0 < calls.most <= 2 * KEYS_AT_ONCE <= 64
 
 
 @given(seed=st.integers(0, 2**32))

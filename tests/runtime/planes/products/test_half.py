@@ -9,7 +9,7 @@ from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.products import half
-from fusion.runtime.planes.products.half import ByPiece, _cancelling, rows_are_alike
+from fusion.runtime.planes.products.half import ByPiece, _cancelling, is_batch_invariant
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -79,4 +79,4 @@ def test_a_library_that_adds_a_lone_row_up_otherwise_is_found_out(
     matrix = torch.empty(32, width, dtype=torch.bfloat16)
     for least in (1, 2, 6):
         monkeypatch.setattr(half.torch._C._nn, "linear", lambda *args, n=least: added_up(*args, least=n))
-        assert rows_are_alike(matrix, added=False) == (least == 1 or width <= 3)
+        assert is_batch_invariant(matrix, added=False) == (least == 1 or width <= 3)
