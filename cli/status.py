@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # For all peers together to tell of their links; whoever joined for this question has to dial them first.
 ASK_SECONDS, DIAL_SECONDS = 1.0, 3.0
+ASKED_AT_ONCE = 32  # peers: half of the connections that the running one takes from commands
 
 MOST_ESTIMATED = 16  # peers, up to which the table shows what nobody has measured too
 
@@ -135,7 +136,13 @@ async def _claims(
 
 async def _answers(context: Context, peers: Sequence[PeerRecord]) -> dict[PeerId, Mapping[str, Any] | None]:
     """What each peer says of itself beyond its record; None for one that does not answer in time."""
-    tasks = {each.peer: asyncio.create_task(_ask_status(context, each.peer)) for each in peers}
+    turns = asyncio.Semaphore(ASKED_AT_ONCE)
+
+    async def in_turn(peer: PeerId) -> Mapping[str, Any] | None:
+        async with turns:
+            return await _ask_status(context, peer)
+
+    tasks = {each.peer: asyncio.create_task(in_turn(each.peer)) for each in peers}
     seconds = ASK_SECONDS if client.is_attached(context) else DIAL_SECONDS
     if tasks:
         await asyncio.wait(tasks.values(), timeout=seconds)

@@ -138,11 +138,12 @@ class Handlers:
     def _finished(self, task: asyncio.Task[None], stream: Stream) -> None:
         self._silent.pop(stream, None)
         self._tasks.discard(task)
-        subnet = None
+        holders: list[PeerId | str] = [stream.remote]  # "" where it is a command of this machine
         if isinstance(stream, FrameStream):
             self._open.pop(stream, None)
-            subnet = stream.subnet
-        for holder in filter(None, (stream.remote, subnet)):
+            if stream.subnet is not None:
+                holders.append(stream.subnet)
+        for holder in holders:
             self._running[holder] -= 1
             if self._running[holder] <= 0:
                 del self._running[holder]

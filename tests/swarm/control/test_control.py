@@ -253,6 +253,17 @@ def test_no_more_connections_than_allowed(run: object) -> None:
     run(main())  # type: ignore[operator]
 
 
+def test_connections_that_have_ended_count_no_more() -> None:
+    async def main() -> None:
+        async with world(ControlConfig(connections=3)) as w:
+            for _ in range(10):  # each with two connections of its own
+                command = await w.attach()
+                assert (await call(command, w.there.peer_id, ECHO, "hi")).kind == "hi"
+                await command.aclose()
+
+    asyncio.run(main())
+
+
 def test_no_peer_answers_where_none_runs() -> None:
     async def main() -> None:
         with tempfile.TemporaryDirectory(prefix="fc-") as folder:
