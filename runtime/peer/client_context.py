@@ -11,7 +11,8 @@ from pathlib import Path
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.swarm.authority.access import Access
-from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.blobs import Blobs
+from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.api import Directory

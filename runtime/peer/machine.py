@@ -23,7 +23,7 @@ from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.keys import IDENTITY_FILE, keys_of
 from fusion.runtime.peer.network import Network, allow_more_files, open_network
 from fusion.runtime.peer.resident_memory import lent_memory
-from fusion.swarm.blobs.blobs import BlobConfig
+from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.identity import Identity

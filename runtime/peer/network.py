@@ -10,7 +10,8 @@ from pathlib import Path
 
 from fusion.runtime.job.protocol import IDLE_SECONDS
 from fusion.runtime.peer.keys import access_of, law_here
-from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.blobs import Blobs
+from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory

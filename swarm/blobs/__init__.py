@@ -5,6 +5,9 @@ eviction        what a store may delete, and what is worth telling the swarm of
 store           blobs on disk, under a quota
 fetch           one blob on its way here, from several holders
 upload_budget   how much a peer gives away, shared fairly
+serve           blobs for others, a share for each reader
+announce        telling the swarm what a store holds
+config          what may be set of all that
 blobs           all of it as one: put, announce, fetch, serve
 
 Words: a digest names a blob; a chunk is a MiB of it; a holder has the whole of it.

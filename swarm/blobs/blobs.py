@@ -13,59 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
-from weakref import WeakValueDictionary
+from typing import Self
 
-from cachetools import TTLCache
-
-from fusion.swarm.authority.access import Access, chain_of
+from fusion.swarm.authority.access import Access
+from fusion.swarm.blobs.announce import BlobAnnouncer
+from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.fetch import Fetch, Fetched, ask_index
-from fusion.swarm.blobs.index import CHUNK_BYTES, decode_index
+from fusion.swarm.blobs.index import decode_index
+from fusion.swarm.blobs.serve import BlobServer
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.blobs.upload_budget import UploadBudget
 from fusion.swarm.directory.api import Directory
-from fusion.swarm.directory.records import Digest, JobId, ProviderRecord, is_digest
-from fusion.swarm.errors import BlobError, FrameError, RecordError, StreamClosed, SwarmError
+from fusion.swarm.directory.records import Digest, JobId, is_digest
+from fusion.swarm.errors import BlobError, SwarmError
 from fusion.swarm.protocol import BLOB
-from fusion.swarm.transport import PeerId, Stream, Transport
+from fusion.swarm.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
 
-MAX_CHUNKS_ASKED = 64  # in one request
 HINT_SECONDS = 1.0  # for those who probably have a blob, before the directory is asked for others
-UNREAD_CHUNKS = 8  # chunks in memory that one reader has not taken yet, over all its streams
-ALL_UNREAD_CHUNKS = 128  # and all readers together
-SHUNNED_SECONDS = 60.0  # for which a reader that took nothing gets nothing
-ANNOUNCED_AT_ONCE = 16  # blobs: a few milliseconds for whoever stores the records
-WAIT_SECONDS = 5.0  # between two words to a reader whom the upload budget keeps waiting
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlobConfig:
-    holders: int = 4  # asked at once for one blob
-    attempts: int = 6  # rounds without a single new chunk before a fetch gives up
-    retry_seconds: float = 1.0  # between rounds
-    chunk_seconds: float = (
-        30.0  # a holder that sends no chunk for so long is left, and a reader that takes none
-    )
-    announce_seconds: float = 20.0
-    announced: int = 1024  # blobs that the swarm is told of, at most
-    offer: bool = True  # False: the swarm is not told what we hold
-    uploads: int = 8  # chunks read from disk at once for others
-    upload_bytes_per_second: float | None = None  # to all others together; None: as much as the network takes
-
-    def __post_init__(self) -> None:
-        for name in ("holders", "attempts", "chunk_seconds", "announce_seconds", "announced", "uploads"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.upload_bytes_per_second is not None and self.upload_bytes_per_second <= 0:
-            raise ValueError(f"upload_bytes_per_second must be positive, not {self.upload_bytes_per_second}")
-        if self.retry_seconds < 0:
-            raise ValueError(f"retry_seconds must be at least 0, not {self.retry_seconds}")
 
 
 class Blobs:
@@ -92,17 +60,12 @@ class Blobs:
         self._fetched_for: dict[Digest, JobId | None] = {}
         self._waiting: dict[Digest, int] = {}
         self._under_way: dict[Digest, Fetch] = {}
-        self._uploads = asyncio.Semaphore(self._config.uploads)
-        self._unread = asyncio.Semaphore(ALL_UNREAD_CHUNKS)
-        self._unread_by: WeakValueDictionary[PeerId, asyncio.Semaphore] = WeakValueDictionary()
-        self._slow: TTLCache[PeerId, None] = TTLCache(1024, SHUNNED_SECONDS)
-        self._budget = budget or UploadBudget(self._config.upload_bytes_per_second)
-        self._announcing: set[asyncio.Task[None]] = set()
-        self._announcer: asyncio.Task[None] | None = None
+        self._server = BlobServer(store, self._access, self._config, budget)
+        self._announcer = BlobAnnouncer(store, directory, transport.peer_id, self._config)
 
     async def __aenter__(self) -> Self:
-        await self._transport.serve(BLOB.name, self._serve)
-        self._announcer = asyncio.create_task(self._announce_for_ever(), name="blob announcements")
+        await self._transport.serve(BLOB.name, self._server.attend)
+        self._announcer.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -110,15 +73,13 @@ class Blobs:
 
     async def aclose(self) -> None:
         """Stop announcing and every fetch; what came of them stays for the next time. Idempotent."""
-        tasks: list[asyncio.Task[Any]] = [*self._fetches.values(), *self._announcing]
-        if self._announcer is not None:
-            tasks.append(self._announcer)
-            self._announcer = None
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        await self._budget.aclose()
+        fetches = list(self._fetches.values())
+        for fetch in fetches:
+            fetch.cancel()
+        if fetches:
+            await asyncio.wait(fetches)
+        await self._announcer.aclose()
+        await self._server.aclose()
 
     def has(self, digest: Digest) -> bool:
         return self.store.has(digest)
@@ -132,7 +93,7 @@ class Blobs:
         """Keep the bytes, or a copy of the file, as a part of `job`, if of one; the swarm is told in the background that we
         hold them. Raises QuotaExceeded, BlobError."""
         digest = await asyncio.to_thread(self.store.put, data, self._closed(job))
-        self._announce_soon(digest)
+        self._announcer.soon(digest)
         return digest
 
     async def drop(self, digest: Digest) -> None:
@@ -265,7 +226,7 @@ class Blobs:
             self._under_way.pop(digest, None)
             if fetch is not None:
                 await asyncio.shield(asyncio.to_thread(fetch.partial.close))
-        self._announce_soon(digest)
+        self._announcer.soon(digest)
         return self.store.path(digest)
 
     async def _begin(
@@ -296,134 +257,6 @@ class Blobs:
             records = ()
         peers = dict.fromkeys([*hints, *(record.peer for record in records)])
         return [peer for peer in peers if peer != self._transport.peer_id]
-
-    def _announce_soon(self, digest: Digest) -> None:
-        """A store in the directory takes long beside all that a stage waits for."""
-        if not self._config.offer:
-            return
-        task = asyncio.create_task(self._announce(digest), name=f"announce {digest[:8]}")
-        self._announcing.add(task)
-        task.add_done_callback(self._announcing.discard)
-
-    async def _announce(self, digest: Digest) -> None:
-        try:
-            record = ProviderRecord(
-                digest=digest, peer=self._transport.peer_id, size_bytes=self.store.size(digest)
-            )
-            await self._directory.publish(record, ttl_seconds=3 * self._config.announce_seconds)
-        except SwarmError as error:
-            logger.warning("blob %.8s not announced: %s", digest, error)
-
-    async def _announce_for_ever(self) -> None:
-        while True:
-            # Records that are published at the same moment go to a node in one request.
-            told = self.store.to_announce(self._config.announced)
-            for at in range(0, len(told), ANNOUNCED_AT_ONCE):
-                await asyncio.gather(*map(self._announce, told[at : at + ANNOUNCED_AT_ONCE]))
-            try:
-                await asyncio.to_thread(self.store.sweep)
-            except SwarmError as error:
-                logger.warning("%s", error)
-            await asyncio.sleep(self._config.announce_seconds)
-
-    async def _serve(self, stream: Stream) -> None:
-        while True:
-            try:
-                frame = await stream.receive()
-            except StreamClosed:
-                return
-            digest = frame.header.get("digest")
-            if not is_digest(digest):
-                raise FrameError("a blob request without a digest")
-            digest = Digest(str(digest))
-            if not self.store.has(digest):  # an honest question with a plain answer: nothing for the log
-                await self._send(stream, "error", {"message": f"blob {digest:.8} is not here"})
-                continue
-            refused = await self._refusal(digest, stream.remote, frame.header)
-            if refused is not None:
-                closed = {
-                    "message": f"blob {digest:.8}: {refused}",
-                    "closed": str(frame.header.get("job", "")),
-                }
-                await self._send(stream, "error", closed)
-                continue
-            match frame.kind, frame.header.get("chunks"):
-                case "index", _:
-                    data = await asyncio.to_thread(self.store.index, digest)
-                    await self._send(stream, "index", {}, [data])
-                case "get", list() as chunks if len(chunks) <= MAX_CHUNKS_ASKED:
-                    await self._send_chunks(stream, digest, chunks)
-                case _:
-                    raise FrameError("a blob request that is not one")
-
-    async def _refusal(self, digest: Digest, reader: PeerId, header: Mapping[str, object]) -> str | None:
-        """Why that reader may not have the blob; None where it may. The reader has to name the job as well: else whoever
-        reads it for another job could not tell that it is not for everybody."""
-        jobs = self.store.jobs_of(digest)
-        if jobs is None:
-            return None
-        job = header.get("job")
-        if job not in jobs:
-            return "it is a part of a job that is not open to all"
-        try:
-            chain = chain_of(header.get("grants"))
-        except RecordError as error:
-            return str(error)
-        return await self._access.strict_refusal(JobId(str(job)), reader, "read", chain)
-
-    async def _send_chunks(self, stream: Stream, digest: Digest, chunks: list[object]) -> None:
-        for chunk in chunks:
-            if type(chunk) is not int:
-                raise FrameError("a blob request that is not one")
-            if stream.remote in self._slow:
-                raise FrameError("whoever took nothing of a chunk is left alone for a while")
-            await self._send_chunk(stream, digest, chunk)
-
-    async def _send_chunk(self, stream: Stream, digest: Digest, chunk: int) -> None:
-        """Read it only once there is room for it: it stays in memory until the reader has taken it."""
-        reader = stream.remote
-        own = self._unread_by.setdefault(reader, asyncio.Semaphore(UNREAD_CHUNKS))
-        async with AsyncExitStack() as turns:
-            if self._budget.limited:
-                size = min(CHUNK_BYTES, self.store.size(digest) - chunk * CHUNK_BYTES)
-                await self._patiently(stream, self._budget.spend(reader, max(0, size)))
-            for turn in (own, self._unread):
-                await self._patiently(stream, turn.acquire())
-                turns.callback(turn.release)
-            async with self._uploads:
-                data = await asyncio.to_thread(self.store.read_chunk, digest, chunk)
-            await self._send(stream, "chunk", {"index": chunk}, [data])
-
-    async def _send(
-        self,
-        stream: Stream,
-        kind: str,
-        header: Mapping[str, Any] | None = None,
-        payload: Sequence[bytes] = (),
-    ) -> None:
-        """FrameError for a reader that does not take the frame."""
-        try:
-            async with asyncio.timeout(self._config.chunk_seconds):
-                await stream.send(kind, header, payload)
-        except TimeoutError:
-            self._slow[stream.remote] = None
-            raise FrameError(f"nothing of a {kind} was taken for {self._config.chunk_seconds:g} s") from None
-
-    async def _patiently(self, stream: Stream, turn: Coroutine[Any, Any, object]) -> None:
-        """Wait for a turn, and tell the reader now and then that we are still there: it leaves a holder that says
-        nothing."""
-        talking = asyncio.create_task(self._soothe(stream))
-        try:
-            await turn
-        finally:
-            talking.cancel()
-            await asyncio.wait([talking])
-
-    async def _soothe(self, stream: Stream) -> None:
-        with suppress(SwarmError):  # whoever has gone is seen at the next send
-            while True:
-                await asyncio.sleep(WAIT_SECONDS)
-                await self._send(stream, "wait")
 
 
 class JobBlobs:

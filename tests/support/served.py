@@ -34,7 +34,8 @@ from fusion.runtime.serving.ring.penalties import TokenCounts
 from fusion.runtime.serving.ring.sampling import sample
 from fusion.runtime.serving.service import ServingService
 from fusion.runtime.serving.stage_loader import StageLoader
-from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.blobs import Blobs
+from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import Holding

@@ -46,7 +46,8 @@ from fusion.runtime.training.loader import StageLoader
 from fusion.runtime.training.service import TrainingService
 from fusion.runtime.training.stage_source import StageSource
 from fusion.runtime.training.step.events import Committed
-from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.blobs import Blobs
+from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from fusion.swarm.blobs.blobs import ANNOUNCED_AT_ONCE, BlobConfig, Blobs
+from fusion.swarm.blobs.announce import ANNOUNCED_AT_ONCE
+from fusion.swarm.blobs.blobs import Blobs
+from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.fetch import PATIENCE
 from fusion.swarm.blobs.index import (
     CHUNK_BYTES,
@@ -413,7 +415,7 @@ def test_a_fetch_stops_when_nobody_waits_and_goes_on_later(tmp_path: Path) -> No
                 given.set()
                 await asyncio.sleep(60)
 
-            while holder._announcing:
+            while holder._announcer._announcing:
                 await asyncio.sleep(0)
             room.clock.advance(1000)
             await room.hostile(digest, stops_half_way)
@@ -516,7 +518,7 @@ def test_a_frozen_peer_among_the_likely_ones_holds_nothing_up(tmp_path: Path) ->
                 await asyncio.sleep(600)
 
             room.clock.advance(1000)
-            await holder._announce(digest)
+            await holder._announcer._announce(digest)
             frozen = await room.hostile(digest, freezes)
             async with asyncio.timeout(10):
                 assert await ours.read(digest, len(BIG), [frozen]) == BIG
@@ -550,7 +552,7 @@ def test_hostile_requests_are_refused(tmp_path: Path) -> None:
 def test_readers_who_take_nothing_hold_little_and_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fusion.swarm.blobs.blobs.UNREAD_CHUNKS", 2)
+    monkeypatch.setattr("fusion.swarm.blobs.serve.UNREAD_CHUNKS", 2)
     read: list[int] = []
 
     async def scenario() -> None:
@@ -592,7 +594,7 @@ def test_many_blobs_are_announced_some_at_a_time(tmp_path: Path, monkeypatch: py
                 under_way -= 1
                 told.add(digest)
 
-            monkeypatch.setattr(holder, "_announce", announce)
+            monkeypatch.setattr(holder._announcer, "_announce", announce)
             async with asyncio.timeout(5.0):
                 while len(told) < 40:
                     await asyncio.sleep(0.001)

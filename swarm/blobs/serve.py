@@ -1,0 +1,148 @@
+"""Blobs for others: what the store holds, to whoever may read it, a share for each reader.
+
+Memory is the limit: a chunk is read only once there is room for it, and stays until its reader has taken it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+from weakref import WeakValueDictionary
+
+from cachetools import TTLCache
+
+from fusion.swarm.authority.access import Access, chain_of
+from fusion.swarm.blobs.config import BlobConfig
+from fusion.swarm.blobs.index import CHUNK_BYTES
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.blobs.upload_budget import UploadBudget
+from fusion.swarm.directory.records import Digest, JobId, is_digest
+from fusion.swarm.errors import FrameError, RecordError, StreamClosed, SwarmError
+from fusion.swarm.transport import PeerId, Stream
+
+MAX_CHUNKS_ASKED = 64  # in one request
+UNREAD_CHUNKS = 8  # chunks in memory that one reader has not taken yet, over all its streams
+ALL_UNREAD_CHUNKS = 128  # and all readers together
+SHUNNED_SECONDS = 60.0  # for which a reader that took nothing gets nothing
+WAIT_SECONDS = 5.0  # between two words to a reader whom the upload budget keeps waiting
+
+
+class BlobServer:
+    """The serving side of the blob protocol (`fusion.swarm.blobs.blobs`). `budget`: bytes that may be given away."""
+
+    def __init__(
+        self, store: BlobStore, access: Access, config: BlobConfig, budget: UploadBudget | None = None
+    ) -> None:
+        self._store = store
+        self._access = access
+        self._config = config
+        self._uploads = asyncio.Semaphore(config.uploads)
+        self._unread = asyncio.Semaphore(ALL_UNREAD_CHUNKS)
+        self._unread_by: WeakValueDictionary[PeerId, asyncio.Semaphore] = WeakValueDictionary()
+        self._slow: TTLCache[PeerId, None] = TTLCache(1024, SHUNNED_SECONDS)
+        self._budget = budget or UploadBudget(config.upload_bytes_per_second)
+
+    async def aclose(self) -> None:
+        await self._budget.aclose()
+
+    async def attend(self, stream: Stream) -> None:
+        """Answer one reader until it closes the stream. Raises FrameError for what is no request."""
+        while True:
+            try:
+                frame = await stream.receive()
+            except StreamClosed:
+                return
+            digest = frame.header.get("digest")
+            if not is_digest(digest):
+                raise FrameError("a blob request without a digest")
+            digest = Digest(str(digest))
+            if not self._store.has(digest):  # an honest question with a plain answer: nothing for the log
+                await self._send(stream, "error", {"message": f"blob {digest:.8} is not here"})
+                continue
+            refused = await self._refusal(digest, stream.remote, frame.header)
+            if refused is not None:
+                closed = {
+                    "message": f"blob {digest:.8}: {refused}",
+                    "closed": str(frame.header.get("job", "")),
+                }
+                await self._send(stream, "error", closed)
+                continue
+            match frame.kind, frame.header.get("chunks"):
+                case "index", _:
+                    data = await asyncio.to_thread(self._store.index, digest)
+                    await self._send(stream, "index", {}, [data])
+                case "get", list() as chunks if len(chunks) <= MAX_CHUNKS_ASKED:
+                    await self._send_chunks(stream, digest, chunks)
+                case _:
+                    raise FrameError("a blob request that is not one")
+
+    async def _refusal(self, digest: Digest, reader: PeerId, header: Mapping[str, object]) -> str | None:
+        """Why that reader may not have the blob; None where it may. The reader has to name the job as well: else whoever
+        reads it for another job could not tell that it is not for everybody."""
+        jobs = self._store.jobs_of(digest)
+        if jobs is None:
+            return None
+        job = header.get("job")
+        if job not in jobs:
+            return "it is a part of a job that is not open to all"
+        try:
+            chain = chain_of(header.get("grants"))
+        except RecordError as error:
+            return str(error)
+        return await self._access.strict_refusal(JobId(str(job)), reader, "read", chain)
+
+    async def _send_chunks(self, stream: Stream, digest: Digest, chunks: list[object]) -> None:
+        for chunk in chunks:
+            if type(chunk) is not int:
+                raise FrameError("a blob request that is not one")
+            if stream.remote in self._slow:
+                raise FrameError("whoever took nothing of a chunk is left alone for a while")
+            await self._send_chunk(stream, digest, chunk)
+
+    async def _send_chunk(self, stream: Stream, digest: Digest, chunk: int) -> None:
+        """Read it only once there is room for it: it stays in memory until the reader has taken it."""
+        reader = stream.remote
+        own = self._unread_by.setdefault(reader, asyncio.Semaphore(UNREAD_CHUNKS))
+        async with AsyncExitStack() as turns:
+            if self._budget.limited:
+                size = min(CHUNK_BYTES, self._store.size(digest) - chunk * CHUNK_BYTES)
+                await self._patiently(stream, self._budget.spend(reader, max(0, size)))
+            for turn in (own, self._unread):
+                await self._patiently(stream, turn.acquire())
+                turns.callback(turn.release)
+            async with self._uploads:
+                data = await asyncio.to_thread(self._store.read_chunk, digest, chunk)
+            await self._send(stream, "chunk", {"index": chunk}, [data])
+
+    async def _send(
+        self,
+        stream: Stream,
+        kind: str,
+        header: Mapping[str, Any] | None = None,
+        payload: Sequence[bytes] = (),
+    ) -> None:
+        """FrameError for a reader that does not take the frame."""
+        try:
+            async with asyncio.timeout(self._config.chunk_seconds):
+                await stream.send(kind, header, payload)
+        except TimeoutError:
+            self._slow[stream.remote] = None
+            raise FrameError(f"nothing of a {kind} was taken for {self._config.chunk_seconds:g} s") from None
+
+    async def _patiently(self, stream: Stream, turn: Coroutine[Any, Any, object]) -> None:
+        """Wait for a turn, and tell the reader now and then that we are still there: it leaves a holder that says
+        nothing."""
+        talking = asyncio.create_task(self._soothe(stream))
+        try:
+            await turn
+        finally:
+            talking.cancel()
+            await asyncio.wait([talking])
+
+    async def _soothe(self, stream: Stream) -> None:
+        with suppress(SwarmError):  # whoever has gone is seen at the next send
+            while True:
+                await asyncio.sleep(WAIT_SECONDS)
+                await self._send(stream, "wait")
