@@ -40,9 +40,8 @@ class EdgeUse:
     elements: int
     itemsize: int  # bytes, of floating-point elements; edges of integers are not for a codec
     bytes_per_second: float  # of the link, this way
-    uplink_share: float = (
-        1.0  # the part of it that this use has: its dense bytes over those of all that share it
-    )
+    # The part of it that this use has: its dense bytes over those of all that share it.
+    uplink_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.elements < 0 or self.itemsize < 1:

@@ -21,9 +21,8 @@ log = logging.getLogger(__name__)
 
 PARENT_POLL_SECONDS = 0.5
 _LOOK_SECONDS = 0.2  # for signals: one that comes just before Python begins to wait does not end the wait
-STOP_BUDGET_SECONDS = (
-    4.8  # a peer with nothing to hand over that was asked to stop is gone in 5 s, whatever blocks it
-)
+# A peer with nothing to hand over that was asked to stop is gone in 5 s, whatever blocks it.
+STOP_BUDGET_SECONDS = 4.8
 
 
 def run(main: Coroutine[Any, Any, T], *, debug: bool = False) -> T:

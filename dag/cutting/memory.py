@@ -36,9 +36,8 @@ _FLOAT32_BYTES = 4  # of an optimizer's slot, and of an element of a residual
 class MemoryConfig:
     """What memory depends on beside the graph and the sizes of a microbatch."""
 
-    optimizer_slots: int = (
-        2  # float32 numbers for each trainable element: AdamW 2, SGD with momentum 1, plain SGD 0
-    )
+    # Float32 numbers for each trainable element: AdamW 2, SGD with momentum 1, plain SGD 0.
+    optimizer_slots: int = 2
     error_feedback: bool = False  # what codecs leave out of a gradient is kept for the next one
     chunk: int | None = None  # positions that run at once when serving; None: all
     positions: int | None = None  # of a session when serving; None: as many as the sizes say

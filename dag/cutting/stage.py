@@ -24,9 +24,8 @@ class Edge:
     producer: int  # stage index
     consumers: tuple[int, ...]  # stage indices, ascending, all > producer
     needs_gradient: bool  # a floating value that depends on a trainable parameter
-    of_source: bool = (
-        False  # made once for a session, of what it was given to read (`fusion.dag.cutting.source`)
-    )
+    # Made once for a session, of what it was given to read (`fusion.dag.cutting.source`).
+    of_source: bool = False
 
 
 @dataclass(frozen=True)

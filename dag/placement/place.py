@@ -24,9 +24,8 @@ from fusion.dag.placement.segments import measure
 from fusion.dag.placement.shortlist import shortlist
 from fusion.dag.placement.step_model import Prediction, step_seconds
 
-_TRIES = (
-    24  # orders of devices that local moves try on the winner, if another scheduler than OP-Fence found it
-)
+# Orders of devices that local moves try on the winner, if another scheduler than OP-Fence found it.
+_TRIES = 24
 Scheduler = Literal["op-fence", "equal-ops", "equal-flops", "exact"]
 
 

@@ -155,9 +155,8 @@ class DeviceShare:
         # Of an author's training, and of its answers: until when they leave the device to others.
         self._rests: LRUCache[tuple[PeerId, bool], _Rest] = LRUCache(REMEMBERED)
         self._due = 0.0  # seconds of pauses that calls of those who have had less have made up for
-        self._paused: tuple[float, float] | None = (
-            None  # since when the device is free for such a pause, and what a second of it counts for
-        )
+        # Since when the device is free for such a pause, and what a second of it counts for.
+        self._paused: tuple[float, float] | None = None
         self._running: Whose | None = None
         self._last: Whose | None = None  # whose call ended last
 

@@ -23,9 +23,8 @@ from fusion.swarm.transport import PeerId
 
 WANTED = 2  # standbys a stage
 SPARE = 1  # more than wanted that may stay
-BUSY_WANTED = (
-    1  # standbys a stage that peers with stages of their own make up for, where there are no idle ones
-)
+# Standbys a stage that peers with stages of their own make up for, where there are no idle ones.
+BUSY_WANTED = 1
 PATIENCE_SECONDS = 4 * HEARTBEAT_SECONDS  # for a candidate that was expected, before one more comes
 CANDIDATES = 64  # that share the holes of one job: whoever is beyond need not play
 

@@ -81,9 +81,8 @@ class Context:
     blobs: Blobs
     leases: Leases
     worker: Worker | None  # None in a client: it computes nothing
-    codec_worker: Worker | None = (
-        None  # the thread that tensors are encoded and decoded in, beside the device's
-    )
+    # The thread that tensors are encoded and decoded in, beside the device's.
+    codec_worker: Worker | None = None
     plane: str = ""  # what computes: its name, and which operators it lacks; nothing does in a client
     lacks: frozenset[str] = frozenset()
     flops_per_second: float = 0.0  # of the device, as measured at start; 0: nobody did

@@ -57,13 +57,11 @@ class CompressionConfig:
     codec: str = "int8"  # uniform: none, fp16, bf16, int8, int4 or topk:<density>
     ratio: float = 8.0  # adaptive: what the slowest link is compressed by at most
     families: tuple[str, ...] = ("bf16", "int8")  # adaptive: what may be chosen; "topk" allows any ratio
-    reuse_mask: bool = (
-        True  # the gradient of a sparse edge at the positions that were sent; False: its own choice
-    )
+    # The gradient of a sparse edge at the positions that were sent; False: its own choice.
+    reuse_mask: bool = True
     error_feedback: bool = False  # what is left out of a gradient is added to the next one
-    live: bool = (
-        True  # codecs (adaptive) and stages follow the links; False: the job stays as it was launched
-    )
+    # Codecs (adaptive) and stages follow the links; False: the job stays as it was launched.
+    live: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

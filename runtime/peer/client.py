@@ -28,9 +28,8 @@ NO_WAY = "no peer to join through; name one with --peer or --bootstrap, or run: 
 class ClientConfig:
     home: Path
     bootstrap: tuple[str, ...] = ()
-    peer: str | None = (
-        None  # the only peer to join through; default: the one that runs with this home, and bootstrap
-    )
+    # The only peer to join through; default: the one that runs with this home, and bootstrap.
+    peer: str | None = None
     swarm_key: Path | None = None  # default: that in the home, where there is one
     join_seconds: float = 15.0
 

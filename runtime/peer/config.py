@@ -22,9 +22,8 @@ class PeerConfig:
     blob_quota_bytes: int = BLOB_QUOTA_BYTES  # of the disk, for weights, data and snapshots of jobs
     swarm_key: Path | None = None  # of a closed swarm; default: that in the home, where there is one
     upload_mbps: float | None = None  # for blobs that others fetch; None: unlimited
-    http: HttpConfig | None = (
-        None  # where programs of this machine, or others with a key, ask the swarm's models
-    )
+    # Where programs of this machine, or others with a key, ask the swarm's models.
+    http: HttpConfig | None = None
 
     @property
     def compute_threads(self) -> int:

@@ -15,9 +15,8 @@ from fusion.runtime.peer.resident_memory import STATM, resident_bytes
 
 SHARE = 0.01  # of the time
 LOOK_SECONDS = 2.0
-OLD = (
-    10  # collections of the younger generations, after which Python itself would look through the oldest one
-)
+# Collections of the younger generations, after which Python itself would look through the oldest one.
+OLD = 10
 LARGE_BYTES = 128 << 20  # that the process holds more than after the last collection
 NEVER = 1000  # such collections: a backstop, should nobody look here
 

@@ -30,9 +30,8 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.swarm_key import find_key
 
-SWITCH_SECONDS = (
-    0.001  # for which a thread at work in Python keeps the loop waiting: a fifth of what is usual
-)
+# A thread at work in Python keeps the loop waiting for so long: a fifth of what is usual.
+SWITCH_SECONDS = 0.001
 
 
 @asynccontextmanager

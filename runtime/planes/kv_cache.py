@@ -16,9 +16,8 @@ from torch.nn import functional
 from fusion.runtime.planes.attention import Scored, all_attention, most_scored, scored_attention
 from fusion.runtime.planes.recurrence import first_state, read
 
-BLOCK_POSITIONS = (
-    64  # and an eighth of what a longer sequence has, so that growing costs little for each position
-)
+# Or an eighth of what a longer sequence has, so that growing costs little for each position.
+BLOCK_POSITIONS = 64
 KEPT_SLOPES = 4  # for the layers of a run, which have the same ones mostly
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _KEY_BLOCK = 512  # keys that scaled_dot_product_attention takes at once on a CPU

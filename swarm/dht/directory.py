@@ -56,9 +56,8 @@ class DhtConfig:
     replicas: int = 5  # nodes besides ourselves that keep each of our records
     call_seconds: float = 3.0
     holders_seconds: float = 120.0  # how long the nodes nearest to a key are taken for granted, if all answer
-    suspend_seconds: float = (
-        2.0  # a node that did not answer is left alone for so long, doubling up to 16 times
-    )
+    # A node that did not answer is left alone for so long, doubling up to 16 times.
+    suspend_seconds: float = 2.0
     lookup: LookupConfig = LookupConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:

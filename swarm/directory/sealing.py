@@ -36,9 +36,8 @@ from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Signer, verify
 
 RECORD_VERSION = 5  # says how fast which operators run
-OLDEST_RECORD_VERSION = (
-    3  # that is read, so that peers of two releases work together; 2 said nothing of who may
-)
+# That is read, so that peers of two releases work together; 2 said nothing of who may.
+OLDEST_RECORD_VERSION = 3
 MAX_RECORD_BYTES = 4096
 MAX_TTL_SECONDS = 120.0
 MAX_CLAIM_SECONDS = RECORD_TTL_SECONDS  # a claim is a lease: who is gone must not hold a stage for longer

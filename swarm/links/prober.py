@@ -33,9 +33,8 @@ class ProbeConfig:
     answer_seconds: float = 12.0
     again_seconds: float = 1.0  # between two trains to one neighbour: what held one up is over by then
     check_seconds: float = 60.0  # for which an idle link is believed to be as it was
-    stale_seconds: float = (
-        1800.0  # and measured to be so, checks or not: they do not see that it became faster
-    )
+    # And measured to be so, checks or not: they do not see that it became faster.
+    stale_seconds: float = 1800.0
     first_bytes: float = 16e6  # of trains to measure with, at first
     first_bytes_per_second: float = 8e3
     doubt_burst_bytes: float = 768e3  # of trains to measure again with, while there is traffic

@@ -28,9 +28,8 @@ class DialerConfig:
     knock_seconds: float = 3.0  # for an address to answer; busy machines take their time
     remember_seconds: float = 60.0  # after which p2pd may try what it knows by itself
     shaken_seconds: float = 1.0  # after a stream broke, for p2pd to learn that the connection did too
-    fresh_seconds: float = (
-        0.25  # a list of p2pd's that is no older and lacks a peer is believed: it is dialled
-    )
+    # A list of p2pd's that is no older and lacks a peer is believed: it is dialled.
+    fresh_seconds: float = 0.25
     addresses_per_peer: int = 8
     peers: int = 4096
 

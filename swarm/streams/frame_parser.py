@@ -51,9 +51,8 @@ class FrameParser:
         self.ended = False  # the sender said that no more frames come
         self.preamble: bytes | None = None
         self.allowed = limits.payload_bytes
-        self.refused = (
-            0  # the size of a payload over `allowed`, which is not read: nothing behind it is parsed
-        )
+        # The size of a payload over `allowed`, which is not read: nothing behind it is parsed.
+        self.refused = 0
         self._limits = limits
         self._wants_preamble = preamble
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))

@@ -54,9 +54,8 @@ class Handlers:
         self._most_silent = silent
         # Streams on which nothing was said when they were last looked at, and until when that may be; oldest first.
         self._silent: dict[Stream, float] = {}
-        self._timer: asyncio.TimerHandle | None = (
-            None  # one for all: a timer would keep a stream's memory to its end
-        )
+        # One for all: a timer would keep a stream's memory to its end.
+        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def __contains__(self, protocol: str) -> bool:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.transport import PeerId, Traffic
 
-MAX_PEERS = (
-    1024  # every command is a peer of its own, and ids are free: those with the fewest bytes are forgotten
-)
+# Every command is a peer of its own, and ids are free: those with the fewest bytes are forgotten.
+MAX_PEERS = 1024
 
 
 class TrafficCounter:

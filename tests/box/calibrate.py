@@ -16,9 +16,8 @@ RATES_MBPS = (8.0, 20.0, 80.0, 300.0, 1000.0)
 ROUND_TRIPS_MS = (1.0, 20.0, 60.0)
 RTT_SLACK_MS, RTT_SLACK_SHARE = 1.0, 0.05
 LEAST_SHARE = 0.8
-LIMIT_MBPS = (
-    1000.0  # a faster link is as fast as the router can, which the table shows and nobody holds it to
-)
+# A faster link is as fast as the router can, which the table shows and nobody holds it to.
+LIMIT_MBPS = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,8 @@ pytestmark = pytest.mark.e2e
 
 JOINERS = 20
 SIDES = ("left", "right")
-CUT_SECONDS = (
-    20.0  # long enough for all records of the other side to run out, and for libp2p to give its peers up
-)
+# Long enough for all records of the other side to run out, and for libp2p to give its peers up.
+CUT_SECONDS = 20.0
 UNITED_SECONDS = 60.0
 LISTED_SECONDS = 240.0
 NOBODY = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"

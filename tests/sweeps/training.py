@@ -41,9 +41,8 @@ from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.swarm.errors import SwarmError
 
 TRIAL_STEPS, WARM_UP = 60, 10
-SNAPSHOT_SECONDS = (
-    1.5  # of quiet training between two snapshots: about what pays where somebody dies every ten seconds
-)
+# Of quiet training between two snapshots: about what pays where somebody dies every ten seconds.
+SNAPSHOT_SECONDS = 1.5
 BEGIN_SECONDS = 120.0
 FIRE_SECONDS = 30.0  # for a trap to be reached
 RECOVER_SECONDS = 90.0

@@ -22,9 +22,8 @@ from fusion.swarm.streams.handlers import Handlers
 from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, Handler, PeerId, Stream, Traffic
 
 DIAL_SECONDS = 5.0  # until a dial into silence gives up
-NOTICE_SECONDS = (
-    0.02  # at most, from a process's end until the other ends of its streams learn of it (measured)
-)
+# At most, from a process's end until the other ends of its streams learn of it (measured).
+NOTICE_SECONDS = 0.02
 KEEPALIVE_SECONDS = 12.0  # about so long a stream into silence stays up
 
 Watch = Callable[["WorldStream", str, Mapping[str, Any], bytes, bytes], None]

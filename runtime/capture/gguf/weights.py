@@ -29,9 +29,8 @@ class Stored:
     """A parameter, as the file has it."""
 
     place: TensorPlace
-    heads: int = (
-        0  # if any: the two halves of each head's rows, which are rotated together, alternate in the file
-    )
+    # If any: the two halves of each head's rows, which are rotated together, alternate in the file.
+    heads: int = 0
     plus_one: bool = False  # the file has 1 more than the parameter, as llama.cpp has no Gemma's norm
     transposed: bool = False
 

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 Function = Callable[..., Any]
-_GATHERED_ROWS = (
-    8  # rows of which each reads its own matrix of an expert, rather than all of them every matrix
-)
+# Rows of which each reads its own matrix of an expert, rather than all of them every matrix.
+_GATHERED_ROWS = 8
 
 
 def _linear(x: Array, weight: Array, bias: Array | None) -> Array:

@@ -27,9 +27,8 @@ from fusion.runtime.planes.jax_plane.program import Program
 from fusion.runtime.planes.plane import RngKey, Tensors
 from fusion.runtime.planes.stage_values import checked, output_keys, selected
 
-MOST_COMPILED = (
-    8  # combinations of shapes whose code is kept: a job has one, and perhaps another in its evaluations
-)
+# Combinations of shapes whose code is kept: a job has one, and perhaps another in its evaluations.
+MOST_COMPILED = 8
 _CPU = torch.device("cpu")
 
 

@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     import jax
 
 MISSING = 'plane: jax is not installed here: pip install "fusion-peer[jax]"'
-_THREADS = (
-    "PJRT_NPROC"  # how many threads XLA takes on a CPU; read when its device is made, once for a process
-)
+# How many threads XLA takes on a CPU; read when its device is made, once for a process.
+_THREADS = "PJRT_NPROC"
 
 
 def load(device: str, threads: int) -> jax.Device:

@@ -38,9 +38,8 @@ from fusion.swarm.errors import NotAdmitted, SwarmError
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import MAX_ASK, PeerId
 
-MAX_LOOKS = (
-    256  # models whose holders are remembered: whoever asks names the model, and anybody may publish one
-)
+# Models whose holders are remembered: whoever asks names the model, and anybody may publish one.
+MAX_LOOKS = 256
 MAX_NAMES = 1024  # by which models were asked for
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
 AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that died has run out

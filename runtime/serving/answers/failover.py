@@ -39,9 +39,8 @@ LOOK_TOKENS = 16
 @dataclass(frozen=True, kw_only=True)
 class FailoverConfig:
     recover_seconds: float = 30.0  # without progress, before an answer is given up
-    full_seconds: float = (
-        120.0  # the same, where a stage is there and has no memory: others' answers come to their end
-    )
+    # The same, where a stage is there and has no memory: others' answers come to their end.
+    full_seconds: float = 120.0
     reach_seconds: float = 5.0  # for a peer to accept a stream
     quiet_seconds: float = 2.0  # without a word, at least, before the stages are asked whether they are there
     quiet_factor: float = 20.0  # or this many times the usual time between two tokens

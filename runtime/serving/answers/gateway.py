@@ -53,9 +53,8 @@ from fusion.swarm.transport import Frame, PeerId, Stream
 
 log = logging.getLogger(__name__)
 
-ANSWERS_BESIDE = (
-    16  # of one client at once, while others have some: what each costs this peer is not shared out otherwise
-)
+# Of one client at once, while others have some: what each costs this peer is not shared out otherwise.
+ANSWERS_BESIDE = 16
 ANSWER_BYTES = 256 << 10  # that an answer takes here beside its prompt
 LARGE_PROMPTS = 16  # over UNASKED_BYTES, on their way here at once
 ARRIVING_SECONDS = 1.0  # after which one of them gives way to another

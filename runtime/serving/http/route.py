@@ -15,9 +15,8 @@ from fusion.swarm.identity import friendly_name
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
-FRESH_SECONDS = (
-    5.0  # for which a look at what others say of their links is believed: who asks often makes none of them
-)
+# A look at what others say of their links is believed for so long: who asks often makes none of them.
+FRESH_SECONDS = 5.0
 LOOK_SECONDS = 1.0  # for such a look
 
 

@@ -46,9 +46,8 @@ class Sampling:
     top_k: int = 0  # keep only the k most probable tokens; 0: all
     top_p: float = 1.0  # keep the fewest tokens whose probabilities reach this sum; 1: all
     seed: int = 0
-    min_p: float = (
-        0.0  # keep the tokens that are at least so probable, as a share of the most probable one; 0: all
-    )
+    # Keep the tokens that are at least so probable, as a share of the most probable one; 0: all.
+    min_p: float = 0.0
     # Logits of tokens in prompt and answer are divided by it where above 0, else multiplied (CTRL, arXiv 1909.05858); 1: not.
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0  # taken off a token's logit for each time that the answer has it

@@ -16,9 +16,8 @@ from typing import TypeVar
 
 MORE_ROWS = 3  # of another user in a turn, for each session of the one with the fewest
 REST_TIMES = 4.0  # so long as a turn of others alone, until the next one
-AWAY_TIMES = (
-    10.0  # so long as such a turn: whoever is away for longer comes over slow links, and is not waited for
-)
+# In lengths of such a turn: whoever is away for longer comes over slow links, and is not waited for.
+AWAY_TIMES = 10.0
 
 Item = TypeVar("Item")
 UserOf = Callable[[Item], Hashable]

@@ -35,9 +35,8 @@ from fusion.swarm.transport import Frame, Transport
 log = logging.getLogger(__name__)
 
 PROMPT_SECONDS = 10.0  # for the prompt to come, or a ping: a gateway that waits for another stage asks sooner
-QUIET_SECONDS = (
-    120.0  # for which nothing may be heard of a session that has its prompt, or whose prompt goes elsewhere
-)
+# Nothing may be heard for so long of a session that has its prompt, or whose prompt goes elsewhere.
+QUIET_SECONDS = 120.0
 BUSY_SECONDS = 0.02  # in which nothing is read of a gateway that opens too many
 LOOK_SECONDS = 1.0  # between two looks for sessions of which nothing was heard
 

@@ -83,9 +83,8 @@ class Rad:
         self._computed = 0.0  # seconds, by the clock of `pace`
         self._busy = 0.0  # seconds computed; written by the worker thread only
         self._losses: dict[int, float] = {}
-        self._look: set[str] | None = (
-            None  # what was not finite in this step, where we look; by the worker thread only
-        )
+        # What was not finite in this step, where we look; by the worker thread only.
+        self._look: set[str] | None = None
         self._fed: dict[int, list[int]] = {}  # microbatch -> the samples that went into its forward
         self._actions = _schedule(plan, config)
         # A tied variable is held several times; its gradient counts once in the norm, at the lowest stage.

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 PRIOR_SECONDS = 60.0  # one loss in so many seconds is believed before anything was seen
 OVERHEAD = 0.05  # share of the time that snapshots may cost at most
 FIRST_COST_SECONDS = 0.2  # believed before the first was measured, of a small state
-SAVED_BYTES_PER_SECOND = (
-    150e6  # the same, of a large one: copied, hashed, written, and held twice, beside the steps
-)
+# The same, of a large one: copied, hashed, written, and held twice, beside the steps.
+SAVED_BYTES_PER_SECOND = 150e6
 USUAL_SECONDS = 5.0  # until durable, believed before the first was
 GIVE_UP = 10  # times the usual: then a snapshot that is not durable is given up
 FORGET = 0.5  # weight of the newest measurement of a snapshot

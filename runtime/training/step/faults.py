@@ -26,9 +26,8 @@ from fusion.swarm.transport import PeerId
 
 REMEMBERED = 16  # the newest
 MAX_TEXT = 120
-PATIENCE = (
-    3  # failures of one owner at one step before its word is taken where nobody else can take the stage
-)
+# Failures of one owner at one step before its word is taken where nobody else can take the stage.
+PATIENCE = 3
 
 # What a stage saw in a step, in the order of the data.
 RECEIVED, SENT, LOSS = "activations received", "activations sent", "loss"

@@ -48,9 +48,8 @@ class Hello:
     term: int
     target_term: int  # the term under which the opener believes the receiver to hold its stage
     incarnation: int = 0  # drawn when the opener began its stage: not twice, even where it used a term twice
-    claim: bytes = (
-        b""  # of the opener, sealed (`Leases.sealed`): the receiver need not look for it in the directory
-    )
+    # Of the opener, sealed (`Leases.sealed`): the receiver need not look for it in the directory.
+    claim: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)

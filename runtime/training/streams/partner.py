@@ -66,9 +66,8 @@ class Partner:
         self._here = here
         self._changed = changed
         self._shown: ClaimRecord | None = None  # the owner to dial next, as it or another peer told us
-        self._last: ClaimRecord | None = (
-            None  # the owner that we dialled last, who is at the other end of `outgoing`
-        )
+        # The owner that we dialled last, who is at the other end of `outgoing`.
+        self._last: ClaimRecord | None = None
         self._news = asyncio.Event()  # set when somebody tells us of an owner
         self._suspicion = Suspicion(context, here.job, here.stage, stage, self._succeeded)
         self._refused_since = math.inf  # it says that our own stage is over
