@@ -118,9 +118,10 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@$(PIP) -e '.[peer]'
 	@touch $@
 
+# Modules are compiled when they are first imported: most of what the checks bring along never is.
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "Installing Fusion Peer and its checks into $(VENV) (once) ..."
-	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-compile -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 $(BIN)/python:
