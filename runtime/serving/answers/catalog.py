@@ -93,13 +93,14 @@ class Catalog:
         self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODELS)
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())
         self._meant: FIFOCache[str, tuple[JobId, float]] = FIFOCache(MAX_NAMES)  # and when we looked
+        self._finding: dict[str, asyncio.Task[ServedModel]] = {}
         self._authors: FIFOCache[str, PeerId] = FIFOCache(MAX_NAMES)  # whose model a name meant
         self._looks: LRUCache[JobId, _Look] = LRUCache(MAX_LOOKS)
         self._looking: dict[JobId, asyncio.Task[_Look]] = {}
         self._avoided: dict[tuple[JobId, int, PeerId], float] = {}  # until when
 
     async def aclose(self) -> None:
-        looking = list(self._looking.values())
+        looking = [*self._looking.values(), *self._finding.values()]
         for task in looking:
             task.cancel()
         await asyncio.gather(*looking, return_exceptions=True)
@@ -107,13 +108,28 @@ class Catalog:
     async def find(self, name: str) -> ServedModel:
         """The model served under `name` (or `name@author`, or with that job id); "" where there is only one. A name means
         the model of the author that it meant first, as long as that is served: who uses the name later takes nobody over.
-        A newer model that the author serves under the name is meant once all of its stages are held and loaded.
+        A newer model that the author serves under the name is meant once all of its stages are held and loaded. As with routes, a
+        name means what it did while we look again.
         JobError names what the swarm does serve, or which models have that name; BlobError where nobody has the model's
         manifest or tokenizer."""
         job, looked = self._meant.get(name, (None, 0.0))
         before = None if job is None else self._models.get(job)
-        if before is not None and self._clock() - looked < NAMED_SECONDS:
+        age = self._clock() - looked
+        if before is not None and age < NAMED_SECONDS:
             return before
+        if (finding := self._finding.get(name)) is None:
+            finding = self._finding[name] = asyncio.create_task(self._find_anew(name, before))
+            finding.add_done_callback(partial(self._found, name))
+        if before is not None and age < SEEN_TIMES * NAMED_SECONDS:
+            return before
+        return await asyncio.shield(finding)
+
+    def _found(self, name: str, finding: asyncio.Task[ServedModel]) -> None:
+        self._finding.pop(name, None)
+        if not finding.cancelled():
+            finding.exception()  # whoever waits for it has it
+
+    async def _find_anew(self, name: str, before: ServedModel | None) -> ServedModel:
         try:
             found = await self._model(await self._choose(name))
             if before is not None and found.job != before.job and not await self._is_held(found):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fusion.runtime.serving.answers.catalog import MAX_LOOKS, SEEN_TIMES, Catalog
+from fusion.runtime.serving.answers.catalog import MAX_LOOKS, NAMED_SECONDS, SEEN_TIMES, Catalog
 from fusion.swarm.clock import Clock
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import SwarmError
@@ -124,5 +124,55 @@ def test_where_a_look_fails_the_next_session_waits_for_its_own() -> None:
         await settled()
         with pytest.raises(SwarmError):
             await catalog._look(model)
+
+    asyncio.run(main())
+
+
+def test_a_name_means_what_it_did_while_we_look_again() -> None:
+    async def main() -> None:
+        now, meant, fails = [100.0], ["one"], [False]
+        open_, looks = asyncio.Event(), [0]
+        open_.set()
+        catalog = Catalog(SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0])))  # type: ignore[arg-type]
+
+        async def choose(name: str) -> Any:
+            looks[0] += 1
+            await open_.wait()
+            if fails[0]:
+                raise SwarmError("no answer")
+            return meant[0]
+
+        async def model(job: str) -> Any:
+            return SimpleNamespace(job=JobId(job), manifest=SimpleNamespace(author=PeerId("a")))
+
+        async def held(model: Any) -> bool:
+            return True
+
+        catalog._choose, catalog._model, catalog._is_held = choose, model, held  # type: ignore[method-assign]
+
+        async def found() -> str:
+            return str((await catalog.find("name")).job)
+
+        assert await found() == "one"
+        meant[0] = "two"
+        now[0] += NAMED_SECONDS - 1
+        assert await found() == "one" and looks == [1]
+        now[0] += 2
+        open_.clear()
+        assert [await found() for _ in range(3)] == ["one"] * 3
+        await settled()
+        assert looks == [2], "one look for all"
+        open_.set()
+        await settled()
+        assert await found() == "two" and looks == [2]
+        meant[0] = "three"
+        now[0] += SEEN_TIMES * NAMED_SECONDS
+        assert await found() == "three", "what was meant is too old"
+        fails[0] = True
+        now[0] += NAMED_SECONDS
+        assert await found() == "three"
+        await settled()
+        assert await found() == "three", "a session will tell"
+        await catalog.aclose()
 
     asyncio.run(main())
