@@ -13,6 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from cachetools import LRUCache
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import ServedModel
@@ -20,7 +23,7 @@ from fusion.runtime.serving.answers.failover import Fault, Faulted
 from fusion.runtime.serving.requests.request import Logprobs, pack_tokens, whole
 from fusion.runtime.serving.ring.batches import frames_of
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks, ShownGrants, no_grants
-from fusion.runtime.serving.ring.prefix import PrefixHash, positions_of
+from fusion.runtime.serving.ring.prefix import HASH_BYTES, PrefixHash, positions_of
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
@@ -30,6 +33,8 @@ from fusion.swarm.streams.queued_stream import QueuedStream
 from fusion.swarm.transport import Frame, PeerId, Transport
 
 log = logging.getLogger(__name__)
+
+REMEMBERED_BEGINNINGS = 1 << 16  # of sequences that a stage may hold something of
 
 
 @dataclass(eq=False)
@@ -42,7 +47,9 @@ class GatewaySession:
     heard: dict[int, float] = field(
         default_factory=dict
     )  # stage -> when it last said anything about this session
-    guessing: set[int] = field(default_factory=set)  # stages that know of guesses
+    knows: dict[int, frozenset[str]] = field(default_factory=dict)  # stage -> what it has said that it knows
+    new: bool = False  # no stage can hold anything of it
+    prompted: bool = False
     ran: dict[int, int] = field(
         default_factory=dict
     )  # stage -> chunks of this session that it has run, as it said
@@ -60,12 +67,26 @@ class GatewaySession:
     def where(self, stage: int) -> str:
         return f"stage {stage} of {self.model.manifest.name} on {friendly_name(self.route[stage].peer)}"
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether the ring may begin while stages still open the session: each keeps what comes before, none has anything of it that
+        need not be run, and the last one knows all settings. Grammars take long to open."""
+        known = [self.knows.get(stage, frozenset()) for stage in range(len(self.route))]
+        newer = {*self.opening.newer}
+        return (
+            self.new
+            and not self.opening.schema_bytes
+            and all("early" in each for each in known)
+            and newer <= known[-1]
+        )
+
     def prompt(self, tokens: Sequence[int], *, guesses: bool, source: bytes = b"") -> None:
-        """Every stage is ready: let the ring begin, after what all of them hold. The last position always runs: the first token
-        comes of it. `guesses`: the first stage may guess, where all of them know of it; `source`: what an encoder reads first."""
-        self.reused = min(*self.held.values(), len(tokens) - 1)
+        """Let the ring begin, after what all stages hold. The last position always runs: the first token comes of it. `guesses`: the
+        first stage may guess, where all of them know of it; `source`: what an encoder reads first."""
+        self.prompted = True
+        self.reused = 0 if self.waiting else min(*self.held.values(), len(tokens) - 1)
         said: dict[str, Any] = {"from": self.reused} if self.reused else {}
-        if guesses and len(self.guessing) == len(self.route):
+        if guesses and all("guesses" in self.knows.get(stage, ()) for stage in range(len(self.route))):
             said["guesses"] = True
         self.links[0].post("prompt", {"session": self.id, **said}, [source, pack_tokens(tokens)])
 
@@ -105,6 +126,10 @@ class GatewaySessions:
         self._clock = clock
         self._sessions: dict[SessionId, GatewaySession] = {}
         self._prefix_key = secrets.token_bytes(32)
+        self._knows: WeakKeyDictionary[QueuedStream, frozenset[str]] = WeakKeyDictionary()
+        self._beginnings: LRUCache[bytes, None] = LRUCache(
+            REMEMBERED_BEGINNINGS
+        )  # by the hash of the first block
 
     async def aclose(self) -> None:
         await self._links.aclose()
@@ -139,9 +164,11 @@ class GatewaySessions:
         except BaseException:
             self.close(session)
             raise
+        session.new = not self._begins(opening.prefix)
         header, now = opening.to_header(), self._clock()
         for stage, link in session.links.items():
             session.heard[stage] = now
+            session.knows[stage] = self._knows.get(link, frozenset())
             needed = opening.reads_prompt and stage == len(opening.route) - 1
             link.post(
                 "open", header, [schema, pack_tokens(prompt[: opening.prompt_length])] if needed else ()
@@ -151,9 +178,18 @@ class GatewaySessions:
     def close(self, session: GatewaySession, chain: bytes = b"") -> None:
         """Free it on every stage that is reached, which may keep what it has of the blocks of `chain`. Idempotent."""
         if self._sessions.pop(session.id, None) is not None:
+            self._begins(chain)
             kept = {"prefix": chain} if chain else {}
             for link in session.links.values():
                 link.post("close", {"session": session.id, **kept})
+
+    def _begins(self, chain: bytes) -> bool:
+        """Whether a stage may hold something of a sequence that begins so; from now on it may."""
+        first = chain[:HASH_BYTES]
+        known = first in self._beginnings
+        if first:
+            self._beginnings[first] = None
+        return known
 
     async def _reach(self, session: GatewaySession, stage: int) -> None:
         ends = LinkEnds(session.model.job, GATEWAY, stage, session.route[stage].peer)
@@ -199,8 +235,9 @@ class GatewaySessions:
                 held = whole(frame.header, "held", 0)  # the release before says nothing of it
                 found.held[ends.stage] = max(0, min(held, positions_of(found.opening.prefix)))
                 what = _older(found, ends.stage, frame) or frame
-                if "guesses" in _known(frame):
-                    found.guessing.add(ends.stage)
+                link = found.links[ends.stage]
+                said = {"guesses", "early", *found.opening.newer} & {*_known(frame)}
+                found.knows[ends.stage] = self._knows[link] = self._knows.get(link, frozenset()) | said
                 found.events.put_nowait(Event(found, ends.stage, what))
             case _:
                 raise FrameError(f"stages send opened, token, failed and pong, not {frame.kind!r:.40}")
@@ -236,10 +273,10 @@ def logprobs_of(session: GatewaySession, frame: Frame) -> Logprobs | None:
     return found
 
 
-def _known(opened: Frame) -> list[Any]:
+def _known(opened: Frame) -> list[str]:
     """What the stage says that it knows."""
     known = opened.header.get("knows")
-    return known if isinstance(known, list) else []
+    return [each for each in known if isinstance(each, str)] if isinstance(known, list) else []
 
 
 def _older(session: GatewaySession, stage: int, opened: Frame) -> Fault | None:

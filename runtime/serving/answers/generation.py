@@ -163,10 +163,8 @@ class Generation:
         match what.kind:
             case "opened":
                 session.waiting.discard(event.stage)
-                if not session.waiting:
-                    # Since it was announced more may have come from the session that runs beside it.
-                    known = pair.known[: session.opening.prompt_length]
-                    session.prompt(known, guesses=pair.task.guesses, source=pair.task.source)
+                if not session.waiting and not session.prompted:
+                    pair.prompt(session)
                     if not self._begun:
                         self.cached_tokens = min(session.reused, len(pair.task.prompt))
             case "leaving" if session is pair.current:

@@ -23,7 +23,7 @@ class SessionPair:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.current: GatewaySession | None = None
         self.next: GatewaySession | None = None
-        self.reuses = True  # what stages say they hold
+        self.reuses = True  # what stages say they hold; and takes it that all goes well
         self._prefixes = sessions.prefixes(task.model, task.holder)
         self._sessions = sessions
         self._random = random
@@ -38,6 +38,13 @@ class SessionPair:
         """Make the current session. Faulted where a stage cannot be reached."""
         self.route = route
         self.current = await self._open(route, self._chain(self.known) if self.reuses else b"")
+        if self.current.begins_early and self.reuses:
+            self.prompt(self.current)
+
+    def prompt(self, session: GatewaySession) -> None:
+        """Since it was announced more may have come from the session that runs beside it."""
+        known = self.known[: session.opening.prompt_length]
+        session.prompt(known, guesses=self.task.guesses, source=self.task.source)
 
     async def open_next(self, route: tuple[Hop, ...]) -> None:
         """It goes to a stage that has nothing of it, so no stage is asked what it holds."""

@@ -89,14 +89,30 @@ class Gateways:
         self._sessions.open(stream, frame.header, frame.payload)
 
     def _prompt(self, stream: QueuedStream, frame: Frame) -> None:
-        session, serve = self._sessions.named(frame.header), self._position.serve
+        session = self._sessions.named(frame.header)
         if session is None:
             return  # closed while the frame was under way
-        awaited = self._plan.first and session.ready and session.feed is None
+        awaited = self._plan.first and session.feed is None and session.prompt is None
         if session.gateway is not stream or not awaited:
-            raise JobError(
-                "prompt: one for each open session, to the first stage, from the gateway that opened it"
-            )
+            raise JobError("prompt: one for each session, to the first stage, from the gateway that opens it")
+        if session.ready:
+            self._begin(session, frame)
+        else:
+            session.prompt = frame
+
+    def opened(self, session: StageSession) -> None:
+        """It is ready: its prompt may have come before."""
+        if session.prompt is None:
+            return
+        frame, session.prompt = session.prompt, None
+        try:
+            self._begin(session, frame)
+        except JobError as error:
+            self._sessions.refuse(session.gateway, frame, error)
+
+    def _begin(self, session: StageSession, frame: Frame) -> None:
+        """JobError where the prompt is not what was announced."""
+        serve = self._position.serve
         source, payload = self._source(session, frame.payload)
         tokens = unpack_tokens(payload)
         if len(tokens) != session.opening.prompt_length:

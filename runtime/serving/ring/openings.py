@@ -1,19 +1,25 @@
-"""How many sessions gateways may open: one that opens and never runs costs its gateway next to nothing, and us memory, a
-call of the device's thread and some frames. Pure.
+"""How many sessions gateways may open, and what comes for one before it is open. Pure.
+
+One that opens and never runs costs its gateway next to nothing, and us memory, a call of the device's thread and some frames.
 
 A session that runs earns its gateway EARNED more, so a gateway that answers people is not held up, however many sessions
 it moves here at once. Any gateway may open BURST without having run one, and a few a second; all of them together
 ALL_BURST, of which the last half is for gateways that have hardly asked of late: ids are free, so that a bound for each
 of them would be none.
+
+A prompt need not wait until every stage has answered: its first chunks may then be here before the session is open, or even
+before its gateway's word to open it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from cachetools import LRUCache
 
+from fusion.runtime.serving.ring.session import SessionId
 from fusion.swarm.transport import PeerId
 
 EARNED, MOST_EARNED = 4, 1024
@@ -21,6 +27,13 @@ BURST, PER_SECOND = 64.0, 4.0
 FIRST = 8.0  # of these: a gateway that has not asked lately is let in ahead of others
 ALL_BURST, ALL_PER_SECOND = 256.0, 16.0
 REMEMBERED_GATEWAYS = 4096
+EARLY_BYTES = 16 << 20  # that may wait for sessions which are not open
+EARLY_SECONDS = 5.0  # for which they may
+EARLY_FRAME_BYTES = 1024  # that each takes beside its payload
+REMEMBERED_SESSIONS = 4096  # of which nothing waits any more
+LONGEST_NAME = 64  # characters of a session's
+
+Early = TypeVar("Early")
 
 
 @dataclass
@@ -69,3 +82,63 @@ class Openings:
         account.unearned = min(BURST, account.unearned + (now - account.at) * PER_SECOND)
         account.at = now
         return account
+
+
+@dataclass
+class _Waiting(Generic[Early]):
+    since: float
+    found: list[Early] = field(default_factory=list)
+    size_bytes: int = 0
+
+
+class EarlyChunks(Generic[Early]):
+    """What has come for sessions that are not open yet, each with the size of its payload in bytes. Of a session that has had to wait too long,
+    or of which too much waits, all of it is given up, and what comes later: an answer must not go on without a part."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting: dict[SessionId, _Waiting[Early]] = {}
+        self._size_bytes = 0
+        self._over: LRUCache[SessionId, bool] = LRUCache(
+            REMEMBERED_SESSIONS
+        )  # whether something was given up
+
+    def add(self, session: SessionId, early: Early, size_bytes: int) -> bool:
+        """Whether it waits now."""
+        if session in self._over or len(session) > LONGEST_NAME:
+            return False
+        size_bytes += EARLY_FRAME_BYTES
+        waiting = self._waiting.setdefault(session, _Waiting(self._clock()))
+        waiting.found.append(early)
+        waiting.size_bytes += size_bytes
+        self._size_bytes += size_bytes
+        while self._size_bytes > EARLY_BYTES:
+            self._give_up(max(self._waiting, key=lambda each: self._waiting[each].size_bytes))
+        return session in self._waiting
+
+    def take(self, session: SessionId) -> list[Early]:
+        """In the order in which it came; the session is open now."""
+        waiting = self._waiting.pop(session, None)
+        if waiting is None:
+            return []
+        self._size_bytes -= waiting.size_bytes
+        return waiting.found
+
+    def gave_up(self, session: SessionId) -> bool:
+        """Whether something for it is lost."""
+        return self._over.get(session, False)
+
+    def end(self, session: SessionId) -> None:
+        """It has ended: what still comes for it is for nobody."""
+        self.take(session)
+        self._over[session] = False
+
+    def expire(self) -> None:
+        """Give up what has waited for too long."""
+        now = self._clock()
+        for session in [each for each, kept in self._waiting.items() if now - kept.since > EARLY_SECONDS]:
+            self._give_up(session)
+
+    def _give_up(self, session: SessionId) -> None:
+        self.take(session)
+        self._over[session] = True

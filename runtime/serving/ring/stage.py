@@ -29,7 +29,7 @@ from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk, guessed_tokens
 from fusion.runtime.serving.ring.stage_session import Outcome, StageRunner, StageSession, Token
 from fusion.runtime.serving.ring.stage_sessions import StageSessions
-from fusion.swarm.errors import FrameError, StaleTerm
+from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport
 
 SEE_OFF_SECONDS = 3.0  # for sessions to move when we leave
@@ -60,7 +60,7 @@ class RingStage:
         self._plan = plan
         self._position = position
         self._sessions = StageSessions(
-            transport, worker, self._runner, plan, position, clock, chain, constrain
+            transport, worker, self._runner, plan, position, clock, chain, constrain, self._opened
         )
         self._schedule = self._sessions.schedule
         self._drafting = Drafting(worker, runner, self._schedule, clock)
@@ -164,9 +164,29 @@ class RingStage:
     # --- what comes in
 
     async def _take_chunk(self, sender: int, remote: PeerId, frame: Frame) -> None:
-        session = self._sessions.named(frame.header)
-        if session is None or not session.ready:
-            return  # closed while the frame was under way
+        while not self._schedule.has_room:
+            self._room.clear()
+            await self._room.wait()
+        session, size_bytes = self._sessions.named(frame.header), len(frame.payload)
+        if session is not None and session.ready:
+            self._put_in(session, sender, remote, frame)
+            return
+        waits = self._sessions.early.add(frame.header["session"], (sender, remote, frame), size_bytes)
+        # One that is not known was most often closed while the frame was under way.
+        if session is not None and not waits:
+            self._sessions.gave_up(session)
+
+    def _opened(self, session: StageSession) -> None:
+        """What came for it before it was open, in its order."""
+        self._gateways.opened(session)
+        for early in self._sessions.early.take(session.id):
+            try:
+                self._put_in(session, *early)
+            except (SwarmError, ValueError) as error:
+                self._sessions.broke(session, error)
+
+    def _put_in(self, session: StageSession, sender: int, remote: PeerId, frame: Frame) -> None:
+        """A chunk of a session that is open. Raises FrameError, JobError, StaleTerm."""
         opening = session.opening
         if not self._plan.incoming_by(sender) or opening.route[sender].peer != remote:
             raise self._not_fed_by(sender)
@@ -184,9 +204,6 @@ class RingStage:
             parts = tuple((p, shares[p.producer].payload) for p in plan.incoming)
         else:
             parts = ((parcel, frame.payload),)
-        while not self._schedule.has_room:
-            self._room.clear()
-            await self._room.wait()
         for work in session.in_order(Work(session, chunk, memoryview(b""), parts)):
             self._schedule.add(work)
             self._arrived.set()

@@ -21,7 +21,7 @@ from fusion.runtime.serving.ring.constraint import (
 )
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition, ShownGrants, no_grants
-from fusion.runtime.serving.ring.openings import Openings
+from fusion.runtime.serving.ring.openings import EarlyChunks, Openings
 from fusion.runtime.serving.ring.schedule import Schedule
 from fusion.runtime.serving.ring.session import FailedReason, Opening, SessionId
 from fusion.runtime.serving.ring.stage_memory import StageMemory
@@ -30,7 +30,7 @@ from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.printable import error_line
 from fusion.swarm.shares import Shares
 from fusion.swarm.streams.queued_stream import QueuedStream
-from fusion.swarm.transport import Frame, Transport
+from fusion.swarm.transport import Frame, PeerId, Transport
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ PROMPT_SECONDS = 10.0  # for the prompt to come, or a ping: a gateway that waits
 # Nothing may be heard for so long of a session that has its prompt, or whose prompt goes elsewhere.
 QUIET_SECONDS = 120.0
 BUSY_SECONDS = 0.02  # in which nothing is read of a gateway that opens too many
+TOO_EARLY = "a part of the prompt came too long before the session was open"
 LOOK_SECONDS = 1.0  # between two looks for sessions of which nothing was heard
 
 
@@ -59,7 +60,10 @@ class StageSessions:
         clock: Callable[[], float],
         chain: ShownGrants = no_grants,
         constrain: Constrain = unconstrained,
+        opened: Callable[[StageSession], None] = lambda session: None,
     ) -> None:
+        """`opened` is called with a session that is open now, before its gateway is told."""
+        self._opened = opened
         self._constrain = constrain
         self._suppressed = suppressed_by(position.serve) if plan.last else None
         self.terms = {position.term}
@@ -71,6 +75,9 @@ class StageSessions:
         self._clock = clock
         self._shares: Shares[StageSession] = Shares(clock)  # in positions of the sequence
         self._openings = Openings(clock)
+        self.early: EarlyChunks[tuple[int, PeerId, Frame]] = EarlyChunks(
+            clock
+        )  # each: which stage, who, what
         self.memory = StageMemory(worker, runner, self.schedule.sessions.values, clock)
         self._plan = plan
         self._position = position
@@ -149,6 +156,9 @@ class StageSessions:
         said = SaidAtOpening()
         if self._plan.last:
             said = SaidAtOpening.of(opening, payload, serve.vocabulary)
+        if self.early.gave_up(opening.session):
+            self.tell(gateway, opening.session, f"{self.here}: {TOO_EARLY}", "broken")
+            return
         session = StageSession(opening, gateway, heard_at=self._clock(), counts=said.counts)
         session.suppressed = self._suppressed
         if not self.schedule.admit(session):
@@ -198,8 +208,14 @@ class StageSessions:
         if self._plan.encode is not None:
             session.source_hops = [(p, links[p.consumer]) for p in self._plan.encode.outgoing]
         session.back = links.get(0)
+        if self.early.gave_up(session.id):
+            self.gave_up(session)
+            return
         session.ready = True
-        known = [*opening.newer, *(["guesses"] if self._guesses else [])]
+        self._opened(session)
+        if session.closed:
+            return
+        known = [*opening.newer, *(["guesses"] if self._guesses else []), "early"]
         held = {"held": session.held} if opening.prefix else {}
         session.gateway.post("opened", {"session": session.id, "knows": known, **held})
 
@@ -245,6 +261,7 @@ class StageSessions:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._clock()
             self.memory.expire()
+            self.early.expire()
             for session in self:
                 awaited = self._plan.first and session.feed is None
                 if now - session.heard_at > (PROMPT_SECONDS if awaited else QUIET_SECONDS):
@@ -274,6 +291,10 @@ class StageSessions:
         reason: FailedReason = "full" if isinstance(error, MemoryError) else "broken"
         self.fail(session, f"{self.here}: {error_line(error)}", reason)
 
+    def gave_up(self, session: StageSession) -> None:
+        """On what came for it before it was open."""
+        self.fail(session, f"{self.here}: {TOO_EARLY}", "broken")
+
     def fail(
         self, session: StageSession, message: str, reason: FailedReason, stage: int | None = None
     ) -> None:
@@ -301,6 +322,7 @@ class StageSessions:
         session.closed = True
         if session.constraint is not None:
             session.constraint.close()
+        self.early.end(session.id)
         self.schedule.remove(session)
         self._shares.release(session, completed=completed and session.ran > 0)
         if not self.schedule.sessions:

@@ -1,0 +1,95 @@
+"""A second answer over the same stages begins while they open its session; what may be reused, or is not known, waits."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.served import Swarm, reference, swarm_of
+
+from fusion.runtime.serving.answers.failover import FailoverConfig
+from fusion.runtime.serving.answers.gateway_session import GatewaySession
+from fusion.runtime.serving.requests.client import complete
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.runtime.serving.ring.openings import EARLY_BYTES
+from fusion.runtime.serving.ring.stage import RingStage
+
+PATIENT = FailoverConfig(recover_seconds=20)
+PROMPT = (1, 2, 3, 4, 5, 6, 7)
+LONG = tuple((13 * i) % 97 for i in range(70))  # more than a block
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each session, whether its prompt went out while stages were still asked to open it."""
+    found: list[bool] = []
+    prompt = GatewaySession.prompt
+
+    def seen(session: GatewaySession, *args: Any, **options: Any) -> None:
+        found.append(bool(session.waiting))
+        prompt(session, *args, **options)
+
+    monkeypatch.setattr(GatewaySession, "prompt", seen)
+    return found
+
+
+def ring_of(swarm: Swarm, index: int) -> RingStage:
+    [hosted] = swarm.owners[index].service._hosted.values()
+    return hosted.stage
+
+
+def test_an_answer_begins_early_where_the_stages_are_known_and_hold_nothing_of_it(
+    begun: list[bool], tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with swarm_of(4, tmp_path) as swarm:
+            await swarm.serve("llama", 3)
+            async with swarm.client() as transport:
+
+                async def ask(prompt: tuple[int, ...], tokens: int, **fields: Any) -> Answer:
+                    request = GenerateRequest(prompt_ids=prompt, max_tokens=tokens, **fields)
+                    answer = await complete(transport, swarm.peers[-1].id, request)
+                    assert list(answer.tokens) == reference("llama", prompt, tokens)
+                    return answer
+
+                await ask(PROMPT, 9)
+                await ask(PROMPT, 9)
+                assert begun == [False, True]
+                assert [(await ask(LONG, 9)).cached_tokens for _ in range(2)] == [0, 64]
+                assert begun[2:] == [True, False]
+                # What the stages have not said yet that they know.
+                await ask(PROMPT, 2, top_logprobs=1)
+                await ask(PROMPT, 2, top_logprobs=1)
+                assert begun[4:] == [False, True]
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_an_answer_whose_chunks_came_too_early_is_given_all_the_same(
+    begun: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with swarm_of(4, tmp_path, failover=PATIENT) as swarm:
+            await swarm.serve("llama", 3)
+            await swarm.ask(prompt_ids=PROMPT, max_tokens=2)
+            sessions = ring_of(swarm, 1)._sessions
+            reserve, early = sessions._reserve, asyncio.Event()
+
+            async def slowly(session: Any) -> None:
+                if not early.is_set():
+                    while not sessions.early._waiting:
+                        await asyncio.sleep(0.001)
+                    early.set()
+                    sessions.early.add(session.id, (0, "", None), EARLY_BYTES)  # type: ignore[arg-type]
+                await reserve(session)
+
+            monkeypatch.setattr(sessions, "_reserve", slowly)
+            answer = await swarm.ask(prompt_ids=PROMPT, max_tokens=9)
+            assert list(answer.tokens) == reference("llama", PROMPT, 9)
+            assert early.is_set() and begun == [False, True, False]
+            await swarm.freed()
+
+    asyncio.run(main())
