@@ -27,12 +27,12 @@ class DraftModel:
         return self._plane.used_bytes()
 
     def run(self, steps: Sequence[DraftStep], account: Callable[[], None]) -> list[int | None]:
-        """The likeliest token after each step. None where there is no memory for the session's keys and values, or they had
+        """The token that is guessed after each step. None where there is no memory for the session's keys and values, or they had
         to give way. `account`: MemoryError where the peer would hold more than it lends."""
         ready = [step for step in steps if self._reserved(step, account)]
         found = self._plane.run([self._piece(step) for step in ready]) if ready else []
         tokens = {
-            step.session: int(outputs["result/0"][0, -1, : self._vocabulary].argmax())
+            step.session: step.guess(outputs["result/0"][0, -1, : self._vocabulary], step.end)
             for step, outputs in zip(ready, found, strict=True)
         }
         return [tokens.get(step.session) for step in steps]

@@ -7,9 +7,9 @@ back by the position that comes again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from fusion.runtime.serving.drafts.pace import (
     FIRST_DRAFTED,
@@ -22,6 +22,14 @@ from fusion.runtime.serving.drafts.pace import (
 
 STEP_POSITIONS = 32  # that the model reads in one run; a token that comes meanwhile waits for them
 LEAST_REPEATED = 8  # tokens of a match from which on what repeats is guessed and nothing drafted
+
+
+# (logits of the vocabulary, a position) -> the token that is guessed there
+Guess = Callable[[Any, int], int]
+
+
+def likeliest(logits: Any, position: int) -> int:
+    return int(logits.argmax())
 
 
 class Repeats(Protocol):
@@ -43,6 +51,7 @@ class DraftStep:
     ids: tuple[int, ...]
     last: bool  # the token that follows them is a guess
     version: int = 0
+    guess: Guess = likeliest
 
     @property
     def end(self) -> int:
@@ -50,13 +59,17 @@ class DraftStep:
 
 
 class ModelDrafter:
-    """`text`: the prompt. `repeats`: who is asked first. `capacity`: positions that the model can read, at most."""
+    """`text`: the prompt. `repeats`: who is asked first. `capacity`: positions that the model can read, at most. `guess`: which token
+    what it says stands for."""
 
-    def __init__(self, session: str, text: Sequence[int], repeats: Repeats, capacity: int) -> None:
+    def __init__(
+        self, session: str, text: Sequence[int], repeats: Repeats, capacity: int, guess: Guess = likeliest
+    ) -> None:
         self._session = session
         self._text = list(text)
         self._repeats = repeats
         self._capacity = capacity
+        self._guess = guess
         self._expected: list[int] = []  # behind the text
         self._drafted_from = 0  # the position from which on that was drafted
         self._held = 0  # positions that the model has read
@@ -108,7 +121,8 @@ class ModelDrafter:
         start = min(self._held, end - 1)
         ids = (self._text + self._expected)[start : start + room]
         self._held = start + len(ids)
-        return DraftStep(self._session, self._capacity, start, tuple(ids), self._held == end, self._version)
+        last = self._held == end
+        return DraftStep(self._session, self._capacity, start, tuple(ids), last, self._version, self._guess)
 
     def drafted(self, step: DraftStep, token: int) -> None:
         """The model says what follows the step. Dropped where the text has turned out otherwise meanwhile."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.drafts.drafter import LEAST_REPEATED, STEP_POSITIONS, DraftStep, ModelDrafter
 from fusion.runtime.serving.drafts.pace import Recent
 from fusion.runtime.serving.ring.guesses import Drafter, RepeatDrafter
+from fusion.runtime.serving.ring.sampling import guess
 from fusion.runtime.serving.ring.schedule import Schedule
 from fusion.runtime.serving.ring.session import Chunk
 from fusion.runtime.serving.ring.stage_session import PLANE_ERRORS, StageRunner, StageSession
@@ -44,7 +46,8 @@ class Drafting:
             return RepeatDrafter(prompt)
         repeats = RepeatDrafter(prompt, least=LEAST_REPEATED)
         capacity = min(session.opening.capacity, self._runner.draft.positions)
-        session.drafter = ModelDrafter(session.id, prompt, repeats, capacity)
+        draw = partial(guess, session.opening.sampling)
+        session.drafter = ModelDrafter(session.id, prompt, repeats, capacity, draw)
         return session.drafter
 
     def fed(self, session: StageSession, chunk: Chunk) -> None:

@@ -16,6 +16,8 @@ from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.serving.requests.request import LEAST_LOGPROB, Logprobs, Sampling
 from fusion.runtime.serving.ring.penalties import TokenCounts, adjusted
 
+NEAR_DRAWS = 0.05  # of all, on either side: so far another model's may lie apart
+
 
 def sample(
     logits: torch.Tensor,
@@ -37,6 +39,30 @@ def sample(
         best, index = logits.max(0)
         _check(float(best))
         return int(index)
+    probabilities, ids = _probabilities(logits, sampling)
+    cumulative = probabilities.cumsum(0)
+    target = uniform(sampling.seed, position) * float(cumulative[-1])
+    place = int(torch.searchsorted(cumulative, target, right=True))
+    place = min(place, probabilities.numel() - 1)
+    return place if ids is None else int(ids[place])
+
+
+def guess(sampling: Sampling, logits: torch.Tensor, position: int) -> int:
+    """What `sample` may give there for logits that differ somewhat from these, those of a smaller model: the token that has most of the
+    draws next to the one of this position. Bias and penalties are passed over."""
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    probabilities, ids = _probabilities(logits, sampling)
+    ends = probabilities.cumsum(0)
+    target = uniform(sampling.seed, position) * float(ends[-1])
+    near = ends.clamp(max=target + NEAR_DRAWS) - (ends - probabilities).clamp(min=target - NEAR_DRAWS)
+    place = int(near.argmax())
+    return place if ids is None else int(ids[place])
+
+
+def _probabilities(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of the tokens that may be drawn, in the order in which draws go through them, and their ids; None: these are their places.
+    JobFailed where the most probable one is not a number."""
     # Float64 on the CPU: the sum of many small probabilities must not depend on the device.
     scaled = logits.to(device="cpu", dtype=torch.float64)
     # Largest first set to 0: a tiny temperature then gives -inf for the others, never inf - inf.
@@ -55,11 +81,7 @@ def sample(
         # A token stays if the ones before it have not reached top_p yet, so the first always stays.
         kept = int(((reached - probabilities) < sampling.top_p).sum())
         probabilities = probabilities[: max(1, kept)]
-    cumulative = probabilities.cumsum(0)
-    target = uniform(sampling.seed, position) * float(cumulative[-1])
-    place = int(torch.searchsorted(cumulative, target, right=True))
-    place = min(place, probabilities.numel() - 1)
-    return place if ids is None else int(ids[place])
+    return probabilities, ids
 
 
 def logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:

@@ -57,7 +57,10 @@ def test_a_ring_gives_the_same_tokens_with_any_draft(shape: str, sampling: Sampl
     asyncio.run(main())
 
 
-def test_with_a_draft_that_is_right_the_last_stage_has_few_turns() -> None:
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(temperature=1.0, top_k=4, seed=5)], ids=["greedy", "drawn"]
+)
+def test_with_a_draft_that_is_right_the_last_stage_has_few_turns(sampling: Sampling) -> None:
     stages, turns = SHAPES["three"], list[int]()
 
     def on_run(stage: int, _: str, start: int, length: int) -> None:
@@ -69,7 +72,8 @@ def test_with_a_draft_that_is_right_the_last_stage_has_few_turns() -> None:
         plane = WholeModel(stages)
         async with ring_of(stages, max_sequence=POSITIONS, draft=draft_of(plane), on_run=on_run) as ring:
             prompt = list(range(17))
-            assert await ring.generate(prompt, 100, guesses=True) == reference(stages, prompt, 100)
+            found = await ring.generate(prompt, 100, guesses=True, sampling=sampling)
+            assert found == reference(stages, prompt, 100, sampling)
         assert len(turns) < 50, turns
 
     asyncio.run(main())

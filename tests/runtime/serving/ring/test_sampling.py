@@ -10,7 +10,7 @@ from support.examples import examples
 
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.serving.requests.request import Sampling
-from fusion.runtime.serving.ring.sampling import sample, uniform
+from fusion.runtime.serving.ring.sampling import guess, sample, uniform
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.5, -4.0])
 
@@ -110,3 +110,23 @@ def test_settings_off_the_wire_are_checked_for_their_type(field: str, value: obj
     assert Sampling.from_header(Sampling(temperature=0.5, seed=9).to_header()) == Sampling(
         temperature=0.5, seed=9
     )
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=1.0, seed=3), Sampling(temperature=0.7, top_p=0.8, top_k=40, seed=4)]
+)
+def test_a_guess_of_a_draw_is_right_more_often_than_the_likeliest_token(sampling: Sampling) -> None:
+    made = torch.Generator().manual_seed(0)
+    guessed = likeliest = 0
+    for position in range(400):
+        logits = 1.5 * torch.randn(20, generator=made)
+        smaller = logits + 0.3 * torch.randn(20, generator=made)
+        token = sample(logits, sampling, position)
+        guessed += guess(sampling, smaller, position) == token
+        likeliest += int(smaller.argmax()) == token
+    assert guessed > 1.05 * likeliest, (guessed, likeliest)
+
+
+def test_a_guess_without_temperature_is_the_likeliest_token_whatever_is_penalised() -> None:
+    assert guess(Sampling(repetition_penalty=2.0, seed=1), LOGITS, 5) == 1
+    assert guess(Sampling(temperature=1e-6, frequency_penalty=1.0, seed=1), LOGITS, 5) == 1
