@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -44,6 +45,9 @@ MAX_NAMES = 1024  # by which models were asked for
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
 AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that died has run out
 SEEN_TIMES = 3.0  # as long as a look is believed, it is gone by while the next one is under way; no longer than a claim counts
+LINKED_SECONDS = (
+    60.0  # as long as nobody looks at an idle link, a session begins by what was said of links before
+)
 NAMED_SECONDS = 15.0  # for which a name means the same model without another look
 LIVE = frozenset({"launching", "running"})
 
@@ -93,6 +97,8 @@ class Catalog:
         self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODELS)
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())
         self._meant: FIFOCache[str, tuple[JobId, float]] = FIFOCache(MAX_NAMES)  # and when we looked
+        self._linking: asyncio.Task[None] | None = None  # reads what is said of links
+        self._linked_at = float("-inf")  # when that was last done
         self._finding: dict[str, asyncio.Task[ServedModel]] = {}
         self._authors: FIFOCache[str, PeerId] = FIFOCache(MAX_NAMES)  # whose model a name meant
         self._looks: LRUCache[JobId, _Look] = LRUCache(MAX_LOOKS)
@@ -100,7 +106,8 @@ class Catalog:
         self._avoided: dict[tuple[JobId, int, PeerId], float] = {}  # until when
 
     async def aclose(self) -> None:
-        looking = [*self._looking.values(), *self._finding.values()]
+        linking = [] if self._linking is None else [self._linking]
+        looking = [*self._looking.values(), *self._finding.values(), *linking]
         for task in looking:
             task.cancel()
         await asyncio.gather(*looking, return_exceptions=True)
@@ -204,7 +211,7 @@ class Catalog:
         """The best of the routes that there are, as far as is known. A stage may still be on its way into its owner's
         memory: the owner then lets us wait. NoOwner names the first stage that nobody holds, JobFailed says that the
         model is served no longer."""
-        return (await self._ways(model)).choose(errand)
+        return (await self._ways(model, LINKED_SECONDS)).choose(errand)
 
     async def better(
         self, model: ServedModel, errand: RemainingWork, current: Sequence[Hop]
@@ -212,7 +219,7 @@ class Catalog:
         """Where a session that runs on `current` should move to, if anywhere. Raises as `route` does."""
         if not self.has_choice(model.job):
             return None
-        return (await self._ways(model)).better(errand, current)
+        return (await self._ways(model, self._fresh_seconds)).better(errand, current)
 
     def has_choice(self, job: JobId) -> bool:
         """Whether some stage had more than one holder when we last looked."""
@@ -258,27 +265,41 @@ class Catalog:
             raise
         return _Look(self._clock(), stages)
 
-    async def _ways(self, model: ServedModel) -> RouteOptions:
+    async def _ways(self, model: ServedModel, links_seconds: float) -> RouteOptions:
+        """By what is known of links for at most so long."""
         job = model.job
         look = await self._look(model)
         stages = [self._left(job, stage, layer) or layer for stage, layer in enumerate(look.stages)]
         return RouteOptions(
             stages=stages,
-            links=await self._links(stages),
+            links=await self._links(stages, links_seconds),
             gateway=self._context.peer_id,
             costs=model.costs,
             ours=self._ours(job),
         )
 
-    async def _links(self, stages: Layers) -> LinkView:
-        """What is known of the links, where there is anything to choose."""
+    async def _links(self, stages: Layers, known_seconds: float) -> LinkView:
+        """What is known of the links, where there is anything to choose; what others say of theirs is read again once it is not fresh,
+        and waited for once it is older than that."""
         links = self._context.links
         if links is None or all(len(held) == 1 for held in stages):
             return LinkView()
+        age = self._clock() - self._linked_at
+        if age >= self._fresh_seconds and self._linking is None:
+            self._linking = asyncio.create_task(self._read_links())
+        if age >= known_seconds and self._linking is not None:
+            await asyncio.shield(self._linking)
+        return links.snapshot()
+
+    async def _read_links(self) -> None:
+        links = self._context.links
+        assert links is not None, "nobody asks without any"
         try:
-            return await links.refresh(self._fresh_seconds)
-        except SwarmError:
-            return links.snapshot()
+            with suppress(SwarmError):
+                await links.refresh(self._fresh_seconds)
+                self._linked_at = self._clock()
+        finally:
+            self._linking = None
 
     # --- holders that fail
 

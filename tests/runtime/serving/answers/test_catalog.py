@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from fusion.runtime.serving.answers.catalog import MAX_LOOKS, NAMED_SECONDS, SEEN_TIMES, Catalog
+from fusion.runtime.serving.answers.catalog import (
+    LINKED_SECONDS,
+    MAX_LOOKS,
+    NAMED_SECONDS,
+    SEEN_TIMES,
+    Catalog,
+)
 from fusion.swarm.clock import Clock
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import SwarmError
@@ -173,6 +179,46 @@ def test_a_name_means_what_it_did_while_we_look_again() -> None:
         assert await found() == "three"
         await settled()
         assert await found() == "three", "a session will tell"
+        await catalog.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_session_begins_by_what_was_known_of_links_and_a_move_does_not() -> None:
+    async def main() -> None:
+        now, reads, fails = [100.0], [0], [False]
+        open_ = asyncio.Event()
+        open_.set()
+
+        async def refresh(max_age_seconds: float) -> None:
+            await open_.wait()
+            reads[0] += 1
+            if fails[0]:
+                raise SwarmError("no answer")
+
+        links = SimpleNamespace(refresh=refresh, snapshot=lambda: reads[0])
+        clock = SimpleNamespace(monotonic=lambda: now[0])
+        catalog = Catalog(SimpleNamespace(clock=clock, links=links), fresh_seconds=2.0)  # type: ignore[arg-type]
+        choice: Any = [["one", "two"]]
+
+        async def known(seconds: float) -> Any:
+            return await asyncio.wait_for(catalog._links(choice, seconds), 5)
+
+        assert await known(LINKED_SECONDS) == 1, "nothing was known"
+        now[0] += 1.0
+        assert await known(2.0) == 1, "it is fresh"
+        now[0] += 2.0
+        open_.clear()
+        assert [await known(LINKED_SECONDS) for _ in range(3)] == [1] * 3
+        open_.set()
+        await settled()
+        assert reads == [2] and await known(LINKED_SECONDS) == 2
+        now[0] += 3.0
+        assert await known(2.0) == 3, "a move waits"
+        fails[0] = True
+        now[0] += LINKED_SECONDS
+        assert await known(LINKED_SECONDS) == 4, "as good as is known"
+        assert catalog._linking is None
         await catalog.aclose()
 
     asyncio.run(main())
