@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.probes import LARGE, SMALL, Probe, fitted, probes
 from fusion.runtime.planes.plane import Plane, RngKey
 from fusion.swarm.printable import error_line
+from fusion.swarm.streams.p2pd import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -111,8 +111,7 @@ def cores_of(device: str, threads: int) -> float:
     """As `Capability.cores`: of those that this process may run on."""
     if device.startswith("cuda"):
         return 0.0
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1.0, count / threads)
+    return max(1.0, usable_cores() / threads)
 
 
 def _run(plane: Plane, probe: Probe) -> float:

@@ -28,6 +28,7 @@ from fusion.swarm.errors import (
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PTransport
 from fusion.swarm.streams.p2p_config import P2PConfig
+from fusion.swarm.streams.p2pd import daemon_cores, usable_cores
 from fusion.swarm.transport import Stream
 
 pytestmark = pytest.mark.process
@@ -99,6 +100,15 @@ def child(place: Path) -> Iterator[Child]:
     finally:
         child.close()
         assert soon(child.gone)
+
+
+@pytest.mark.parametrize(("cores", "given"), [(1, 1), (2, 1), (4, 2), (64, 4)])
+def test_p2pd_leaves_cores_to_the_stages(cores: int, given: int) -> None:
+    assert daemon_cores(cores) == given
+
+
+def test_p2pd_runs_on_as_many_cores_as_it_is_given(child: Child) -> None:
+    assert psutil.Process(child.p2pd).environ()["GOMAXPROCS"] == str(daemon_cores(usable_cores()))
 
 
 def test_sigkill_of_our_process_takes_p2pd_and_its_sockets_along(place: Path, child: Child) -> None:
