@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 # Of each probe: on a busy machine one run that nothing interrupts is among so many.
 RUNS, RUN_SECONDS = 8, 0.06
 AT_START = 1  # probe, the first, is run before the peer is announced; all of them while it is idle
+# Written through before each: in a step hundreds of operators run between two of one kind, so that what one reads is in no cache
+# near the core, where a probe that is run again and again would find all of it.
+SWEPT_BYTES = 8 << 20
 WARM_UP = 2  # runs, in which libraries set themselves up and code is compiled
 # A volunteer who says nothing lends half of what is free now: the machine stays usable.
 LENT_SHARE = 0.5
@@ -114,8 +117,15 @@ def cores_of(device: str, threads: int) -> float:
     return max(1.0, usable_cores() / threads)
 
 
-def _run(plane: Plane, probe: Probe) -> float:
-    """In the worker's thread: seconds of the fastest of some runs."""
+def _cooler() -> Callable[[], object]:
+    """What leaves caches as a step does."""
+    swept = torch.zeros(SWEPT_BYTES, dtype=torch.uint8)
+    return lambda: swept.add_(1)
+
+
+def _run(plane: Plane, probe: Probe, cool: Callable[[], object] | None = None) -> float:
+    """In the worker's thread: seconds of the fastest of some runs, with `cool` called before each."""
+    cool = cool or _cooler()
     graph, draw = probe.graph, torch.Generator().manual_seed(0)
 
     def some(type_: TensorType) -> torch.Tensor:
@@ -125,6 +135,7 @@ def _run(plane: Plane, probe: Probe) -> float:
     stage = plane.training(probe.stage, {v.name: some(v.type) for v in graph.variables}, OPTIMIZER)
 
     def once() -> float:
+        cool()
         began = time.perf_counter()
         made = stage.forward(0, inputs, RngKey(0, 0, 0))
         float(made["result/0"])  # until the device has done it

@@ -36,10 +36,10 @@ SMALL, LARGE = (
     1,
     4,
 )  # times the width of everything: for a CPU, and for a GPU, which a small product does not fill
-# One thread of a server's CPU of 2023, with PyTorch.
+# One thread of a server's CPU, between an EPYC of 2023 and a Xeon with AVX-512, with PyTorch and caches that other work has filled.
 TYPICAL = Speeds(
-    product_flop=1.1e-11, attention_flop=1.5e-11, convolution_flop=1.4e-11, streamed_byte=1.2e-10, touched_byte=1.1e-10,
-    normed_byte=2.2e-10, drawn_element=6e-9, convolution=7e-5, node=5e-6, updated_byte=9e-11,
+    product_flop=1.1e-11, attention_flop=1.8e-11, convolution_flop=2.2e-11, streamed_byte=1.8e-10, touched_byte=2e-10,
+    normed_byte=6e-10, drawn_element=1.3e-8, convolution=1.2e-4, node=1.5e-5, updated_byte=9e-11,
 )  # fmt: skip
 SWEEPS = 3  # over the probes: each is taken for what the others leave of it
 LEAST_SHARE = 0.2  # of a probe's time that is left for what it is there to show, whatever the others claim
