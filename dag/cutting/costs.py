@@ -38,6 +38,7 @@ class NodeCost:
     drawn_elements: int  # of masks of dropout
     parameter_bytes: int  # of the variables that no earlier node reads, buffers included
     trainable: int  # elements of those that an optimizer updates
+    trainable_tensors: int  # how many these are
 
 
 def type_bytes(type_: TensorType) -> int:
@@ -100,6 +101,7 @@ def node_costs(
         results = tuple(types[Ref(node.name, i)] for i in range(len(node.results)))
         flops = found.flops(call, results)
         read = [variables.pop(r.name) for r in node.refs() if r.name in variables]
+        trained = [v for v in read if v.trainable and v.kind == "parameter"]
         output = sum(map(type_bytes, results))
         own, values = stashed(node, types, needing, storage)
         fresh = values - seen
@@ -116,9 +118,8 @@ def node_costs(
                 drawn_elements=_drawn(found, call, results),
                 saved_bytes=own + sum(type_bytes(types[value]) for value in fresh),
                 parameter_bytes=sum(type_bytes(types[Ref(v.name)]) for v in read),
-                trainable=sum(
-                    elements(types[Ref(v.name)]) for v in read if v.trainable and v.kind == "parameter"
-                ),
+                trainable=sum(elements(types[Ref(v.name)]) for v in trained),
+                trainable_tensors=len(trained),
             )
         )
     return tuple(costs)

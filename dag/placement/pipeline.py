@@ -20,6 +20,7 @@ from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.schedule import Action, gpipe, in_flight, one_f_one_b
 from fusion.dag.placement.segments import measure
+from fusion.dag.placement.speeds import NODES
 
 Schedule = Literal["gpipe", "1f1b"]
 EdgeCosts = Mapping[
@@ -159,7 +160,7 @@ def pipeline(
         for s in range(count)
     ]
     forward, backward = segments.passes(first, first + 1, seconds)
-    update = segments.updates(first, first + 1, updated)
+    update = segments.updates(first, first + 1, updated, seconds[NODES])
     needed = segments.memory(first, first + 1, np.array(in_flight_of))
     stages = tuple(
         StageLoad(

@@ -17,6 +17,7 @@ from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import Schedule
 from fusion.dag.placement.segments import Segments, measure
+from fusion.dag.placement.speeds import NODES
 from fusion.dag.placement.step_model import (
     Passage,
     Work,
@@ -153,7 +154,7 @@ class Space:
                     bytes_per_second=self.network.pair_rates[a, b],
                 )
             )
-        update = self.segments.updates(first, last, self.updated[order])
+        update = self.segments.updates(first, last, self.updated[order], self.seconds[NODES, order])
         # A device hears from itself at once.
         from_lead, to_lead = (
             np.where(order == order[0], 0.0, a)

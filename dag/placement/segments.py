@@ -15,7 +15,7 @@ from fusion.dag.cutting.cuts import crossings
 from fusion.dag.cutting.memory import MemoryConfig, MemoryTables, measure_memory
 from fusion.dag.cutting.source import source_values
 from fusion.dag.ir.graph import Graph, Ref
-from fusion.dag.placement.speeds import UPDATE_TOUCHES, Rows, asked
+from fusion.dag.placement.speeds import UPDATE_NODES, UPDATE_TOUCHES, Rows, asked
 
 Row = npt.NDArray[np.float64]  # by bound
 At = Any  # an index into the bounds, or an array of them
@@ -31,6 +31,7 @@ class Segments:
     flops: Row  # of nodes before each bound, one microbatch, both passes
     forward: Rows  # (KINDS, bounds) that nodes before each bound ask for in one microbatch (`speeds.asked`)
     backward: Rows  # 0 when serving
+    tensors: Row  # that an optimizer updates, of nodes before each bound
     held: MemoryTables
     forward_bytes: Row  # over each bound, one microbatch
     backward_bytes: Row
@@ -43,11 +44,12 @@ class Segments:
             forward
         )
 
-    def updates(self, first: At, last: At, updated_byte: Rate) -> Row:
-        """Seconds of the optimizer's work, once a step; `updated_byte` as in `Speeds`."""
+    def updates(self, first: At, last: At, updated_byte: Rate, node: Rate) -> Row:
+        """Seconds of the gradients' norm and the optimizer's work, once a step; `updated_byte` and `node` as in `Speeds`."""
         if not self.training:
             return np.zeros_like(self.held.static_bytes[first, last])
-        found: Row = UPDATE_TOUCHES * self.held.static_bytes[first, last] * updated_byte
+        touched = UPDATE_TOUCHES * self.held.static_bytes[first, last] * updated_byte
+        found: Row = touched + UPDATE_NODES * (self.tensors[last] - self.tensors[first]) * node
         return found
 
     def memory(self, first: At, last: At, in_flight: At) -> Row:
@@ -105,6 +107,7 @@ def _measure(
         flops=_before(flops)[at],
         forward=_before(again * passes[0])[:, at],
         backward=_before(passes[1] * training)[:, at],
+        tensors=_before(np.array([c.trainable_tensors for c in costs], dtype=np.float64))[at],
         held=measure_memory(graph, bounds, sizes, training, memory),
         forward_bytes=forward[at].astype(np.float64),
         backward_bytes=backward[at].astype(np.float64),
