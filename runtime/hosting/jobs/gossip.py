@@ -2,7 +2,8 @@
 
 It speaks for the jobs that it leads. On those that it does not lead but holds, or held, stages of, it repeats the
 newest word while nobody else says it: a job that no record names any more could never find another lead. A new
-snapshot is said at once, to the directory and straight to the job's standbys.
+snapshot is said at once, to the directory and straight to the job's standbys. What has not changed is said again by every other
+heartbeat: each time costs whoever keeps the record a signature to check, and there may be dozens of jobs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from cachetools import FIFOCache
+
 from fusion.runtime.hosting.jobs.board import CONCLUDED, JobBoard, advanced
 from fusion.runtime.hosting.jobs.files import KeptWords
 from fusion.runtime.hosting.jobs.service import Service
@@ -21,8 +24,9 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
-from fusion.swarm.authority.statements import CARRIED, joined, seal_statement, stated
+from fusion.swarm.authority.statements import CARRIED, Statement, joined, seal_statement, stated
 from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import ENDED, JOB_TTL_SECONDS, job_order
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
@@ -31,6 +35,8 @@ from fusion.swarm.transport import PeerId, call
 log = logging.getLogger(__name__)
 
 FOLLOW_SECONDS = 0.25  # between two looks at what our services know
+RENEWED_SECONDS = 1.5 * HEARTBEAT_SECONDS  # after which a record is said again that has not changed
+SAID_JOBS = 1024  # of which we know what we said last
 LEADERLESS = "waiting for a peer to take the lead"
 TELL_SECONDS = 2.0
 TOLD_PEERS = 256
@@ -56,6 +62,10 @@ class JobGossip:
         self._board = board
         self._snapshotted = snapshotted
         self._files = files
+        self._stated: FIFOCache[JobId, tuple[Statement, bytes]] = FIFOCache(
+            SAID_JOBS
+        )  # by us, the last of each
+        self._said: FIFOCache[JobId, tuple[JobRecord, float]] = FIFOCache(SAID_JOBS)  # as signed, and when
 
     async def start(self) -> None:
         """Say what our disk knows of: after a cold start nobody else may."""
@@ -124,9 +134,10 @@ class JobGossip:
         return [self._repeat(record) for record in self._board.repeated]
 
     async def publish(self) -> None:
-        """Say how the jobs stand that we speak for."""
+        """Say how the jobs stand that we speak for, where that was not said lately."""
         self._update()
-        await asyncio.gather(self._say(*self._board.led, *self._repeated()), self._keep())
+        records = [*self._board.led, *self._repeated()]
+        await asyncio.gather(self._say(*filter(self._is_due, records)), self._keep())
 
     async def last_word(self) -> None:
         """We leave: say what we know of every job, so that whoever leads next knows it too. Before our claims are
@@ -162,6 +173,12 @@ class JobGossip:
     async def _say(self, *records: JobRecord) -> None:
         await asyncio.gather(*map(self._publish, records))
 
+    def _is_due(self, record: JobRecord) -> bool:
+        """Whether what we say of the job has changed, or was said too long ago."""
+        said, at = self._said.get(record.job, (None, 0.0))
+        late = self._context.clock.monotonic() - at >= RENEWED_SECONDS
+        return late or said != self._signed(record)
+
     def _signed(self, record: JobRecord) -> JobRecord:
         """With our own statement, where we lead the job or know of its end: others may repeat it when we are gone. Of a
         job that goes on and that we do not lead we carry what those said who did. What shows that we followed those whom the
@@ -169,18 +186,29 @@ class JobGossip:
         if record.state not in ENDED and not self._board.leads(record.job):
             return record
         us, directory = self._context.peer_id, self._context.directory
-        ours = seal_statement(stated(record, us, directory.now()), directory.sign)
+        ours = self._statement(record)
         revoked = self._context.access.revocations(record.job)[:REVOCATIONS]
         statements = joined((ours, *record.proof), record.job, directory.verify)
         chain = self._context.seen.chain(record.job, us)
         room = CARRIED - STATEMENTS_FOR_LIST * len(revoked) - STATEMENTS_FOR_SUCCESSION * len(chain)
         return replace(record, proof=(*statements[: max(room, 1)], *revoked, *chain))
 
+    def _statement(self, record: JobRecord) -> bytes:
+        """What the record says, signed by us: as it was signed before where it says the same."""
+        now = stated(record, self._context.peer_id, self._context.directory.now())
+        known = self._stated.get(record.job)
+        if known is None or replace(now, at=known[0].at) != known[0]:
+            known = self._stated[record.job] = now, seal_statement(now, self._context.directory.sign)
+        return known[1]
+
     async def _publish(self, record: JobRecord) -> None:
+        signed, now = self._signed(record), self._context.clock.monotonic()
         try:
-            await self._context.directory.publish(self._signed(record), ttl_seconds=JOB_TTL_SECONDS)
+            await self._context.directory.publish(signed, ttl_seconds=JOB_TTL_SECONDS)
         except SwarmError as error:
             log.warning("job %s (%s): not published: %s", record.name, record.job[:12], error)
+        else:
+            self._said[record.job] = signed, now
 
     # --- what single peers get to hear
 

@@ -11,11 +11,13 @@ import pytest
 from support.hosting import Peer, Swarm, over, swarm, until
 
 from fusion.runtime.hosting.jobs.files import JobFiles
-from fusion.runtime.hosting.jobs.gossip import JobGossip
+from fusion.runtime.hosting.jobs.gossip import RENEWED_SECONDS, JobGossip
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
 from fusion.swarm.blobs.index import digest_of
+from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.swarm.directory.job_order import JOB_TTL_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Record
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.identity import Identity
@@ -75,6 +77,42 @@ def test_a_new_snapshot_is_said_at_once_and_straight_to_the_standbys(tmp_path: P
             await gossip(lead).catch_up()
             await gossip(lead).catch_up()
             assert len(standby.service.prepared) == 2 and made.client().traffic() == before
+
+    asyncio.run(main())
+
+
+def test_what_has_not_changed_is_not_said_at_every_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever keeps a record checks its signature each time, and a stranger has peers look five times a second."""
+
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            lead, said = await made.join(), list[JobRecord]()
+            job = await made.launch(made.manifest(lead))
+            await lead.look()
+            await until(lambda: (job, 0) in lead.service.running)
+            await lead.hosting.beat()
+            publish = lead.context.directory.publish
+
+            async def noted(record: Record, **options: Any) -> None:
+                said.extend([record] if isinstance(record, JobRecord) else [])
+                await publish(record, **options)
+
+            monkeypatch.setattr(lead.context.directory, "publish", noted)
+            for _ in range(5):
+                made.clock.advance(0.2)
+                await lead.hosting.beat()
+            assert not said
+            made.clock.advance(RENEWED_SECONDS)
+            await lead.hosting.beat()
+            made.clock.advance(RENEWED_SECONDS)
+            await lead.hosting.beat()
+            assert len(said) == 2 and said[0] == said[1]  # with the same statement: it is checked once
+            lead.service.figures[job] = lead_figures(job)
+            await lead.hosting.beat()
+            assert [record.step for record in said] == [0, 0, 30]
+            assert RENEWED_SECONDS + HEARTBEAT_SECONDS < JOB_TTL_SECONDS / 2
 
     asyncio.run(main())
 
