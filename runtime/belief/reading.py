@@ -1,15 +1,16 @@
 """What is said of jobs, and what of it this process believes (`fusion.swarm.authority.belief`): it reads the claims of a job's
-stages, remembers who owned them, and judges all words by that, anew each time."""
+stages, remembers who owned them, and judges all words by that, anew whenever either has changed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fusion.runtime.job.errors import JobError
-from fusion.swarm.authority.belief import Belief, believe
+from fusion.swarm.authority.belief import Belief, Sight, believe
 from fusion.swarm.claims.owners_seen import Claims
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
@@ -32,10 +33,31 @@ def by_job(records: Iterable[JobRecord]) -> dict[JobId, tuple[JobRecord, ...]]:
     return {job: tuple(found[job]) for job in sorted(found)}
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """What was believed of these words, and by which sight of the job's owners: the same of both give the same again."""
+
+    words: Sequence[JobRecord]
+    sight: Sight
+    belief: Belief | None  # None where there are no words
+
+
 def judged(
     context: Context, job: JobId, words: Sequence[JobRecord], manifest: Manifest | None, claims: Claims
 ) -> Belief | None:
     """What to believe of `words`, by these live claims; None where there are none."""
+    return judgement(context, job, words, manifest, claims).belief
+
+
+def judgement(
+    context: Context,
+    job: JobId,
+    words: Sequence[JobRecord],
+    manifest: Manifest | None,
+    claims: Claims,
+    before: Judgement | None = None,
+) -> Judgement:
+    """`judged`, with what it went by. `before`: the last one of the job, which is most of the work where nothing is new."""
     law = None if manifest is None else manifest.law(job)
     if law is not None and law.admission.kind == "granted":
         context.leases.know(law)
@@ -46,7 +68,9 @@ def judged(
     sight = context.seen.sight(
         job, law, stages, claims, context.peer_id, shown=[word.proof for word in words], verify=verify
     )
-    return believe(words, sight, verify)
+    if before is not None and before.words == words and before.sight == sight:
+        return before
+    return Judgement(words, sight, believe(words, sight, verify))
 
 
 async def newest(context: Context, job: JobId, manifest: Manifest) -> JobRecord | None:

@@ -11,7 +11,7 @@ from typing import Any
 from cachetools import FIFOCache
 
 from fusion.dag.ir.opset import OPSET_VERSION
-from fusion.runtime.belief.reading import by_job, judged
+from fusion.runtime.belief.reading import Judgement, by_job, judgement
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
@@ -55,6 +55,7 @@ class JobView:
         self._places = places
         self._shelf = ManifestShelf(context.blobs, spawn, arrived, context.clock.monotonic)
         self._newer: FIFOCache[JobId, None] = FIFOCache(NEWER_JOBS)
+        self._judged: dict[JobId, Judgement] = {}  # by the last look
 
     async def words(self, max_age_seconds: float) -> Words:
         """What the directory says of all jobs, whoever says it."""
@@ -112,11 +113,15 @@ class JobView:
         for (job, stage), held in claims.items():
             read.setdefault(job, {})[stage] = held
         found: dict[JobId, Belief] = {}
+        judged: dict[JobId, Judgement] = {}
         async for job, said in yielding(words.items(), JUDGED_AT_ONCE):
-            belief = judged(self._context, job, said, known.get(job), read.get(job, {}))
+            before = self._judged.get(job)
+            judged[job] = judgement(self._context, job, said, known.get(job), read.get(job, {}), before)
+            belief = judged[job].belief
             assert belief is not None, "somebody speaks of the job"
             found[job] = belief
             self._context.leases.observe(job, 0, belief.term)
+        self._judged = judged
         return found
 
     def open_jobs(self, beliefs: Mapping[JobId, Belief], known: Manifests) -> OpenJobs:

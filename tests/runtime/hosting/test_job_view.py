@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -11,9 +12,12 @@ from support.directory_records import digest
 from support.held_up import Calls
 from support.hosting import swarm
 
+from fusion.runtime.belief import reading
 from fusion.runtime.hosting import job_view
 from fusion.runtime.job.manifest import Manifest, ServeConfig
-from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.authority.belief import Belief, Sight, believe
+from fusion.swarm.directory.records import Digest, JobId, JobRecord
+from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
 
 
@@ -47,6 +51,34 @@ def test_others_run_while_what_is_said_of_many_jobs_is_judged(
             async with calls.beside_others():
                 await ours.hosting.beat()
 
-    monkeypatch.setattr(job_view, "judged", calls.counted(job_view.judged))
+    monkeypatch.setattr(job_view, "judgement", calls.counted(job_view.judgement))
     asyncio.run(main())
     assert 0 < calls.most <= 32
+
+
+def test_only_jobs_of_which_something_is_new_are_judged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[JobId] = []
+
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            view = (await made.join()).hosting._view
+            jobs = [JobId(digest(f"job {n}")) for n in range(5)]
+            for job in jobs:
+                await made.announce(job)
+            await view.beliefs(await view.words(0.0), {}, {})
+            assert {*judged} == {*jobs}
+            judged.clear()
+            await view.beliefs(await view.words(0.0), {}, {})
+            assert not judged
+            await made.announce(jobs[3], step=1)
+            found = await view.beliefs(await view.words(0.0), {}, {})
+            assert judged == [jobs[3]] and {*found} == {*jobs}
+
+    def noted(words: Sequence[JobRecord], sight: Sight, verify: Verify) -> Belief | None:
+        judged.append(words[0].job)
+        return believe(words, sight, verify)
+
+    monkeypatch.setattr(reading, "believe", noted)
+    asyncio.run(main())
