@@ -39,7 +39,7 @@ class HostingConfig:
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     nudge_seconds: float = 0.2  # from one look to the next, however many ask us to look
     cool_down_seconds: float = 5.0  # after a stage failed here, doubling, before this peer claims it again
-    seats: int = 64  # stages at once
+    seats: int = 32  # stages at once: each renews a claim at every heartbeat, which all who keep it check
     places: int = 512  # stages looked at in one heartbeat
     handover: HandoverConfig = HandoverConfig()  # noqa: RUF009 - frozen
 
