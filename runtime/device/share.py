@@ -2,7 +2,8 @@
 
 What is shared are the seconds that calls took (start-time fair queueing: Goyal, Vin and Cheng 1996). A call that runs for
 long rests between two of its operators, and each part counts as a call. Each author has a tag, which grows by the seconds of its calls, and the lowest goes first. It grows the faster the younger
-the author is here, up to AGE_SECONDS: who has just come has the less of a device that others keep busy, and a new id has least. An author that goes on
+the author is here, up to AGE_SECONDS, by the square of how much younger: who has just come has the less of a device that others keep
+busy, and a new id has least. An author that goes on
 with less than its share keeps what it saved, up to CREDIT_SECONDS: whoever computes now and then does not wait for whoever
 always does, but for the call that runs. Whoever comes anew, or after a rest, has saved nothing. Of one job calls run in the
 order in which they were made.
@@ -112,12 +113,12 @@ class _Line:
         self._keep(who, self.tag(who) + seconds / self.weight(who, at, at - seconds), at)
 
     def weight(self, who: Hashable, at: float, since: float) -> float:
-        """Its age, where that of the oldest one who is about, or has been `since`, is 1."""
+        """The square of its age, where that of the oldest one who is about, or has been `since`, is 1."""
         if self._came is None:
             return 1.0
         about = (who, *self._about(since))
         ages = {other: 1.0 + min(AGE_SECONDS, at - self._came[other]) for other in about}
-        return ages[who] / max(ages.values())
+        return (ages[who] / max(ages.values())) ** 2
 
     def others(self, who: Hashable, at: float) -> Iterator[float]:
         """The tags of all others that are about."""
