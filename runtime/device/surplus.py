@@ -7,7 +7,7 @@ returned is zeroed page by page when it is used again, so nothing is where stage
 
 from __future__ import annotations
 
-SPARE_BYTES = 64 << 20  # above what is set aside: Python's own needs change as well
+SPARE_BYTES = 16 << 20  # above what is set aside: Python's own needs change as well
 
 
 class Surplus:

@@ -14,6 +14,11 @@ def test_what_is_set_aside_is_kept_and_what_is_above_goes_back() -> None:
     assert surplus.is_due(741 * MIB + SPARE_BYTES, 240 * MIB), "and again, once it has grown back"
 
 
+def test_a_stage_takes_little_more_than_what_is_set_aside_for_it() -> None:
+    """Its values lie in holes that its next ones do not fit: it was let grow by 64 MiB beyond 240 (`attacks`: `long_calls`)."""
+    assert Surplus(500 * MIB).is_due((740 + 17) * MIB, 240 * MIB)
+
+
 def test_what_does_not_help_is_not_done_again_until_more_is_held() -> None:
     surplus = Surplus(500 * MIB)
     assert surplus.is_due(900 * MIB, 0)
