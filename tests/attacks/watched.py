@@ -38,7 +38,6 @@ from fusion.swarm.streams import frame_parser
 from fusion.swarm.streams.p2p import P2PTransport
 
 DEVICE_SECONDS = 0.015
-QUICK = ("reserve", "free")  # that compute nothing: memory set aside for a session, and given back
 TICK_SECONDS = 0.01
 LATE_SECONDS = 0.1
 OURS, CALLS = str(Path(__file__).parents[2]), 4  # the innermost of the calls that are in our code
@@ -126,13 +125,15 @@ def remember_the_budget() -> None:
 
 def slow_device() -> None:
     from fusion.runtime.job.worker import Worker
+    from fusion.runtime.serving.ring.stage_session import StageRunner
 
-    run = Worker.run
+    # They compute nothing: memory set aside for a session, and given back.
+    run, quick = Worker.run, (StageRunner.begin, StageRunner.free)
 
     async def run_slowly(self: Worker, function: Any, *args: Any, **kwargs: Any) -> Any:
         def slow(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            if getattr(function, "__name__", "") not in QUICK:
+            if getattr(function, "__func__", function) not in quick:
                 time.sleep(DEVICE_SECONDS)
             return result
 
