@@ -1,6 +1,7 @@
-"""What a peer that has no work costs: the share of one core that it and its p2pd take, in swarms of several sizes.
+"""What a peer that has no work costs: the share of one core that it and its p2pd take, in swarms of several sizes; and how
+long `fusion-peer status` takes there, one after another through the same peer.
 
-    python tests/bench/idle.py [--sizes 2,8,24] [--warm 90] [--seconds 60] [--json]
+    python tests/bench/idle.py [--sizes 2,8,24] [--warm 90] [--seconds 60] [--asks 12] [--json]
 
 Real processes on loopback, one swarm after the other. Counted is processor time, not the clock's: whoever else uses the
 machine disturbs it little. Before that links are probed for `--warm` seconds, which is over once they are known.
@@ -12,6 +13,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import time
 from dataclasses import asdict, dataclass
 
 import psutil
@@ -31,13 +33,14 @@ class Idle:
     p2pd_share: float
     least_share: float  # of the peer that takes least, with its p2pd
     most_share: float
+    status_seconds: tuple[float, ...]  # of one command after another, from its start to its end
 
     @property
     def share(self) -> float:
         return self.python_share + self.p2pd_share
 
 
-async def measure_idle(size: int, warm_seconds: float, seconds: float) -> Idle:
+async def measure_idle(size: int, warm_seconds: float, seconds: float, asks: int) -> Idle:
     async with open_fleet("fusion-bench-") as fleet:
         await _fill(fleet, size)
         say(f"{size} peers are up")
@@ -46,6 +49,7 @@ async def measure_idle(size: int, warm_seconds: float, seconds: float) -> Idle:
         before, began = _spent(fleet), loop.time()
         await asyncio.sleep(seconds)
         after, took = _spent(fleet), loop.time() - began
+        status_seconds = [await _ask(fleet, size) for _ in range(asks)]
     python, p2pd = (
         [(now[part] - then[part]) / took for then, now in zip(before, after, strict=True)] for part in (0, 1)
     )
@@ -56,7 +60,16 @@ async def measure_idle(size: int, warm_seconds: float, seconds: float) -> Idle:
         p2pd_share=statistics.mean(p2pd),
         least_share=min(both),
         most_share=max(both),
+        status_seconds=tuple(status_seconds),
     )
+
+
+async def _ask(fleet: Fleet, size: int) -> float:
+    began = time.perf_counter()
+    told = await fleet.run("status", "status", "--home", str(fleet.peers[-1].home))
+    took = time.perf_counter() - began
+    assert len(told[-1]["peers"]) == size, "status leaves a peer out"
+    return took
 
 
 async def _fill(fleet: Fleet, size: int) -> None:
@@ -86,20 +99,22 @@ def _seconds(process: psutil.Process) -> float:
 
 
 def table(found: list[Idle]) -> str:
-    """Percent of one core."""
-    rows = [("peers", "Python", "p2pd", "together", "least .. most")]
+    """Percent of one core, and seconds."""
+    rows = [("peers", "Python", "p2pd", "together", "least .. most", "status, p50 .. most")]
     for idle in found:
         parts = [idle.python_share, idle.p2pd_share, idle.share]
         spread = f"{100 * idle.least_share:.2f} .. {100 * idle.most_share:.2f}"
-        rows.append((str(idle.size), *(f"{100 * part:.2f} %" for part in parts), spread))
+        asked = idle.status_seconds
+        status = f"{statistics.median(asked):.2f} .. {max(asked):.2f}" if asked else "-"
+        rows.append((str(idle.size), *(f"{100 * part:.2f} %" for part in parts), spread, status))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
 
 
-async def main(sizes: list[int], warm_seconds: float, seconds: float) -> list[Idle]:
+async def main(sizes: list[int], warm_seconds: float, seconds: float, asks: int) -> list[Idle]:
     found = []
     for size in sizes:
-        found.append(await measure_idle(size, warm_seconds, seconds))
+        found.append(await measure_idle(size, warm_seconds, seconds, asks))
         say(f"{size} peers: {100 * found[-1].share:.2f} % of a core each")
     return found
 
@@ -109,8 +124,9 @@ if __name__ == "__main__":
     parser.add_argument("--sizes", default="2,8,24", help="a comma between sizes of swarms")
     parser.add_argument("--warm", type=float, default=90.0, help="seconds before the measurement")
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds of it")
+    parser.add_argument("--asks", type=int, default=12, help="status commands in each")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")]
-    found = asyncio.run(main(sizes, options.warm, options.seconds))
+    found = asyncio.run(main(sizes, options.warm, options.seconds, options.asks))
     print(json.dumps([asdict(idle) for idle in found]) if options.json else table(found))
