@@ -92,19 +92,14 @@ class Gateways:
         session = self._sessions.named(frame.header)
         if session is None:
             return  # closed while the frame was under way
-        awaited = self._plan.first and session.feed is None and session.prompt is None
-        if session.gateway is not stream or not awaited:
-            raise JobError("prompt: one for each session, to the first stage, from the gateway that opens it")
+        if session.gateway is not stream or not self._plan.first:
+            raise JobError("prompt: to the first stage, from the gateway that opens the session")
         if session.ready:
             self._begin(session, frame)
         else:
-            session.prompt = frame
+            self._sessions.wait(session.id, session.gateway_peer, frame, self._begin_early)
 
-    def opened(self, session: StageSession) -> None:
-        """It is ready: its prompt may have come before."""
-        if session.prompt is None:
-            return
-        frame, session.prompt = session.prompt, None
+    def _begin_early(self, session: StageSession, frame: Frame) -> None:
         try:
             self._begin(session, frame)
         except JobError as error:
@@ -112,6 +107,8 @@ class Gateways:
 
     def _begin(self, session: StageSession, frame: Frame) -> None:
         """JobError where the prompt is not what was announced."""
+        if session.feed is not None:
+            raise JobError("prompt: one for each session")
         serve = self._position.serve
         source, payload = self._source(session, frame.payload)
         tokens = unpack_tokens(payload)

@@ -7,20 +7,23 @@ it moves here at once. Any gateway may open BURST without having run one, and a 
 ALL_BURST, of which the last half is for gateways that have hardly asked of late: ids are free, so that a bound for each
 of them would be none.
 
-A prompt need not wait until every stage has answered: its first chunks may then be here before the session is open, or even
-before its gateway's word to open it is.
+A prompt need not wait until every stage has answered: it, or its first chunks, may then be here before the session is open, or even
+before its gateway's word to open it is. Anybody may send such chunks, so what waits is bounded: in bytes of memory, headers and
+sessions counted, and whoever has most there loses its own first.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+import msgpack
 from cachetools import LRUCache
 
 from fusion.runtime.serving.ring.session import SessionId
-from fusion.swarm.transport import PeerId
+from fusion.swarm.transport import Frame, PeerId
 
 EARNED, MOST_EARNED = 4, 1024
 BURST, PER_SECOND = 64.0, 4.0
@@ -28,8 +31,9 @@ FIRST = 8.0  # of these: a gateway that has not asked lately is let in ahead of 
 ALL_BURST, ALL_PER_SECOND = 256.0, 16.0
 REMEMBERED_GATEWAYS = 4096
 EARLY_BYTES = 16 << 20  # that may wait for sessions which are not open
-EARLY_SECONDS = 5.0  # for which they may
-EARLY_FRAME_BYTES = 1024  # that each takes beside its payload
+EARLY_SESSION_BYTES = 64 << 10  # that each of these counts for beside: so there are at most 256
+EARLY_HEADER_TIMES = 64  # bytes of memory that a byte of a header may become
+EARLY_SECONDS = 5.0  # for which frames may wait
 REMEMBERED_SESSIONS = 4096  # of which nothing waits any more
 LONGEST_NAME = 64  # characters of a session's
 
@@ -84,36 +88,45 @@ class Openings:
         return account
 
 
+def kept(frame: Frame) -> tuple[Frame, int]:
+    """The frame with a payload of its own, which keeps no larger one that it came in, and the bytes of memory that it takes."""
+    size_bytes = len(frame.payload) + EARLY_HEADER_TIMES * len(msgpack.packb(dict(frame.header)))
+    return replace(frame, payload=memoryview(bytearray(frame.payload))), size_bytes
+
+
 @dataclass
 class _Waiting(Generic[Early]):
     since: float
     found: list[Early] = field(default_factory=list)
-    size_bytes: int = 0
+    size_bytes: Counter[PeerId] = field(default_factory=Counter)  # by who sent it
 
 
-class EarlyChunks(Generic[Early]):
-    """What has come for sessions that are not open yet, each with the size of its payload in bytes. Of a session that has had to wait too long,
-    or of which too much waits, all of it is given up, and what comes later: an answer must not go on without a part."""
+class EarlyFrames(Generic[Early]):
+    """What has come for sessions that are not open yet. Of a session that has had to wait too long, or of which too much waits, all of it
+    is given up, and what comes later: an answer must not go on without a part. Where there is too much in all, whoever sent
+    most of it loses the largest of its own."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._waiting: dict[SessionId, _Waiting[Early]] = {}
-        self._size_bytes = 0
-        self._over: LRUCache[SessionId, bool] = LRUCache(
-            REMEMBERED_SESSIONS
-        )  # whether something was given up
+        self._size_bytes: Counter[PeerId] = Counter()
+        # Of those that have ended or were given up: whether something was given up.
+        self._over: LRUCache[SessionId, bool] = LRUCache(REMEMBERED_SESSIONS)
 
-    def add(self, session: SessionId, early: Early, size_bytes: int) -> bool:
+    def add(self, session: SessionId, sender: PeerId, early: Early, size_bytes: int) -> bool:
         """Whether it waits now."""
         if session in self._over or len(session) > LONGEST_NAME:
             return False
-        size_bytes += EARLY_FRAME_BYTES
-        waiting = self._waiting.setdefault(session, _Waiting(self._clock()))
+        if session not in self._waiting:
+            self._waiting[session] = _Waiting(self._clock())
+            size_bytes += EARLY_SESSION_BYTES
+        waiting = self._waiting[session]
         waiting.found.append(early)
-        waiting.size_bytes += size_bytes
-        self._size_bytes += size_bytes
-        while self._size_bytes > EARLY_BYTES:
-            self._give_up(max(self._waiting, key=lambda each: self._waiting[each].size_bytes))
+        waiting.size_bytes[sender] += size_bytes
+        self._size_bytes[sender] += size_bytes
+        while self._size_bytes.total() > EARLY_BYTES:
+            [(most, _)] = self._size_bytes.most_common(1)
+            self._give_up(max(self._waiting, key=lambda each: self._waiting[each].size_bytes[most]))
         return session in self._waiting
 
     def take(self, session: SessionId) -> list[Early]:
@@ -121,7 +134,7 @@ class EarlyChunks(Generic[Early]):
         waiting = self._waiting.pop(session, None)
         if waiting is None:
             return []
-        self._size_bytes -= waiting.size_bytes
+        self._size_bytes -= waiting.size_bytes  # senders of which nothing is left are forgotten
         return waiting.found
 
     def gave_up(self, session: SessionId) -> bool:
@@ -136,7 +149,7 @@ class EarlyChunks(Generic[Early]):
     def expire(self) -> None:
         """Give up what has waited for too long."""
         now = self._clock()
-        for session in [each for each, kept in self._waiting.items() if now - kept.since > EARLY_SECONDS]:
+        for session in [each for each, found in self._waiting.items() if now - found.since > EARLY_SECONDS]:
             self._give_up(session)
 
     def _give_up(self, session: SessionId) -> None:

@@ -26,7 +26,7 @@ from fusion.runtime.serving.ring.frames import Parcel, RingPlan
 from fusion.runtime.serving.ring.gateways import Gateways
 from fusion.runtime.serving.ring.links import GATEWAY, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.schedule import Work
-from fusion.runtime.serving.ring.session import Chunk, guessed_tokens
+from fusion.runtime.serving.ring.session import Chunk, SessionId, guessed_tokens
 from fusion.runtime.serving.ring.stage_session import Outcome, StageRunner, StageSession, Token
 from fusion.runtime.serving.ring.stage_sessions import StageSessions
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
@@ -60,7 +60,7 @@ class RingStage:
         self._plan = plan
         self._position = position
         self._sessions = StageSessions(
-            transport, worker, self._runner, plan, position, clock, chain, constrain, self._opened
+            transport, worker, self._runner, plan, position, clock, chain, constrain
         )
         self._schedule = self._sessions.schedule
         self._drafting = Drafting(worker, runner, self._schedule, clock)
@@ -167,29 +167,30 @@ class RingStage:
         while not self._schedule.has_room:
             self._room.clear()
             await self._room.wait()
-        session, size_bytes = self._sessions.named(frame.header), len(frame.payload)
+        session = self._sessions.named(frame.header)
         if session is not None and session.ready:
-            self._put_in(session, sender, remote, frame)
+            self._put_in(sender, remote, session, frame)
             return
-        waits = self._sessions.early.add(frame.header["session"], (sender, remote, frame), size_bytes)
-        # One that is not known was most often closed while the frame was under way.
-        if session is not None and not waits:
-            self._sessions.gave_up(session)
+        if session is not None:
+            self._check_feeds(session, sender, remote)
+        name = SessionId(frame.header["session"])
+        self._sessions.wait(name, remote, frame, partial(self._put_in_early, sender, remote))
 
-    def _opened(self, session: StageSession) -> None:
-        """What came for it before it was open, in its order."""
-        self._gateways.opened(session)
-        for early in self._sessions.early.take(session.id):
-            try:
-                self._put_in(session, *early)
-            except (SwarmError, ValueError) as error:
-                self._sessions.broke(session, error)
+    def _put_in_early(self, sender: int, remote: PeerId, session: StageSession, frame: Frame) -> None:
+        try:
+            self._put_in(sender, remote, session, frame)
+        except (SwarmError, ValueError) as error:
+            self._sessions.broke(session, error)
 
-    def _put_in(self, session: StageSession, sender: int, remote: PeerId, frame: Frame) -> None:
-        """A chunk of a session that is open. Raises FrameError, JobError, StaleTerm."""
-        opening = session.opening
-        if not self._plan.incoming_by(sender) or opening.route[sender].peer != remote:
+    def _check_feeds(self, session: StageSession, sender: int, remote: PeerId) -> None:
+        """StaleTerm where that peer does not feed us in the session."""
+        if not self._plan.incoming_by(sender) or session.opening.route[sender].peer != remote:
             raise self._not_fed_by(sender)
+
+    def _put_in(self, sender: int, remote: PeerId, session: StageSession, frame: Frame) -> None:
+        """A chunk of a session that is open. Raises FrameError, JobError, StaleTerm."""
+        self._check_feeds(session, sender, remote)
+        opening = session.opening
         chunk = Chunk.from_header(
             frame.header, opening.capacity, self._position.serve.vocabulary, opening.source
         )

@@ -40,8 +40,7 @@ class StageSession:
     hops: list[tuple[Parcel, QueuedStream]] = field(default_factory=list)
     source_hops: list[tuple[Parcel, QueuedStream]] = field(default_factory=list)  # for the source
     back: QueuedStream | None = None  # from the last stage to the first
-    prompt: Frame | None = None  # at the first stage, where it came before the session was ready
-    feed: Feed | None = None  # there
+    feed: Feed | None = None  # at the first stage
     source: memoryview | None = None  # there, until it has been fed
     drafter: ModelDrafter | None = None  # there, where there is a draft model
     counts: TokenCounts | None = None  # at the last stage, where there are penalties

@@ -21,7 +21,7 @@ from fusion.runtime.serving.ring.constraint import (
 )
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition, ShownGrants, no_grants
-from fusion.runtime.serving.ring.openings import EarlyChunks, Openings
+from fusion.runtime.serving.ring.openings import EarlyFrames, Openings, kept
 from fusion.runtime.serving.ring.schedule import Schedule
 from fusion.runtime.serving.ring.session import FailedReason, Opening, SessionId
 from fusion.runtime.serving.ring.stage_memory import StageMemory
@@ -60,10 +60,7 @@ class StageSessions:
         clock: Callable[[], float],
         chain: ShownGrants = no_grants,
         constrain: Constrain = unconstrained,
-        opened: Callable[[StageSession], None] = lambda session: None,
     ) -> None:
-        """`opened` is called with a session that is open now, before its gateway is told."""
-        self._opened = opened
         self._constrain = constrain
         self._suppressed = suppressed_by(position.serve) if plan.last else None
         self.terms = {position.term}
@@ -75,9 +72,8 @@ class StageSessions:
         self._clock = clock
         self._shares: Shares[StageSession] = Shares(clock)  # in positions of the sequence
         self._openings = Openings(clock)
-        self.early: EarlyChunks[tuple[int, PeerId, Frame]] = EarlyChunks(
-            clock
-        )  # each: which stage, who, what
+        # What to do with each once its session is open.
+        self._early: EarlyFrames[Callable[[StageSession], None]] = EarlyFrames(clock)
         self.memory = StageMemory(worker, runner, self.schedule.sessions.values, clock)
         self._plan = plan
         self._position = position
@@ -156,7 +152,7 @@ class StageSessions:
         said = SaidAtOpening()
         if self._plan.last:
             said = SaidAtOpening.of(opening, payload, serve.vocabulary)
-        if self.early.gave_up(opening.session):
+        if self._early.gave_up(opening.session):
             self.tell(gateway, opening.session, f"{self.here}: {TOO_EARLY}", "broken")
             return
         session = StageSession(opening, gateway, heard_at=self._clock(), counts=said.counts)
@@ -208,11 +204,12 @@ class StageSessions:
         if self._plan.encode is not None:
             session.source_hops = [(p, links[p.consumer]) for p in self._plan.encode.outgoing]
         session.back = links.get(0)
-        if self.early.gave_up(session.id):
-            self.gave_up(session)
+        if self._early.gave_up(session.id):
+            self._gave_up(session)
             return
         session.ready = True
-        self._opened(session)
+        for early in self._early.take(session.id):
+            early(session)
         if session.closed:
             return
         known = [*opening.newer, *(["guesses"] if self._guesses else []), "early"]
@@ -261,7 +258,7 @@ class StageSessions:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._clock()
             self.memory.expire()
-            self.early.expire()
+            self._early.expire()
             for session in self:
                 awaited = self._plan.first and session.feed is None
                 if now - session.heard_at > (PROMPT_SECONDS if awaited else QUIET_SECONDS):
@@ -291,7 +288,18 @@ class StageSessions:
         reason: FailedReason = "full" if isinstance(error, MemoryError) else "broken"
         self.fail(session, f"{self.here}: {error_line(error)}", reason)
 
-    def gave_up(self, session: StageSession) -> None:
+    def wait(
+        self, name: SessionId, sender: PeerId, frame: Frame, ready: Callable[[StageSession, Frame], None]
+    ) -> None:
+        """`ready` is called with the frame once the session is open. One that is not known was most often closed while the frame was
+        under way."""
+        frame, size_bytes = kept(frame)
+        waits = self._early.add(name, sender, lambda session: ready(session, frame), size_bytes)
+        session = self.schedule.sessions.get(name)
+        if session is not None and not waits:
+            self._gave_up(session)
+
+    def _gave_up(self, session: StageSession) -> None:
         """On what came for it before it was open."""
         self.fail(session, f"{self.here}: {TOO_EARLY}", "broken")
 
@@ -322,7 +330,7 @@ class StageSessions:
         session.closed = True
         if session.constraint is not None:
             session.constraint.close()
-        self.early.end(session.id)
+        self._early.end(session.id)
         self.schedule.remove(session)
         self._shares.release(session, completed=completed and session.ran > 0)
         if not self.schedule.sessions:

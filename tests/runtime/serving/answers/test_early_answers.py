@@ -15,6 +15,7 @@ from fusion.runtime.serving.requests.client import complete
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.runtime.serving.ring.openings import EARLY_BYTES
 from fusion.runtime.serving.ring.stage import RingStage
+from fusion.swarm.transport import PeerId
 
 PATIENT = FailoverConfig(recover_seconds=20)
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
@@ -80,10 +81,10 @@ def test_an_answer_whose_chunks_came_too_early_is_given_all_the_same(
 
             async def slowly(session: Any) -> None:
                 if not early.is_set():
-                    while not sessions.early._waiting:
+                    while not sessions._early._waiting:
                         await asyncio.sleep(0.001)
                     early.set()
-                    sessions.early.add(session.id, (0, "", None), EARLY_BYTES)  # type: ignore[arg-type]
+                    sessions._early.add(session.id, PeerId("another"), lambda session: None, EARLY_BYTES)
                 await reserve(session)
 
             monkeypatch.setattr(sessions, "_reserve", slowly)

@@ -11,15 +11,17 @@ from support.toy_ring import SHAPES, Ring, reference, ring_of
 from fusion.runtime.serving.requests.request import pack_tokens
 from fusion.runtime.serving.ring.openings import (
     EARLY_BYTES,
-    EARLY_FRAME_BYTES,
     EARLY_SECONDS,
+    EARLY_SESSION_BYTES,
     REMEMBERED_SESSIONS,
-    EarlyChunks,
+    EarlyFrames,
+    kept,
 )
 from fusion.runtime.serving.ring.session import Opening, SessionId
-from fusion.swarm.transport import Stream
+from fusion.swarm.transport import Frame, PeerId, Stream
 
 A, B = SessionId("a"), SessionId("b")
+P, Q = PeerId("p"), PeerId("q")
 LONG = list(range(17))
 
 
@@ -32,8 +34,8 @@ class Clock:
 
 
 def test_what_is_early_waits_in_order_and_goes_once() -> None:
-    early: EarlyChunks[str] = EarlyChunks(Clock())
-    assert early.add(A, "one", 3) and early.add(B, "other", 3) and early.add(A, "two", 3)
+    early: EarlyFrames[str] = EarlyFrames(Clock())
+    assert early.add(A, P, "one", 3) and early.add(B, P, "other", 3) and early.add(A, Q, "two", 3)
     assert early.take(A) == ["one", "two"]
     assert early.take(A) == [] and not early.gave_up(A)
     assert early.take(B) == ["other"]
@@ -41,37 +43,58 @@ def test_what_is_early_waits_in_order_and_goes_once() -> None:
 
 def test_what_is_early_for_too_long_is_given_up_with_all_that_follows() -> None:
     clock = Clock()
-    early: EarlyChunks[str] = EarlyChunks(clock)
-    early.add(A, "one", 3)
+    early: EarlyFrames[str] = EarlyFrames(clock)
+    early.add(A, P, "one", 3)
     clock.now += EARLY_SECONDS
     early.expire()
-    assert early.add(A, "two", 3) and not early.gave_up(A)
+    assert early.add(A, P, "two", 3) and not early.gave_up(A)
     clock.now += 1.0
     early.expire()
-    assert early.gave_up(A) and not early.add(A, "three", 3)
+    assert early.gave_up(A) and not early.add(A, P, "three", 3)
     assert early.take(A) == []
 
 
 def test_of_too_much_the_most_is_given_up() -> None:
-    early: EarlyChunks[str] = EarlyChunks(Clock())
-    assert early.add(A, "large", EARLY_BYTES - 2 * EARLY_FRAME_BYTES - 5)
-    assert early.add(B, "small", 5)
-    assert early.add(B, "one more", 1)
+    early: EarlyFrames[str] = EarlyFrames(Clock())
+    assert early.add(A, P, "large", EARLY_BYTES - 2 * EARLY_SESSION_BYTES - 5)
+    assert early.add(B, P, "small", 5)
+    assert early.add(B, P, "one more", 1)
     assert early.gave_up(A) and not early.gave_up(B)
-    assert not early.add(A, "behind", 1)
+    assert not early.add(A, P, "behind", 1)
     assert early.take(B) == ["small", "one more"]
-    assert not early.add(B, "whole", EARLY_BYTES) and early.gave_up(B)
-    assert not early.add(SessionId("c" * 65), "no session has such a name", 1)
+    assert not early.add(B, P, "whole", EARLY_BYTES) and early.gave_up(B)
+    assert not early.add(SessionId("c" * 65), P, "no session has such a name", 1)
+
+
+def test_whoever_sends_most_pushes_out_nothing_of_others() -> None:
+    early: EarlyFrames[str] = EarlyFrames(Clock())
+    assert early.add(A, P, "one large", EARLY_BYTES // 4)
+    for number in range(4 * EARLY_BYTES // EARLY_SESSION_BYTES):
+        early.add(SessionId(f"small {number}"), Q, "nobody opens it", 1)
+    assert early.take(A) == ["one large"] and not early.gave_up(A)
+    assert len(early._waiting) < EARLY_BYTES // EARLY_SESSION_BYTES
+    for session in list(early._waiting):
+        early.end(session)
+    assert not early._size_bytes, "nobody is remembered of whom nothing waits"
+
+
+def test_what_waits_keeps_nothing_that_is_not_counted() -> None:
+    large = memoryview(bytes(1 << 20))
+    frame, size_bytes = kept(Frame("chunk", {"session": "a"}, large[:5]))
+    assert len(frame.payload) == 5 and frame.payload.nbytes == len(frame.payload.obj)
+    assert 5 < size_bytes < 2048
+    _, of_junk = kept(Frame("chunk", {"session": "a", "junk": [[]] * 10_000}, large[:5]))
+    assert of_junk > 64 * 10_000
 
 
 def test_what_comes_for_a_session_that_has_ended_is_not_kept() -> None:
-    early: EarlyChunks[str] = EarlyChunks(Clock())
-    early.add(A, "one", 3)
+    early: EarlyFrames[str] = EarlyFrames(Clock())
+    early.add(A, P, "one", 3)
     early.end(A)
-    assert not early.add(A, "two", 3) and not early.gave_up(A)
+    assert not early.add(A, P, "two", 3) and not early.gave_up(A)
     for number in range(2 * REMEMBERED_SESSIONS):
         early.end(SessionId(str(number)))
-    assert early.add(A, "forgotten by now", 3), "ids are remembered for a while only"
+    assert early.add(A, P, "forgotten by now", 3), "ids are remembered for a while only"
 
 
 async def say_open(streams: list[Stream], opening: Opening, *stages: int) -> None:
@@ -94,7 +117,7 @@ async def answer(stream: Stream) -> list[int]:
 
 async def until(ring: Ring, stage: int) -> None:
     """The stage has been sent a chunk of a session that it does not know."""
-    while not ring.rings[stage]._sessions.early._waiting:
+    while not ring.rings[stage]._sessions._early._waiting:
         await asyncio.sleep(0.001)
 
 
@@ -146,7 +169,7 @@ def test_a_session_of_which_a_part_was_given_up_is_refused_at_once() -> None:
             await ring.prompt(streams, opening, LONG)
             await until(ring, 1)
             clock.now += EARLY_SECONDS + 1
-            ring.rings[1]._sessions.early.expire()
+            ring.rings[1]._sessions._early.expire()
             await say_open(streams, opening, 1)
             frame = await streams[1].receive()
             assert (frame.kind, frame.header["reason"], frame.header["stage"]) == ("failed", "broken", 1)
