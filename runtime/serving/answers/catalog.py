@@ -45,9 +45,8 @@ MAX_NAMES = 1024  # by which models were asked for
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
 AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that died has run out
 SEEN_TIMES = 3.0  # as long as a look is believed, it is gone by while the next one is under way; no longer than a claim counts
-LINKED_SECONDS = (
-    60.0  # as long as nobody looks at an idle link, a session begins by what was said of links before
-)
+# As long as nobody looks at an idle link, a session begins by what was said of links before.
+LINKED_SECONDS = 60.0
 NAMED_SECONDS = 15.0  # for which a name means the same model without another look
 LIVE = frozenset({"launching", "running"})
 
@@ -124,10 +123,12 @@ class Catalog:
         age = self._clock() - looked
         if before is not None and age < NAMED_SECONDS:
             return before
+        if before is None:  # strangers may ask for any name: nobody looks for it when they are gone
+            return await self._find_anew(name, None)
         if (finding := self._finding.get(name)) is None:
             finding = self._finding[name] = asyncio.create_task(self._find_anew(name, before))
             finding.add_done_callback(partial(self._found, name))
-        if before is not None and age < SEEN_TIMES * NAMED_SECONDS:
+        if age < SEEN_TIMES * NAMED_SECONDS:
             return before
         return await asyncio.shield(finding)
 
