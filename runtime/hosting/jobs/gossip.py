@@ -62,9 +62,8 @@ class JobGossip:
         self._board = board
         self._snapshotted = snapshotted
         self._files = files
-        self._stated: FIFOCache[JobId, tuple[Statement, bytes]] = FIFOCache(
-            SAID_JOBS
-        )  # by us, the last of each
+        # By us, the last of each.
+        self._stated: FIFOCache[JobId, tuple[Statement, bytes]] = FIFOCache(SAID_JOBS)
         self._said: FIFOCache[JobId, tuple[JobRecord, float]] = FIFOCache(SAID_JOBS)  # as signed, and when
 
     async def start(self) -> None:
@@ -136,8 +135,8 @@ class JobGossip:
     async def publish(self) -> None:
         """Say how the jobs stand that we speak for, where that was not said lately."""
         self._update()
-        records = [*self._board.led, *self._repeated()]
-        await asyncio.gather(self._say(*filter(self._is_due, records)), self._keep())
+        signed = map(self._signed, [*self._board.led, *self._repeated()])
+        await asyncio.gather(*map(self._publish, filter(self._is_due, signed)), self._keep())
 
     async def last_word(self) -> None:
         """We leave: say what we know of every job, so that whoever leads next knows it too. Before our claims are
@@ -171,13 +170,12 @@ class JobGossip:
             await self._files.keep(map(self._newest, self._board.to_keep()), self._board.gone)
 
     async def _say(self, *records: JobRecord) -> None:
-        await asyncio.gather(*map(self._publish, records))
+        await asyncio.gather(*map(self._publish, map(self._signed, records)))
 
-    def _is_due(self, record: JobRecord) -> bool:
+    def _is_due(self, signed: JobRecord) -> bool:
         """Whether what we say of the job has changed, or was said too long ago."""
-        said, at = self._said.get(record.job, (None, 0.0))
-        late = self._context.clock.monotonic() - at >= RENEWED_SECONDS
-        return late or said != self._signed(record)
+        said, at = self._said.get(signed.job, (None, 0.0))
+        return said != signed or self._context.clock.monotonic() - at >= RENEWED_SECONDS
 
     def _signed(self, record: JobRecord) -> JobRecord:
         """With our own statement, where we lead the job or know of its end: others may repeat it when we are gone. Of a
@@ -201,14 +199,14 @@ class JobGossip:
             known = self._stated[record.job] = now, seal_statement(now, self._context.directory.sign)
         return known[1]
 
-    async def _publish(self, record: JobRecord) -> None:
-        signed, now = self._signed(record), self._context.clock.monotonic()
+    async def _publish(self, signed: JobRecord) -> None:
+        now = self._context.clock.monotonic()
         try:
             await self._context.directory.publish(signed, ttl_seconds=JOB_TTL_SECONDS)
         except SwarmError as error:
-            log.warning("job %s (%s): not published: %s", record.name, record.job[:12], error)
+            log.warning("job %s (%s): not published: %s", signed.name, signed.job[:12], error)
         else:
-            self._said[record.job] = signed, now
+            self._said[signed.job] = signed, now
 
     # --- what single peers get to hear
 
