@@ -32,10 +32,8 @@ from fusion.dag.placement.speeds import (
 )
 
 X = Ref("x")  # what a probe reads that gets no gradient
-SMALL, LARGE = (
-    1,
-    4,
-)  # times the width of everything: for a CPU, and for a GPU, which a small product does not fill
+# Times the width of everything: for a CPU, and for a GPU, which a small product does not fill.
+SMALL, LARGE = 1, 4
 # One thread of a server's CPU, between an EPYC of 2023 and a Xeon with AVX-512, with PyTorch and caches that other work has filled.
 TYPICAL = Speeds(
     product_flop=1.1e-11, attention_flop=1.8e-11, convolution_flop=2.2e-11, streamed_byte=1.8e-10, touched_byte=2e-10,

@@ -30,7 +30,7 @@ _LONGEST_SOCKET_NAME = len("/d.sock")
 _STALE_SECONDS = 60.0
 _STILL_STARTING_SECONDS = 10.0
 _STOP_SECONDS = 3.0
-MOST_CORES = 4  # that p2pd uses; seen to carry 180 MB/s each way on one
+MOST_CORES = 4  # that p2pd uses
 
 
 class Daemon:

@@ -127,9 +127,8 @@ class GatewaySessions:
         self._sessions: dict[SessionId, GatewaySession] = {}
         self._prefix_key = secrets.token_bytes(32)
         self._knows: WeakKeyDictionary[QueuedStream, frozenset[str]] = WeakKeyDictionary()
-        self._beginnings: LRUCache[bytes, None] = LRUCache(
-            REMEMBERED_BEGINNINGS
-        )  # by the hash of the first block
+        # By the hash of the first block.
+        self._beginnings: LRUCache[bytes, None] = LRUCache(REMEMBERED_BEGINNINGS)
 
     async def aclose(self) -> None:
         await self._links.aclose()
