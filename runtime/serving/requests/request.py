@@ -337,10 +337,15 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocabulary: int, max_se
     for token in prompt:
         if not 0 <= token < vocabulary:
             raise JobError(f"prompt_ids: this model's tokens are 0 to {vocabulary - 1}, not {token}")
+    if len(prompt) >= max_sequence:
+        raise JobError(
+            f"prompt: the model takes {max_sequence} positions and the prompt has {len(prompt)}, so no token can follow: "
+            f"shorten it, or begin a new conversation"
+        )
     if len(prompt) + max_tokens > max_sequence:
         raise JobError(
             f"max_tokens: the model takes {max_sequence} positions; the prompt has {len(prompt)}, "
-            f"so at most {max(0, max_sequence - len(prompt))} tokens can follow, not {max_tokens}"
+            f"so at most {max_sequence - len(prompt)} tokens can follow, not {max_tokens}"
         )
 
 
