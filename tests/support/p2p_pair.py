@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PTransport
 from fusion.swarm.streams.p2p_config import P2PConfig
-from fusion.swarm.transport import Handler
+from fusion.swarm.transport import Handler, Stream
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
@@ -29,3 +32,34 @@ async def two(
         await other.serve(protocol, handler)
         assert await one.connect(other.addresses[0]) == other.peer_id
         yield one, other
+
+
+@dataclass
+class Ends:
+    """Two peers and the loop that they live in, for the tests of a module: a p2pd takes most of a second of a core to start."""
+
+    runner: asyncio.Runner
+    one: P2PTransport
+    other: P2PTransport
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def over(self, handler: Handler, work: Callable[[Stream], Awaitable[None]], count: int = 4) -> None:
+        """`work` on a stream of so many lanes to a peer that handles it with `handler`."""
+
+        async def main(protocol: str) -> None:
+            stream = await self.one.open(self.other.peer_id, protocol, stripes=count)
+            assert stream.protocol == protocol
+            await work(stream)
+
+        self.with_handler(handler, main)
+
+    def with_handler(self, handler: Handler, main: Callable[[str], Awaitable[None]]) -> None:
+        """`main`, given the protocol that the other end handles with `handler`."""
+
+        async def run() -> None:
+            async with asyncio.timeout(60):
+                protocol = f"/fusion/test/{next(self.numbers)}"
+                await self.other.serve(protocol, handler)
+                await main(protocol)
+
+        self.runner.run(run())

@@ -13,7 +13,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 from hivemind.proto import p2pd_pb2
 from hypothesis import given
 from hypothesis import strategies as st
-from support.p2p_pair import LOOPBACK, two
+from support.p2p_pair import LOOPBACK, Ends, two
 
 from fusion.swarm.errors import (
     FrameError,
@@ -132,73 +132,73 @@ def test_what_cannot_be_reached(place: Path) -> None:
     uvloop.run(main())
 
 
-def test_a_stream_to_ourselves_stays_here(place: Path) -> None:
-    async def main() -> None:
-        async with two(place, ECHO, echo) as (_, other):
-            assert await other.connect(other.addresses[0]) == other.peer_id
-            reply = await call(other, other.peer_id, ECHO, "echo", {"a": 1}, (b"xyz",))
-            assert (reply.header, bytes(reply.payload)) == ({"a": 1}, b"xyz")
+def test_a_stream_to_ourselves_stays_here(ends: Ends) -> None:
+    async def main(protocol: str) -> None:
+        other = ends.other
+        assert await other.connect(other.addresses[0]) == other.peer_id
+        reply = await call(other, other.peer_id, protocol, "echo", {"a": 1}, (b"xyz",))
+        assert (reply.header, bytes(reply.payload)) == ({"a": 1}, b"xyz")
 
-    uvloop.run(main())
+    ends.with_handler(echo, main)
 
 
-def test_a_clean_end_and_a_broken_one_differ(place: Path) -> None:
-    async def main() -> None:
-        async with two(place, ECHO, echo) as (one, other):
-            ends: asyncio.Queue[tuple[type, int]] = asyncio.Queue()
+def test_a_clean_end_and_a_broken_one_differ(ends: Ends) -> None:
+    async def main(protocol: str) -> None:
+        one, other = ends.one, ends.other
+        told: asyncio.Queue[tuple[type, int]] = asyncio.Queue()
 
-            async def drain(stream: Stream) -> None:
-                size = 0
-                stream.allow(1_000_000)
-                try:
-                    await stream.send("ready")
-                    while True:
-                        size += len((await stream.receive()).payload)
-                except TransportError as error:
-                    ends.put_nowait((type(error), size))
+        async def drain(stream: Stream) -> None:
+            size = 0
+            stream.allow(1_000_000)
+            try:
+                await stream.send("ready")
+                while True:
+                    size += len((await stream.receive()).payload)
+            except TransportError as error:
+                told.put_nowait((type(error), size))
 
-            async def gift(stream: Stream) -> None:
-                for _ in range(5):
-                    await stream.send("gift", {}, (bytes(1_000_000),))
-
-            await other.serve("/fusion/drain/1", drain)
-            await other.serve("/fusion/gift/1", gift)
-            stream = await one.open(other.peer_id, "/fusion/drain/1")
+        async def gift(stream: Stream) -> None:
             for _ in range(5):
-                await stream.send("k", {}, (bytes(1_000_000),))
+                await stream.send("gift", {}, (bytes(1_000_000),))
+
+        await other.serve("/fusion/drain/1", drain)
+        await other.serve("/fusion/gift/1", gift)
+        stream = await one.open(other.peer_id, "/fusion/drain/1")
+        for _ in range(5):
+            await stream.send("k", {}, (bytes(1_000_000),))
+        await stream.aclose()
+        assert await told.get() == (StreamClosed, 5_000_000)
+        stream = await one.open(other.peer_id, "/fusion/drain/1")
+        assert (
+            await stream.receive()
+        ).kind == "ready"  # or the stream might be dropped before it is accepted
+        await stream.send("k")
+        stream.abort()
+        assert await told.get() == (StreamBroken, 0)
+        stream = await one.open(other.peer_id, "/fusion/gift/1")  # the handler returns: a clean end
+        assert sum([len((await stream.receive()).payload) for _ in range(5)]) == 5_000_000
+        with pytest.raises(StreamClosed):
+            await stream.receive()
+
+    ends.with_handler(echo, main)
+
+
+def test_what_was_sent_before_a_close_arrives(ends: Ends) -> None:
+    async def main(protocol: str) -> None:
+        one, other = ends.one, ends.other
+        got: list[int] = []
+
+        async def note(stream: Stream) -> None:
+            got.append((await stream.receive()).header["number"])
+
+        await other.serve("/fusion/note/1", note)
+        for number in range(50):
+            stream = await one.open(other.peer_id, "/fusion/note/1")
+            await stream.send("note", {"number": number})
             await stream.aclose()
-            assert await ends.get() == (StreamClosed, 5_000_000)
-            stream = await one.open(other.peer_id, "/fusion/drain/1")
-            assert (
-                await stream.receive()
-            ).kind == "ready"  # or the stream might be dropped before it is accepted
-            await stream.send("k")
-            stream.abort()
-            assert await ends.get() == (StreamBroken, 0)
-            stream = await one.open(other.peer_id, "/fusion/gift/1")  # the handler returns: a clean end
-            assert sum([len((await stream.receive()).payload) for _ in range(5)]) == 5_000_000
-            with pytest.raises(StreamClosed):
-                await stream.receive()
+            assert got[-1:] == [number]
 
-    uvloop.run(main())
-
-
-def test_what_was_sent_before_a_close_arrives(place: Path) -> None:
-    async def main() -> None:
-        async with two(place, ECHO, echo) as (one, other):
-            got: list[int] = []
-
-            async def note(stream: Stream) -> None:
-                got.append((await stream.receive()).header["number"])
-
-            await other.serve("/fusion/note/1", note)
-            for number in range(50):
-                stream = await one.open(other.peer_id, "/fusion/note/1")
-                await stream.send("note", {"number": number})
-                await stream.aclose()
-                assert got[-1:] == [number]
-
-    uvloop.run(main())
+    ends.with_handler(echo, main)
 
 
 def test_a_frame_over_the_caps_ends_the_stream(place: Path) -> None:
@@ -217,74 +217,74 @@ def test_a_frame_over_the_caps_ends_the_stream(place: Path) -> None:
     uvloop.run(main())
 
 
-def test_a_strangers_large_payload_is_not_even_read(place: Path) -> None:
-    async def main() -> None:
-        async with two(place, ECHO, echo) as (one, other):
-            ends: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+def test_a_strangers_large_payload_is_not_even_read(ends: Ends) -> None:
+    async def main(protocol: str) -> None:
+        one, other = ends.one, ends.other
+        told: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
 
-            async def careful(stream: Stream) -> None:
-                hello = await stream.receive()
-                if hello.kind == "friend":
-                    stream.allow(3_000_000)
-                try:
-                    ends.put_nowait(("", len((await stream.receive()).payload)))
-                except FrameError as error:
-                    ends.put_nowait((str(error), 0))
+        async def careful(stream: Stream) -> None:
+            hello = await stream.receive()
+            if hello.kind == "friend":
+                stream.allow(3_000_000)
+            try:
+                told.put_nowait(("", len((await stream.receive()).payload)))
+            except FrameError as error:
+                told.put_nowait((str(error), 0))
 
-            await other.serve("/fusion/careful/1", careful)
-            for kind in ("friend", "stranger"):
-                stream = await one.open(other.peer_id, "/fusion/careful/1")
-                await stream.send(kind)
-                sending = asyncio.create_task(stream.send("gift", {}, (bytes(3_000_000),)))
-                text, size = await ends.get()
-                if kind == "friend":
-                    assert size == 3_000_000
-                else:
-                    assert "a payload of 3000000 bytes; at most 65536 are allowed now" in text
-                    with pytest.raises((StreamBroken, StreamClosed)):
-                        await stream.receive()
-                await asyncio.wait([sending])
-                stream.abort()
-
-    uvloop.run(main())
-
-
-def test_a_sender_waits_for_a_reader_that_does_not_read(place: Path) -> None:
-    async def main() -> None:
-        async with two(place, ECHO, echo) as (one, other):
-            release = asyncio.Event()
-            taken = 0
-
-            async def idle(stream: Stream) -> None:
-                nonlocal taken
-                await release.wait()
-                stream.allow(1_000_000)
-                while True:
-                    taken += len((await stream.receive()).payload)
-
-            await other.serve("/fusion/idle/1", idle)
-            stream = await one.open(other.peer_id, "/fusion/idle/1")
-            sent = 0
-
-            async def flood() -> None:
-                nonlocal sent
-                while sent < 200_000_000:
-                    await stream.send("k", {}, (bytes(1_000_000),))
-                    sent += 1_000_000
-
-            flooding = asyncio.create_task(flood())
-            last = -1
-            while sent != last:
-                last = sent
-                await asyncio.sleep(0.2)
-            assert sent < 100_000_000  # windows and kernel buffers, not our memory
-            release.set()
-            while taken < sent or sent == last:
-                await asyncio.sleep(0.01)
-            flooding.cancel()
+        await other.serve("/fusion/careful/1", careful)
+        for kind in ("friend", "stranger"):
+            stream = await one.open(other.peer_id, "/fusion/careful/1")
+            await stream.send(kind)
+            sending = asyncio.create_task(stream.send("gift", {}, (bytes(3_000_000),)))
+            text, size = await told.get()
+            if kind == "friend":
+                assert size == 3_000_000
+            else:
+                assert "a payload of 3000000 bytes; at most 65536 are allowed now" in text
+                with pytest.raises((StreamBroken, StreamClosed)):
+                    await stream.receive()
+            await asyncio.wait([sending])
             stream.abort()
 
-    uvloop.run(main())
+    ends.with_handler(echo, main)
+
+
+def test_a_sender_waits_for_a_reader_that_does_not_read(ends: Ends) -> None:
+    async def main(protocol: str) -> None:
+        one, other = ends.one, ends.other
+        release = asyncio.Event()
+        taken = 0
+
+        async def idle(stream: Stream) -> None:
+            nonlocal taken
+            await release.wait()
+            stream.allow(1_000_000)
+            while True:
+                taken += len((await stream.receive()).payload)
+
+        await other.serve("/fusion/idle/1", idle)
+        stream = await one.open(other.peer_id, "/fusion/idle/1")
+        sent = 0
+
+        async def flood() -> None:
+            nonlocal sent
+            while sent < 200_000_000:
+                await stream.send("k", {}, (bytes(1_000_000),))
+                sent += 1_000_000
+
+        flooding = asyncio.create_task(flood())
+        last = -1
+        while sent != last:
+            last = sent
+            await asyncio.sleep(0.2)
+        assert sent < 100_000_000  # windows and kernel buffers, not our memory
+        release.set()
+        while taken < sent or sent == last:
+            await asyncio.sleep(0.01)
+        flooding.cancel()
+        stream.abort()
+
+    ends.with_handler(echo, main)
 
 
 # Starting.

@@ -7,13 +7,13 @@ import contextlib
 import os
 import random
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import uvloop
-from support.p2p_pair import two
+from support.p2p_pair import Ends, two
 
 from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed, UnknownProtocol
 from fusion.swarm.streams import striping
@@ -28,19 +28,10 @@ PROTOCOL = "/fusion/lanes-test/1"
 
 @asynccontextmanager
 async def pair(handler: Handler) -> AsyncIterator[tuple[P2PTransport, P2PTransport]]:
+    """Two of its own, for a test that ends one."""
     with tempfile.TemporaryDirectory(prefix="p2p-") as place:
-        async with two(Path(place), PROTOCOL, handler) as ends:
-            yield ends
-
-
-def over(handler: Handler, work: Callable[[Stream], Awaitable[None]], count: int = 4) -> None:
-    """`work` on a stream of so many lanes to a peer that handles it with `handler`."""
-
-    async def main() -> None:
-        async with asyncio.timeout(60), pair(handler) as (one, other):
-            await work(await one.open(other.peer_id, PROTOCOL, stripes=count))
-
-    uvloop.run(main())
+        async with two(Path(place), PROTOCOL, handler) as both:
+            yield both
 
 
 async def echo(stream: Stream) -> None:
@@ -55,13 +46,11 @@ async def echo(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_frames_keep_their_order_both_ways(count: int) -> None:
+def test_frames_keep_their_order_both_ways(ends: Ends, count: int) -> None:
     rng = random.Random(count)
     sizes = [rng.choice((0, 10, 70_000, 400_000)) for _ in range(150)]
 
     async def work(stream: Stream) -> None:
-        assert stream.protocol == PROTOCOL
-
         async def send() -> None:
             await asyncio.gather(
                 *(stream.send("x", {"n": n}, (n.to_bytes(4, "big") * (size // 4),)) for n, size in enumerate(sizes))
@@ -74,10 +63,10 @@ def test_frames_keep_their_order_both_ways(count: int) -> None:
             assert not size or bytes(frame.payload[:4]) == n.to_bytes(4, "big")
         await sending
 
-    over(echo, work, count)
+    ends.over(echo, work, count)
 
 
-def test_what_was_sent_before_the_end_arrives() -> None:
+def test_what_was_sent_before_the_end_arrives(ends: Ends) -> None:
     got: list[int] = []
     ended = asyncio.Event()
 
@@ -100,10 +89,10 @@ def test_what_was_sent_before_the_end_arrives() -> None:
         await ended.wait()
         assert got == list(range(10))
 
-    over(take, work)
+    ends.over(take, work)
 
 
-def test_the_other_end_closes_or_fails() -> None:
+def test_the_other_end_closes_or_fails(ends: Ends) -> None:
     async def close(stream: Stream) -> None:
         await stream.send("bye")
         with pytest.raises(StreamClosed):
@@ -118,11 +107,11 @@ def test_the_other_end_closes_or_fails() -> None:
         frame = await stream.receive()
         assert (frame.kind, frame.header) == ("error", {"message": "no good"})
 
-    over(echo, close)
-    over(echo, fail)
+    ends.over(echo, close)
+    ends.over(echo, fail)
 
 
-def test_a_stream_breaks_with_one_of_its_lanes() -> None:
+def test_a_stream_breaks_with_one_of_its_lanes(ends: Ends) -> None:
     waits = asyncio.Event()
 
     async def hold(stream: Stream) -> None:
@@ -140,10 +129,10 @@ def test_a_stream_breaks_with_one_of_its_lanes() -> None:
                 await stream.send("x")
         await waits.wait()
 
-    over(hold, work)
+    ends.over(hold, work)
 
 
-def test_a_send_that_is_cancelled_before_its_turn_leaves_no_gap() -> None:
+def test_a_send_that_is_cancelled_before_its_turn_leaves_no_gap(ends: Ends) -> None:
     go_on = asyncio.Event()
     got: list[int] = []
 
@@ -172,11 +161,11 @@ def test_a_send_that_is_cancelled_before_its_turn_leaves_no_gap() -> None:
         await asyncio.gather(*first, waiting[0], last)
         assert got == [*range(9), 99]
 
-    over(late, work)
+    ends.over(late, work)
 
 
 @pytest.mark.parametrize("size", [64 * 1024 + 1, 300_001, 1 << 20, 3_000_003])
-def test_a_large_frame_goes_in_pieces_over_all_lanes(size: int) -> None:
+def test_a_large_frame_goes_in_pieces_over_all_lanes(ends: Ends, size: int) -> None:
     payload = random.Random(size).randbytes(size)
 
     async def work(stream: Stream) -> None:
@@ -191,10 +180,10 @@ def test_a_large_frame_goes_in_pieces_over_all_lanes(size: int) -> None:
         frame = await stream.receive()
         assert (frame.kind, frame.header, bytes(frame.payload)) == ("x", {"n": 1}, payload)
 
-    over(echo, work)
+    ends.over(echo, work)
 
 
-def test_a_receiver_that_is_cancelled_between_pieces_loses_none() -> None:
+def test_a_receiver_that_is_cancelled_between_pieces_loses_none(ends: Ends) -> None:
     payload = random.Random(1).randbytes(4_000_000)
 
     async def work(stream: Stream) -> None:
@@ -207,10 +196,10 @@ def test_a_receiver_that_is_cancelled_between_pieces_loses_none() -> None:
         assert bytes(frame.payload) == payload
         await sending
 
-    over(echo, work)
+    ends.over(echo, work)
 
 
-def test_a_send_that_is_cancelled_between_pieces_breaks_the_stream() -> None:
+def test_a_send_that_is_cancelled_between_pieces_breaks_the_stream(ends: Ends) -> None:
     async def hold(stream: Stream) -> None:
         stream.allow(
             64_000_000
@@ -228,7 +217,7 @@ def test_a_send_that_is_cancelled_between_pieces_breaks_the_stream() -> None:
         with pytest.raises(StreamClosed):
             await stream.send("x")
 
-    over(hold, work)
+    ends.over(hold, work)
 
 
 Hostile = Sequence[tuple[str, dict[str, object], int]]
@@ -246,7 +235,7 @@ Hostile = Sequence[tuple[str, dict[str, object], int]]
         ([("x", {"": 100}, 10), ("piece", {}, 0)], "0 bytes that does not fit"),
     ],
 )
-def test_pieces_that_make_no_frame_are_refused(sent: Hostile, error: str) -> None:
+def test_pieces_that_make_no_frame_are_refused(ends: Ends, sent: Hostile, error: str) -> None:
     seen = asyncio.Event()
 
     async def strict(stream: Stream) -> None:
@@ -261,10 +250,10 @@ def test_pieces_that_make_no_frame_are_refused(sent: Hostile, error: str) -> Non
             await lane.send(kind, header, (bytes(size),))
         await seen.wait()
 
-    over(strict, work)
+    ends.over(strict, work)
 
 
-def test_pieces_make_no_frame_beyond_the_limits_whatever_is_allowed() -> None:
+def test_pieces_make_no_frame_beyond_the_limits_whatever_is_allowed(ends: Ends) -> None:
     seen = asyncio.Event()
 
     async def generous(stream: Stream) -> None:
@@ -278,20 +267,20 @@ def test_pieces_make_no_frame_beyond_the_limits_whatever_is_allowed() -> None:
         await stream._stripes[0].send("x", {"": DEFAULT_LIMITS.payload_bytes + 1}, (bytes(10),))
         await seen.wait()
 
-    over(generous, work)
+    ends.over(generous, work)
 
 
-def test_a_frame_that_is_too_large_to_be_sent_leaves_no_gap() -> None:
+def test_a_frame_that_is_too_large_to_be_sent_leaves_no_gap(ends: Ends) -> None:
     async def work(stream: Stream) -> None:
         with pytest.raises((FrameError, ValueError)):
             await stream.send("x", {"object": object()})
         await stream.send("x", {"n": 1})
         assert (await stream.receive()).header == {"n": 1}
 
-    over(echo, work)
+    ends.over(echo, work)
 
 
-def test_a_payload_beyond_what_is_allowed_is_refused_on_every_lane() -> None:
+def test_a_payload_beyond_what_is_allowed_is_refused_on_every_lane(ends: Ends) -> None:
     async def strict(stream: Stream) -> None:
         for _ in range(3):
             await stream.receive()
@@ -307,7 +296,7 @@ def test_a_payload_beyond_what_is_allowed_is_refused_on_every_lane() -> None:
             assert (await stream.receive()).kind == "error"  # where the handler was faster
             await stream.receive()
 
-    over(strict, work)
+    ends.over(strict, work)
 
 
 @pytest.mark.parametrize(
@@ -322,42 +311,41 @@ def test_a_payload_beyond_what_is_allowed_is_refused_on_every_lane() -> None:
     ],
 )
 def test_lanes_that_make_no_stream_are_refused(
-    first: tuple[str, dict[str, object]], monkeypatch: pytest.MonkeyPatch
+    ends: Ends, first: tuple[str, dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(striping, "GATHER_SECONDS", 0.3)
 
-    async def main() -> None:
-        async with asyncio.timeout(30), pair(echo) as (one, other):
-            lane = await one._open(other.peer_id, PROTOCOL + striping.SUFFIX)
-            await lane.send(*first)
-            frame = await lane.receive()
-            assert frame.kind == "error" and "lane" in frame.header["message"]
-            good = await one.open(other.peer_id, PROTOCOL, stripes=2)
-            await good.send("x", {"n": 1}, (os.urandom(10),))
-            assert (await good.receive()).header == {"n": 1}
+    async def main(protocol: str) -> None:
+        lane = await ends.one._open(ends.other.peer_id, protocol + striping.SUFFIX)
+        await lane.send(*first)
+        frame = await lane.receive()
+        assert frame.kind == "error" and "lane" in frame.header["message"]
+        good = await ends.one.open(ends.other.peer_id, protocol, stripes=2)
+        await good.send("x", {"n": 1}, (os.urandom(10),))
+        assert (await good.receive()).header == {"n": 1}
 
-    uvloop.run(main())
+    ends.with_handler(echo, main)
 
 
-def test_one_lane_twice_and_other_counts_do_not_mix() -> None:
-    async def main() -> None:
-        async with asyncio.timeout(30), pair(echo) as (one, other):
-            first = await one._open(other.peer_id, PROTOCOL + striping.SUFFIX)
-            await first.send("lane", {"key": "k", "lane": 0, "of": 2})
-            gathering = other._handlers._handlers[PROTOCOL + striping.SUFFIX].__self__  # type: ignore[attr-defined]
-            while not gathering._groups:
-                await asyncio.sleep(0.01)
-            for number, count in ((0, 2), (1, 3)):
-                again = await one._open(other.peer_id, PROTOCOL + striping.SUFFIX)
-                await again.send("lane", {"key": "k", "lane": number, "of": count})
-                assert "does not fit" in (await again.receive()).header["message"]
-            second = await one._open(other.peer_id, PROTOCOL + striping.SUFFIX)
-            await second.send("lane", {"key": "k", "lane": 1, "of": 2})
-            stream = striping.StripedStream([first, second])
-            await stream.send("x", {"n": 1})
-            assert (await stream.receive()).header == {"n": 1}
+def test_one_lane_twice_and_other_counts_do_not_mix(ends: Ends) -> None:
+    async def main(protocol: str) -> None:
+        one, other, lanes = ends.one, ends.other, protocol + striping.SUFFIX
+        first = await one._open(other.peer_id, lanes)
+        await first.send("lane", {"key": "k", "lane": 0, "of": 2})
+        gathering = other._handlers._handlers[lanes].__self__  # type: ignore[attr-defined]
+        while not gathering._groups:
+            await asyncio.sleep(0.01)
+        for number, count in ((0, 2), (1, 3)):
+            again = await one._open(other.peer_id, lanes)
+            await again.send("lane", {"key": "k", "lane": number, "of": count})
+            assert "does not fit" in (await again.receive()).header["message"]
+        second = await one._open(other.peer_id, lanes)
+        await second.send("lane", {"key": "k", "lane": 1, "of": 2})
+        stream = striping.StripedStream([first, second])
+        await stream.send("x", {"n": 1})
+        assert (await stream.receive()).header == {"n": 1}
 
-    uvloop.run(main())
+    ends.with_handler(echo, main)
 
 
 def test_a_peer_that_does_not_speak_it_or_is_gone() -> None:
