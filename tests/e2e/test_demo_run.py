@@ -30,12 +30,12 @@ FIGURES = [
 @pytest.mark.usefixtures("traces")
 def test_it_trains_and_answers() -> None:
     done = subprocess.run(
-        [*DEMO, "--peers", "2", "--steps", "10"], capture_output=True, text=True, timeout=500, check=False
+        [*DEMO, "--peers", "2", "--steps", "6"], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     figures = json.loads(done.stdout.splitlines()[-1])
     assert list(figures) == FIGURES
-    assert (figures["peers"], figures["stages"], figures["steps"]) == (3, 2, 10)
+    assert (figures["peers"], figures["stages"], figures["steps"]) == (3, 2, 6)
     assert figures["loss_last"] < figures["loss_first"] - 0.5
     assert figures["val_loss"] < figures["loss_first"] - 0.5
     assert figures["text"].startswith("def ") and len(figures["text"]) > 20

@@ -18,7 +18,7 @@ from fusion.dag.placement.search_space import space
 
 FEW = 10
 # The gate has the first of them, `make test-all` the others as well.
-PARTS = [slice(0, 4), pytest.param(slice(4, FEW), marks=pytest.mark.slow)]
+PARTS = [slice(0, 2), pytest.param(slice(2, FEW), marks=pytest.mark.slow)]
 
 
 def sites(*sizes: int, far: float = 20 * MBPS) -> Network:

@@ -179,7 +179,7 @@ def test_a_discarded_step_leaves_no_trace_and_a_run_is_the_same_bits_again(both:
         stage.backward(1, {}, 1.0)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_running_statistics_follow_commits_only(both: tuple[Plane, Plane]) -> None:
     case = resnet()
     module = case.module

@@ -153,6 +153,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow  # Whisper is captured
 def test_features_of_another_size_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm_of(4, tmp_path) as swarm:

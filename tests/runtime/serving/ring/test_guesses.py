@@ -225,7 +225,7 @@ def test_the_allowance_follows_what_becomes_of_guesses() -> None:
     "sampling",
     [
         GREEDY,
-        pytest.param(Sampling(temperature=0.6, top_k=3, seed=5), marks=pytest.mark.heavy),
+        pytest.param(Sampling(temperature=0.6, top_k=3, seed=5), marks=pytest.mark.slow),
         Sampling(temperature=0.5, repetition_penalty=0.7, presence_penalty=-0.5, seed=2),
     ],
 )
