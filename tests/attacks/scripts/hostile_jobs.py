@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,15 @@ async def _endless(one: Stranger, width: int, blocks: int) -> dict[str, Any]:
 
 async def seat_grab(one: Stranger) -> dict[str, Any]:
     """Sixty jobs for every peer, all of one author: two thirds of them run, the others fail when they are loaded."""
+    return await _grab_seats(one, lambda: one.identity)
+
+
+async def seat_grab_many_authors(one: Stranger) -> dict[str, Any]:
+    """The same with a new key for each job."""
+    return await _grab_seats(one, Identity.generate)
+
+
+async def _grab_seats(one: Stranger, author: Callable[[], Identity]) -> dict[str, Any]:
     counter = await open_counter(one)
     weights = counter.put(save({"w0": torch.randn(4, 4)})), counter.put(NOTHING)
     runs, fails = zip(
@@ -192,7 +202,7 @@ async def seat_grab(one: Stranger) -> dict[str, Any]:
     for peer in one.peers:
         for number in range(SEATS_OF_ONE):
             graph, held = runs if number % 3 else fails
-            counter.offer(serving(counter, graph, 1, (), proposed=(peer,), weights=(held,)))
+            counter.offer(serving(counter, graph, 1, (), proposed=(peer,), weights=(held,)), author())
     await counter.keep_published()
     return counter.notes
 
@@ -286,4 +296,7 @@ ATTACKS = {
     "long_calls": Attack(long_calls, seconds=20.0, check=little_was_fetched, alone=True),
     "long_operators": Attack(long_operators, seconds=20.0, check=little_was_fetched, alone=True),
     "seat_grab": Attack(seat_grab, seconds=30.0, check=others_find_room, alone=True),
+    "seat_grab_many_authors": Attack(
+        seat_grab_many_authors, seconds=30.0, check=others_find_room, alone=True
+    ),
 }

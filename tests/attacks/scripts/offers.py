@@ -21,6 +21,7 @@ from fusion.swarm.authority.statements import seal_statement, stop_statement
 from fusion.swarm.blobs.index import CHUNK_BYTES, BlobIndex, index_of
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import SwarmError
+from fusion.swarm.identity import Identity
 from fusion.swarm.protocol import BLOB
 from fusion.swarm.transport import PeerId, Stream, call
 
@@ -35,6 +36,7 @@ class Counter:
 
     one: Stranger
     jobs: dict[JobId, Manifest] = field(default_factory=dict)
+    authors: dict[JobId, Identity] = field(default_factory=dict)
     manifests_read: set[str] = field(default_factory=set)
     sent_bytes: int = 0  # of blobs
     _indices: dict[str, bytes] = field(default_factory=dict)
@@ -54,25 +56,27 @@ class Counter:
             BlobIndex(size_bytes, tuple(hashes)), lambda n: chunk if n < size_bytes // CHUNK_BYTES else last
         )
 
-    def offer(self, manifest: Manifest) -> JobId:
-        """A job of ours. The manifest need not be sound."""
-        manifest = replace(manifest, author=self.one.identity.peer_id, salt=f"{len(self.jobs)}")
+    def offer(self, manifest: Manifest, author: Identity | None = None) -> JobId:
+        """A job of ours, or of another key that we have. The manifest need not be sound."""
+        author = author or self.one.identity
+        manifest = replace(manifest, author=author.peer_id, salt=f"{len(self.jobs)}")
         data = msgpack.packb(
             plain(manifest), use_bin_type=True
         )  # `manifest_wire.encode` would refuse an unsound one
         job = JobId(self.put(data))
-        self.jobs[job] = manifest
+        self.jobs[job], self.authors[job] = manifest, author
         return job
 
     async def publish(self) -> None:
         """Once: the jobs' records and where their blobs are, then a word to each peer. Again before they run out."""
         offers: list[Offer] = []
         for job, manifest in self.jobs.items():
+            author = self.authors[job]
             record = job_record(
-                self.one.identity, job=job, name=manifest.name, kind=manifest.kind, state="launching", term=0,
+                author, job=job, name=manifest.name, kind=manifest.kind, state="launching", term=0,
                 step=0, lead=None, stages=manifest.stages, snapshot_step=-1,
             )  # fmt: skip
-            offers.append(self.one.sealed(record, RECORD_SECONDS))
+            offers.append(self.one.sealed(record, RECORD_SECONDS, author))
         for digest in self._indices:
             record_ = provider_record(self.one.identity, digest=Digest(digest), size_bytes=1)
             offers.append(self.one.sealed(record_, RECORD_SECONDS))
@@ -92,9 +96,9 @@ class Counter:
 
     async def stop(self) -> None:
         """End our training jobs: what is measured afterwards is to be quiet."""
-        author = self.one.identity
 
         async def end(job: JobId, peer: PeerId) -> None:
+            author = self.authors[job]
             statement = seal_statement(stop_statement(job, author.peer_id, time.time()), author.sign)
             with suppress(SwarmError, TimeoutError):
                 async with asyncio.timeout(CALL_SECONDS):
