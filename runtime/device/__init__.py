@@ -1,7 +1,9 @@
-"""What jobs get of one device. Pure: knows neither torch nor the thread that computes (`fusion.runtime.job.worker`).
+"""What jobs get of one device, and of the rest of a peer. Pure: knows neither torch nor the thread that computes
+(`fusion.runtime.job.worker`).
 
-share       which of the calls that wait for it runs next
-overrun     calls that take ten times what they should
-real_pace   how much longer steps compute than probes say
-surplus     when memory that nobody uses any more goes back to the system
+share          which of the calls that wait for it runs next
+overrun        calls that take ten times what they should
+real_pace      how much longer steps compute than probes say
+surplus        when memory that nobody uses any more goes back to the system
+new_job_pace   how fast a peer takes up jobs that are new to it
 """

@@ -11,6 +11,7 @@ from typing import Any
 
 from cachetools import FIFOCache
 
+from fusion.runtime.device.new_job_pace import STAGE_SECONDS
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.jobs.gossip import JobGossip
 from fusion.runtime.hosting.jobs.service import Service
@@ -22,6 +23,7 @@ from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.printable import error_line, one_line
+from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class HostedStages:
         self._overtaken: CoolDown[Place] = CoolDown(OVERTAKEN_SECONDS, OVERTAKEN_SECONDS, clock)
         self._claiming: list[Place] = []
         self._context = context
+        context.pace.beside = self._run_beside
         self._services = services
         self._board = board
         self._gossip = gossip
@@ -106,6 +109,10 @@ class HostedStages:
         """Run `work` beside the stages."""
         assert self.tasks is not None, "nothing is hosted"
         return self.tasks.create_task(work)
+
+    def _run_beside(self, author: PeerId) -> bool:
+        """Whether stages of others' jobs run here."""
+        return any(hosted.manifest.author != author for hosted in self.running.values())
 
     # --- from a claim to its release
 
@@ -148,6 +155,7 @@ class HostedStages:
             return
         task = self.spawn(self._run(claim, record, manifest, handover))
         self.running[place] = Hosted(task, manifest, self._services[manifest.kind])
+        self._context.pace.charge(manifest.author, STAGE_SECONDS)
         self.on_begin(place)
         task.add_done_callback(lambda _: self._ended(place))
 

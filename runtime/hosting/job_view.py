@@ -12,6 +12,7 @@ from cachetools import FIFOCache
 
 from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.belief.reading import Judgement, by_job, judgement
+from fusion.runtime.device.new_job_pace import Offer
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
@@ -53,7 +54,8 @@ class JobView:
         self._board = board
         self._doubted: dict[JobId, float] = {}  # since when
         self._places = places
-        self._shelf = ManifestShelf(context.blobs, spawn, arrived, context.clock.monotonic)
+        self._taken_up: set[JobId] = set()  # whose manifests were here
+        self._shelf = ManifestShelf(context, spawn, arrived)
         self._newer: FIFOCache[JobId, None] = FIFOCache(NEWER_JOBS)
         self._judged: dict[JobId, Judgement] = {}  # by the last look
 
@@ -61,22 +63,45 @@ class JobView:
         """What the directory says of all jobs, whoever says it."""
         words = by_job(await self._context.directory.words(max_age_seconds=max_age_seconds))
         self._shelf.keep_only(words)
+        self._taken_up &= words.keys()
         return words
 
     def manifests(self, words: Words, ours: Collection[JobId]) -> Manifests:
-        """Those of the jobs that may go on, or whose end we know of, as far as they are here (the others' are fetched) and
-        ask for no newer op-set than ours: in such a job we have no part, and it goes on without us."""
+        """Those of the jobs that may go on, or whose end we know of, as far as they are here (the others' are fetched, of
+        jobs that are new to us when it is their turn) and ask for no newer op-set than ours: in such a job we have no
+        part, and it goes on without us."""
         found: dict[JobId, Manifest] = {}
+        offered: dict[JobId, list[JobRecord]] = {}
         for job, said in words.items():
             going = self._going(said)
             if going or job in ours or self._board.buried(job):
-                manifest = self._shelf.get((going or said)[0])
+                manifest = self._shelf.get(job)
                 if manifest is None:
+                    if job in ours or job in self._taken_up or self._board.word(job) is not None:
+                        self._shelf.fetch((going or said)[0])
+                    else:
+                        offered[job] = going or list(said)
                     continue
+                self._taken_up.add(job)
                 self._context.leases.know(manifest.law(job))
                 if self._runs(job, manifest):
                     found[job] = manifest
+        self._take_up(offered)
         return found
+
+    def _take_up(self, offered: Mapping[JobId, Sequence[JobRecord]]) -> None:
+        """Fetch the manifests of those of these jobs whose turn it is, that of whoever had least of those who speak of one: a
+        stranger may speak of any."""
+        pace = self._context.pace
+        words = {
+            job: min(said, key=lambda record: pace.charged(record.author)) for job, said in offered.items()
+        }
+        offers = [Offer(job, record.author) for job, record in words.items()]
+        self._quick_random().shuffle(offers)  # whoever launches a job chooses how its id begins
+        pace.take_up(offers, lambda job: self._shelf.fetch(words[job]))
+
+    def _quick_random(self) -> Random:
+        return Random(self._context.random.getrandbits(64))  # nobody gains by guessing it
 
     def _going(self, said: Iterable[JobRecord]) -> list[JobRecord]:
         """The words of those who say that the job goes on, where we do not know better."""
@@ -99,9 +124,8 @@ class JobView:
         # Whether a job of which somebody says so has ended, all its owners tell.
         jobs = {job: known[job] for job in known if job in ours or self._going(words[job])}
         disputed = {job for job in jobs if any(map(is_over, words[job]))}
-        random = Random(self._context.random.getrandbits(64))  # quick: nobody gains by guessing it
         us, most = self._context.peer_id, self._places
-        places = stages_to_read(jobs, hosted, {*ours, *disputed}, us, free_bytes, random, most)
+        places = stages_to_read(jobs, hosted, {*ours, *disputed}, us, free_bytes, self._quick_random(), most)
         claims = await asyncio.gather(*(leases.claims(*place) for place in places))
         recent = {place: leases.recent(*place) for place in hosted if place[0] in known}
         return {**dict(zip(places, claims, strict=True)), **recent}

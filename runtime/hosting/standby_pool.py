@@ -16,6 +16,7 @@ from typing import Any
 from cachetools import FIFOCache
 
 from fusion.dag.ir.opset import OPSET_VERSION
+from fusion.runtime.device.new_job_pace import STANDBY_SECONDS
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.hosting.standby_assignment import (
     BUSY_WANTED,
@@ -294,6 +295,7 @@ class Pool:
             log.info("standing by for stage %d of %s", place[1], manifest.name)
             covered = _Covered(record, manifest, score, busy, self._clock())
             self._covered[place] = covered
+            self._context.pace.charge(manifest.author, STANDBY_SECONDS)
             self._say(place, covered)
             return
         if record is not None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
+from fusion.runtime.device.new_job_pace import NewJobPace
 from fusion.runtime.device.share import Whose
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.watch import Watch
@@ -24,6 +28,10 @@ if TYPE_CHECKING:  # a client has no worker, and should not load torch for its n
     from fusion.swarm.directory.records import ClaimRecord, JobId
     from fusion.swarm.links.monitor import LinkMonitor
     from fusion.swarm.transport import PeerId, Transport
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class StageHolder(Protocol):
@@ -88,6 +96,7 @@ class Context:
     flops_per_second: float = 0.0  # of the device, as measured at start; 0: nobody did
     real_pace: RealPace | None = None  # told of every step; None where nobody asks
     memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(4 << 30))  # that the volunteer lends
+    pace: NewJobPace = field(default_factory=NewJobPace)  # of jobs that are new to this peer
     home: Path = Path(".")
     succession: Takeover | None = None  # None in a client: it holds nothing
     seen: OwnersSeen = field(default_factory=OwnersSeen)  # who had the stages of jobs
@@ -112,3 +121,20 @@ class Context:
         whose = Whose(author, job, serves)
         codec_worker = None if self.codec_worker is None else self.codec_worker.of(whose)
         return replace(self, worker=self.compute.of(whose), codec_worker=codec_worker)
+
+    async def work_for(
+        self, author: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """`asyncio.to_thread` for a job of that author, which is charged the processor time (`pace`), also where nobody waits
+        for the end any more."""
+        loop = asyncio.get_running_loop()
+
+        def timed() -> T:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(self.pace.charge, author, time.thread_time() - began)
+
+        return await asyncio.to_thread(timed)

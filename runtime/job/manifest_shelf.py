@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Container, Coroutine
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 from cachetools import FIFOCache
 
 from fusion.runtime.job import manifest_wire as manifests
+from fusion.runtime.job.context import Context
 from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
-from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.printable import one_line
@@ -39,31 +38,36 @@ class ManifestShelf:
 
     def __init__(
         self,
-        blobs: Blobs,
+        context: Context,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         arrived: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._blobs = blobs
+        self._context = context
+        self._blobs = context.blobs
         self._spawn = spawn
         self._arrived = arrived
+        clock = context.clock.monotonic
         self._cooling: CoolDown[JobId] = CoolDown(COOL_DOWN_SECONDS, LONGEST_COOL_DOWN_SECONDS, clock)
         self._known: dict[JobId, tuple[Manifest, int]] = {}  # with its size in bytes, the oldest first
         self._refused: FIFOCache[JobId, None] = FIFOCache(REFUSED_JOBS)
         self._fetching: dict[JobId, PeerId] = {}  # whose record we have it from
 
-    def get(self, record: JobRecord) -> Manifest | None:
-        """The job's manifest, if it is here; otherwise it is fetched in the background, unless that failed lately."""
+    def get(self, job: JobId) -> Manifest | None:
+        """The job's manifest, if it is here."""
+        return self._known[job][0] if job in self._known else None
+
+    def fetch(self, record: JobRecord) -> bool:
+        """Begin to fetch the manifest of the record's job in the background: not where that failed lately, nor while too many
+        are on their way. Whether it has begun."""
         job = record.job
-        if job in self._known:
-            return self._known[job][0]
-        if job in self._refused or job in self._fetching or self._cooling.lasts(job):
-            return None
+        if job in self._known or job in self._refused or job in self._fetching or self._cooling.lasts(job):
+            return False
         busy = Counter(self._fetching.values())
-        if busy.total() < FETCHES and busy[record.author] < FETCHES_PER_AUTHOR:
-            self._fetching[job] = record.author
-            self._spawn(self._fetch(record))
-        return None
+        if busy.total() >= FETCHES or busy[record.author] >= FETCHES_PER_AUTHOR:
+            return False
+        self._fetching[job] = record.author
+        self._spawn(self._fetch(record))
+        return True
 
     def keep_only(self, jobs: Container[JobId]) -> None:
         """Forget the manifests of all other jobs."""
@@ -75,7 +79,7 @@ class ManifestShelf:
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 data = await self._blobs.read(Digest(job), manifests.MAX_MANIFEST_BYTES, hints)
-            manifest = await asyncio.to_thread(manifests.decode, data)
+            manifest = await self._context.work_for(record.author, manifests.decode, data)
         except JobError as error:
             log.warning("job %s (%s) is refused: %s", record.name, job[:12], one_line(str(error)))
             await self._refuse(job)

@@ -142,7 +142,7 @@ class StageLoader:
         ring = (manifest.graph, tuple(manifest.cuts))
         async with self._planning:
             if ring not in self._rings:
-                self._rings[ring] = await asyncio.to_thread(_reader_or_error, stages)
+                self._rings[ring] = await self._context.work_for(manifest.author, _reader_or_error, stages)
             found = self._rings[ring]
         if isinstance(found, JobError):
             raise Unrunnable(str(found))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fusion.runtime.device.new_job_pace import NewJobPace
 from fusion.runtime.hosting.handover import HandoverConfig
 from fusion.runtime.hosting.hosting import Hosting, HostingConfig
 from fusion.runtime.hosting.jobs.files import JobFiles
@@ -178,6 +179,7 @@ class Swarm:
             worker=None,
             lacks=lacks,
             memory=MemoryBudget(memory_bytes),
+            pace=NewJobPace(self.clock),
             succession=Takeovers(transport, leases, self.check_seconds),
             clock=Clock(self.clock, self.clock),
         )

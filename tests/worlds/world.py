@@ -25,6 +25,7 @@ from worlds.scenario import Fault, Scenario
 from worlds.virtual_time import EPOCH_SECONDS, Lane, VirtualLoop, cpu_seconds
 
 from fusion.dag.cutting.stage import Stage
+from fusion.runtime.device.new_job_pace import NewJobPace
 from fusion.runtime.hosting.hosting import Hosting
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
@@ -202,7 +203,7 @@ class World:
         context = wiring.context(
             peer_id=peer_id, transport=transport, directory=directory, blobs=blobs, leases=leases, worker=worker,
             memory=MemoryBudget(process.seats * STAGE_BYTES), home=WorldPath(process.disk, "home"), clock=self.loop.clock,
-            random=self.chance, watch=OracleWatch(self.oracle, peer_id),
+            pace=NewJobPace(self.loop.clock.monotonic), random=self.chance, watch=OracleWatch(self.oracle, peer_id),
         )  # fmt: skip
         process.memory = context.memory
         plane = WorldPlane(peer_id, self.plan.microbatches, self.oracle)

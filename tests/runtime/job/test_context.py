@@ -1,0 +1,43 @@
+"""What the parts of a peer process share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from threading import Event
+
+from support.hosting import swarm, until
+
+from fusion.swarm.transport import PeerId
+
+AUTHOR = PeerId("author")
+
+
+def test_an_author_is_charged_what_a_thread_computes_for_it_even_if_nobody_waits(tmp_path: Path) -> None:
+    began, goes_on = Event(), Event()
+
+    def compute() -> None:
+        since = time.thread_time()
+        while time.thread_time() - since < 0.01:
+            pass
+
+    def late() -> None:
+        began.set()
+        goes_on.wait(10.0)
+        compute()
+
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            context = (await made.join()).context
+            await context.work_for(AUTHOR, compute)
+            once = context.pace.charged(AUTHOR)
+            assert once >= 0.01
+            waits = asyncio.create_task(context.work_for(AUTHOR, late))
+            await until(began.is_set)
+            waits.cancel()
+            await asyncio.wait([waits])
+            goes_on.set()
+            await until(lambda: context.pace.charged(AUTHOR) >= once + 0.01)
+
+    asyncio.run(main())
