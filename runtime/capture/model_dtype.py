@@ -43,13 +43,22 @@ def stored_dtypes(paths: Iterable[Path]) -> dict[str, int]:
     that is no safetensors file."""
     found: Counter[str] = Counter()
     for path in dict.fromkeys(paths):
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    part = tensors.get_slice(name)
-                    dtype = STORED_DTYPES.get(part.get_dtype(), "")
-                    if "float" in dtype:  # integers and booleans are no model's dtype
-                        found[dtype] += prod(part.get_shape()) * DTYPE_BYTES[dtype]
-        except (SafetensorError, OSError) as error:
-            raise JobError(f"{path} is not a safetensors file: {error}") from error
+        for spelled, shape in _headers(path).values():
+            dtype = STORED_DTYPES.get(spelled, "")
+            if "float" in dtype:  # integers and booleans are no model's dtype
+                found[dtype] += prod(shape) * DTYPE_BYTES[dtype]
     return dict(found)
+
+
+def spelled_dtypes(path: Path) -> dict[str, str]:
+    """The dtype of each tensor in a file, as the format spells it. JobError for a file that is no safetensors file."""
+    return {name: spelled for name, (spelled, _) in _headers(path).items()}
+
+
+def _headers(path: Path) -> dict[str, tuple[str, list[int]]]:
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+    except (SafetensorError, OSError) as error:
+        raise JobError(f"{path} is not a safetensors file: {error}") from error

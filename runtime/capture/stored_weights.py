@@ -19,9 +19,12 @@ from safetensors import SafetensorError, safe_open
 
 from fusion.dag.ir.graph import Variable
 from fusion.dag.rewrites.expert_groups import Part, part_of
+from fusion.runtime.capture.model_dtype import spelled_dtypes
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import indexed_files
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
+
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16"})  # as the format spells dtypes
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,23 @@ class StoredWeights:
 
 
 def stored_weights(files: Mapping[str, Path], module: Any, loading: Loading) -> StoredWeights:
-    """Of the module of a directory with these files, as `weights_files` has them."""
-    return StoredWeights(module, files, _stored(module, files, loading))
+    """Of the module of a directory with these files, as `weights_files` has them. JobError for weights that are not plain numbers."""
+    stored = _stored(module, files, loading)
+    _check_plain(module, files, stored)
+    return StoredWeights(module, files, stored)
+
+
+def _check_plain(module: Any, files: Mapping[str, Path], stored: Mapping[str, Stored]) -> None:
+    """Whole numbers, or floats of 8 bits, stand for weights only with scales that lie beside them, whatever config.json says."""
+    wanted = {name for name, value in module.state_dict().items() if value.is_floating_point()}
+    pieces = {piece for name in wanted & stored.keys() for _, piece in stored[name].pieces}
+    for path in sorted(set(files.values())):
+        for name, spelled in spelled_dtypes(path).items():
+            if name in pieces and files[name] == path and spelled not in _PLAIN:
+                raise JobError(
+                    f"{path}: {name:.100} is stored as {spelled:.20}, as quantised weights are, which are not read; serve the "
+                    "model in full precision, with --quantization int8 or int4"
+                )
 
 
 def no_weights(module: Any) -> StoredWeights:
@@ -161,11 +179,7 @@ def weights_files(directory: Path) -> dict[str, Path]:
         return found
     files: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                files.update(dict.fromkeys(tensors.keys(), path))
-        except (SafetensorError, OSError) as error:
-            raise JobError(f"{path} is not a safetensors file: {error}") from error
+        files.update(dict.fromkeys(spelled_dtypes(path), path))
     return files
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from support.captured_once import capture_once
 
 from fusion.dag.cutting.cuts import split
@@ -216,7 +217,7 @@ def test_a_part_of_a_layer_reads_its_own_experts_alone(
 
 
 def test_experts_that_do_not_make_a_layer_are_refused_in_one_line(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     saved(tmp_path, mixtral())
     path = tmp_path / "model.safetensors"
@@ -234,8 +235,6 @@ def test_experts_that_do_not_make_a_layer_are_refused_in_one_line(tmp_path: Path
 
 def test_an_export_of_experts_is_loaded_by_transformers(tmp_path: Path) -> None:
     """`jobs export` writes the module's own names: a layer's experts in one tensor."""
-    from safetensors.torch import save_file
-
     model = saved(tmp_path / "own", mixtral())
     (tmp_path / "exported").mkdir()
     values = {name: value.clone() for name, value in model.state_dict().items()}
@@ -257,6 +256,22 @@ def test_weights_that_would_have_to_be_unpacked_are_refused(tmp_path: Path) -> N
     )
     with pytest.raises(JobError, match=r"quantised already \(fp8\).*--quantization int8 or int4"):
         open_model(tmp_path / "quantised")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_numbers_that_stand_for_weights_with_scales_alone_are_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Also where config.json says nothing of them: converted as they are, they would make a model that answers."""
+    model = saved(tmp_path, gpt2())
+    values = {name: value.clone() for name, value in model.transformer.state_dict().items()}
+    values["h.0.mlp.c_fc.weight"] = (values["h.0.mlp.c_fc.weight"] * 100).to(dtype)
+    save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(
+        JobError, match=r"h\.0\.mlp\.c_fc\.weight is stored as [IUF]8.*--quantization"
+    ) as error:
+        open_model(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
@@ -284,7 +299,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_misshapen_weight_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     saved(tmp_path, gpt2())
     path = tmp_path / "model.safetensors"
