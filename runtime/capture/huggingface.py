@@ -122,9 +122,10 @@ def open_model(
     stored = stored_dtypes(files.values())
     chosen = model_dtype(dtype, _said_dtype(config), stored, str(directory))
     if weights:
-        module = hollow_module(config, directory, chosen)
+        module, held = _stored_module(config, directory, chosen, files)
     else:
         module = _random_module(config, directory, chosen, seed)
+        held = no_weights(module)
     longest, source = _longest(text), None
     if reads_source(config):
         source = source_config(config, directory, longest, int(text.vocab_size))
@@ -136,7 +137,7 @@ def open_model(
         max_sequence=longest,
         end_tokens=_end_tokens(directory, text),
         tokenizer=tokenizer if tokenizer.is_file() else None,
-        weights=stored_weights(files, module, _loading(module)) if weights else no_weights(module),
+        weights=held,
         dtype=chosen,
         stored_dtypes=stored,
         source=source,
@@ -179,6 +180,25 @@ def hollow_module(config: Any, directory: Path, dtype: str = FLOAT32) -> nn.Modu
     """The model without memory for its parameters. `directory`: where it comes from, for what is said of it."""
     with parameters_on_meta():
         return _module(config, directory, dtype)
+
+
+def _stored_module(
+    config: Any, directory: Path, dtype: str, files: Mapping[str, Path]
+) -> tuple[nn.Module, StoredWeights]:
+    """The module without its parameters, and where these are. A head that is said to be the embedding, and of which the files hold
+    other numbers than of that, is one of its own, as it is to transformers."""
+    module = hollow_module(config, directory, dtype)
+    weights = stored_weights(files, module, _loading(module))
+    if weights.tied_apart() is not None:
+        for each in (config, config.get_text_config()):
+            each.tie_word_embeddings = False
+        module = hollow_module(config, directory, dtype)
+        weights = stored_weights(files, module, _loading(module))
+        if (apart := weights.tied_apart()) is not None:
+            raise JobError(
+                f"{directory}: {' and '.join(apart)} are one in the model, and differ in its files"
+            )
+    return module, weights
 
 
 def _random_module(config: Any, directory: Path, dtype: str, seed: int) -> nn.Module:

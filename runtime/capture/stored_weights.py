@@ -83,6 +83,29 @@ class StoredWeights:
         names = (variable.name, *variable.aliases) if part is None else (part.name,)
         return next((name for name in names if name in self._stored), None)
 
+    def tied_apart(self) -> tuple[str, str] | None:
+        """Two names of one parameter of the module under which the files hold unlike tensors."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if name in self._stored and self._stored[name].converter is None:
+                names.setdefault(id(parameter), []).append(name)
+        for first, *others in names.values():
+            dtype = self._module.get_parameter(first).dtype
+            for other in others:
+                if not torch.equal(self._single(first, dtype), self._single(other, dtype)):
+                    return first, other
+        return None
+
+    def _single(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        piece = self._stored[name].pieces[0][1]
+        path = self.files[piece]
+        try:
+            with safe_open(path, framework="pt") as stored:
+                found: torch.Tensor = stored.get_tensor(piece)
+        except (SafetensorError, OSError) as error:
+            raise JobError(f"{path} cannot be read: {error}") from error
+        return found.to(dtype)
+
     def read(self, wanted: Iterable[tuple[Variable, str]]) -> dict[str, torch.Tensor]:
         """The values of variables, each with its name here, in the dtype of the graph. JobError, in one line, for one of
         another shape, or that cannot be read or put together."""

@@ -274,6 +274,30 @@ def test_numbers_that_stand_for_weights_with_scales_alone_are_refused(
     assert "\n" not in str(error.value)
 
 
+def test_a_head_of_its_own_is_read_where_the_config_says_that_there_is_none(tmp_path: Path) -> None:
+    """As transformers reads it: a config that leaves it unsaid may mean one matrix for the embedding and the head."""
+    saved(tmp_path, gpt2(tie_word_embeddings=False))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not torch.equal(wanted.lm_head.weight, wanted.transformer.wte.weight)
+    opened = open_model(tmp_path)
+    found = opened.read(opened.capture().variables)
+    assert torch.equal(found["lm_head.weight"], wanted.lm_head.weight)
+    assert torch.equal(found["transformer.wte.weight"], wanted.transformer.wte.weight)
+
+
+def test_a_matrix_that_is_stored_twice_is_read_once(tmp_path: Path) -> None:
+    model = saved(tmp_path, gpt2())
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    assert "lm_head.weight" in values
+    save_file(values, tmp_path / "model.safetensors")
+    opened = open_model(tmp_path)
+    variables = opened.capture().variables
+    assert sum(v.name in ("lm_head.weight", "transformer.wte.weight") for v in variables) == 1
+    assert all(torch.equal(value, values[n]) for n, value in opened.read(variables).items() if n in values)
+
+
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
     def refused(match: str) -> None:
         with pytest.raises(JobError, match=match) as error:
