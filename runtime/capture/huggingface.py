@@ -155,12 +155,13 @@ def _config(directory: Path) -> Any:
         return _transformers().AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:  # the library's own, and what its code makes of values that it trusts
         raise JobError(f"{directory}/config.json cannot be used: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
+    return said if said and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {said}"
 
 
 def config_for(model_type: str, values: Mapping[str, Any], model: Path) -> Any:
@@ -213,9 +214,9 @@ def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
         module: nn.Module = getattr(_transformers(), kind).from_config(
             config, dtype=TORCH_DTYPES[dtype], trust_remote_code=False
         )
-    except (ValueError, ImportError) as error:
+    except Exception as error:  # whatever the model's code makes of values that do not fit together
         raise JobError(
-            f"{directory} is not a language model that transformers knows: {_line(error)}"
+            f"{directory} is not a language model that transformers can build: {_line(error)}"
         ) from error
     _keep_wide(module, dtype)
     return module.eval()

@@ -111,7 +111,7 @@ def json_object(path: Path) -> dict[str, Any]:
     """JobError for a file that holds no JSON object."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise JobError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise JobError(f"{path} holds no JSON object")

@@ -298,6 +298,28 @@ def test_a_matrix_that_is_stored_twice_is_read_once(tmp_path: Path) -> None:
     assert all(torch.equal(value, values[n]) for n, value in opened.read(variables).items() if n in values)
 
 
+ODD = [
+    ("n_head", 0), ("n_head", "many"), ("n_embd", -1), ("n_embd", [1]), ("n_layer", None), ("n_layer", 1.5),
+    ("vocab_size", {}), ("vocab_size", 0), ("activation_function", "nonsense"), ("n_positions", "x"),
+    ("dtype", "int8"), ("dtype", "nonsense"), ("quantization_config", "gptq"), ("model_type", 3),
+]  # fmt: skip
+
+
+def test_a_config_that_makes_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    saved(tmp_path, gpt2())
+    path = tmp_path / "config.json"
+    plain = json.loads(path.read_text())
+    for name, value in ODD:
+        path.write_text(json.dumps({**plain, name: value}))
+        with pytest.raises(JobError) as error:
+            opened = open_model(tmp_path)
+            opened.read(opened.capture().variables)
+        assert "\n" not in str(error.value), (name, value)
+    path.write_text("[" * 100_000)
+    with pytest.raises(JobError, match="cannot be read"):
+        open_model(tmp_path)
+
+
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
     def refused(match: str) -> None:
         with pytest.raises(JobError, match=match) as error:
