@@ -90,7 +90,7 @@ class Matrices:
             own = self._stored.laid_out(name, value.contiguous()) if packed is None else packed
             self.laid_out[name] = own
         few = (wanted.keys() | tied | experts.keys()) - self._alone - self._by_piece - self._packed
-        self.least_rows = FEW_ROWS if few else self._stored.least_rows
+        self.least_rows = FEW_ROWS if few else 1
 
     def _require_agreement(self, matrix: torch.Tensor) -> None:
         """(out, in): of the library's own products."""

@@ -10,16 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional
 
 from fusion.dag.ir.graph import Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset_spec import plain
 from fusion.runtime.planes.products.machine_code import LANES, Function
-from fusion.runtime.planes.products.packed import FEW_ROWS, filling, in_blocks, multiplied, places, rows_agree
+from fusion.runtime.planes.products.packed import filling, in_blocks, multiplied, places, rows_agree
 from fusion.runtime.planes.products.quantised_code import product
 
 Tensor = torch.Tensor
 
 TILE_ELEMENTS = 1 << 22  # of a matrix, that are float32 at once
+SLAB_ROWS = 16  # of every product: by how many there are, a library chooses its way, and so a row's bits
 _SPARE_SHARE = 8  # of a matrix, that blocks may add to it
 _MIDDLE = 8  # what a number of 4 bits without a minimum is counted from
 
@@ -47,14 +49,19 @@ def linear(
 ) -> Tensor:
     """rows (..., in) with the matrix (out, in), a tile of it at a time: (..., out)."""
     flat = rows.reshape(-1, rows.shape[-1]).float()
-    made = flat.new_empty(flat.shape[0], weight.shape[0])
-    tile = max(1, TILE_ELEMENTS // flat.shape[1])
+    count, columns = flat.shape
+    padded = functional.pad(flat, (0, 0, 0, -count % SLAB_ROWS))
+    slabs = padded.view(-(-count // SLAB_ROWS), SLAB_ROWS, columns)
+    made = flat.new_empty(*slabs.shape[:2], weight.shape[0])
+    tile = max(1, TILE_ELEMENTS // columns)
     for at in range(0, weight.shape[0], tile):
         part = slice(at, at + tile)
-        matrix = dequantised(weight[part], scales[part], None if minimums is None else minimums[part])
-        made[:, part] = torch.mm(flat, matrix.t())
+        matrix = dequantised(weight[part], scales[part], None if minimums is None else minimums[part]).t()
+        for given, found in zip(slabs, made, strict=True):
+            found[:, part] = torch.mm(given, matrix)
+    made = made.flatten(0, 1)[:count]
     if bias is not None:
-        made += bias.float()
+        made = made + bias.float()
     return made.to(rows.dtype).view(*rows.shape[:-1], weight.shape[0])
 
 
@@ -127,12 +134,11 @@ class _Stored:
 class StoredMatrices:
     """The quantised matrices of a stage that decodes: in blocks, where there is machine code for them here and nothing else
     reads them. `products`: what computes the nodes that read those; `rows_agree`: whether a row's product has the same bits
-    in any company, of `least_rows` at least."""
+    in any company."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self.products: dict[str, Callable[..., Tensor]] = {}
         self.rows_agree = True
-        self.least_rows = 1
         self._in_blocks: set[str] = set()
         readers: dict[_Stored, list[Node]] = {}
         for node in graph.nodes:
@@ -167,7 +173,6 @@ class StoredMatrices:
                 if kind not in tried:
                     tried[kind] = _rows_agree(made, weight, scales, stored.minimums is not None, device)
                 self.rows_agree &= tried[kind]
-                self.least_rows = self.least_rows if made is not None else FEW_ROWS
 
     def laid_out(self, name: str, value: Tensor) -> Tensor:
         """A variable of the stage as `products` reads it."""
@@ -214,5 +219,4 @@ def _rows_agree(
     given = laid[0], laid[1], laid[2] if minimums else None, None
     multiply = linear if made is None else replace(made, rows=rows).linear
     like = torch.empty(0, device=device)
-    few = FEW_ROWS if made is None else 1
-    return rows_agree(lambda each: multiply(each, *given), columns, like, least=few)
+    return rows_agree(lambda each: multiply(each, *given), columns, like, least=1)

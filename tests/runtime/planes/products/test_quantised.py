@@ -299,6 +299,10 @@ def test_three_stages_answer_as_transformers_with_the_matrices_that_are_meant(
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_sessions_together_get_what_they_get_alone(family: str, kind: Kind) -> None:
     _, graph, values, _ = served(family, kind)
+    compare_company(graph, values)
+
+
+def compare_company(graph: Graph, values: dict[str, torch.Tensor]) -> None:
     stages = stages_of(graph, values, 2)
     assert all(stage.together for stage in stages)
     chance = random.Random(5)
@@ -333,10 +337,12 @@ def test_blocks_do_not_take_many_times_the_bytes_of_a_matrix(rows: int, laid_out
     assert matrices.laid_out("w", weight).numel() <= weight.numel() * 9 / 8
 
 
-def test_without_machine_code_the_values_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_machine_code_the_values_are_the_same_and_company_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, graph, values, _ = served("llama", "int8")
     _, expected = answer(stages_of(graph, values, 1), [1, 2, 3], 4)
     monkeypatch.setattr(quantised, "product", lambda *_: None)
-    # Whether pieces run together then is this processor's library to say.
     _, found = answer(stages_of(graph, values, 1), [1, 2, 3], 4)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    compare_company(graph, values)
