@@ -1,4 +1,5 @@
-"""A model that was served before goes where it was, if that is still nearly as good: its weights lie there on the disks."""
+"""A model that was served before goes where it was, if that is still nearly as good, or as good as fetching it anew would make
+it: its weights lie there on the disks."""
 
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.transport import PeerId
 
 NEARLY = 0.25  # of the time per token that it may cost: what peers are measured at varies as much from start to start
+# A stage that goes elsewhere is fetched and loaded at about so much, and has to be worth that after so many tokens.
+_MOVED_BYTES_PER_SECOND = 12.5e6
+_MOVED_TOKENS = 1000
 MOST_BYTES = 1 << 20
 FOLDER = "placed"
 REMEMBERED = 64  # graphs, of which those that were served last
@@ -55,11 +59,19 @@ def as_before(
     except (GraphError, PlacementError, ValueError, IndexError):
         return placed
     memory = (found.memory_bytes[0] + beside_bytes, *found.memory_bytes[1:])
-    if seconds > placed.predicted_seconds * (1 + NEARLY) or memory[0] > free[before.owners[0]]:
+    moving = _moved_bytes(placed, before) / _MOVED_BYTES_PER_SECOND / _MOVED_TOKENS
+    if seconds > placed.predicted_seconds * (1 + NEARLY) + moving or memory[0] > free[before.owners[0]]:
         return placed
     chosen = Candidate(peers=before.owners, token_seconds=seconds, link_seconds=on_links)
     choice = StageChoice(chosen=chosen, asked=placed.stage_count.asked, before=True)
     return replace(found, memory_bytes=memory, predicted_seconds=seconds, stage_count=choice)
+
+
+def _moved_bytes(placed: Placed, before: Before) -> int:
+    """Of the stages of `placed` that were not where they are to be."""
+    stages = zip((0, *placed.cuts), (*placed.cuts, None), placed.proposed, placed.memory_bytes, strict=True)
+    were = set(zip((0, *before.cuts), (*before.cuts, None), before.owners, strict=True))
+    return sum(size for first, end, owner, size in stages if (first, end, owner) not in were)
 
 
 class PlacementsBefore:

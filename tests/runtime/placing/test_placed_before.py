@@ -117,3 +117,18 @@ def test_the_oldest_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             os.utime(file, (file.stat().st_mtime - 10, file.stat().st_mtime - 10))
     assert places.of(graphs[0]) is None
     assert places.of(graphs[1]) == places.of(graphs[2]) == Before(now.cuts, now.proposed)
+
+
+def test_what_is_large_moves_for_what_is_worth_the_way_alone() -> None:
+    """Peers that are measured while their machine is busy seem half as fast as the others, and a minute later do not."""
+    now = placed()
+    before = other(now)
+    slow = [replace(p, flops_per_second=2e8) if p.peer == before.owners[1] else p for p in PEERS]
+    seconds, _ = token_seconds(served(), CONFIG, slow, (), before.cuts, before.owners)
+    assert seconds > 1.3 * now.predicted_seconds
+    assert as_before(now, before, served(), CONFIG, slow, ()) is now
+    large = replace(now, memory_bytes=(1 << 30, 1 << 30))
+    again = as_before(large, before, served(), CONFIG, slow, ())
+    assert (again.cuts, again.proposed) == (before.cuts, before.owners)
+    slower = [replace(p, flops_per_second=1e5) if p.peer == before.owners[1] else p for p in PEERS]
+    assert as_before(large, before, served(), CONFIG, slower, ()) is large
