@@ -23,10 +23,11 @@ Function = Callable[..., None]  # of addresses and whole numbers
 
 
 class Code:
-    """A function that is being written with `llvmlite.ir`: of so many addresses, and then of so many whole numbers."""
+    """A function that is being written with `llvmlite.ir`: of so many addresses, and then of so many whole numbers. `wide`: for a
+    machine whose registers hold LANES floats, and of which there are 32."""
 
-    def __init__(self, ir: Any, triple: str, addresses: int, numbers: int) -> None:
-        self.ir = ir
+    def __init__(self, ir: Any, triple: str, addresses: int, numbers: int, wide: bool) -> None:
+        self.ir, self.wide = ir, wide
         self.word, self.byte, self.half, self.float = (
             ir.IntType(64),
             ir.IntType(8),
@@ -162,7 +163,7 @@ def compiled(addresses: int, numbers: int, write: Callable[[Code], None]) -> Fun
             return None
         if not triple.startswith(("x86_64", "aarch64", "arm64")):
             return None
-        code = Code(ir, triple, addresses, numbers)
+        code = Code(ir, triple, addresses, numbers, bool(features.get("avx512f")))
         write(code)
         code.at.ret_void()
         module = binding.parse_assembly(str(code.module))

@@ -17,8 +17,12 @@ from typing import Any
 
 from fusion.runtime.planes.products.machine_code import LANES, Code, Function, compiled
 
-# (rows, blocks) that are run at once: see `packed_code`
+# (rows, blocks) that are run at once: see `packed_code`. Where registers hold 16 floats and there are 32 of them, two blocks share
+# what is loaded of four rows.
 _TILES = ((4, 1), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1))
+_WIDE_TILES = ((4, 2), *_TILES)
+# Of a row of the matrix, by the bits of a number, from one test of the loop to the next: more saves little, and takes longer to compile.
+_BYTES_AT_ONCE = {8: 4, 4: 1}
 
 
 @cache
@@ -42,7 +46,7 @@ class _Writer:
         self.columns = at.mul(self.groups, self.group)
         self.held = self.columns if self.bits == 8 else at.lshr(self.columns, code.number(1))
 
-        code.tiles(first, last, rows, _TILES, self.tile)
+        code.tiles(first, last, rows, _WIDE_TILES if code.wide else _TILES, self.tile)
 
     def tile(self, row: Any, count: int, block: Any, blocks: int) -> None:
         code, at = self.code, self.at
@@ -50,6 +54,8 @@ class _Writer:
         begins = [at.add(block, code.number(b)) for b in range(blocks)]
         weights = [at.mul(begin, at.mul(self.held, code.number(LANES))) for begin in begins]
         shares = [at.mul(begin, at.mul(self.groups, code.number(LANES))) for begin in begins]
+        together = 8 // self.bits  # columns in a byte
+        at_once = together * _BYTES_AT_ONCE[self.bits]
         sums = count if self.minimums else 0  # of the input over a group: what a minimum is multiplied by
 
         def group(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
@@ -74,8 +80,16 @@ class _Writer:
                             given[r] = at.fadd(given[r], one)
                 return [*products, *given]
 
+            def several(column: Any, found: Sequence[Any]) -> Sequence[Any]:
+                for more in range(0, at_once, together):
+                    found = columns(at.add(column, code.number(more)), found)
+                return found
+
             start = [code.zeros] * (count * blocks) + [code.zero] * sums
-            found = code.loop(code.number(0), self.group, 8 // self.bits, columns, start)
+            whole = code.whole(code.number(0), self.group, at_once)
+            found = code.loop(code.number(0), whole, at_once, several, start)
+            if at_once > together:
+                found = code.loop(whole, self.group, together, columns, found)
             made = []
             for b, share in enumerate(shares):
                 place = at.add(share, at.mul(index, code.number(LANES)))
