@@ -3,7 +3,6 @@ comes."""
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,10 @@ import numpy as np
 import pytest
 import torch
 from support.encoder_decoders import END, START, build, generated, source
-from support.jobs import with_client
+from support.jobs import answer_across_a_kill
 from support.source_tokenizer import tokenizer_of_sources
 
-from fusion.cli.local.fleet import LocalPeer
-from fusion.runtime.job.context import Context
-from fusion.runtime.serving.requests.client import generate
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest
-from fusion.swarm.transport import PeerId
+from fusion.runtime.serving.requests.request import GenerateRequest
 
 pytestmark = pytest.mark.e2e
 
@@ -58,31 +53,12 @@ def test_a_text_is_read_and_answered_also_when_a_peer_dies_in_the_middle(
     named = {peer.peer_id: peer for peer in swarm}
     victim = next(named[each] for each in record["route"] if named[each] is not swarm[0])
     given = source(family, 25, 4)
-    answer = killed_inside(peers, family, swarm[0], victim, given)
+    request = GenerateRequest(model=family, prompt_ids=tuple(given[0].tolist()), max_tokens=LONG)
+    answer = answer_across_a_kill(peers.root / "client", swarm[0], request, victim, KILLED_AFTER)
     assert list(answer.tokens) == wanted(model, given, LONG) and len(answer.tokens) > KILLED_AFTER
     assert victim.peer_id not in answer.route
     [record] = peers.run(*ask, "--prompt-ids", ",".join(map(str, given[0].tolist())))
     assert record["tokens"] == wanted(model, given) and victim.peer_id not in record["route"]
-
-
-def killed_inside(
-    peers: Any, family: str, gateway: LocalPeer, victim: LocalPeer, given: torch.Tensor
-) -> Answer:
-    """The answer to token ids (1, length) of a gateway on whose route the victim was until it was killed."""
-
-    async def asking(context: Context) -> Answer:
-        ids = tuple(given[0].tolist())
-        request = GenerateRequest(model=family, prompt_ids=ids, max_tokens=LONG)
-        pieces = 0
-        async for piece in generate(context.transport, PeerId(gateway.peer_id), request):
-            if isinstance(piece, Answer):
-                return piece
-            pieces += 1
-            if pieces == KILLED_AFTER:
-                victim.process.send_signal(signal.SIGKILL)
-        raise AssertionError("no answer")
-
-    return with_client(peers.root / "client", gateway.address, asking)
 
 
 @pytest.mark.slow

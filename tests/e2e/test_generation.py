@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import VOCABULARY, build, config, greedy
-from support.jobs import with_client
+from support.jobs import answer_across_a_kill, with_client
 from support.source_tokenizer import tokenizer_of_sources
 
 from fusion.cli.client import working_peers
@@ -64,6 +64,8 @@ CACHED = (
 RECOMPUTED = ("openai-gpt",)  # attention that is not recognised: what is hidden has a small weight
 GATE = (CACHED[0], RECOMPUTED[0])
 OTHERS = (*CACHED[1:], *RECOMPUTED[1:])
+AT_ONCE = 7  # families a test
+KILLED_AFTER = 20  # pieces of an answer
 SERVE_SECONDS = 300.0
 
 
@@ -115,8 +117,9 @@ def test_answers_of_three_processes_are_those_of_generate_and_those_of_the_comma
 
 
 @pytest.mark.slow
-def test_answers_of_other_families(peers: Any, tmp_path: Path) -> None:
-    compare_families(peers, peers.swarm(STAGES), tmp_path, OTHERS)
+@pytest.mark.parametrize("first", range(0, len(OTHERS), AT_ONCE), ids=lambda first: OTHERS[first])
+def test_answers_of_other_families(first: int, peers: Any, tmp_path: Path) -> None:
+    compare_families(peers, peers.swarm(STAGES), tmp_path, OTHERS[first : first + AT_ONCE])
 
 
 @pytest.mark.slow
@@ -141,6 +144,30 @@ def test_a_layer_of_experts_that_fits_no_peer_goes_over_several(
         [record] = peers.run("generate", *asked)
         assert record["tokens"] == wanted, length
         assert set(record["route"]) == {peer.peer_id for peer in swarm}
+
+
+@pytest.mark.slow
+def test_answers_in_bfloat16_are_those_of_generate_in_it_also_when_a_peer_dies(
+    peers: Any, tmp_path: Path
+) -> None:
+    swarm = peers.swarm(STAGES)
+    model = build(config("llama-bfloat16"))
+    assert model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path / "model")
+    home = str(swarm[0].home)
+    peers.run("serve", str(tmp_path / "model"), "--name", "half", "--stages", str(STAGES), "--home", home)
+    for length in PROMPTS:
+        wanted, _ = greedy(model, prompt_of(length), NEW)
+        assert len(set(wanted)) >= VARIED, length
+        text = ",".join(map(str, prompt_of(length)))
+        [record] = peers.run("generate", "--prompt-ids", text, "--max-tokens", str(NEW), "--home", home)
+        assert record["tokens"] == wanted, length
+        assert set(record["route"]) == {peer.peer_id for peer in swarm}
+    prompt = prompt_of(7)
+    request = GenerateRequest(model="half", prompt_ids=tuple(prompt), max_tokens=2 * NEW)
+    answer = answer_across_a_kill(peers.root / "client", swarm[0], request, swarm[1], KILLED_AFTER)
+    assert list(answer.tokens) == greedy(model, prompt, 2 * NEW)[0]
+    assert swarm[1].peer_id not in answer.route
 
 
 def compare_families(

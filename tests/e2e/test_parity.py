@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.jobs import exported, run_to_end, with_client
 from support.models import SameMasks
-from support.parity import CASES, RATE, Case, fifty_steps, language_loss, make, one_step
+from support.parity import CASES, FAMILIES, RATE, Case, fifty_steps, language_loss, make, one_step
 from torch import nn
 
 from fusion.runtime.capture.capture import variables_from_module
@@ -43,8 +43,8 @@ def test_gradients_over_processes_are_those_of_one(peers: Any, tmp_path: Path) -
 
     async def compare(context: Context) -> dict[str, float]:
         worst = {}
-        cases = {name: make(name) for name in dict.fromkeys(name for name, _, _ in CASES)}
-        for number, (name, stages, microbatches) in enumerate(CASES):
+        cases = {name: make(name) for name in dict.fromkeys(name for name, _, _ in [*CASES, *FAMILIES])}
+        for number, (name, stages, microbatches) in enumerate([*CASES, *FAMILIES]):
             case = cases[name]
             before = {k: v.clone() for k, v in variables_from_module(case.module).items()}
             prepared = one_step(

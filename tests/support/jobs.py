@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -12,11 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from fusion.cli.job_client import watch
+from fusion.cli.local.fleet import LocalPeer
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
 from fusion.runtime.peer.client import ClientConfig, open_client
+from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.swarm.transport import PeerId
 
 T = TypeVar("T")
 JOB_SECONDS = 400.0
@@ -54,6 +59,24 @@ async def run_to_end(
                 await held
     assert last is not None and last.state == "done", last
     return last
+
+
+def answer_across_a_kill(
+    home: Path, gateway: LocalPeer, request: GenerateRequest, victim: LocalPeer, after: int
+) -> Answer:
+    """The gateway's answer; the victim, which is on its route, is killed once so many pieces have come."""
+
+    async def asking(context: Context) -> Answer:
+        pieces = 0
+        async for piece in generate(context.transport, PeerId(gateway.peer_id), request):
+            if isinstance(piece, Answer):
+                return piece
+            pieces += 1
+            if pieces == after:
+                victim.process.send_signal(signal.SIGKILL)
+        raise AssertionError("no answer")
+
+    return with_client(home, gateway.address, asking)
 
 
 async def exported(context: Context, prepared: Prepared, directory: Path) -> dict[str, torch.Tensor]:

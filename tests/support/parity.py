@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 from support.captured_once import captured_once, once
+from support.families import build, config
 from support.jobs import even_cuts
-from support.models import Chain, Diamond, gpt2
+from support.models import Chain, Diamond, gpt2, mixtral
 from torch import nn
 from torch.nn import functional
 
@@ -23,6 +24,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.capture.models import GPT
+from fusion.runtime.capture.trained_graph import trained_graph
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.prepared import Prepared
@@ -39,6 +41,7 @@ CASES = [
     ("tied", 2, 2), ("tied", 4, 8),
     ("gpt2", 1, 4), ("gpt2", 2, 8), ("gpt2", 3, 1), ("gpt2", 4, 8),
 ]  # fmt: skip
+FAMILIES = [("mixtral", 3, 8), ("gemma2", 3, 2)]  # experts; capped scores and windows
 
 
 @dataclass
@@ -59,15 +62,20 @@ def make(name: str) -> Case:
             lambda: capture_module(module, {k: v[:2] for k, v in arrays.items()}, nn.MSELoss()),
         )
         return Case(module, clean(graph), arrays, lambda m, b: functional.mse_loss(m(b["x"]), b["targets"]))
-    if name == "gpt2":
-        module = gpt2()
-    else:
-        module = GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=16))
+    match name:
+        case "gpt2":
+            module = gpt2()
+        case "mixtral":
+            module = mixtral()
+        case "gemma2":
+            module = build(config(name))
+        case _:
+            module = GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=16))
     tokens = torch.randint(0, 32, (SAMPLES, SEQUENCE + 1))
     positions = torch.arange(SEQUENCE).repeat(SAMPLES, 1)
     arrays = {"input_ids": tokens[:, :-1], "position_ids": positions, "targets": tokens[:, 1:]}
     graph = captured_once(module, training=True, maximum_sequence=16)
-    return Case(module, clean(graph), arrays, language_loss)
+    return Case(module, trained_graph(graph), arrays, language_loss)
 
 
 def language_loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
