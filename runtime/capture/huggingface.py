@@ -42,6 +42,9 @@ from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.job.model_files import check_huggingface, json_object
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
+# What configurations call the number of layers, and the most that are built: the library makes lists of them before it looks at anything.
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+_MOST_LAYERS = 10_000
 _MAXIMA = ("max_position_embeddings", "max_seq_len")  # what configurations call the most positions
 
 
@@ -151,6 +154,13 @@ def _transformers() -> Any:
 
 
 def _config(directory: Path) -> Any:
+    said = json_object(directory / "config.json")
+    for values in (said, *(value for value in said.values() if isinstance(value, dict))):
+        for name in _DEPTHS:
+            if isinstance(values.get(name), int) and values[name] > _MOST_LAYERS:
+                raise JobError(
+                    f"{directory}/config.json: {name} is {values[name]}; the limit is {_MOST_LAYERS}"
+                )
     try:
         return _transformers().AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False

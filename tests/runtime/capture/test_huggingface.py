@@ -299,7 +299,7 @@ def test_a_matrix_that_is_stored_twice_is_read_once(tmp_path: Path) -> None:
 
 
 ODD = [
-    ("n_head", 0), ("n_head", "many"), ("n_embd", -1), ("n_embd", [1]), ("n_layer", None), ("n_layer", 1.5),
+    ("n_head", 0), ("n_head", "many"), ("n_embd", -1), ("n_embd", [1]), ("n_layer", None), ("n_layer", 1.5), ("n_layer", 10**9),
     ("vocab_size", {}), ("vocab_size", 0), ("activation_function", "nonsense"), ("n_positions", "x"),
     ("dtype", "int8"), ("dtype", "nonsense"), ("quantization_config", "gptq"), ("model_type", 3),
 ]  # fmt: skip
