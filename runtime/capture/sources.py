@@ -33,6 +33,7 @@ from fusion.runtime.job.model_files import (
     is_exported_directory,
 )
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
+from fusion.runtime.job.text import check_tokenizer
 
 CONSTANTS_FILE = "constants.safetensors"  # what the graph reads and no state_dict of the module has
 TOKENIZER_FILE = "tokenizer.json"
@@ -123,6 +124,8 @@ def in_files(path: Path, dtype: str | None = None) -> LanguageModel:
                 f"--dtype: a GGUF file is served in {FLOAT32}, with its quantised matrices as they are"
             )
         return gguf(path)
+    if (path / TOKENIZER_FILE).is_file():
+        check_tokenizer(path / TOKENIZER_FILE)
     if is_exported_directory(path):
         return exported(path, dtype)
     return huggingface(HuggingFaceConfig(path=path), training=False, dtype=dtype)

@@ -11,6 +11,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -83,6 +84,17 @@ class NoText:
 
     def spell(self, token: int) -> bytes:
         return b""
+
+
+def check_tokenizer(path: Path) -> None:
+    """JobError for a tokenizer.json with which no peer could read a prompt."""
+    size = path.stat().st_size
+    if size > MAX_TOKENIZER_BYTES:
+        raise JobError(f"{path} has {size} bytes; the limit is {MAX_TOKENIZER_BYTES}")
+    try:
+        TokenizerText(path.read_bytes())
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
 
 
 class TokenizerText:

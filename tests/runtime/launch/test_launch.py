@@ -22,7 +22,7 @@ from fusion.dag.placement.network import UNKNOWN_LINK
 from fusion.runtime.capture import gguf_model, huggingface, sources
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job import manifest_wire as manifests
-from fusion.runtime.job import spec
+from fusion.runtime.job import spec, text
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.progress import LoadingPhase, StageLoading
@@ -239,6 +239,19 @@ def test_a_directory_that_is_no_model_is_refused_in_one_line(tmp_path: Path, sto
     (tmp_path / "empty").mkdir()
     with pytest.raises(JobError, match=r"no config\.json"):
         prepare_serving(tmp_path / "empty", "x", [peer("A")], store)
+
+
+def test_a_tokenizer_that_no_peer_could_read_is_refused_before_anything_starts(
+    tmp_path: Path, store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = exported_gpt(tmp_path / "model")
+    for content in ("{}", "", "[" * 100_000):
+        (directory / "tokenizer.json").write_text(content)
+        with pytest.raises(JobError, match=r"tokenizer\.json: the model's tokenizer cannot be read"):
+            prepare_serving(directory, "x", [peer("A")], store)
+    monkeypatch.setattr(text, "MAX_TOKENIZER_BYTES", 1000)
+    with pytest.raises(JobError, match="has 100000 bytes; the limit is 1000"):
+        prepare_serving(directory, "x", [peer("A")], store)
 
 
 def exported_gpt(
