@@ -97,7 +97,7 @@ def place(
     proposed = [choice for find in _SCHEDULERS[scheduler] if (choice := find(options)) is not None]
     ranked = sorted(((options.outlook(c), c) for c in proposed), key=lambda item: (item[0].seconds, item[1]))
     if not ranked or not np.isfinite(ranked[0][0].seconds):
-        raise _misfit(options, stages, microbatches)
+        raise _misfit(options, stages, microbatches if training else None)
     outlook, choice = ranked[0]
     if scheduler == "op-fence" and choice != proposed[0]:
         outlook, choice = improve(options, ranked[0], _TRIES)
@@ -165,10 +165,11 @@ def _predicted(
     )
 
 
-def _misfit(options: Space, stages: int | None, microbatches: int) -> DoesNotFit:
+def _misfit(options: Space, stages: int | None, microbatches: int | None) -> DoesNotFit:
     segments, held, count = options.segments, int(options.least_held(1)[0]), len(options.segments.bounds)
-    where = f"in {stages} stages " if stages else ""
-    needed = f"the model does not fit {where}with {microbatches} microbatches: it needs at least "
+    where = f" in {stages} stages" if stages else ""
+    where += f" with {microbatches} microbatches" if microbatches else ""
+    needed = f"the model does not fit{where}: it needs at least "
     needed += size_text(float(segments.memory(0, -1, held)))
     first = np.arange(count - 1)
     piece = float(segments.memory(first, first + 1, held).max())

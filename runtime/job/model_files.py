@@ -16,6 +16,7 @@ ABOUT_FILE = "fusion.json"
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_config.json"
 # How a chat is written as a prompt, as Hugging Face names and writes it; both go with a job, for gateways.
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
@@ -59,6 +60,11 @@ def is_exported_directory(directory: Path) -> bool:
 
 def check_huggingface(directory: Path, *, weights: bool = True) -> None:
     """JobError in one line unless a Hugging Face model can be read from here, as far as its files' names tell."""
+    if (directory / ADAPTER_FILE).is_file():
+        raise JobError(
+            f"{directory} holds an adapter ({ADAPTER_FILE}), which is not read: merge it into its model (merge_and_unload of peft) "
+            "and serve the directory that this saves"
+        )
     if not (directory / CONFIG_FILE).is_file():
         held = next(iter(sorted(directory.glob("*.gguf"))), None)
         hint = "" if held is None else f"; it holds {held.name}, which can be served as a file"

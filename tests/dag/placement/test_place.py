@@ -128,6 +128,8 @@ def test_memory_binds():
         match=r"does not fit in 1 stages with 4 microbatches: it needs at least .* MiB; .*: fast .* MiB",
     ):
         place(graph, network(devices[:1]), SIZES, 4, stages=1)
+    with pytest.raises(PlacementError, match=r"does not fit in 1 stages: it needs at least .* MiB"):
+        place(graph, network([device("small", memory=1000)]), SIZES, 1, stages=1, training=False)
 
 
 def test_training_needs_more_memory_than_serving():

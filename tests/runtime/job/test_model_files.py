@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.model_files import CHAT_FILES, chat_files
+from fusion.runtime.job.model_files import CHAT_FILES, chat_files, check_model
 
 TEMPLATE = "{{ messages[0].content }}\u00e9\n"
 NAMED = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": TEMPLATE}]
@@ -66,3 +66,13 @@ def test_one_that_is_too_long_or_no_text(tmp_path: Path) -> None:
     write(tmp_path, chat_template__jinja="x", tokenizer_config__json="{")
     with pytest.raises(JobError, match="cannot be read"):
         chat_files(tmp_path)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_adapter_is_not_left_out_in_silence(whole: bool, tmp_path: Path) -> None:
+    write(tmp_path, adapter_config__json={"peft_type": "LORA"})
+    if whole:
+        write(tmp_path, config__json={"model_type": "llama"}, model__safetensors="weights")
+    with pytest.raises(JobError, match=r"holds an adapter .* which is not read: merge it") as error:
+        check_model(tmp_path)
+    assert "\n" not in str(error.value)

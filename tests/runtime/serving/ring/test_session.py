@@ -206,5 +206,5 @@ def test_the_longest_answer_that_fits_is_allowed() -> None:
     check_prompt([1, 2], 8, vocabulary=10, max_sequence=10)
     with pytest.raises(JobError, match="at most 8 tokens can follow, not 9"):
         check_prompt([1, 2], 9, vocabulary=10, max_sequence=10)
-    with pytest.raises(JobError, match="prompt: the model takes 2 positions .* begin a new conversation"):
+    with pytest.raises(JobError, match=r"prompt: the model takes 2 positions .* begin a new conversation"):
         check_prompt([1, 2], 1, vocabulary=10, max_sequence=2)
