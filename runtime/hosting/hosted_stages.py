@@ -155,7 +155,7 @@ class HostedStages:
             return
         task = self.spawn(self._run(claim, record, manifest, handover))
         self.running[place] = Hosted(task, manifest, self._services[manifest.kind])
-        self._context.pace.charge(manifest.author, STAGE_SECONDS)
+        self._context.pace.charge(place[0], manifest.author, STAGE_SECONDS)
         self.on_begin(place)
         task.add_done_callback(lambda _: self._ended(place))
 

@@ -123,10 +123,10 @@ class Context:
         return replace(self, worker=self.compute.of(whose), codec_worker=codec_worker)
 
     async def work_for(
-        self, author: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, job: JobId, author: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """`asyncio.to_thread` for a job of that author, which is charged the processor time (`pace`), also where nobody waits
-        for the end any more."""
+        """`asyncio.to_thread` for a job, which is charged the processor time (`pace`), also where nobody waits for the end any
+        more."""
         loop = asyncio.get_running_loop()
 
         def timed() -> T:
@@ -135,6 +135,6 @@ class Context:
                 return function(*args, **kwargs)
             finally:
                 with suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self.pace.charge, author, time.thread_time() - began)
+                    loop.call_soon_threadsafe(self.pace.charge, job, author, time.thread_time() - began)
 
         return await asyncio.to_thread(timed)

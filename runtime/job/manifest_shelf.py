@@ -79,7 +79,7 @@ class ManifestShelf:
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 data = await self._blobs.read(Digest(job), manifests.MAX_MANIFEST_BYTES, hints)
-            manifest = await self._context.work_for(record.author, manifests.decode, data)
+            manifest = await self._context.work_for(job, record.author, manifests.decode, data)
         except JobError as error:
             log.warning("job %s (%s) is refused: %s", record.name, job[:12], one_line(str(error)))
             await self._refuse(job)

@@ -43,7 +43,7 @@ Stages = tuple[
 
 async def load_stages(context: Context, job: JobId, manifest: Manifest) -> Stages:
     """Raises BlobError where the graph cannot be had, Unsupported where it is none, or none that we understand."""
-    return await _cut(context, await _read(context, job, manifest), manifest)
+    return await _cut(context, job, await _read(context, job, manifest), manifest)
 
 
 async def _read(context: Context, job: JobId, manifest: Manifest) -> bytes:
@@ -51,13 +51,13 @@ async def _read(context: Context, job: JobId, manifest: Manifest) -> bytes:
     return await context.blobs.of(job).read(manifest.graph, MAX_GRAPH_BYTES, hints)
 
 
-async def _cut(context: Context, data: bytes, manifest: Manifest) -> Stages:
+async def _cut(context: Context, job: JobId, data: bytes, manifest: Manifest) -> Stages:
     def cut() -> Stages:
         stages = split(serialise.decode(data), manifest.cuts)
         return stages, tie_groups(stages)
 
     try:
-        return await context.work_for(manifest.author, cut)
+        return await context.work_for(job, manifest.author, cut)
     except GraphError as error:
         raise Unsupported(f"the graph of {manifest.name}: {error}") from None
 
@@ -89,7 +89,7 @@ class StageGraphs:
             self._read[read] = None
             async with self._turn:
                 if cut not in self._known:
-                    self._known[cut] = await _cut(self._context, data, manifest)
+                    self._known[cut] = await _cut(self._context, job, data, manifest)
                 return self._known[cut]
         return self._known[cut]
 
@@ -98,7 +98,8 @@ class StageGraphs:
         for one that says nothing), Unsupported where the job could not be trained wherever it ran. Raises as `of`."""
         stages, _ = await self.of(job, manifest)
         _check_loss(stages, manifest)
-        needed = await self._context.work_for(manifest.author, needed_bytes, stages[stage], manifest)
+        work_for = self._context.work_for
+        needed = await work_for(job, manifest.author, needed_bytes, stages[stage], manifest)
         needed += beside_bytes
         declared = manifest.needed_bytes(stage)
         if needed > declared * TOLERATED_RATIO + TOLERATED_BYTES:

@@ -79,11 +79,11 @@ class DraftLoader:
         about = AboutDraft.from_json(await blobs.read(files.about, MAX_ABOUT_BYTES, hints))
         graph = await blobs.read(files.graph, MAX_GRAPH_BYTES, hints)
         work_for, author = self._context.work_for, manifest.author
-        stage = await work_for(author, whole_stage, graph, f"the draft of {manifest.name}")
+        stage = await work_for(job, author, whole_stage, graph, f"the draft of {manifest.name}")
         plan_ring((stage,), 0)  # JobError where it is no language model
         positions = min(about.max_sequence, manifest.serve.max_sequence)
         alone = replace(manifest, serve=replace(manifest.serve, max_sequence=positions))
-        needed = await work_for(author, needed_bytes, stage, alone)
+        needed = await work_for(job, author, needed_bytes, stage, alone)
         await self._graphs.check(job, manifest, 0, beside_bytes=needed)
         most = file_bytes(weights_bytes(stage), len(stage.graph.variables))
         return DraftOnDisk(stage, await blobs.fetch(files.weights, max_bytes=most), positions)

@@ -127,7 +127,7 @@ class StageLoader:
         job, stage = place
         stages = await self.stages(job, manifest)
         part = stages[stage]
-        plan = plan_ring(stages, stage, await self._last_reader(stages, manifest))
+        plan = plan_ring(stages, stage, await self._last_reader(job, stages, manifest))
         try:
             plane = await self._context.on_behalf_of(manifest.author, job).compute.run(
                 lambda: self._plane.decoding(part, WeightsFile(path, len(part.graph.variables)))
@@ -137,12 +137,13 @@ class StageLoader:
         draft = await self._drafts.load(job, manifest) if stage == 0 else None
         return LoadedStage(plan, plane, manifest.weights[stage], weights_bytes(part), draft)
 
-    async def _last_reader(self, stages: tuple[Stage, ...], manifest: Manifest) -> LastReader:
+    async def _last_reader(self, job: JobId, stages: tuple[Stage, ...], manifest: Manifest) -> LastReader:
         """Raises Unrunnable for a model that cannot be served in a ring."""
         ring = (manifest.graph, tuple(manifest.cuts))
         async with self._planning:
             if ring not in self._rings:
-                self._rings[ring] = await self._context.work_for(manifest.author, _reader_or_error, stages)
+                work_for = self._context.work_for
+                self._rings[ring] = await work_for(job, manifest.author, _reader_or_error, stages)
             found = self._rings[ring]
         if isinstance(found, JobError):
             raise Unrunnable(str(found))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 from support.directory_records import digest
 from support.examples import examples
@@ -63,7 +64,7 @@ def test_whatever_is_offered_beside_work_of_others_costs_no_more_than_a_share(
         ]
         whose = {offer.job: offer.author for offer in waiting}
         for job in taken(pace, waiting):
-            pace.charge(whose[job], STAGE_SECONDS)
+            pace.charge(job, whose[job], STAGE_SECONDS)
             cost += READ_SECONDS + STAGE_SECONDS
             assert cost <= BURST_SECONDS + SHARE * (clock() - began) + READ_SECONDS + STAGE_SECONDS
 
@@ -73,7 +74,7 @@ def test_a_new_author_does_not_wait_behind_the_jobs_of_another() -> None:
     pace, many = busy(clock), offers("many", 200)
     first = taken(pace, many)
     assert 0 < len(first) <= BURST_SECONDS / STAGE_SECONDS + 1
-    pace.charge(PeerId("many"), 100.0)  # for what it had this peer compute
+    pace.charge(first[0], PeerId("many"), 100.0)  # for what it had this peer compute
     new = offers("new", 2)
     assert not taken(pace, [*many, *new])
     clock.advance((DEBT_SECONDS + READ_SECONDS / 2) / SHARE)
@@ -97,8 +98,9 @@ def test_authors_take_turns() -> None:
 
 def test_whoever_disturbs_nobody_waits_for_nothing_and_leaves_others_what_was_saved() -> None:
     pace = busy(ManualClock(), lambda author: author != "alone")
-    assert len(taken(pace, offers("alone", 500))) == 500
-    pace.charge(PeerId("alone"), 100.0)
+    first, *others = taken(pace, offers("alone", 500))
+    assert len(others) == 499
+    pace.charge(first, PeerId("alone"), 100.0)
     assert pace.left_seconds == BURST_SECONDS
     assert taken(pace, offers("other", 1))
 
@@ -107,3 +109,12 @@ def test_what_could_not_begin_is_not_paid_for() -> None:
     pace = busy(ManualClock())
     pace.take_up(offers("a", 100), lambda job: False)
     assert pace.left_seconds == BURST_SECONDS and pace.charged(PeerId("a")) == 0.0
+
+
+def test_a_manifest_in_the_name_of_another_is_paid_for_by_whoever_spoke_of_it() -> None:
+    pace = busy(ManualClock(), lambda author: author != "alone")
+    (job,) = taken(pace, offers("stranger", 1))
+    pace.charge(job, PeerId("alone"), STAGE_SECONDS)
+    assert pace.charged(PeerId("alone")) == 0.0
+    assert pace.charged(PeerId("stranger")) == pytest.approx(READ_SECONDS + STAGE_SECONDS)
+    assert pace.left_seconds == pytest.approx(BURST_SECONDS - READ_SECONDS - STAGE_SECONDS)

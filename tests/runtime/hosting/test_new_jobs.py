@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from support.directory_records import digest
 from support.hosting import Peer, Swarm, manifests_read, swarm, until
 
 from fusion.runtime.device.new_job_pace import (
@@ -18,6 +19,8 @@ from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.network import MemoryNetwork
+
+ANY = JobId(digest("any"))
 
 
 async def launched(made: Swarm, peer: Peer, author: Identity, count: int) -> list[JobId]:
@@ -79,13 +82,13 @@ def test_a_vacant_stage_of_a_job_that_it_knows_waits_for_nothing(tmp_path: Path)
             await launched(made, heir, Identity.generate(), 1)
             await heir.look()
             stranger = Identity.generate()
-            heir.context.pace.charge(stranger.peer_id, 100.0)
+            heir.context.pace.charge(ANY, stranger.peer_id, 100.0)
             await launched(made, heir, stranger, 6)
             await owner.leave()
             await made.announce(job)
             await heir.look()
             made.clock.advance(HEAD_START_SECONDS)
-            heir.context.pace.charge(stranger.peer_id, 100.0)
+            heir.context.pace.charge(ANY, stranger.peer_id, 100.0)
             begun = len(heir.service.begun)
             await heir.look()
             assert heir.service.begun[begun:] == [(job, 0)]
@@ -108,7 +111,7 @@ def test_jobs_that_are_on_its_disk_wait_for_nothing_after_a_cold_start(tmp_path:
             made.clock.advance(1000.0)
             again = await made.join(identity=peer.identity, persistent=True)
             again.context.pace.beside = lambda author: True
-            again.context.pace.charge(Identity.generate().peer_id, 100.0)
+            again.context.pace.charge(ANY, Identity.generate().peer_id, 100.0)
             await look(again, 3)
             assert {job for job, _ in again.service.begun} == {*jobs}
 
@@ -121,7 +124,7 @@ def test_a_stranger_that_speaks_of_others_new_jobs_does_not_hold_them_up(tmp_pat
             peer, stranger = await made.join(), Identity.generate()
             await launched(made, peer, Identity.generate(), 1)
             await look(peer)
-            peer.context.pace.charge(stranger.peer_id, 100.0)
+            peer.context.pace.charge(ANY, stranger.peer_id, 100.0)
             await launched(made, peer, stranger, 6)
             (job,) = await launched(made, peer, Identity.generate(), 1)
             await made.announce(job, stranger, state="running", term=7, lead=stranger.peer_id)

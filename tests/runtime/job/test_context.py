@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 from threading import Event
 
+from support.directory_records import digest
 from support.hosting import swarm, until
 
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
 
-AUTHOR = PeerId("author")
+AUTHOR, JOB = PeerId("author"), JobId(digest("job"))
 
 
 def test_an_author_is_charged_what_a_thread_computes_for_it_even_if_nobody_waits(tmp_path: Path) -> None:
@@ -30,10 +32,10 @@ def test_an_author_is_charged_what_a_thread_computes_for_it_even_if_nobody_waits
     async def main() -> None:
         async with swarm(tmp_path) as made:
             context = (await made.join()).context
-            await context.work_for(AUTHOR, compute)
+            await context.work_for(JOB, AUTHOR, compute)
             once = context.pace.charged(AUTHOR)
             assert once >= 0.01
-            waits = asyncio.create_task(context.work_for(AUTHOR, late))
+            waits = asyncio.create_task(context.work_for(JOB, AUTHOR, late))
             await until(began.is_set)
             waits.cancel()
             await asyncio.wait([waits])
