@@ -31,6 +31,7 @@ SCRIPTS = (
     "sweeps/launcher.py",
     "support/lying_peer.py",
 )
+NETWORK = "/proc/thread-self/ns/net"
 ROOM_BYTES = 1 << 16  # for the arguments and for the environment of a command
 ADOPT = 36  # PR_SET_CHILD_SUBREAPER, of <linux/prctl.h>
 # What differs from run to run and is not read by an import. Whoever changes more of the environment has the real command.
@@ -51,6 +52,8 @@ class Zygote:
     def __init__(self) -> None:
         self.forked = 0
         self._environment = os.environ.copy() | {"OMP_NUM_THREADS": "1"}
+        # A test may ask first from within a box: what is in one does not outlive it.
+        self._home = os.open(NETWORK, os.O_RDONLY) if sys.platform == "linux" else -1
         self._lock = threading.Lock()
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -64,6 +67,9 @@ class Zygote:
 
     def fork(self, request: dict[str, Any], files: list[int]) -> int:
         """The number of a new child of ours."""
+        if not request["network"] and os.stat(NETWORK).st_ino != os.fstat(self._home).st_ino:
+            thread = threading.get_native_id()
+            request = {**request, "network": f"/proc/{os.getpid()}/task/{thread}/ns/net"}
         with self._lock:
             channel = self._opened()
             libc = ctypes.CDLL(None)
@@ -84,9 +90,9 @@ class Zygote:
             with theirs:
                 number = theirs.fileno()
                 self._process = subprocess.Popen(
-                    [sys.executable, str(ZYGOTE), str(number), "." * ROOM_BYTES],
+                    [sys.executable, str(ZYGOTE), str(number), str(self._home), "." * ROOM_BYTES],
                     env=self._environment | {"ROOM": "." * ROOM_BYTES},
-                    pass_fds=[number],
+                    pass_fds=[number, self._home],
                     stdin=subprocess.DEVNULL,
                 )
             if self._channel.recv(64) != b"ready":
@@ -97,6 +103,9 @@ class Zygote:
         if self._channel is not None and self._process is not None:
             self._channel.close()
             self._process.wait()
+        if self._home >= 0:
+            os.close(self._home)
+            self._home = -1
 
 
 @contextmanager

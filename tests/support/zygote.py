@@ -1,11 +1,12 @@
 """A process that has imported what our commands import, and forks one of them whenever it is asked to (Android's word).
 
-    python tests/support/zygote.py SOCKET WORDS ROOM
+    python tests/support/zygote.py SOCKET NETWORK ROOM
 
-`support/warm_start.py` starts it, as a child of the process that wants the commands. Each request is a line of JSON, with the
-three standard files beside it; the answer is the number of the new process, a child of whoever asked: the zygote forks twice,
-and who asks adopts the orphan (prctl(2), PR_SET_CHILD_SUBREAPER). From there on it is `python` with these arguments: the same
-`__main__`, environment, folder, files and way to end. It ends when SOCKET is closed. Linux only.
+`support/warm_start.py` starts it, as a child of the process that wants the commands; it stays in the network namespace of the
+descriptor NETWORK, and ROOM is space for the arguments of others. Each request is a line of JSON, with the three standard files
+beside it; the answer is the number of the new process, a child of whoever asked: the zygote forks twice, and who asks adopts the
+orphan (prctl(2), PR_SET_CHILD_SUBREAPER). From there on it is `python` with these arguments: the same `__main__`, environment,
+folder, files and way to end. It ends when SOCKET is closed. Linux only.
 
 Nothing is imported here that begins a thread or opens a loop: only what is single can be forked.
 """
@@ -111,10 +112,21 @@ def become(request: dict[str, Any]) -> None:
 def enter(namespace: str) -> None:
     """As nsenter(1) does."""
     there = os.open(namespace, os.O_RDONLY)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(there, CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), f"setns: {namespace}")
+    switch(there)
     os.close(there)
+
+
+def stay_in(network: int) -> None:
+    """In that network namespace, wherever we were started."""
+    if os.fstat(network).st_ino != os.stat("/proc/self/ns/net").st_ino:
+        switch(network)
+    os.close(network)
+
+
+def switch(network: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(network, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def standard(number: int, mode: str, errors: str, **buffering: bool) -> io.TextIOWrapper:
@@ -138,6 +150,7 @@ def show(arguments: list[str], environment: dict[str, str]) -> None:
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
+    stay_in(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C ends who asks, and that ends us
     load()
     assert len(os.listdir("/proc/self/task")) == 1, (
