@@ -5,5 +5,6 @@ share          which of the calls that wait for it runs next
 overrun        calls that take ten times what they should
 real_pace      how much longer steps compute than probes say
 surplus        when memory that nobody uses any more goes back to the system
+accounts       whom what a job costs is charged to
 new_job_pace   how fast a peer takes up jobs that are new to it
 """

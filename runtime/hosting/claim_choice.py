@@ -25,7 +25,7 @@ class VacantStage:
     score: float  # 1.0 where the placement proposed this peer, else its own fitness below 1
     empty_seconds: float  # how long this peer has seen it without an owner
     memory_bytes: int
-    author: PeerId = PeerId("")  # noqa: RUF009 - of its job
+    account: PeerId = PeerId("")  # noqa: RUF009 - that its job is charged to
     early: bool = False  # before the head start, because the newest state of the stage is on this peer
     standby: bool = False  # this peer stands by for it
     idle_heir: bool = False  # so does another one that owns no stage
@@ -45,19 +45,19 @@ def stages_to_claim(
     chosen: list[VacantStage] = []
     left = sorted(vacancies, key=lambda v: (-v.score, -v.empty_seconds, v.job, v.stage))
     while len(chosen) < free_seats:
-        fitting = [v for v in left if v.memory_bytes <= free_memory_bytes and turns[v.author] < most]
+        fitting = [v for v in left if v.memory_bytes <= free_memory_bytes and turns[v.account] < most]
         if not fitting:
             break
-        vacancy = min(fitting, key=lambda v: turns[v.author])  # the first of those
+        vacancy = min(fitting, key=lambda v: turns[v.account])  # the first of those
         left = [v for v in fitting if v is not vacancy]
-        turns[vacancy.author] += 1
+        turns[vacancy.account] += 1
         free_memory_bytes -= vacancy.memory_bytes
         chosen.append(vacancy)
     return tuple(chosen)
 
 
 def share_of_one(seats: int) -> int:
-    """Of so many seats, those that the jobs of one author may take: where there are four, one is for others."""
+    """Of so many seats, those that the jobs of one account may take: where there are four, one is for others."""
     return seats - seats // 4
 
 

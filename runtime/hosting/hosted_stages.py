@@ -110,9 +110,14 @@ class HostedStages:
         assert self.tasks is not None, "nothing is hosted"
         return self.tasks.create_task(work)
 
-    def _run_beside(self, author: PeerId) -> bool:
+    def _run_beside(self, account: PeerId) -> bool:
         """Whether stages of others' jobs run here."""
-        return any(hosted.manifest.author != author for hosted in self.running.values())
+        return any(other != account for other in self.accounts())
+
+    def accounts(self) -> Iterator[PeerId]:
+        """Whom each of the stages that run here is charged to."""
+        for (job, _), hosted in self.running.items():
+            yield self._context.accounts.of(job, hosted.manifest.author)
 
     # --- from a claim to its release
 
@@ -155,7 +160,8 @@ class HostedStages:
             return
         task = self.spawn(self._run(claim, record, manifest, handover))
         self.running[place] = Hosted(task, manifest, self._services[manifest.kind])
-        self._context.pace.charge(place[0], manifest.author, STAGE_SECONDS)
+        account = self._context.accounts.of(place[0], manifest.author)
+        self._context.pace.charge(place[0], account, STAGE_SECONDS)
         self.on_begin(place)
         task.add_done_callback(lambda _: self._ended(place))
 

@@ -12,6 +12,7 @@ from cachetools import FIFOCache
 
 from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.belief.reading import Judgement, by_job, judgement
+from fusion.runtime.device.accounts import speaker
 from fusion.runtime.device.new_job_pace import Offer
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.job.context import Context
@@ -72,6 +73,7 @@ class JobView:
         part, and it goes on without us."""
         found: dict[JobId, Manifest] = {}
         offered: dict[JobId, list[JobRecord]] = {}
+        accounts, verify = self._context.accounts, self._context.directory.verify
         for job, said in words.items():
             going = self._going(said)
             if going or job in ours or self._board.buried(job):
@@ -83,6 +85,7 @@ class JobView:
                         offered[job] = going or list(said)
                     continue
                 self._taken_up.add(job)
+                accounts.hear(job, manifest.author, said, verify)
                 self._context.leases.know(manifest.law(job))
                 if self._runs(job, manifest):
                     found[job] = manifest
@@ -92,11 +95,13 @@ class JobView:
     def _take_up(self, offered: Mapping[JobId, Sequence[JobRecord]]) -> None:
         """Fetch the manifests of those of these jobs whose turn it is, that of whoever had least of those who speak of one: a
         stranger may speak of any."""
-        pace = self._context.pace
-        words = {
-            job: min(said, key=lambda record: pace.charged(record.author)) for job, said in offered.items()
-        }
-        offers = [Offer(job, record.author) for job, record in words.items()]
+        pace, verify = self._context.pace, self._context.directory.verify
+        offers, words = [], dict[JobId, JobRecord]()
+        for job, said in offered.items():
+            payer, words[job] = min(
+                ((speaker(record, verify), record) for record in said), key=lambda said: pace.charged(said[0])
+            )
+            offers.append(Offer(job, payer))
         self._quick_random().shuffle(offers)  # whoever launches a job chooses how its id begins
         pace.take_up(offers, lambda job: self._shelf.fetch(words[job]))
 
@@ -124,8 +129,9 @@ class JobView:
         # Whether a job of which somebody says so has ended, all its owners tell.
         jobs = {job: known[job] for job in known if job in ours or self._going(words[job])}
         disputed = {job for job in jobs if any(map(is_over, words[job]))}
-        us, most = self._context.peer_id, self._places
-        places = stages_to_read(jobs, hosted, {*ours, *disputed}, us, free_bytes, self._quick_random(), most)
+        context, concerned, random = self._context, {*ours, *disputed}, self._quick_random()
+        us, of, most = context.peer_id, context.accounts.of, self._places
+        places = stages_to_read(jobs, hosted, concerned, us, free_bytes, random, most, of)
         claims = await asyncio.gather(*(leases.claims(*place) for place in places))
         recent = {place: leases.recent(*place) for place in hosted if place[0] in known}
         return {**dict(zip(places, claims, strict=True)), **recent}
@@ -186,6 +192,7 @@ def stages_to_read(
     free_memory_bytes: int,
     random: Random,
     most: int,
+    account: Callable[[JobId, PeerId], PeerId],
 ) -> list[Place]:
     """At most `most` stages whose claims we should know: those that we might host, and all of the jobs that we have a hand
     in (when an owner vanishes we should know its standbys). Authors take turns, and none has more than a share: a look
@@ -202,7 +209,7 @@ def stages_to_read(
             fits = job in ours or manifest.needed_bytes(stage) <= free_memory_bytes
             if fits and (job, stage) not in hosted:
                 entry = (manifest.proposed[stage] != us, job not in ours, (job, stage))
-                by_author.setdefault(manifest.author, []).append(entry)
+                by_author.setdefault(account(job, manifest.author), []).append(entry)
     turns: list[tuple[int, bool, bool, Place]] = []
     for places in by_author.values():
         random.shuffle(places)

@@ -86,9 +86,9 @@ class StageClaims:
             early = stocked and not self._stages.running
             if self._context.leases.refusal(*place, "own") is not None:
                 continue  # the job does not admit us
-            vacancy = self._vacancies.look(
-                place, manifest, held, early=early, behind=partial(self._is_behind, place)
-            )
+            account = self._context.accounts.of(place[0], manifest.author)
+            behind = partial(self._is_behind, place)
+            vacancy = self._vacancies.look(place, manifest, held, account=account, early=early, behind=behind)
             fits = vacancy is not None and vacancy.memory_bytes <= self._context.memory.free_bytes
             if vacancy is not None and fits and not self._stages.cooling.lasts(place):
                 found.append(vacancy)
@@ -103,7 +103,7 @@ class StageClaims:
         if asks_who_is_idle(vacant, busy=busy):
             peers = await self._context.directory.peers()
             vacant = our_share(vacant, self._context.peer_id, peers, busy=busy)
-        running = Counter(hosted.manifest.author for hosted in self._stages.running.values())
+        running = Counter(self._stages.accounts())
         return stages_to_claim(vacant, self._context.memory.free_bytes, self._free_seats, running)
 
     async def claim(self, vacancy: VacantStage, known: OpenJob) -> None:

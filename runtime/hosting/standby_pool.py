@@ -295,7 +295,8 @@ class Pool:
             log.info("standing by for stage %d of %s", place[1], manifest.name)
             covered = _Covered(record, manifest, score, busy, self._clock())
             self._covered[place] = covered
-            self._context.pace.charge(place[0], manifest.author, STANDBY_SECONDS)
+            account = self._context.accounts.of(place[0], manifest.author)
+            self._context.pace.charge(place[0], account, STANDBY_SECONDS)
             self._say(place, covered)
             return
         if record is not None:

@@ -36,11 +36,12 @@ class VacantStages:
         manifest: Manifest,
         claims: Sequence[ClaimRecord],
         *,
+        account: PeerId,
         early: bool,
         behind: Callable[[], bool] = lambda: False,
     ) -> VacantStage | None:
         """The stage, where it has no owner and it is our turn to claim it. `claims` are those that the directory has
-        now; `early`: we have its newest state and nothing else to do, so that we need not wait where nobody stands by;
+        now; `account`: whom its job is charged to; `early`: we have its newest state and nothing else to do, so that we need not wait where nobody stands by;
         `behind`: whether somebody else claims it under a term that was used before, and should be told so first."""
         us, (job, stage) = self._us, place
         owner = winner(claims)
@@ -65,7 +66,7 @@ class VacantStages:
             score=(1.0 + score) / 2 if early else score,
             empty_seconds=now - since,
             memory_bytes=manifest.needed_bytes(stage),
-            author=manifest.author,
+            account=account,
             early=early,
             standby=us in order,
             idle_heir=any(is_idle(heir) and heir.peer != us for heir in standbys),

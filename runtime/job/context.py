@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
+from fusion.runtime.device.accounts import Accounts
 from fusion.runtime.device.new_job_pace import NewJobPace
-from fusion.runtime.device.share import Whose
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.watch import Watch
 from fusion.swarm.claims.owners_seen import OwnersSeen
@@ -96,6 +96,7 @@ class Context:
     flops_per_second: float = 0.0  # of the device, as measured at start; 0: nobody did
     real_pace: RealPace | None = None  # told of every step; None where nobody asks
     memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(4 << 30))  # that the volunteer lends
+    accounts: Accounts = field(default_factory=Accounts)  # whom what jobs cost is charged to
     pace: NewJobPace = field(default_factory=NewJobPace)  # of jobs that are new to this peer
     home: Path = Path(".")
     succession: Takeover | None = None  # None in a client: it holds nothing
@@ -118,7 +119,7 @@ class Context:
 
     def on_behalf_of(self, author: PeerId, job: JobId, *, serves: bool = False) -> Context:
         """For what one job computes: the device is shared out."""
-        whose = Whose(author, job, serves)
+        whose = self.accounts.whose(job, author, serves=serves)
         codec_worker = None if self.codec_worker is None else self.codec_worker.of(whose)
         return replace(self, worker=self.compute.of(whose), codec_worker=codec_worker)
 
@@ -127,7 +128,7 @@ class Context:
     ) -> T:
         """`asyncio.to_thread` for a job, which is charged the processor time (`pace`), also where nobody waits for the end any
         more."""
-        loop = asyncio.get_running_loop()
+        loop, account = asyncio.get_running_loop(), self.accounts.of(job, author)
 
         def timed() -> T:
             began = time.thread_time()
@@ -135,6 +136,6 @@ class Context:
                 return function(*args, **kwargs)
             finally:
                 with suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self.pace.charge, job, author, time.thread_time() - began)
+                    loop.call_soon_threadsafe(self.pace.charge, job, account, time.thread_time() - began)
 
         return await asyncio.to_thread(timed)

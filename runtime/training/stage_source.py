@@ -85,7 +85,7 @@ class StageSource:
             files=files,
             batches=batches,
             near=near,
-            whose=Whose(manifest.author, job),
+            whose=self._context.accounts.whose(job, manifest.author),
         )
 
     def owners(self, job: JobId, manifest: Manifest) -> dict[int, PeerId]:

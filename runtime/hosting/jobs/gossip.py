@@ -167,7 +167,9 @@ class JobGossip:
     async def _keep(self) -> None:
         self._context.blobs.hold(self, self._board.needed_blobs())
         if self._files is not None:
-            await self._files.keep(map(self._newest, self._board.to_keep()), self._board.gone)
+            carried = self._context.accounts.carried
+            words = (carried(self._newest(record)) for record in self._board.to_keep())
+            await self._files.keep(words, self._board.gone)
 
     async def _say(self, *records: JobRecord) -> None:
         await asyncio.gather(*map(self._publish, map(self._signed, records)))
@@ -181,15 +183,17 @@ class JobGossip:
         """With our own statement, where we lead the job or know of its end: others may repeat it when we are gone. Of a
         job that goes on and that we do not lead we carry what those said who did. What shows that we followed those whom the
         author proposed goes with it."""
+        carried = self._context.accounts.carried
         if record.state not in ENDED and not self._board.leads(record.job):
-            return record
+            return carried(record)
         us, directory = self._context.peer_id, self._context.directory
         ours = self._statement(record)
         revoked = self._context.access.revocations(record.job)[:REVOCATIONS]
         statements = joined((ours, *record.proof), record.job, directory.verify)
         chain = self._context.seen.chain(record.job, us)
         room = CARRIED - STATEMENTS_FOR_LIST * len(revoked) - STATEMENTS_FOR_SUCCESSION * len(chain)
-        return replace(record, proof=(*statements[: max(room, 1)], *revoked, *chain))
+        room -= record.state not in ENDED  # for what is carried
+        return carried(replace(record, proof=(*statements[: max(room, 1)], *revoked, *chain)))
 
     def _statement(self, record: JobRecord) -> bytes:
         """What the record says, signed by us: as it was signed before where it says the same."""

@@ -193,7 +193,14 @@ async def seat_grab_many_authors(one: Stranger) -> dict[str, Any]:
     return await _grab_seats(one, Identity.generate)
 
 
-async def _grab_seats(one: Stranger, author: Callable[[], Identity]) -> dict[str, Any]:
+async def seat_grab_forged_author(one: Stranger) -> dict[str, Any]:
+    """The same in the name of the honest trainer, who signed none of it."""
+    return await _grab_seats(one, lambda: one.identity, one.scene.trainer)
+
+
+async def _grab_seats(
+    one: Stranger, author: Callable[[], Identity], named: PeerId | None = None
+) -> dict[str, Any]:
     counter = await open_counter(one)
     weights = counter.put(save({"w0": torch.randn(4, 4)})), counter.put(NOTHING)
     runs, fails = zip(
@@ -202,7 +209,8 @@ async def _grab_seats(one: Stranger, author: Callable[[], Identity]) -> dict[str
     for peer in one.peers:
         for number in range(SEATS_OF_ONE):
             graph, held = runs if number % 3 else fails
-            counter.offer(serving(counter, graph, 1, (), proposed=(peer,), weights=(held,)), author())
+            manifest = serving(counter, graph, 1, (), proposed=(peer,), weights=(held,))
+            counter.offer(manifest, author(), named)
     await counter.keep_published()
     return counter.notes
 
@@ -269,8 +277,16 @@ def disk_bytes(home: Path) -> int:
 
 
 async def others_find_room(ground: Ground, verdict: Verdict) -> None:
-    """A job of another author is placed, and answers, while the stranger's seats are taken."""
-    author = Identity.generate()
+    """A job of a new author is placed, and answers, while the stranger's seats are taken."""
+    await _finds_room(ground, verdict, Identity.generate())
+
+
+async def the_trainer_finds_room(ground: Ground, verdict: Verdict) -> None:
+    """Another job of the author whom the stranger's manifests name is placed, and answers."""
+    await _finds_room(ground, verdict, ground.trainer)
+
+
+async def _finds_room(ground: Ground, verdict: Verdict, author: Identity) -> None:
     owners = [PeerId(peer.peer_id) for peer in ground.peers[:2]]
     prepared = await ground.fleet.in_thread(served_model, ground.user.blobs.store, author, owners)
     began = asyncio.get_running_loop().time()
@@ -281,7 +297,7 @@ async def others_find_room(ground: Ground, verdict: Verdict) -> None:
             request = GenerateRequest(model=prepared.job, prompt_ids=PROMPTS[0], max_tokens=NEW_TOKENS)
             answer = await complete(ground.user.transport, PeerId(ground.peers[2].peer_id), request)
     except (SwarmError, TimeoutError) as error:
-        verdict.notes["fault: placed"] = f"a job of another author found no place: {error!r}"
+        verdict.notes["fault: placed"] = f"the author's job found no place: {error!r}"
         return
     verdict.notes["placed_seconds"] = round(asyncio.get_running_loop().time() - began, 1)
     if answer.tokens != ground.answers.truth[PROMPTS[0]]:
@@ -298,5 +314,8 @@ ATTACKS = {
     "seat_grab": Attack(seat_grab, seconds=30.0, check=others_find_room, alone=True),
     "seat_grab_many_authors": Attack(
         seat_grab_many_authors, seconds=30.0, check=others_find_room, alone=True
+    ),
+    "seat_grab_forged_author": Attack(
+        seat_grab_forged_author, seconds=30.0, check=the_trainer_finds_room, alone=True
     ),
 }

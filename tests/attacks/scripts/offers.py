@@ -56,10 +56,11 @@ class Counter:
             BlobIndex(size_bytes, tuple(hashes)), lambda n: chunk if n < size_bytes // CHUNK_BYTES else last
         )
 
-    def offer(self, manifest: Manifest, author: Identity | None = None) -> JobId:
-        """A job of ours, or of another key that we have. The manifest need not be sound."""
+    def offer(self, manifest: Manifest, author: Identity | None = None, named: PeerId | None = None) -> JobId:
+        """A job of ours, or of another key that we have; `named`: whom the manifest says to be its author all the same. It
+        need not be sound."""
         author = author or self.one.identity
-        manifest = replace(manifest, author=author.peer_id, salt=f"{len(self.jobs)}")
+        manifest = replace(manifest, author=named or author.peer_id, salt=f"{len(self.jobs)}")
         data = msgpack.packb(
             plain(manifest), use_bin_type=True
         )  # `manifest_wire.encode` would refuse an unsound one

@@ -80,17 +80,17 @@ def test_the_choice_fits_takes_all_it_can_and_does_not_depend_on_the_order(
 )
 def test_authors_share_the_seats(asked: list[tuple[str, float]], seats: int, running: dict[str, int]) -> None:
     found = [
-        replace(vacancy(stage=i, score=score, memory=0), author=PeerId(author))
+        replace(vacancy(stage=i, score=score, memory=0), account=PeerId(author))
         for i, (author, score) in enumerate(asked)
     ]
     chosen = stages_to_claim(found, 100, seats, {PeerId(a): n for a, n in running.items()})
     most = share_of_one(seats + sum(running.values()))
-    here = {a: running.get(a, 0) + sum(v.author == a for v in chosen) for a in "abc"}
-    taken = {a for a in "abc" if any(v.author == a for v in chosen)}
+    here = {a: running.get(a, 0) + sum(v.account == a for v in chosen) for a in "abc"}
+    taken = {a for a in "abc" if any(v.account == a for v in chosen)}
     for a in taken:
         assert here[a] <= most
         for b in "abc":  # nobody got a seat that another who has fewer still waits for
-            waits = any(v.author == b and v not in chosen for v in found)
+            waits = any(v.account == b and v not in chosen for v in found)
             assert not waits or here[a] <= here[b] + 1
 
 

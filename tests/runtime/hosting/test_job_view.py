@@ -33,7 +33,7 @@ def test_one_author_has_no_more_than_a_share_of_what_is_looked_at() -> None:
     jobs = {JobId(digest(f"big {n}")): manifest("stranger", 4096) for n in range(4)}
     small = JobId(digest("small"))
     jobs[small] = manifest("friend", 3)
-    read = job_view.stages_to_read(jobs, (), (), us, 1 << 30, Random(1), 512)
+    read = job_view.stages_to_read(jobs, (), (), us, 1 << 30, Random(1), 512, lambda job, author: author)
     assert {place for place in read if place[0] == small} == {(small, stage) for stage in range(3)}
     assert len(read) == 512 // job_view.AUTHORS + 3
 

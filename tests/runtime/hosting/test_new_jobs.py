@@ -15,6 +15,7 @@ from fusion.runtime.device.new_job_pace import (
     SHARE,
     STAGE_SECONDS,
 )
+from fusion.runtime.hosting.claim_choice import share_of_one
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.identity import Identity
@@ -132,5 +133,23 @@ def test_a_stranger_that_speaks_of_others_new_jobs_does_not_hold_them_up(tmp_pat
             await peer.hosting.beat()
             await manifests_read()
             assert peer.blobs.asked[-1] == job
+
+    asyncio.run(main())
+
+
+def test_jobs_in_the_name_of_an_author_who_did_not_sign_them_take_none_of_its_seats(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            peer = await made.join(seats=8)
+            friend, stranger = Identity.generate(), Identity.generate()
+            for n in range(8):
+                forged = made.manifest(peer, author=friend.peer_id, salt=f"forged {n}", memory_bytes=(1,))
+                await made.launch(forged, launcher=stranger)
+            await look(peer, 3)
+            assert len(peer.service.running) == share_of_one(8)
+            (job,) = await launched(made, peer, friend, 1)
+            made.clock.advance((DEBT_SECONDS + BURST_SECONDS) / SHARE)
+            await look(peer, 2)
+            assert (job, 0) in peer.service.running
 
     asyncio.run(main())

@@ -32,43 +32,46 @@ def claim(peer: PeerId, role: str = "owner", term: int = 3) -> ClaimRecord:
 def test_a_stage_is_empty_from_when_it_was_first_seen_without_an_owner() -> None:
     clock = ManualClock()
     vacancies = VacantStages(US, 0.25, clock)
-    assert vacancies.look(PLACE, MANIFEST, [], early=False) is None
+    assert vacancies.look(PLACE, MANIFEST, [], account=OWNER, early=False) is None
     clock.advance(HEAD_START_SECONDS)
-    found = vacancies.look(PLACE, MANIFEST, [], early=False)
+    found = vacancies.look(PLACE, MANIFEST, [], account=OWNER, early=False)
     assert found is not None and (found.empty_seconds, found.score) == (HEAD_START_SECONDS, 0.25)
     assert found.memory_bytes == MANIFEST.needed_bytes(0) == 7
-    assert vacancies.look(PLACE, MANIFEST, [claim(OWNER)], early=False) is None
-    assert vacancies.look(PLACE, MANIFEST, [], early=False) is None  # from now on again
+    assert vacancies.look(PLACE, MANIFEST, [claim(OWNER)], account=OWNER, early=False) is None
+    assert vacancies.look(PLACE, MANIFEST, [], account=OWNER, early=False) is None  # from now on again
     clock.advance(HEAD_START_SECONDS)
     vacancies.filled(PLACE)
-    assert vacancies.look(PLACE, MANIFEST, [], early=False) is None
+    assert vacancies.look(PLACE, MANIFEST, [], account=OWNER, early=False) is None
 
 
 def test_whoever_stands_by_or_has_the_state_need_not_wait() -> None:
     vacancies = VacantStages(US, 0.25, ManualClock())
-    early = vacancies.look(PLACE, MANIFEST, [], early=True)
+    early = vacancies.look(PLACE, MANIFEST, [], account=OWNER, early=True)
     assert early is not None and early.early and early.score == 0.625
-    standby = vacancies.look(PLACE, MANIFEST, [claim(US, "standby")], early=True)
+    standby = vacancies.look(PLACE, MANIFEST, [claim(US, "standby")], account=OWNER, early=True)
     assert standby is not None and standby.standby and not standby.early and standby.score == 0.25
-    assert vacancies.look(PLACE, MANIFEST, [claim(OWNER, "standby")], early=True) is None
+    assert vacancies.look(PLACE, MANIFEST, [claim(OWNER, "standby")], account=OWNER, early=True) is None
 
 
 def test_whoever_goes_on_under_a_term_that_was_used_is_left_the_time_to_hear_of_it() -> None:
     clock = ManualClock()
     vacancies = VacantStages(US, 0.25, clock)
     standby = claim(US, role="standby")
-    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=lambda: True) is None
+    assert vacancies.look(PLACE, MANIFEST, [standby], account=OWNER, early=False, behind=lambda: True) is None
     clock.advance(BEHIND_SECONDS - 0.5)
-    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=lambda: True) is None
+    assert vacancies.look(PLACE, MANIFEST, [standby], account=OWNER, early=False, behind=lambda: True) is None
     clock.advance(0.5)  # and no longer, for anybody may claim so
-    assert vacancies.look(PLACE, MANIFEST, [standby], early=False, behind=lambda: True) is not None
+    assert (
+        vacancies.look(PLACE, MANIFEST, [standby], account=OWNER, early=False, behind=lambda: True)
+        is not None
+    )
 
 
 def test_an_owner_has_vanished_unless_it_said_that_it_leaves() -> None:
     vacancies = VacantStages(US, 0.25, ManualClock())
     assert vacancies.vanished(PLACE, []) is None  # there never was one
-    vacancies.look(PLACE, MANIFEST, [claim(OWNER)], early=False)
+    vacancies.look(PLACE, MANIFEST, [claim(OWNER)], account=OWNER, early=False)
     assert vacancies.vanished(PLACE, [claim(US, "standby")]) == OWNER
     assert vacancies.vanished(PLACE, [claim(OWNER, "released")]) is None
-    vacancies.look(PLACE, MANIFEST, [claim(US)], early=False)
+    vacancies.look(PLACE, MANIFEST, [claim(US)], account=OWNER, early=False)
     assert vacancies.vanished(PLACE, []) is None  # that was we
