@@ -57,7 +57,7 @@ class StageLoop:
                 case _:
                     await self._work.follow(event)
                     if isinstance(event, m.Commit):
-                        self._led = self._leader
+                        self._led = self._context.leases.known_holder(self._job, 0)
 
     def _is_over(self, end: m.Finish) -> bool:
         """Whether to go by the lead's word. That the job was stopped its author says, in the job's record; that it has failed

@@ -85,6 +85,11 @@ class ClaimCache:
         known = self._tenures.get(slot)
         return 0 if known is None else max(known.claim.term, known.used)
 
+    def holder(self, slot: Slot) -> PeerId | None:
+        """Who held the stage when that was last worked out (`tenure`)."""
+        known = self._tenures.get(slot)
+        return None if known is None else known.claim.peer
+
     def highest(self, slot: Slot) -> int:
         """The highest term of the stage that we believe, or that somebody spoke of."""
         return max(self.term(slot), self._hints.get(slot, 0))

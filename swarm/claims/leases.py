@@ -155,6 +155,10 @@ class Leases:
         """The term of whoever held the stage last, as far as we know; 0 for none."""
         return self._memory.term((job, stage))
 
+    def known_holder(self, job: JobId, stage: int) -> PeerId | None:
+        """Who held the stage last, as far as we knew when we last looked: costs nothing, however many claim it."""
+        return self._memory.holder((job, stage))
+
     def tenure(self, job: JobId, stage: int) -> Tenure | None:
         """Who holds the stage, or held it last, as far as we know; nothing is asked."""
         slot = (job, stage)

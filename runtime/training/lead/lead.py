@@ -84,8 +84,9 @@ class Lead:
         self._put = put
         self._changed = changed
         self._clock = clock
-        self._owners, self._able = owners, able
-        self._state = first_state(config, stages, term, newest, handover, samples=samples, faults=faults)
+        self._owners = owners
+        begun = first_state(config, stages, term, newest, handover, samples=samples, faults=faults)
+        self._state = replace(begun, spare=able)
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None
         # How far the copies are of the newest snapshot, and of the one under way.
@@ -214,11 +215,10 @@ class Lead:
         return self._state.faults
 
     def _look_around(self) -> None:
-        """Who holds the stages, and who could take them."""
-        spare = {stage: self._able(stage) for stage in range(self._stages)}
+        """Who holds the stages."""
         # One that has just left is still whose word comes: without its name it would count as another peer each time.
         peers = {**self._state.peers, **self._owners()}
-        self._state = replace(self._state, peers=peers, spare=spare)
+        self._state = replace(self._state, peers=peers)
 
     # --- steps
 

@@ -63,7 +63,7 @@ def fault(
     if not any(fault.peer == peer for fault in here):
         return state, "again"
     # Of a job of one stage nobody would remember what failed where.
-    others = state.spare.get(stage, frozenset()) if state.stages > 1 else frozenset()
+    others = state.spare(stage) if state.stages > 1 else frozenset()
     return state, judge(here, peer, others, patience)
 
 

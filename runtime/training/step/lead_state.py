@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -25,6 +25,11 @@ from fusion.runtime.training.step.run_statistics import (
 )
 from fusion.runtime.training.step.snapshot_books import SnapshotBooks
 from fusion.swarm.transport import PeerId
+
+
+def nobody(stage: int) -> frozenset[PeerId]:
+    """Could take the stage."""
+    return frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +59,7 @@ class LeadState:
     skipped: int = 0  # steps in a row that were committed without an update (float16)
     looked_at: int = -1  # the step that is run with a look at every tensor
     peers: Mapping[int, PeerId] = field(default_factory=dict)  # stage -> who holds it
-    spare: Mapping[int, frozenset[PeerId]] = field(default_factory=dict)  # stage -> who could take it
+    spare: Callable[[int], frozenset[PeerId]] = nobody  # who could take a stage: asked only where one fails
     restoring: Attempt = NO_ATTEMPT  # the restore that was asked for last: others may hand over meanwhile
 
     @property

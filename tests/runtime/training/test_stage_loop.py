@@ -38,7 +38,8 @@ def finished(step: int, *said: m.Message | Came, leads: bool = False) -> m.Finis
         context = SimpleNamespace(
             access=SimpleNamespace(law=lambda job: law),
             leases=SimpleNamespace(
-                tenure=lambda job, stage: SimpleNamespace(claim=SimpleNamespace(peer=leader[0]))
+                tenure=lambda job, stage: SimpleNamespace(claim=SimpleNamespace(peer=leader[0])),
+                known_holder=lambda job, stage: leader[0],
             ),
         )
         outbox = SimpleNamespace(mailbox=mailbox, lead=SimpleNamespace() if leads else None)

@@ -43,8 +43,7 @@ class Job:
         self.owners = list(owners)
         self.terms = [1] * len(owners)
         self.joins = 0
-        everywhere = dict.fromkeys(range(len(owners)), spare)
-        self.state = LeadState(config=CONFIG, stages=len(owners), term=1, spare=everywhere)
+        self.state = LeadState(config=CONFIG, stages=len(owners), term=1, spare=lambda stage: spare)
         for i in range(len(owners)):
             self.join(i)
 
@@ -152,7 +151,7 @@ def test_the_next_lead_believes_what_a_majority_of_the_others_remember() -> None
     assert heard.faults == discard.faults == (f.Fault(0, 0, A, 1, "no memory"),)
     for others, known in ((heard.faults, heard.faults), ((), ())):
         state = LeadState(
-            config=CONFIG, stages=3, term=2, spare={0: frozenset({A})}, peers={0: D, 1: B, 2: C}
+            config=CONFIG, stages=3, term=2, spare=lambda stage: frozenset({A}), peers={0: D, 1: B, 2: C}
         )
         for i, faults in ((0, ()), (1, heard.faults), (2, others)):
             state, actions = lead(state, m.Join(step=0, join_id=(2, 0, 1), faults=faults), i)
