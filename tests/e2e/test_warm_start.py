@@ -57,14 +57,17 @@ def test_a_peer_is_our_child_and_ends_by_our_signal(
         env={**os.environ, "FUSION_TEST_WORD": "of this one alone"},
     )  # fmt: skip
     with process:
-        assert process.stdout is not None and json.loads(process.stdout.readline())["event"] == "ready"
-        assert zygote.forked == before + 1
-        seen = psutil.Process(process.pid)
-        assert seen.ppid() == os.getpid() and os.getsid(process.pid) == process.pid
-        assert seen.cwd() == str(tmp_path) and seen.cmdline()[1 : 1 + len(COMMAND)] == [*COMMAND]
-        assert seen.environ()["FUSION_TEST_WORD"] == "of this one alone"
-        files = {os.readlink(f"/proc/{process.pid}/fd/{n}") for n in (0, 1)}
-        assert files == {os.devnull, os.readlink(f"/proc/self/fd/{process.stdout.fileno()}")}
-        process.send_signal(number)
-        process.communicate(timeout=60)
+        try:
+            assert process.stdout is not None and json.loads(process.stdout.readline())["event"] == "ready"
+            assert zygote.forked == before + 1
+            seen = psutil.Process(process.pid)
+            assert seen.ppid() == os.getpid() and os.getsid(process.pid) == process.pid
+            assert seen.cwd() == str(tmp_path) and seen.cmdline()[1 : 1 + len(COMMAND)] == [*COMMAND]
+            assert seen.environ()["FUSION_TEST_WORD"] == "of this one alone"
+            files = {os.readlink(f"/proc/{process.pid}/fd/{n}") for n in (0, 1)}
+            assert files == {os.devnull, os.readlink(f"/proc/self/fd/{process.stdout.fileno()}")}
+            process.send_signal(number)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()  # or we would wait for it
     assert process.returncode == code
