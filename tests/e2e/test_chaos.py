@@ -19,7 +19,7 @@ SWEEPS = Path(__file__).parents[1] / "sweeps"
 @pytest.mark.usefixtures("traces")
 def test_a_swarm_under_kills_ends_as_one_that_is_left_alone() -> None:
     done = subprocess.run(
-        [*CHAOS, "--peers", "4", "--standbys", "2", "--kill-every", "15s", "--minutes", "0.7", "--seed", "11"],
+        [*CHAOS, "--peers", "4", "--standbys", "2", "--kill-every", "14s", "--minutes", "1", "--seed", "11"],
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
