@@ -17,12 +17,15 @@ from pathlib import Path
 
 import uvloop
 
-from fusion.swarm.dht.directory import HivemindDirectory
+from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.swarm.identity import Identity
-from fusion.swarm.links.monitor import LinkMonitor
-from fusion.swarm.streams.p2p import P2PTransport
 from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.transport import PeerId, Stream, Transport
+
+with lean_imports():
+    from fusion.swarm.dht.directory import HivemindDirectory
+    from fusion.swarm.links.monitor import LinkMonitor
+    from fusion.swarm.streams.p2p import P2PTransport
 
 SINK = "/fusion/sink/1"
 PAYLOAD_BYTES = 256 * 1024

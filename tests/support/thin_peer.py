@@ -13,12 +13,15 @@ import json
 import sys
 from pathlib import Path
 
+from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.swarm.errors import StreamBroken, StreamClosed
 from fusion.swarm.identity import Identity
-from fusion.swarm.streams.p2p import P2PTransport
 from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import Stream
+
+with lean_imports():
+    from fusion.swarm.streams.p2p import P2PTransport
 
 
 def tell(**what: object) -> None:

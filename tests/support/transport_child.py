@@ -17,10 +17,13 @@ from pathlib import Path
 
 import uvloop
 
+from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.swarm.identity import Identity
-from fusion.swarm.streams.p2p import P2PTransport
 from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.transport import Stream
+
+with lean_imports():
+    from fusion.swarm.streams.p2p import P2PTransport
 
 
 async def echo(stream: Stream) -> None:
