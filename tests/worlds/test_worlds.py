@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,45 @@ import pytest
 HERE = Path(__file__).parent
 SECONDS = 800
 
+Run = Callable[..., tuple[int, str, str]]
+Worlds = Callable[..., dict[str, Any]]
 
-def worlds(*arguments: str) -> dict[str, Any]:
-    """The command of its own: it wants the hashes of its process from the beginning."""
-    done = subprocess.run(
-        [sys.executable, str(HERE), *arguments, "--json"], capture_output=True, text=True, timeout=SECONDS
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """The command, in a process of its own for each run; its code, output and errors. Half of a short run would be imports."""
+    starter = subprocess.Popen(
+        [sys.executable, str(HERE / "starter.py")],
+        env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
     )
-    assert done.returncode in (0, 1), done.stderr
-    assert "Warning" not in done.stderr, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    assert starter.stdin is not None and starter.stdout is not None
+
+    def forked(*arguments: str) -> tuple[int, str, str]:
+        print(json.dumps(arguments), file=starter.stdin, flush=True)
+        answer = starter.stdout.readline()  # type: ignore[union-attr]
+        assert answer, "the starter has ended"
+        told = json.loads(answer)
+        return told["code"], told["output"], told["errors"]
+
+    with starter:
+        yield forked
+        os.killpg(starter.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def worlds(run: Run) -> Worlds:
+    def summary(*arguments: str) -> dict[str, Any]:
+        code, output, errors = run(*arguments, "--json")
+        assert code in (0, 1), errors
+        assert "Warning" not in errors, errors
+        found: dict[str, Any] = json.loads(output)
+        return found
+
+    return summary
 
 
 # In all tiers together the worlds 1 to 2040; in the gate the first of them.
@@ -33,7 +65,7 @@ def worlds(*arguments: str) -> dict[str, Any]:
         *(pytest.param(seed, 500, marks=pytest.mark.slow) for seed in (41, 541, 1041, 1541)),
     ],
 )
-def test_everything_holds_in_many_worlds(seed: int, count: int) -> None:
+def test_everything_holds_in_many_worlds(worlds: Worlds, seed: int, count: int) -> None:
     found = worlds("--worlds", str(count), "--seed", str(seed), "--processes", "1")
     assert found["worlds"] == count
     assert found["violations"] == {}
@@ -52,7 +84,7 @@ def test_everything_holds_in_many_worlds(seed: int, count: int) -> None:
         ("promote", "history", 1),
     ],
 )
-def test_a_planted_bug_is_found(plant: str, told: str, seed: int) -> None:
+def test_a_planted_bug_is_found(worlds: Worlds, plant: str, told: str, seed: int) -> None:
     # A bug also leaves worlds standing still: only the one that names what was broken counts.
     found = worlds(
         *("--worlds", "1500", "--seed", str(seed), "--plant", plant, "--until", told, "--stop-after", "200"),
@@ -62,7 +94,7 @@ def test_a_planted_bug_is_found(plant: str, told: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("count", [15, pytest.param(1000, marks=pytest.mark.slow)])
-def test_liars_are_not_believed(count: int) -> None:
+def test_liars_are_not_believed(worlds: Worlds, count: int) -> None:
     found = worlds("--worlds", str(count), "--seed", "1", "--liars", "3", "--processes", "1")
     assert found["violations"] == {}
 
@@ -76,7 +108,7 @@ def test_liars_are_not_believed(count: int) -> None:
         pytest.param("belief", "durable", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_check_that_is_left_out_is_found_by_liars(plant: str, told: str, seed: int) -> None:
+def test_a_check_that_is_left_out_is_found_by_liars(worlds: Worlds, plant: str, told: str, seed: int) -> None:
     found = worlds(
         *("--worlds", "400", "--seed", str(seed), "--liars", "3"),
         *("--plant", plant, "--until", told, "--stop-after", "200"),
@@ -85,24 +117,26 @@ def test_a_check_that_is_left_out_is_found_by_liars(plant: str, told: str, seed:
     assert any(text.startswith(told) for text in found["violations"].values()), found["violations"]
 
 
-def test_a_world_repeats() -> None:
-    def replayed(seed: int) -> str:
-        done = subprocess.run(
-            [sys.executable, str(HERE), "--replay", str(seed)],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-        assert done.returncode == 0, done.stdout[-2000:]
-        lines = done.stdout.splitlines()
+def test_a_world_repeats(run: Run) -> None:
+    """In one process, and in another that is started as a user's is."""
+
+    def course(code: int, output: str) -> str:
+        assert code == 0, output[-2000:]
+        lines = output.splitlines()
         assert lines[-1].startswith("the log repeats: ")
         return "\n".join(lines[:-3])
 
-    assert replayed(7) == replayed(7)
+    code, output, _ = run("--replay", "7")
+    done = subprocess.run(
+        [sys.executable, str(HERE), "--replay", "7"], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert course(code, output) == course(done.returncode, done.stdout)
 
 
 @pytest.mark.slow
-def test_the_digest_of_a_world_is_the_same_in_whatever_process_it_runs(tmp_path: Path) -> None:
+def test_the_digest_of_a_world_is_the_same_in_whatever_process_it_runs(
+    worlds: Worlds, tmp_path: Path
+) -> None:
     made, count = [], 26  # more than a process takes at once
     for processes in ("1", "2"):
         path = tmp_path / processes
