@@ -170,6 +170,8 @@ def test_an_operator_gives_what_torch_gives_forward_and_backward(family: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch, sequence", [(B, S), (3, 7), (16, 9)])
-@pytest.mark.parametrize("sample", RUN, ids=[f"{n}-{s[0]}" for n, s in enumerate(RUN)])
-def test_operators_agree_over_shapes(sample: tuple[Any, ...], batch: int, sequence: int) -> None:
-    compare(at_sizes(sample, batch, sequence))
+@pytest.mark.parametrize("op", [sample[0] for sample in FIRST])
+def test_operators_agree_over_shapes(op: str, batch: int, sequence: int) -> None:
+    for sample in RUN:
+        if sample[0] == op:
+            compare(at_sizes(sample, batch, sequence))
