@@ -5,6 +5,7 @@ A test is fast unless it is marked, by its folder here or by hand: it starts no 
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
@@ -108,6 +109,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@functools.cache
 def _place(path: Path) -> tuple[str, str]:
     """A file by its path from here, and the folder of ours that it is in."""
     inside = path.relative_to(TESTS)
@@ -115,20 +117,23 @@ def _place(path: Path) -> tuple[str, str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    orders = {}
     for item in items:
-        name, folder = _place(item.path)
-        if folder in PROCESSES or item.get_closest_marker("e2e"):
+        (name, folder), marks = _place(item.path), {mark.name for mark in item.iter_markers()}
+        if folder in PROCESSES or "e2e" in marks:
             item.add_marker("process")
+            marks.add("process")
         if name.startswith(HEAVY):
             item.add_marker("heavy")
-    items.sort(key=_order)
+            marks.add("heavy")
+        orders[item] = _order(name, marks)
+    items.sort(key=orders.__getitem__)
 
 
-def _order(item: pytest.Item) -> tuple[int, bool]:
+def _order(name: str, marks: set[str]) -> tuple[int, bool]:
     """Those that must be alone come while all workers are about to begin anyway, then what takes long."""
-    marks = ("alone", "program", "process", "heavy")
-    mark = next((n for n, mark in enumerate(marks) if item.get_closest_marker(mark)), len(marks))
-    return mark, not item.path.relative_to(TESTS).as_posix().startswith(LONG)
+    first = ("alone", "program", "process", "heavy")
+    return next((n for n, mark in enumerate(first) if mark in marks), len(first)), not name.startswith(LONG)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -164,7 +169,7 @@ def zygote(torch_cache: None) -> Iterator[Zygote]:
 @pytest.fixture(autouse=True)
 def start(request: pytest.FixtureRequest) -> Iterator[None]:
     """How our commands start: forked where a test starts many, unless it is about how the real one does (`cold`)."""
-    folder = request.path.relative_to(TESTS).parts[0]
+    _, folder = _place(request.path)
     if folder not in WARM or request.node.get_closest_marker("cold"):
         yield
         return
