@@ -255,7 +255,7 @@ def test_a_tokenizer_that_no_peer_could_read_is_refused_before_anything_starts(
 
 
 def exported_gpt(
-    directory: Path, *, blocks: int = 2, sequence: int = 12, vocabulary: int = 256, width: int = 16
+    directory: Path, *, blocks: int = 2, sequence: int = 8, vocabulary: int = 256, width: int = 16
 ) -> Path:
     """As `jobs export` writes a model that reads bytes."""
     config = GPTConfig(blocks=blocks, width=width, heads=2, sequence=sequence, vocabulary=vocabulary)
@@ -271,7 +271,7 @@ def exported_gpt(
 def test_a_draft_goes_with_the_model_and_its_memory_with_the_first_stage(
     store: BlobStore, tmp_path: Path
 ) -> None:
-    directory, small = exported_gpt(tmp_path / "m"), exported_gpt(tmp_path / "d", blocks=1, sequence=8)
+    directory, small = exported_gpt(tmp_path / "m"), exported_gpt(tmp_path / "d", blocks=1)
     peers = [peer("A"), peer("B")]
     plain = prepare_serving(directory, "m", peers, store, stages=2).manifest
     drafted = prepare_serving(directory, "m", peers, store, stages=2, draft=small)

@@ -76,12 +76,12 @@ def test_what_only_one_peer_holds_after_a_takeover_is_copied_at_once(tmp_path: P
         torch.manual_seed(1)
         async with swarm(tmp_path, 5) as made:
             lead, victim, heir, holder, launcher = made.peers
-            work = language_job(launcher, GPT(TINY), replace(LONG, snapshot_every=40), 4)
+            work = language_job(launcher, GPT(TINY), replace(LONG, snapshot_every=25), 4)
             await launch(launcher.context, work.prepared)
             for stage, peer in enumerate((lead, victim, heir, holder)):
                 await peer.host(work.prepared, stage)
             job = work.prepared.job
-            at = await reached(holder, work, 81, snapshot_step=80)  # the second one: its copies are beside it
+            at = await reached(holder, work, 51, snapshot_step=50)  # the second one: its copies are beside it
             assert at.snapshot is not None
             index = decode_index(lead.context.blobs.store.path(at.snapshot).read_bytes(), job, 4)
             assert not holder.context.blobs.store.has(index.shards[1])
