@@ -73,6 +73,7 @@ def _described(module: Any) -> str:
         config = config.to_dict()
         for of_its_files in ("_name_or_path", "architectures", "transformers_version"):
             config.pop(of_its_files, None)
+        config["dtype"] = str(module.dtype)  # that of a configuration which was never saved is not filled in
         configuration = f"{attention}, {sorted((k, repr(v)) for k, v in config.items())}"
     first: dict[int, str] = {}
     tensors = []
