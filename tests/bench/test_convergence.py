@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import pytest
 from bench import convergence
 from bench.convergence_run import Line
+from support.captured_once import capture_once
 
 from fusion.compression.spec import parse
+from fusion.runtime.capture import sources
 from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.spec import GPTConfig
 
@@ -22,6 +25,14 @@ def small() -> convergence.Study:
     return convergence.Study(
         model=GPTConfig(blocks=4, width=16, heads=2, sequence=16, tied=False), train=train
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _the_model_is_captured_once() -> Iterator[None]:
+    """Of whatever seed."""
+    with pytest.MonkeyPatch.context() as patch:
+        capture_once(patch, sources)
+        yield
 
 
 @pytest.fixture(scope="module")

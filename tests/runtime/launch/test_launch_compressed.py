@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+from support.captured_once import capture_once
 from support.training import Job, record_of_peer, run, swarm
 
+from fusion.runtime.capture import sources
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.spec import load
 from fusion.runtime.launch.launch import prepare_training
@@ -34,7 +37,10 @@ families = ["int8", "topk"]
 """
 
 
-def test_the_manifest_carries_the_codecs_and_the_stages_send_by_them(tmp_path: Path) -> None:
+def test_the_manifest_carries_the_codecs_and_the_stages_send_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_once(monkeypatch, sources)
     (tmp_path / "text.txt").write_text("the quick brown fox " * 50)
     (tmp_path / "job.toml").write_text(JOB)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from support.captured_once import once
 from support.training import (
     Job,
     Peer,
@@ -67,7 +68,7 @@ def normalised_job(peer: Peer, module: nn.Module, train: TrainConfig, folder: Pa
     path = folder / "arrays"
     save_file(arrays, path)
     example = {name: value[:4] for name, value in arrays.items()}
-    graph = clean(capture_module(module, example, functional.cross_entropy))
+    graph = clean(once("normalised", lambda: capture_module(module, example, functional.cross_entropy)))
     norms = [i for i, node in enumerate(graph.nodes) if node.op == "aten.batch_norm"]
     cuts = (norms[0] + 1, norms[1], len(graph.nodes) - 2)[: stages - 1]
     return job(peer, graph, variables_from_module(module), train, stages, path, path, cuts)

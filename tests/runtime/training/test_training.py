@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.captured_once import capture_once
 from support.training import (
     LANGUAGE,
     TINY,
@@ -33,6 +34,7 @@ from torch import nn
 from torch.nn import functional
 
 from fusion.dag.rewrites.clean import clean
+from fusion.runtime.capture import sources
 from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobFailed
@@ -267,7 +269,10 @@ def test_a_weights_blob_that_lacks_a_variable_is_refused(tmp_path: Path) -> None
     asyncio.run(main())
 
 
-def test_the_launcher_may_leave_once_the_swarm_holds_the_job(tmp_path: Path) -> None:
+def test_the_launcher_may_leave_once_the_swarm_holds_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_once(monkeypatch, sources)
     (tmp_path / "text.txt").write_text("the quick brown fox " * 50)
     (tmp_path / "job.toml").write_text(
         'name = "fox"\n[model]\nkind = "gpt"\nblocks = 2\nwidth = 16\nheads = 2\n[data]\nfiles = ["text.txt"]\n'
