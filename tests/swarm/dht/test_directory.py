@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -69,6 +69,22 @@ async def swarm(*clients: bool) -> AsyncIterator[list[Member]]:
                 assert await directory.join(members[0].identity.peer_id)
             members.append(Member(identity, transport, directory, stack))
         yield members
+
+
+@dataclass
+class Four:
+    """Members and the loop that they live in, for tests of which each looks from a place that the ones before did not."""
+
+    runner: asyncio.Runner
+    members: list[Member]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Four]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        opening = swarm(False, False, False, False)
+        yield Four(runner, runner.run(opening.__aenter__()))
+        runner.run(opening.__aexit__(None, None, None))
 
 
 async def offer_to(member: Member, taker: Member, offer: some.Offer, **changes: object) -> bool:
@@ -188,88 +204,92 @@ def test_dht_nodes_and_readers_drop_hostile_records() -> None:
 
 
 @pytest.mark.process
-def test_a_glance_asks_few_nodes_and_tells_what_a_search_would() -> None:
+def test_a_glance_asks_few_nodes_and_tells_what_a_search_would(four: Four) -> None:
     async def scenario() -> None:
-        async with swarm(False, False, False, False) as members:
-            reader = members[0].directory
-            asked: list[int] = []
-            ask = reader._ask
+        members = four.members
+        reader = members[0].directory
+        asked: list[int] = []
+        ask = reader._ask
 
-            async def counted(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
-                asked.append(len(keys))
-                return await ask(node, keys)
+        async def counted(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+            asked.append(len(keys))
+            return await ask(node, keys)
 
-            reader._ask = counted  # type: ignore[method-assign]
-            for member in members[:3]:
-                await member.directory.publish(peer_record(member.identity))
-            everyone = {member.identity.peer_id for member in members[:3]}
-            assert {r.peer for r in await reader.peers(max_age_seconds=60.0)} == everyone  # a search
-            assert await reader.jobs(max_age_seconds=60.0) == ()
-            asked.clear()
-            await members[3].directory.publish(peer_record(members[3].identity))
-            job = job_record(members[3].identity)
-            await members[3].directory.publish(job)
-            assert {r.peer for r in await reader.peers(max_age_seconds=60.0)} == everyone
-            assert asked == []  # not that old yet
-            # All keep all here: one answer tells all of it, of both lists.
-            everyone.add(members[3].identity.peer_id)
-            assert {r.peer for r in await reader.peers(max_age_seconds=1e-9)} == everyone
-            assert asked == [32]
-            asked.clear()
-            assert await reader.jobs(max_age_seconds=60.0) == (job,)
-            assert asked == []
-            # What is known stays so until it expires, though nobody may keep it any longer.
-            for member in members:
-                clear(member)
-            assert {r.peer for r in await reader.peers(max_age_seconds=1e-9)} == everyone
-            assert await reader.jobs(max_age_seconds=1e-9) == (job,)
-            real = reader.now
-            reader.now = lambda: real() + 6.0  # type: ignore[method-assign]
-            assert await reader.peers(max_age_seconds=60.0) == await reader.jobs(max_age_seconds=60.0) == ()
+        reader._ask = counted  # type: ignore[method-assign]
+        for member in members[:3]:
+            await member.directory.publish(peer_record(member.identity))
+        everyone = {member.identity.peer_id for member in members[:3]}
+        assert {r.peer for r in await reader.peers(max_age_seconds=60.0)} == everyone  # a search
+        assert await reader.jobs(max_age_seconds=60.0) == ()
+        asked.clear()
+        await members[3].directory.publish(peer_record(members[3].identity))
+        job = job_record(members[3].identity)
+        await members[3].directory.publish(job)
+        assert {r.peer for r in await reader.peers(max_age_seconds=60.0)} == everyone
+        assert asked == []  # not that old yet
+        # All keep all here: one answer tells all of it, of both lists.
+        everyone.add(members[3].identity.peer_id)
+        assert {r.peer for r in await reader.peers(max_age_seconds=1e-9)} == everyone
+        assert asked == [32]
+        asked.clear()
+        assert await reader.jobs(max_age_seconds=60.0) == (job,)
+        assert asked == []
+        # What is known stays so until it expires, though nobody may keep it any longer.
+        for member in members:
+            clear(member)
+        assert {r.peer for r in await reader.peers(max_age_seconds=1e-9)} == everyone
+        assert await reader.jobs(max_age_seconds=1e-9) == (job,)
+        real = reader.now
+        reader.now = lambda: real() + 6.0  # type: ignore[method-assign]
+        assert await reader.peers(max_age_seconds=60.0) == await reader.jobs(max_age_seconds=60.0) == ()
+        reader.now, reader._ask = real, ask  # type: ignore[method-assign]
 
-    uvloop.run(scenario())
+    four.runner.run(scenario())
 
 
 @pytest.mark.process
-def test_a_glance_learns_of_nearer_nodes_from_those_it_asks() -> None:
+def test_a_glance_learns_of_nearer_nodes_from_those_it_asks(four: Four) -> None:
     async def scenario() -> None:
-        async with swarm(False, False, False) as members:
-            reader, key = members[0].directory, key_id(PEER_KEYS[0])
-            await reader.peers(max_age_seconds=1e-9)
-            ask, stranger, asked = reader._ask, Node(key, Identity.generate().peer_id), []
+        members = four.members
+        reader, key = members[1].directory, key_id(PEER_KEYS[0])
+        await reader.peers(max_age_seconds=1e-9)
+        ask, stranger, asked = reader._ask, Node(key, Identity.generate().peer_id), []
 
-            async def named(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
-                asked.append(node)
-                answer = None if node == stranger else await ask(node, keys)
-                return answer and NodeReply(
-                    answer.values, {key: [*near, stranger] for key, near in answer.nearest.items()}
-                )
+        async def named(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+            asked.append(node)
+            answer = None if node == stranger else await ask(node, keys)
+            return answer and NodeReply(
+                answer.values, {key: [*near, stranger] for key, near in answer.nearest.items()}
+            )
 
-            reader._ask = named  # type: ignore[method-assign]
-            await reader.peers(max_age_seconds=1e-9)
-            assert stranger not in asked
-            await reader.peers(max_age_seconds=1e-9)
-            assert stranger in asked
-            # It did not answer: the others keep the key.
-            assert len(reader._holders.of(key, (), time.monotonic())) == 2
+        reader._ask = named  # type: ignore[method-assign]
+        await reader.peers(max_age_seconds=1e-9)
+        assert stranger not in asked
+        await reader.peers(max_age_seconds=1e-9)
+        assert stranger in asked
+        # It did not answer: the others keep the key.
+        assert len(reader._holders.of(key, (), time.monotonic())) == len(members) - 1
+        reader._ask = ask  # type: ignore[method-assign]
 
-    uvloop.run(scenario())
+    four.runner.run(scenario())
 
 
 @pytest.mark.process
-def test_a_glance_goes_past_nodes_that_are_gone() -> None:
-    async def scenario() -> None:
-        async with swarm(False, False, False, False) as members:
-            reader = members[0].directory
-            await reader.jobs(max_age_seconds=1e-9)
-            record = job_record(members[1].identity)
-            await members[1].directory.publish(record, ttl_seconds=60)
-            reader._service.records = RecordStore()
-            for member in members[2:]:
-                await member.stack.aclose()
-            assert await reader.jobs(max_age_seconds=1e-9) == (record,)
+def test_a_glance_goes_past_nodes_that_are_gone(four: Four) -> None:
+    """The last that has all four."""
 
-    uvloop.run(scenario())
+    async def scenario() -> None:
+        members = four.members
+        reader = members[1].directory
+        await reader.jobs(max_age_seconds=1e-9)
+        record = job_record(members[0].identity)
+        await members[0].directory.publish(record, ttl_seconds=60)
+        reader._service.records = RecordStore()
+        for member in members[2:]:
+            await member.stack.aclose()
+        assert await reader.jobs(max_age_seconds=1e-9) == (record,)
+
+    four.runner.run(scenario())
 
 
 @pytest.mark.process
