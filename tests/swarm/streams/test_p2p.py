@@ -103,33 +103,33 @@ def test_it_runs_on_plain_asyncio_too(place: Path) -> None:
     assert os.listdir(place) == []
 
 
-def test_what_cannot_be_reached(place: Path) -> None:
-    async def main() -> None:
-        async with two(place, ECHO, echo, dial_seconds=5.0) as (one, other):
-            for peer in (one.peer_id, other.peer_id):  # somebody is there, which is not the same
-                with pytest.raises(UnknownProtocol) as unknown:
-                    await one.open(peer, "/fusion/nothing/1")
-                assert "\n" not in str(unknown.value) and not isinstance(unknown.value, PeerUnreachable)
-            for attempt in (
-                one.open(NOBODY, ECHO),
-                one.open(PeerId("nonsense"), ECHO),
-                one.connect(f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"),
-                one.connect(other.addresses[0].replace(other.peer_id, NOBODY)),  # somebody else lives there
-            ):
-                with pytest.raises(PeerUnreachable) as caught:
-                    await attempt
-                assert "\n" not in str(caught.value)
-            for bad in (
-                "",
-                "127.0.0.1:4001",
-                f"/p2p/{NOBODY}",
-                "/ip4/127.0.0.1/tcp/1",
-                "/ip4/1.2.3/tcp/1/p2p/x",
-            ):
-                with pytest.raises(ValueError, match="multiaddr"):
-                    await one.connect(bad)
+def test_what_cannot_be_reached(ends: Ends) -> None:
+    async def main(protocol: str) -> None:
+        one, other = ends.one, ends.other
+        for peer in (one.peer_id, other.peer_id):  # somebody is there, which is not the same
+            with pytest.raises(UnknownProtocol) as unknown:
+                await one.open(peer, "/fusion/nothing/1")
+            assert "\n" not in str(unknown.value) and not isinstance(unknown.value, PeerUnreachable)
+        for attempt in (
+            one.open(NOBODY, protocol),
+            one.open(PeerId("nonsense"), protocol),
+            one.connect(f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"),
+            one.connect(other.addresses[0].replace(other.peer_id, NOBODY)),  # somebody else lives there
+        ):
+            with pytest.raises(PeerUnreachable) as caught:
+                await attempt
+            assert "\n" not in str(caught.value)
+        for bad in (
+            "",
+            "127.0.0.1:4001",
+            f"/p2p/{NOBODY}",
+            "/ip4/127.0.0.1/tcp/1",
+            "/ip4/1.2.3/tcp/1/p2p/x",
+        ):
+            with pytest.raises(ValueError, match="multiaddr"):
+                await one.connect(bad)
 
-    uvloop.run(main())
+    ends.with_handler(echo, main)
 
 
 def test_a_stream_to_ourselves_stays_here(ends: Ends) -> None:
