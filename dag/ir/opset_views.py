@@ -169,6 +169,13 @@ def _bound(call: Call, at: Dim | None, length: Dim, default: Dim) -> Dim:
         if isinstance(at, int):
             at = max(at, 0)
         return at
+    if isinstance(at, Poly) and (least(-at) or 0) > 0:  # from the end, whatever the sizes are
+        at = length + at
+        if isinstance(at, int):
+            return max(at, 0)
+        if (least(at) or -1) < 0:
+            raise call.fail(f"cannot tell whether {at} is above 0")
+        return at
     if isinstance(at, int) and isinstance(length, int):
         return min(at, length)
     low = least(length - at)

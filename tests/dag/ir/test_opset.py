@@ -99,6 +99,7 @@ _X, _W, _N, _BIG = Ref("x"), Ref("w"), Ref("n"), Ref("big")
         ("aten.arange", (-1, None), "disagree"),
         ("aten.arange.start_step", (0, 1, 0, None), "not zero"),
         ("aten.slice.Tensor", (_X, 1, 0, 4, 1), "cannot tell"),
+        ("aten.slice.Tensor", (_X, 1, symbol("sequence") * -2, None, 1), "cannot tell"),
         ("aten.slice.Tensor", (_X, 1, 0, None, 0), "step"),
         ("aten.slice.Tensor", (_X, 1, 0, None, 3), "not a multiple"),
         ("aten.select.int", (_W, 0, 4), "index 4"),

@@ -93,7 +93,7 @@ SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments wi
     ("aten.squeeze.dim", f(B, S), 0), ("aten.squeeze.dims", f(1, B, 1), (0, 1)), ("aten.unsqueeze", X, -1), ("aten.unsqueeze", f(), 0),
     ("aten.expand", f(B, 1, 8), (B, S, -1)), ("aten.expand", f(1), (2, B, 4)), ("aten.expand_as", f(8), X),
     ("aten.slice.Tensor", X, 1, 0, 2**63 - 1), ("aten.slice.Tensor", X, 2, 3, -1, 2), ("aten.slice.Tensor", X, 1, 0, 1), ("aten.slice.Tensor", X, 1, 1),
-    ("aten.slice.Tensor", X, 1, -1), ("aten.slice.Tensor", X, 1, None, -1), ("aten.slice.Tensor", X, 2, -100, 100), ("aten.slice.Tensor", X, 2, 6, 2),
+    ("aten.slice.Tensor", X, 1, -1), ("aten.slice.Tensor", X, 1, -S), ("aten.slice.Tensor", X, 1, None, -1), ("aten.slice.Tensor", X, 2, -100, 100), ("aten.slice.Tensor", X, 2, 6, 2),
     ("aten.slice.Tensor", f(1, 1, 16, 16), 3, 0, S), ("aten.select.int", X, 1, -1), ("aten.select.int", X, 2, 3), ("aten.narrow", X, 2, 1, 4), ("aten.narrow", f(16), 0, 0, S),
     ("aten.split.Tensor", X, 3, 2), ("aten.split.Tensor", X, 8, -1), ("aten.split.sizes", X, (1, 7), 2), ("aten.split_with_sizes", X, (2, 4, 2), -1),
     ("aten.chunk", X, 4, -1), ("aten.chunk", X, 3, 2), ("aten.chunk", f(B, 4 * S), 2, 1), ("aten.unbind.int", X, 2),
