@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.leaks import nothing_left
+from support.leaks import LEFT_SECONDS, nothing_left
 
 from fusion.cli.local.fleet import Fleet, LocalPeer, Record, open_fleet
 
@@ -116,7 +116,10 @@ def peers(traces: str) -> Iterator[Peers]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
-    assert not [port for port in ports if _listens(port)], "a port is still open"
+    deadline = time.monotonic() + LEFT_SECONDS  # a guard ends the daemon of a peer that was killed
+    while (left := [port for port in ports if _listens(port)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, "a port is still open"
 
 
 def _port(address: str) -> int:

@@ -71,9 +71,9 @@ def _described(module: Any) -> str:
         config = module.config
         attention = config._attn_implementation
         config = config.to_dict()
-        for of_its_files in ("_name_or_path", "architectures", "transformers_version"):
+        # What is filled in when it is saved; of the dtype the tensors tell.
+        for of_its_files in ("_name_or_path", "architectures", "transformers_version", "dtype"):
             config.pop(of_its_files, None)
-        config["dtype"] = str(module.dtype)  # that of a configuration which was never saved is not filled in
         configuration = f"{attention}, {sorted((k, repr(v)) for k, v in config.items())}"
     first: dict[int, str] = {}
     tensors = []
