@@ -2,7 +2,7 @@
 #   make demo     see it work: peers on this machine train a model on real text, then answer a prompt
 #   make check    lint, types and every quick test that starts no process: a minute and a half, while one works
 #   make test     the gate: all of check, real peers, one kill of each kind, a network in a box (docs/testing.md)
-#   make test-all  every test there is: half an hour
+#   make test-all  every test there is: two hours and more
 #   make bench    the figures of the README, as a table and bench-results.json
 #   make bench-serve    what users of a served model get: many at once, over slow links, under load (root for the links)
 #   make bench-network  train over slow links (root, Linux): docs/network.md; stop it whenever you like, it goes on from there
