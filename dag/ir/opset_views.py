@@ -173,8 +173,9 @@ def _bound(call: Call, at: Dim | None, length: Dim, default: Dim) -> Dim:
         at = length + at
         if isinstance(at, int):
             return max(at, 0)
-        if (least(at) or -1) < 0:
-            raise call.fail(f"cannot tell whether {at} is above 0")
+        low = least(at)
+        if low is None or low < 0:
+            raise call.fail(f"cannot tell whether {at} is below 0")
         return at
     if isinstance(at, int) and isinstance(length, int):
         return min(at, length)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from cachetools import LRUCache
 
 from fusion.runtime.device.share import Whose
-from fusion.swarm.authority.statements import opened
+from fusion.swarm.authority.statements import Statement, opened
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import MAX_STATEMENTS, JobId, JobRecord
 from fusion.swarm.identity import Verify
@@ -40,11 +40,11 @@ class Accounts:
         if known[0] == author and known[1]:
             return
         for record in words:
-            signed = opened(_plain(record.proof), job, verify, lambda said: said.signer == author)
+            signed = [data for said, data in _launches(record, verify) if said.signer == author]
             if signed:
-                self._signed[job] = author, (MARK + signed[0][1],)
+                self._signed[job] = author, (MARK + signed[0],)
                 return
-            if record.author == author:
+            if record.author == author and record.state == "launching":
                 self._signed[job] = author, ()
 
     def of(self, job: JobId, author: PeerId) -> PeerId:
@@ -65,9 +65,12 @@ class Accounts:
 
 def speaker(record: JobRecord, verify: Verify) -> PeerId:
     """Who answers for a word on a job whose manifest is not here: whoever signed that it was launched, if anybody did."""
-    launches = opened(_plain(record.proof), record.job, verify, lambda said: said.state == "launching")
+    launches = _launches(record, verify)
     return launches[0][0].signer if launches else record.author
 
 
-def _plain(proof: Iterable[bytes]) -> list[bytes]:
-    return [data.removeprefix(MARK) for data in proof]
+def _launches(record: JobRecord, verify: Verify) -> list[tuple[Statement, bytes]]:
+    """That the job was launched, as the record carries it. Nothing else counts: a manifest may name a peer that runs the job,
+    and signs words on it for that reason."""
+    plain = [data.removeprefix(MARK) for data in record.proof]
+    return opened(plain, record.job, verify, lambda said: said.state == "launching")
