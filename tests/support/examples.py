@@ -1,4 +1,4 @@
-"""On how many examples a property is tried: `make test-all` tries all of them, the tiers before it a fifth."""
+"""On how many examples a property is tried: `make test-all` tries all of them, the tiers before it a third."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ LEAST = 20
 
 
 def examples(number: int) -> int:
-    return max(min(number, LEAST), number // 5) if FEWER in os.environ else number
+    return max(min(number, LEAST), number // 3) if FEWER in os.environ else number
