@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 NEWER_JOBS = 1024  # that were named to whoever reads our log
 JUDGED_AT_ONCE = 16  # jobs
 AUTHORS = 4  # that can fill all looks together: one alone has a quarter of them
-LAUNCH_SECONDS = 7 * 86400.0  # for which a launch may wait for its first owners
 DOUBT_SECONDS = 10.0  # for the other owners to say so as well, or for their claims to run out
 
 OpenJob = tuple[JobRecord, Manifest]  # one that goes on, whose manifest is here and whose graph we can run
@@ -157,9 +156,8 @@ class JobView:
 
     def open_jobs(self, beliefs: Mapping[JobId, Belief], known: Manifests) -> OpenJobs:
         """Those that go on, as far as their manifests are here. One of which an owner says that it has ended is left alone
-        for a while: the others may be about to say so, too. One that was launched long ago, and of which nobody who had a part
-        in it says anything, is left alone for good: anybody may keep a launch and show it again."""
-        now, today, jobs = self._context.clock.monotonic(), self._context.directory.now(), {}
+        for a while: the others may be about to say so, too."""
+        now, jobs = self._context.clock.monotonic(), {}
         self._doubted = {
             job: since for job, since in self._doubted.items() if job in beliefs and beliefs[job].doubted
         }
@@ -167,9 +165,7 @@ class JobView:
             young = belief.doubted and now - self._doubted.setdefault(job, now) < DOUBT_SECONDS
             buried = self._board.over(belief.record) or (self._board.buried(job) and not belief.vouched)
             if job in known and not belief.over and not young and not buried:
-                launched_at = known[job].launched_at
-                if belief.vouched or belief.owned or not 0 < launched_at < today - LAUNCH_SECONDS:
-                    jobs[job] = (belief.record, known[job])
+                jobs[job] = (belief.record, known[job])
         return jobs
 
     async def leaderless(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from support.directory_records import digest
 from support.hosting import Peer, Swarm, manifests_read, swarm, until
 
@@ -18,7 +16,6 @@ from fusion.runtime.device.new_job_pace import (
     STAGE_SECONDS,
 )
 from fusion.runtime.hosting.claim_choice import share_of_one
-from fusion.runtime.hosting.job_view import LAUNCH_SECONDS
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.identity import Identity
@@ -154,30 +151,5 @@ def test_jobs_in_the_name_of_an_author_who_did_not_sign_them_take_none_of_its_se
             made.clock.advance((DEBT_SECONDS + BURST_SECONDS) / SHARE)
             await look(peer, 2)
             assert (job, 0) in peer.service.running
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    ("age", "vouched", "runs"), [(0.5, False, True), (1.5, False, False), (1.5, True, True)]
-)
-def test_a_launch_that_somebody_kept_is_not_run_again(
-    tmp_path: Path, age: float, vouched: bool, runs: bool
-) -> None:
-    async def main() -> None:
-        async with swarm(tmp_path) as made:
-            peer, gone, author = await made.join(), Identity.generate(), Identity.generate()
-            proposed = (peer.id,) if not vouched else (gone.peer_id,)
-            launched_at = int(peer.context.directory.now() - age * LAUNCH_SECONDS)
-            manifest = replace(
-                made.manifest(peer, author=author.peer_id, launched_at=launched_at), proposed=proposed
-            )
-            job = await made.launch(manifest, launcher=author)
-            if vouched:  # it ran
-                await made.announce(job, gone, state="running", term=1)
-            await look(peer, 2)
-            made.clock.advance(HEAD_START_SECONDS)
-            await look(peer)
-            assert ((job, 0) in peer.service.begun) == runs
 
     asyncio.run(main())
