@@ -192,7 +192,7 @@ def compare_families(
             model.save_pretrained(tmp_path / family)
             cache = await serve(context, tmp_path / family, family, trainer)
             assert cache == ("kv" if family in CACHED else "recompute"), family
-            for length in PROMPTS if family in CACHED else PROMPTS[1:2]:
+            for length in PROMPTS:
                 wanted, logits = greedy(model, prompt_of(length), NEW)
                 assert len(set(wanted)) >= (VARIED if family in CACHED[:10] else REPETITIVE), (family, length)
                 answer, found = await ask(context, ids[number % STAGES], family, prompt_of(length))

@@ -622,7 +622,13 @@ def test_a_disk_that_fills_up_costs_a_job_and_not_the_peer(peers: Peers, tmp_pat
             large = GPTConfig(vocabulary=256, blocks=2, width=256, heads=2, sequence=32)
             big = await asyncio.to_thread(served_model, context, us, "big", large)
             assert sum(context.blobs.store.size(digest) for digest in big.manifest.weights) > 4 << 20
-            with unharmed(peers, victim, FIRST_GROWTH_BYTES):
+            warm = await asyncio.to_thread(served_model, context, us, "warm")
+            async with asyncio.timeout(
+                ANSWER_SECONDS
+            ):  # its first model has a peer import what it runs models with
+                await launch(context, warm)
+                await wait_until_held(context, warm)
+            with unharmed(peers, victim):
                 await launch(context, big)
                 log = peers.root / "victim.log"
                 async with asyncio.timeout(ANSWER_SECONDS):

@@ -208,7 +208,7 @@ def test_gpt2_over_four_peers_fits_16_gib(peers: Any, tmp_path: Path) -> None:
     assert len(shares) == 4 and parameters > 120_000_000
     assert sum(most.values()) <= 16 << 30
     assert max(ratios.values()) <= 1.3
-    assert any(not for_others[peer] for peer in shares)
+    assert sum(not for_others[peer] for peer in shares) >= 2
 
 
 def _resident_bytes(peer: Any) -> int:
