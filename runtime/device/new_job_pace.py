@@ -8,7 +8,8 @@ after a quiet time wait for nothing. Authors take turns, whoever was charged lea
 does not wait behind the many jobs of another, nor for longer than it takes to pay DEBT_SECONDS off, however much one of them cost.
 
 An author whose jobs are all that this peer runs holds up nobody, and waits for nothing. Anybody may write a manifest in the name of
-another: whoever spoke of a job when it was taken up pays for it.
+another: whoever signed that a job was launched pays for it, or else whoever spoke of it when it was taken up
+(`fusion.runtime.device.accounts`).
 
 What reading and checking graphs takes is measured (`fusion.runtime.job.context.Context.work_for`). The rest are many small things in
 the loop, in p2pd and at the peers that keep records, alike for all jobs, and has a price.
