@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from support.training import (
 
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.watch import Watch
 from fusion.runtime.launch.launch import launch
 from fusion.runtime.planes.torch_plane import TorchPlane, TorchTrainingStage
 from fusion.runtime.training.snapshots.snapshot import decode_index
@@ -121,18 +123,31 @@ def test_a_killed_lead_is_followed_by_one_that_learns_of_the_snapshot_from_the_o
     asyncio.run(main())
 
 
-def test_a_broken_link_discards_the_step_and_the_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_broken_link_discards_the_step_and_the_run_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         torch.manual_seed(1)
         module = GPT(TINY)
         async with swarm(tmp_path / "rough", 3) as made:
             lead = made.peers[0]
+            committed, cut = defaultdict[int, set[int]](set), asyncio.Event()
+
+            def commits(_: Watch, stage: int, attempt: tuple[int, int], step: int) -> None:
+                """The link breaks while the stages compute. Where one of them is ready and has not heard that the step is
+                committed, all go back to the snapshot."""
+                committed[step].add(stage)
+                if step >= 2 and len(committed[step]) == 3 and not cut.is_set():
+                    one, two = (made.peers[stage].context.peer_id for stage in (1, 2))
+                    made.network.partition([one], [two])
+                    cut.set()
+
+            monkeypatch.setattr(Watch, "commits", commits)
             work = language_job(lead, module, replace(LONG, snapshot_every=1000), 3)
             await launch(lead.context, work.prepared)
             for stage in range(3):
                 await made.peers[stage].host(work.prepared, stage)
-            await reached(lead, work, 3)
-            made.network.partition([made.peers[1].context.peer_id], [made.peers[2].context.peer_id])
+            await cut.wait()
             await until(lambda: bool(lead.service.progress(work.prepared.job).message))  # type: ignore[union-attr]
             left = await reached(lead, work, 3)
             made.network.heal()
