@@ -90,13 +90,23 @@ def _every_position(graph: Graph, last: frozenset[str]) -> tuple[Graph, frozense
 
 
 def _rows_apart(graph: Graph) -> bool:
-    """Whether every product along the sequence is of rows with a matrix."""
+    """Whether every product along the sequence is of rows with a matrix, or of numbers one by one."""
     for node in graph.nodes:
         family = spec(node.op).family
         if family == "convolution":
             return False
-        if family == "contraction" and node.op not in _ROW_PRODUCTS:
+        if family == "contraction" and node.op not in _ROW_PRODUCTS and not _sums_one(graph, node):
             along = [ref for ref in node.refs() if sequence_axis(graph.types[ref]) is not None]
             if along:
                 return False
     return True
+
+
+def _sums_one(graph: Graph, node: Node) -> bool:
+    """Whether a sum of products is of one product, as where a model multiplies frequencies with positions."""
+    given = node.args[0]
+    return (
+        node.op in ("aten.matmul", "aten.bmm")
+        and isinstance(given, Ref)
+        and graph.types[given].shape[-1:] == (1,)
+    )

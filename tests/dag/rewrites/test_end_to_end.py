@@ -8,7 +8,7 @@ import pytest
 
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.dims import symbol
-from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.dag.rewrites.end_to_end import end_to_end
 
@@ -42,6 +42,32 @@ def test_positions_apart_may_lie_end_to_end() -> None:
         frozenset(),
         (False,),
     )
+
+
+def product(frequencies: tuple[int, ...], op: str = "aten.matmul") -> Graph:
+    """Of a matrix of the model's with what it is given, (batch, frequencies[2], sequence)."""
+    given = TensorType((1, frequencies[2], SEQUENCE), "float32")
+    matrix = Variable("frequencies", TensorType(frequencies, "float32"), trainable=False)
+    args = Ref("frequencies"), Ref("x")
+    made = infer(op, args, {Ref("x"): given, Ref("frequencies"): matrix.type})
+    return Graph((Input("x", given),), (matrix,), (Node("n", op, args, made),), (Ref("n"),))
+
+
+@pytest.mark.parametrize("op", ["aten.matmul", "aten.bmm"])
+def test_frequencies_times_positions_are_numbers_one_by_one(op: str) -> None:
+    """As transformers before 5.24 writes rotary embeddings."""
+    found = end_to_end(product((1, 8, 1), op))
+    assert found is not None and (found.inputs, found.outputs) == ({"x": (2, 1)}, ((2, 1),))
+    assert (
+        end_to_end(product((1, 8, 2), op)) is None
+    )  # a library may sum up more by how many positions there are
+
+
+def test_positions_times_positions_do_not_lie_end_to_end() -> None:
+    turned = ("aten.transpose.int", ("x", 1, 2))
+    row = TensorType((BATCH, 1, SEQUENCE), "float32")
+    assert end_to_end(graph(turned, turned, ("aten.matmul", ("n0", "n1")), given=row)) is None
+    assert end_to_end(graph(turned, turned, given=row)) is not None
 
 
 @pytest.mark.parametrize(
