@@ -1,4 +1,4 @@
-"""Drop what does not change a value: dead nodes, no-op casts and views, repeated nodes; write views one way.
+"""Drop what does not change a value: dead nodes, no-op casts and views, repeated nodes; write views and layers one way.
 
 Sound for training and for serving: values and gradients stay what they were, and random draws keep their names.
 """
@@ -58,7 +58,7 @@ def clean(graph: Graph) -> Graph:
 
 
 def _canonical(node: Node, types: Types, made: Mapping[str, Node]) -> Node:
-    """One way to write a reshape, over what a chain of them started from; constants that read no tensor."""
+    """One way to write a reshape, over what a chain of them started from; a linear layer; constants that read no tensor."""
     if node.op in _RESHAPES:
         source = node.args[0]
         assert isinstance(source, Ref)
@@ -66,6 +66,8 @@ def _canonical(node: Node, types: Types, made: Mapping[str, Node]) -> Node:
         if before is not None and before.op == "aten.reshape":
             source = before.args[0]
         return replace(node, op="aten.reshape", args=(source, _shape_argument(node.results[0])))
+    if node.op == "aten.matmul":
+        return _layer(node, types, made)
     make = _MAKES.get(node.op)
     if make is None:
         return node
@@ -73,6 +75,26 @@ def _canonical(node: Node, types: Types, made: Mapping[str, Node]) -> Node:
     op, value = make(node)
     fill = () if value is None else (value,)
     return replace(node, op=op, args=(type_.shape, *fill, DType(type_.dtype)))
+
+
+def _layer(node: Node, types: Types, made: Mapping[str, Node]) -> Node:
+    """`aten.linear` for a product with a matrix that lies the other way round: to the library they are the same call."""
+    given, other = node.args
+    assert isinstance(given, Ref) and isinstance(other, Ref)
+    turned = made.get(other.name)
+    if turned is None or not _turns(turned, types) or len(types[given].shape) < 2:
+        return node
+    return replace(node, op="aten.linear", args=(given, turned.args[0], None))
+
+
+def _turns(node: Node, types: Types) -> bool:
+    """Whether it is a matrix the other way round."""
+    match node.op, *node.args:
+        case (("aten.t" | "aten.numpy_T"), Ref() as matrix):
+            return len(types[matrix].shape) == 2
+        case "aten.transpose.int", Ref() as matrix, int(one), int(other):
+            return len(types[matrix].shape) == 2 and (one - other) % 2 == 1
+    return False
 
 
 def _shape_argument(type_: TensorType) -> tuple[Dim, ...]:

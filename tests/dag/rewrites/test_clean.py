@@ -137,3 +137,20 @@ def test_a_norm_in_another_precision_is_left(b):
     wide = b("aten.to.dtype", X, DType("float64"))
     graph = b.graph(norm(b, wide))
     assert "aten.rms_norm" not in {n.op for n in fuse(clean(graph)).nodes}
+
+
+@pytest.mark.parametrize("turn", [("aten.t", W), ("aten.numpy_T", W), ("aten.transpose.int", W, -2, -1)])
+def test_a_product_with_a_matrix_the_other_way_round_is_a_layer(b, turn):
+    b(*turn, name="turned")
+    y = b("aten.matmul", X, Ref("turned"), name="y")
+    cleaned = kept(b.graph(y))
+    assert [(node.name, node.op) for node in cleaned.nodes] == [("x", "aten.embedding"), ("y", "aten.linear")]
+    assert cleaned.nodes[1].args == (X, W, None)
+
+
+@pytest.mark.parametrize("args", [(X, W), (Ref("turned"), Ref("columns"))])
+def test_other_products_stay_what_they_are(b, args):
+    b("aten.t", W, name="turned")
+    b("aten.transpose.int", X, 1, 2, name="columns")
+    y = b("aten.matmul", *args, name="y")
+    assert kept(b.graph(y)).nodes[-1].op == "aten.matmul"
