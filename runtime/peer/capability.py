@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 # Of each probe: on a busy machine one run that nothing interrupts is among so many.
 RUNS, RUN_SECONDS = 8, 0.06
-AT_START = 1  # probe, the first, is run before the peer is announced; all of them while it is idle
+# Probes, the first ones, that are run before the peer is announced; all of them while it is idle. A GPU takes as long to begin an
+# operator as a CPU, but computes hundreds of times as fast: there one does not tell the other.
+AT_START, AT_START_CUDA = 1, 2
 # Written through before each: in a step hundreds of operators run between two of one kind, so that what one reads is in no cache
 # near the core, where a probe that is run again and again would find all of it.
 SWEPT_BYTES = 8 << 20
@@ -60,11 +62,14 @@ class Measured:
 
     def __init__(self, plane: Plane, worker: Worker, device: str) -> None:
         self._plane, self._worker = plane, worker
-        self._scale = LARGE if device.startswith("cuda") else SMALL
+        cuda = device.startswith("cuda")
+        self._scale, self._at_start = (LARGE, AT_START_CUDA) if cuda else (SMALL, AT_START)
+        # Where what a probe reads lies: a stage's weights are on its device, and to move them there is no part of a step.
+        self._place = device if cuda and plane.name == "torch" else "cpu"
         self._found: deque[Speeds] = deque(maxlen=REMEMBERED)
         self._whole = False  # whether all probes were run, the last time
         # PyTorch computes in the thread that calls it, on a CPU: what else the machine does meanwhile is no part of that.
-        alone = plane.name == "torch" and not device.startswith("cuda")
+        alone = plane.name == "torch" and not cuda
         self.pace = RealPace(self._at_best, time.thread_time if alone else time.perf_counter, time.monotonic)
 
     @property
@@ -76,11 +81,12 @@ class Measured:
         """Of what probes reached in the last few times."""
         return reduce(Speeds.best, self._found)
 
-    async def look(self, count: int | None = None) -> None:
-        """Measure now, with so many probes or with all, each in a call of about a tenth of a second, longer where code is
-        compiled."""
+    async def look(self, *, whole: bool = True) -> None:
+        """Measure now, with all probes or with those that a peer begins with, each in a call of about a tenth of a second, longer
+        where code is compiled."""
         every = probes(self._scale)
-        found = [(each, await self._worker.run(_run, self._plane, each)) for each in every[:count]]
+        some = every if whole else every[: self._at_start]
+        found = [(each, await self._worker.run(_run, self._plane, each, self._place)) for each in some]
         if not self._whole:  # what was guessed then is known now
             self._found.clear()
         self._whole = len(found) == len(every)
@@ -123,13 +129,13 @@ def _cooler() -> Callable[[], object]:
     return lambda: swept.add_(1)
 
 
-def _run(plane: Plane, probe: Probe, cool: Callable[[], object] | None = None) -> float:
-    """In the worker's thread: seconds of the fastest of some runs, with `cool` called before each."""
+def _run(plane: Plane, probe: Probe, place: str = "cpu", cool: Callable[[], object] | None = None) -> float:
+    """In the worker's thread: seconds of the fastest of some runs of what lies at `place`, with `cool` called before each."""
     cool = cool or _cooler()
     graph, draw = probe.graph, torch.Generator().manual_seed(0)
 
     def some(type_: TensorType) -> torch.Tensor:
-        return torch.randn([bind(dim, {}) for dim in type_.shape], generator=draw) * 0.1
+        return (torch.randn([bind(dim, {}) for dim in type_.shape], generator=draw) * 0.1).to(place)
 
     inputs = {given.name: some(given.type) for given in graph.inputs}
     stage = plane.training(probe.stage, {v.name: some(v.type) for v in graph.variables}, OPTIMIZER)

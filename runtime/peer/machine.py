@@ -11,7 +11,6 @@ from fusion.runtime.hosting.takeover import Takeovers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.capability import (
-    AT_START,
     Capability,
     Measured,
     cores_of,
@@ -66,7 +65,7 @@ async def opened(
         LinkMonitor(network.transport, network.directory, network.transport.counter.receive_log) as links,
     ):
         measured = measuring(worker, config.device)
-        await measured.look(AT_START)
+        await measured.look(whole=False)
         lent = config.memory_bytes
         if lent is None:
             lent = int(await worker.run(lent_bytes, config.device))

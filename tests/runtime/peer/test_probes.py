@@ -59,7 +59,7 @@ def test_a_probe_finds_caches_as_a_step_leaves_them(monkeypatch: pytest.MonkeyPa
 
     plane = SimpleNamespace(training=lambda *_: Stage())
     monkeypatch.setattr(capability.time, "perf_counter", lambda: passed)
-    seconds = capability._run(plane, probes()[0], cool)  # type: ignore[arg-type]
+    seconds = capability._run(plane, probes()[0], cool=cool)  # type: ignore[arg-type]
     assert seconds == pytest.approx(0.001)
     assert called == ["cool", "forward"] * (len(called) // 2) and len(called) >= 2 * capability.RUNS
 
