@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +20,39 @@ TOKENS = 128
 TARGETS = {1: 0.90, 2: 0.80, 3: 0.75}
 
 
-def make_model(path: str, positions: int = 1024) -> None:
+SMALL = {
+    "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "vocab_size": 8000, "initializer_range": 0.08,
+}  # fmt: skip
+
+
+def make_model(
+    path: str, positions: int = 1024, shape: Mapping[str, Any] = SMALL, dtype: str = "float32"
+) -> None:
+    """Random weights whose answers vary."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=8000,
-        max_position_embeddings=positions,
-        initializer_range=0.08,  # answers vary
-        bos_token_id=None,
-        eos_token_id=None,
+        **shape, max_position_embeddings=positions, bos_token_id=None, eos_token_id=None, dtype=dtype
     )
-    LlamaForCausalLM(config).save_pretrained(path)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = LlamaForCausalLM(config)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
 
 
 async def served_llama(
-    fleet: Fleet, count: int, stages: Sequence[int], device: str
+    fleet: Fleet,
+    count: int,
+    stages: Sequence[int],
+    device: str,
+    make: Callable[[str], None] = make_model,
 ) -> tuple[str, Path, list[LocalPeer]]:
     """So many peers that serve the model over each number of stages, as "llama-<stages>": the folder of the model, the home
     that serves it and the peers, the first of which the others joined through."""
     path, home = str(fleet.root / "llama"), fleet.root / "client"
-    make_model(path)
+    make(path)
     peers = [await fleet.start_peer("peer-1", "--device", device)]
     for number in range(2, count + 1):
         joins = (peers[0].address,)

@@ -49,7 +49,8 @@ def decode(request: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     device = request.get("device", "cpu")
-    model = AutoModelForCausalLM.from_pretrained(request["path"], dtype=torch.float32).eval().to(device)
+    dtype = getattr(torch, request.get("dtype", "float32"))
+    model = AutoModelForCausalLM.from_pretrained(request["path"], dtype=dtype).eval().to(device)
     batch = request.get("batch", 1)
     prompt = torch.tensor([request["prompt"]] * batch, device=device)
     # Without a mask of its own generate() would pass over every token of the prompt that is the padding's.

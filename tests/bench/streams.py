@@ -35,7 +35,7 @@ async def measure_streams(rounds: int, device: str) -> dict[str, Any]:
                 own.append(max((await baseline("decode", alone))["tokens_per_second"]))
                 batched.append(max((await baseline("decode", {**alone, "batch": 8}))["tokens_per_second"]))
                 for (streams, stages), samples in found.items():
-                    samples.append(await _together(client, first, stages, streams, expected))
+                    samples.append(await answers_at_once(client, first, stages, streams, expected))
                 shown = ", ".join(f"{n}x{s} {v[-1]['tokens_per_second']:.0f}" for (n, s), v in found.items())
                 say(
                     f"round {number + 1}: generate() {own[-1]:.0f}, batch of 8 {batched[-1]:.0f}; streams x stages: {shown}"
@@ -60,7 +60,7 @@ async def measure_streams(rounds: int, device: str) -> dict[str, Any]:
     }
 
 
-async def _together(
+async def answers_at_once(
     client: Any, gateway: Any, stages: int, streams: int, expected: dict[int, list[int]]
 ) -> dict[str, float]:
     """So many answers at once, each to a prompt of its own. RuntimeError where one is not what it was alone."""

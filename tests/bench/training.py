@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 from typing import Any
 
 from bench.baseline import baseline, peak_bytes, say
@@ -46,29 +47,7 @@ async def measure_training(rounds: int, device: str) -> dict[str, Any]:
 async def _swarm_step_seconds(fleet: Fleet, number: int, address: str) -> float:
     """Median of the steps' durations as the lead measured them, after the warm-up."""
     job = fleet.root / f"bench-{number}.toml"
-    settings = "\n".join(f"{key} = {value}" for key, value in MODEL.items())
-    job.write_text(
-        f"""
-name = "bench-{number}"
-[model]
-kind = "gpt"
-{settings}
-[data]
-files = ['{fleet.root}/text']
-held_out = 0.0
-[train]
-steps = {STEPS}
-sequence = {SEQUENCE}
-microbatches = {MICROBATCHES}
-microbatch_size = {MICROBATCH_SIZE}
-snapshot_every = 1000
-evaluate_batches = 1
-[optimizer]
-learning_rate = 1e-4
-[placement]
-stages = 2
-"""
-    )
+    job.write_text(job_text(f"bench-{number}", fleet.root, STEPS))
     (fleet.root / "text").write_bytes(bytes(range(256)) * 4096)
     home = str(fleet.root / "trainer")
     records = await fleet.run(f"train-{number}", "train", str(job), "--home", home, "--peer", address)
@@ -79,3 +58,28 @@ stages = 2
         if record["event"] == "progress" and record["tokens_per_second"] and record["step"] <= STEPS:
             ended.setdefault(record["step"], tokens * record["step"] / record["tokens_per_second"])
     return statistics.median(ended[k] - ended[k - 1] for k in range(WARM_UP + 1, STEPS + 1))
+
+
+def job_text(name: str, root: Path, steps: int) -> str:
+    """A job file for two stages of the GPT on the file `text` of a folder."""
+    settings = "\n".join(f"{key} = {value}" for key, value in MODEL.items())
+    return f"""
+name = "{name}"
+[model]
+kind = "gpt"
+{settings}
+[data]
+files = ['{root}/text']
+held_out = 0.0
+[train]
+steps = {steps}
+sequence = {SEQUENCE}
+microbatches = {MICROBATCHES}
+microbatch_size = {MICROBATCH_SIZE}
+snapshot_every = 1000
+evaluate_batches = 1
+[optimizer]
+learning_rate = 1e-4
+[placement]
+stages = 2
+"""
