@@ -54,8 +54,10 @@ ROOMS = {
             "device",
             "job",
             "belief",
+            "planes/kernels",
             "planes/products",
             "planes",
+            "planes/cuda",
             "planes/jax_plane",
             "capture/gguf",
             "capture",
@@ -78,6 +80,7 @@ LIBRARY_LAYERS = {
     "safetensors": {"runtime"},
     "tokenizers": {"runtime"},
     "llguidance": {"runtime"},
+    "triton": {"runtime"},
     "llvmlite": {"runtime"},
     "transformers": {"runtime"},
     "PIL": {"runtime"},
@@ -107,6 +110,7 @@ LIBRARY_FILES = {
             *("dropped", "optimizer", "jax_training", "jax_decoding", "jax_cache"),
         )
     },
+    "triton": {f"runtime/planes/kernels/{name}_kernels.py" for name in ("attention", "quantised")},
     "llvmlite": {"runtime/planes/products/machine_code.py"},
     **{
         library: {f"runtime/serving/http/{name}.py" for name in names}

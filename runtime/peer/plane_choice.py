@@ -19,9 +19,14 @@ def choose(name: str, device: str, threads: int) -> Plane:
 
 
 def _torch(device: str, threads: int) -> Plane:
+    # Its threads are those of the worker (`fusion.runtime.job.worker`).
+    if device.startswith("cuda"):
+        from fusion.runtime.planes.cuda.cuda_plane import CudaPlane
+
+        return CudaPlane(device)
     from fusion.runtime.planes.torch_plane import TorchPlane
 
-    return TorchPlane(device)  # its threads are those of the worker (`fusion.runtime.job.worker`)
+    return TorchPlane(device)
 
 
 def _jax(device: str, threads: int) -> Plane:

@@ -14,11 +14,13 @@ learning_rate     the learning rate of each step, without torch
 optimizer         AdamW and SGD as data, with their schedules
 weights_file      tensors in a file, written and read one at a time
 stage_values      the values that a stage takes and gives, by name
+kernels/          kernels of our own for CUDA
 products/         products of rows with matrices, the same bits in any company
 matrices          the variables of a stage that decodes, laid out for such products
 sessions          what a stage that decodes keeps of its sessions, and the table of them
 sequences         pieces of several sequences in one run
 torch_decoding    a stage that decodes, on CPU or CUDA
 torch_plane       all of it on CPU or CUDA
+cuda/             decoding on CUDA in batches of one size
 jax_plane/        all of it in JAX
 """

@@ -24,7 +24,9 @@ from fusion.runtime.planes.preemption import preemption_point
 from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
 
-DECODED_NODES = 8  # from one place where a run may rest to the next, where there are no gradients: each costs half a microsecond
+# From one place where a run may rest to the next, where there are no gradients: each costs half a microsecond. On CUDA a run is
+# queued in a moment, and may be captured as a graph: there it has none.
+DECODED_NODES = 8
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -41,6 +43,7 @@ class Program:
         stateful: Sequence[str],
         source: str,
     ) -> None:
+        self.graph = graph
         self.inputs = tuple(i.name for i in graph.inputs)
         self.variables = tuple(v.name for v in graph.variables)
         self.stateful = tuple(stateful)
@@ -84,7 +87,11 @@ class _Writer:
     ) -> None:
         self.products = products
         self.last = last
-        self.even = not training and device.type == "cpu"  # positions have the same bits however many are run
+        cpu = device.type == "cpu"
+        self.even = not training and cpu  # positions have the same bits however many are run
+        self.each = (
+            1 if training else DECODED_NODES if cpu else 0
+        )  # nodes from one place where a run may rest to the next
         self.graph = graph
         self.device = device
         self.training = training
@@ -124,7 +131,7 @@ class _Writer:
                     target = in_rows(target)
                 made = self.call(target, given, named)
             self.results(node, op, made)
-            if self.training or number % DECODED_NODES == 0:
+            if self.each and number % self.each == 0:
                 self.call(preemption_point, (made,), {})
         self.code.output(tuple(self.find(ref) for ref in graph.outputs))
         module = fx.GraphModule(nn.Module(), self.code)

@@ -68,6 +68,7 @@ class SessionCache:
             slot: tuple(self._empty(shape.heads, 0, shape.width, shape.dtype) for shape in shapes)
             for slot, shapes in slots.items()
         }
+        self._addresses: torch.Tensor | None = None
         self._start = 0
         self._end = 0
         self._singly = False
@@ -91,8 +92,17 @@ class SessionCache:
     def _empty(self, heads: int, positions: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(1, heads, positions, width, dtype=dtype, device=self._device)
 
+    @property
+    def addresses(self) -> torch.Tensor:
+        """(slots, 3) int64, of slots that keep keys and values alone: where these two lie, and for how many positions."""
+        if self._addresses is None:
+            held = [(key.data_ptr(), value.data_ptr(), self._room) for key, value in self._memory.values()]
+            self._addresses = torch.tensor(held, dtype=torch.int64).view(-1, 3)
+        return self._addresses
+
     def _grow(self) -> None:
         """Allocate what is set aside, a slot after the other, so that little is there twice."""
+        self._addresses = None
         for slot, tensors in self._memory.items():
             wider = []
             for old in tensors:

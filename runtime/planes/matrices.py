@@ -12,6 +12,7 @@ from fusion.dag.ir.graph import Graph, Ref
 from fusion.dag.rewrites.experts import EXPERT_LINEAR
 from fusion.runtime.planes.plane import Tensors
 from fusion.runtime.planes.products.experts import (
+    fixed_expert_linear,
     pack_experts,
     packable_experts,
     packed_expert_linear,
@@ -42,19 +43,24 @@ class Matrices:
     """The variables of a stage as decoding reads them fastest: the float32 matrices of linear layers and of experts packed, where
     that can be had here. Those in half precision are left as they are where a row's product has the same bits in any company, or
     on a CPU in that of its own piece (`by_piece`).
-    `rows_agree`: whether that holds for every matrix, for so many rows at once (`least_rows`, 1 or FEW_ROWS)."""
+    `rows_agree`: whether that holds for every matrix, for so many rows at once (`least_rows`, 1 or FEW_ROWS). `fixed_rows`: as many as
+    are run always where positions come singly; it holds then whatever the library does."""
 
-    def __init__(self, graph: Graph, variables: Tensors, device: torch.device) -> None:
+    def __init__(self, graph: Graph, variables: Tensors, device: torch.device, fixed_rows: int = 0) -> None:
         self._graph = graph
+        self._fixed = fixed_rows
         self._packed: set[str] = set()
         self.laid_out: dict[str, Any] = {}  # tensors, and packed matrices and experts
         self._wanted = wanted = packable(graph)
         experts = packable_experts(graph)
         self._stored = StoredMatrices(graph, device)
-        self.rows_agree = self._stored.rows_agree and all(
-            isinstance(node.args[2], Ref) and node.args[2].name in wanted.keys() | experts.keys()
-            for node in graph.nodes
-            if node.op in ("aten.addmm", EXPERT_LINEAR)
+        self.rows_agree = bool(fixed_rows) or (
+            self._stored.rows_agree
+            and all(
+                isinstance(node.args[2], Ref) and node.args[2].name in wanted.keys() | experts.keys()
+                for node in graph.nodes
+                if node.op in ("aten.addmm", EXPERT_LINEAR)
+            )
         )
         self._agree: dict[tuple[tuple[int, ...], torch.dtype], bool] = {}
         tied = _linear_matrices(graph) - wanted.keys()
@@ -66,15 +72,17 @@ class Matrices:
         invariant: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
         for variable in graph.variables:  # one after the other, as `variables` may read each from a file
             name, value = variable.name, checked(variables, variable).detach().to(device)
+            if fixed_rows:
+                self.laid_out[name] = value.contiguous()
+                continue
             packed: Any = None
             if value.dtype in _HALF and (name in wanted or name in tied):
                 sort = tuple(value.shape), value.dtype, wanted.get(name, False)
                 if sort not in invariant:
                     invariant[sort] = is_batch_invariant(value, added=sort[2])
-                if invariant[sort] or device.type == "cpu":
-                    (self._alone if invariant[sort] else self._by_piece).add(name)
-                    self.laid_out[name] = value.contiguous()
-                    continue
+                (self._alone if invariant[sort] else self._by_piece).add(name)
+                self.laid_out[name] = value.contiguous()
+                continue
             if name in wanted or name in experts:
                 transposed = wanted[name] if name in wanted else experts[name]
                 matrices = value[None] if name in wanted else value
@@ -89,7 +97,11 @@ class Matrices:
                     spare -= added
             own = self._stored.laid_out(name, value.contiguous()) if packed is None else packed
             self.laid_out[name] = own
-        few = (wanted.keys() | tied | experts.keys()) - self._alone - self._by_piece - self._packed
+        few = (
+            set()
+            if self._fixed
+            else (wanted.keys() | tied | experts.keys()) - self._alone - self._by_piece - self._packed
+        )
         self.least_rows = FEW_ROWS if few else 1
 
     def _require_agreement(self, matrix: torch.Tensor) -> None:
@@ -111,7 +123,9 @@ class Matrices:
                         found[node.name] = linear
                     elif together and matrix.name in self._by_piece:
                         found[node.name] = self.by_piece.linear
-                    elif together and matrix.name not in self._wanted.keys() | self._alone:
+                    elif (
+                        together and not self._fixed and matrix.name not in self._wanted.keys() | self._alone
+                    ):
                         found[node.name] = row_by_row
                 case "aten.embedding", Ref() as table, *_ if table.name in self._packed:
                     found[node.name] = embedding
@@ -120,8 +134,14 @@ class Matrices:
                 case "aten.addmm", _, _, Ref() as matrix, *_ if together and matrix.name in self._by_piece:
                     found[node.name] = self.by_piece.addmm
                 case "fusion.expert_linear", _, _, Ref() as matrix, *_:
-                    packed = matrix.name in self._packed
-                    found[node.name] = packed_expert_linear if packed else padded_expert_linear
+                    if matrix.name in self._packed:
+                        found[node.name] = packed_expert_linear
+                    else:
+                        found[node.name] = (
+                            fixed_expert_linear(self._fixed)
+                            if self._fixed and together
+                            else padded_expert_linear
+                        )
         return found
 
 

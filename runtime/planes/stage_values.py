@@ -14,10 +14,10 @@ from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.plane import Tensors
 
 
-def selected(names: Sequence[str], inputs: Tensors, device: torch.device) -> list[torch.Tensor]:
-    """What a program takes, in its order. ValueError for an input that is missing."""
+def selected(names: Sequence[str], inputs: Tensors, device: torch.device | None = None) -> list[torch.Tensor]:
+    """What a program takes, in its order, on `device` or where it is. ValueError for an input that is missing."""
     try:
-        return [inputs[name].to(device) for name in names]
+        return [inputs[name] if device is None else inputs[name].to(device) for name in names]
     except KeyError as missing:
         raise ValueError(f"the stage needs an input {missing}") from None
 

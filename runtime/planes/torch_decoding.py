@@ -30,13 +30,13 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 class TorchDecodingStage(Sessions[SessionCache]):
     """A stage being served. Weights are moved to the device once. A stage without attention to a cache keeps
-    nothing between runs."""
+    nothing between runs. `fixed_rows`: as of `Matrices`."""
 
-    def __init__(self, stage: Stage, variables: Tensors, device: str = "cpu") -> None:
+    def __init__(self, stage: Stage, variables: Tensors, device: str = "cpu", fixed_rows: int = 0) -> None:
         super().__init__()
         self.stage = stage
         self.device = torch.device(device)
-        matrices = Matrices(stage.graph, variables, self.device)
+        matrices = Matrices(stage.graph, variables, self.device, fixed_rows)
         both = halves(stage)
         self._encoder = None if both is None else _Encoder(both, matrices, self.device)
         if both is not None:
@@ -62,7 +62,7 @@ class TorchDecodingStage(Sessions[SessionCache]):
             self._program.sizes.require("sequence")
         self._keys = output_keys(stage)
         self.caches = bool(self._slots)
-        self.chunks_agree = self.device.type != "cpu" or not _in_half(stage, self._slots)
+        self.chunks_agree = not _in_half(stage, self._slots)
 
     def _new(self, capacity: int, source: int) -> SessionCache:
         kept = None if self._encoder is None else self._encoder.kept(source)
@@ -117,32 +117,50 @@ class TorchDecodingStage(Sessions[SessionCache]):
     def _together(
         self, layout: EndToEnd, pieces: Sequence[Piece], caches: Sequence[SessionCache]
     ) -> list[dict[str, torch.Tensor]]:
-        given = [selected(self._program.inputs, piece.inputs, self.device) for piece in pieces]
-        along = [layout.inputs[name] for name in self._program.inputs]
-        lengths = [positions_of(each, along, self._program.inputs) for each in given]
+        lengths = self._begin(layout, pieces, caches)
+        rows = padded(sum(lengths), least=self.least_rows)
+        laid, shown = self._laid(layout, pieces, rows), [piece.shown for piece in pieces]
+        outputs = self._of_sequences(laid, pieces, caches, lengths, shown, rows)
+        return self._parted(layout, outputs, caches, lengths, shown)
+
+    def _lengths(self, layout: EndToEnd, pieces: Sequence[Piece]) -> list[int]:
+        """How many positions each has."""
+        names = self._program.inputs
+        along = [layout.inputs[name] for name in names]
+        return [positions_of(selected(names, piece.inputs), along, names) for piece in pieces]
+
+    def _begin(self, layout: EndToEnd, pieces: Sequence[Piece], caches: Sequence[SessionCache]) -> list[int]:
+        """The pieces run next; how many positions each has."""
+        lengths = self._lengths(layout, pieces)
         if self._slots:
             for piece, cache, length in zip(pieces, caches, lengths, strict=True):
                 cache.begin(piece.start, length, singly=piece.singly)
-        total = sum(lengths)
-        rows = padded(total, least=self.least_rows)
-        laid = [
-            joined(parts, axis, each, rows - total)
-            for (axis, each), *parts in zip(along, *given, strict=True)
-        ]
-        shown = [piece.shown for piece in pieces]
-        ends = [
-            end - n
-            for end, count in zip(accumulate(lengths), shown, strict=True)
-            for n in range(count, 0, -1)
-        ]
-        ends += ends[-1:] * (padded(len(ends), least=self.least_rows) - len(ends))
-        self._by_piece.begin(lengths, [piece.singly for piece in pieces], rows)
-        state = Sequences(caches, lengths, rows, torch.tensor(ends, device=self.device))
-        outputs = self._program.run(laid, self._variables, state)
+        return lengths
+
+    def _laid(self, layout: EndToEnd, pieces: Sequence[Piece], rows: int) -> list[torch.Tensor]:
+        """The inputs of the pieces end to end, and of padding up to so many positions."""
+        names = self._program.inputs
+        given = [selected(names, piece.inputs) for piece in pieces]
+        found = []
+        for name, *parts in zip(names, *given, strict=True):
+            axis, each = layout.inputs[name]
+            missing = rows - sum(part.shape[axis] for part in parts) // each
+            found.append(joined(parts, axis, each, missing))
+        return found
+
+    def _parted(
+        self,
+        layout: EndToEnd,
+        outputs: Sequence[torch.Tensor],
+        caches: Sequence[SessionCache],
+        lengths: Sequence[int],
+        shown: Sequence[int],
+    ) -> list[dict[str, torch.Tensor]]:
+        """The run has ended: what each piece gets."""
         if self._slots:
             for cache in caches:
                 cache.commit()
-        found: list[dict[str, torch.Tensor]] = [{} for _ in pieces]
+        found: list[dict[str, torch.Tensor]] = [{} for _ in lengths]
         for key, value, (axis, each), end in zip(
             self._keys, outputs, layout.outputs, layout.ends, strict=True
         ):
@@ -151,6 +169,27 @@ class TorchDecodingStage(Sessions[SessionCache]):
                 result[key] = value.narrow(axis, at * each, count * each)
                 at += count
         return found
+
+    def _of_sequences(
+        self,
+        laid: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        caches: Sequence[SessionCache],
+        lengths: Sequence[int],
+        shown: Sequence[int],
+        rows: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """The attention of each piece by itself."""
+        ends = [
+            end - n
+            for end, count in zip(accumulate(lengths), shown, strict=True)
+            for n in range(count, 0, -1)
+        ]
+        least = rows if len(ends) == sum(lengths) else padded(len(ends), least=self.least_rows)
+        ends += ends[-1:] * (least - len(ends))
+        self._by_piece.begin(lengths, [piece.singly for piece in pieces], rows)
+        state = Sequences(caches, lengths, rows, torch.tensor(ends, device=self.device))
+        return self._program.run([value.to(self.device) for value in laid], self._variables, state)
 
 
 def _in_half(stage: Stage, slots: Mapping[int, Sequence[KeptShape]]) -> bool:

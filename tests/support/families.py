@@ -194,11 +194,11 @@ def made(family: str, cache: str = "", positions: int = POSITIONS) -> tuple[Grap
 def greedy(model: Any, prompt: list[int], new: int, **settings: Any) -> tuple[list[int], torch.Tensor]:
     """What `generate()` answers with these settings, and the logits (new, vocabulary) that each of those tokens was chosen from if the
     model computes the whole sequence at once."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode():
         mask = torch.ones_like(ids)
         whole = model.generate(
             ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, **settings
         )
         logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return whole[0, len(prompt) :].tolist(), logits
+    return whole[0, len(prompt) :].tolist(), logits.cpu()

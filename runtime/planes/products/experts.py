@@ -100,12 +100,35 @@ def padded_expert_linear(
     return _by_expert(rows, ids, first, weight.shape[0], _width(weight, transposed), product)
 
 
-def _padded(product: Product) -> Product:
-    """Of a few rows at least, the last one again as often as rows are missing."""
+def fixed_expert_linear(least: int) -> Callable[..., torch.Tensor]:
+    """The same where rows have the same bits if there are as many of them: so many at least are run, the number that single
+    positions are run in, of which no expert gets more."""
+
+    def linear(
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        first: int,
+        of: int,
+        transposed: bool,
+    ) -> torch.Tensor:
+        product = _padded(_plain(weight, bias, transposed), lambda count: max(count, least))
+        return _by_expert(rows, ids, first, weight.shape[0], _width(weight, transposed), product)
+
+    return linear
+
+
+def _in_steps(count: int) -> int:
+    return padded(count, PARTS)
+
+
+def _padded(product: Product, whole: Callable[[int], int] = _in_steps) -> Product:
+    """Of `whole` as many rows, the last one again as often as some are missing."""
 
     def of_padded(group: torch.Tensor, expert: int) -> torch.Tensor:
         count = group.shape[0]
-        missing = padded(count, PARTS) - count
+        missing = whole(count) - count
         if not missing:
             return product(group, expert)
         return product(torch.cat([group, group[-1:].expand(missing, -1)]), expert)[:count]

@@ -1,7 +1,8 @@
 """Products and look-ups of matrices that are stored as int8 or int4 (`fusion.dag.ir.opset_quantised`).
 
 Where LLVM makes code for this machine (`quantised_code`), a matrix is laid out for that when a stage is loaded, in the bytes
-that it has; elsewhere, and on CUDA, tiles of it become float32 as they are needed. Both count in float32.
+that it has; on CUDA Triton reads it as it is (`fusion.runtime.planes.kernels.quantised_kernels`); elsewhere tiles of it become float32
+as they are needed. All count as exactly as float32 does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from fusion.dag.ir.graph import Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset_spec import plain
+from fusion.runtime.planes.kernels.available import quantised as quantised_kernels
 from fusion.runtime.planes.products.machine_code import LANES, Function
 from fusion.runtime.planes.products.packed import filling, in_blocks, multiplied, places, rows_agree
 from fusion.runtime.planes.products.quantised_code import product
@@ -166,7 +168,13 @@ class StoredMatrices:
                 self._in_blocks.update(stored.names)
                 for node in nodes:
                     self.products[node.name] = made.linear if node.op in _LINEAR else made.embedding
-            if multiplies:
+            if device.type == "cuda":
+                kernels, packed = quantised_kernels(), weight.dtype != "int8"
+                if kernels is not None and kernels.multiplies(
+                    _columns(weight), plain(scales.shape[1]), packed
+                ):
+                    self.products.update({node.name: kernels.linear for node in nodes if node.op in _LINEAR})
+            elif multiplies:
                 # The code is the same for all sizes; a library may take another way for each.
                 sort = weight.dtype, scales.dtype, stored.minimums is not None
                 kind = sort if made is not None else (*sort, weight.shape, scales.shape)

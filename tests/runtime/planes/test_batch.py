@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import families
 from support.captured_once import captured_once
+from support.devices import DEVICES, decoding
 
 from fusion.dag.cutting.cuts import legal_cuts, split
 from fusion.dag.cutting.positional import keeps_last
@@ -35,11 +36,11 @@ POSITIONS = 96
 Values = dict[str, torch.Tensor]
 
 
-def stages_of(family: str, count: int) -> list[TorchDecodingStage]:
+def stages_of(family: str, count: int, device: str = "cpu") -> list[TorchDecodingStage]:
     graph, module = families.made(family, positions=POSITIONS)
     variables = variables_from_module(module)
     cuts = [len(graph.nodes) * i // count for i in range(1, count)]
-    return [TorchDecodingStage(stage, variables) for stage in split(graph, cuts)]
+    return [decoding(stage, variables, device) for stage in split(graph, cuts)]
 
 
 def run(
@@ -59,14 +60,15 @@ def run(
             for name, (at, ids) in chunks.items()
         ]
         for name, made in zip(chunks, stage.run(pieces), strict=True):
-            values[name].update(made)
+            values[name].update({key: value.cpu() for key, value in made.items()})
     return values
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_is_the_same_in_any_company(family: str) -> None:
+def test_a_row_is_the_same_in_any_company(family: str, device: str) -> None:
     """Eight unlike sessions that come and go, prefilled in chunks of their own, over two stages."""
-    stages = stages_of(family, 2)
+    stages = stages_of(family, 2, device)
     chance = random.Random(7)
     texts = {f"s{i}": [chance.randrange(256) for _ in range(chance.randrange(2, 60))] for i in range(8)}
     chunks: dict[str, list[tuple[int, list[int]]]] = {}
@@ -99,10 +101,11 @@ def test_a_row_is_the_same_in_any_company(family: str) -> None:
     assert all(stage.together for stage in stages)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_that_run_singly_are_those_of_runs_of_one(family: str) -> None:
+def test_positions_that_run_singly_are_those_of_runs_of_one(family: str, device: str) -> None:
     """What guesses rest on: any number of positions, cut back anywhere, beside others."""
-    stages = stages_of(family, 2)
+    stages = stages_of(family, 2, device)
     chance = random.Random(11)
     ids = [chance.randrange(256) for _ in range(70)]
     for stage in stages:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from support.devices import DEVICES
 from support.models import Chain
 from support.staged import (
     SEED,
@@ -30,11 +31,6 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.planes.plane import RngKey
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
-
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
-]
 
 
 def planes(
