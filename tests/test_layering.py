@@ -110,7 +110,7 @@ LIBRARY_FILES = {
             *("dropped", "optimizer", "jax_training", "jax_decoding", "jax_cache"),
         )
     },
-    "triton": {f"runtime/planes/kernels/{name}_kernels.py" for name in ("attention", "quantised")},
+    "triton": {f"runtime/planes/kernels/{name}_kernels.py" for name in ("attention", "expert", "quantised")},
     "llvmlite": {"runtime/planes/products/machine_code.py"},
     **{
         library: {f"runtime/serving/http/{name}.py" for name in names}

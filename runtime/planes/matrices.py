@@ -10,6 +10,7 @@ import torch
 from fusion.dag.cutting.costs import type_bytes
 from fusion.dag.ir.graph import Graph, Ref
 from fusion.dag.rewrites.experts import EXPERT_LINEAR
+from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.plane import Tensors
 from fusion.runtime.planes.products.experts import (
     fixed_expert_linear,
@@ -49,6 +50,7 @@ class Matrices:
     def __init__(self, graph: Graph, variables: Tensors, device: torch.device, fixed_rows: int = 0) -> None:
         self._graph = graph
         self._fixed = fixed_rows
+        self._kernels = kernels() if device.type == "cuda" else None
         self._packed: set[str] = set()
         self.laid_out: dict[str, Any] = {}  # tensors, and packed matrices and experts
         self._wanted = wanted = packable(graph)
@@ -136,12 +138,12 @@ class Matrices:
                 case "fusion.expert_linear", _, _, Ref() as matrix, *_:
                     if matrix.name in self._packed:
                         found[node.name] = packed_expert_linear
+                    elif self._kernels is not None:
+                        found[node.name] = self._kernels.experts.expert_linear
+                    elif self._fixed and together:
+                        found[node.name] = fixed_expert_linear(self._fixed)
                     else:
-                        found[node.name] = (
-                            fixed_expert_linear(self._fixed)
-                            if self._fixed and together
-                            else padded_expert_linear
-                        )
+                        found[node.name] = padded_expert_linear
         return found
 
 

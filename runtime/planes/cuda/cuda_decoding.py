@@ -11,7 +11,7 @@ from fusion.dag.rewrites.end_to_end import EndToEnd
 from fusion.runtime.planes.cuda.fixed_batch import ROWS, batches, cut, gathered
 from fusion.runtime.planes.cuda.graph import GraphedRows
 from fusion.runtime.planes.cuda.row_attention import served
-from fusion.runtime.planes.kernels.available import attention
+from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.kv_cache import SessionCache
 from fusion.runtime.planes.plane import Piece, Tensors
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
@@ -28,7 +28,7 @@ class CudaDecodingStage(TorchDecodingStage):
             self.device.type == "cuda"
             and self._layout is not None
             and served(graph)
-            and attention() is not None
+            and kernels() is not None
         ):
             self._graphed = GraphedRows(self._program, self._variables, tuple(self._slots), self.device)
 

@@ -10,12 +10,11 @@ import torch
 from fusion.dag.rewrites.experts import EXPERT_LINEAR
 from fusion.runtime.planes.codegen import Program
 from fusion.runtime.planes.cuda.row_attention import RowAttention
+from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.kv_cache import SessionCache
 
 logger = logging.getLogger(__name__)
 _WARM = 2  # runs before one is captured: they compile kernels and take the library's memory
-# What these do next they look up in what they have computed.
-_LOOKS = frozenset({EXPERT_LINEAR})
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -35,7 +34,9 @@ class GraphedRows:
         self._variables = variables
         self._state = RowAttention(slots, device)
         self._device = device
-        self._captures = _LOOKS.isdisjoint(node.op for node in program.graph.nodes)
+        # Without a kernel it looks at which experts were chosen.
+        looks = kernels() is None and any(node.op == EXPERT_LINEAR for node in program.graph.nodes)
+        self._captures = not looks
         self._inputs: list[torch.Tensor] = []
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
 

@@ -10,7 +10,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.ir.opset import kept
 from fusion.runtime.planes.attention import Scored
 from fusion.runtime.planes.cuda.fixed_batch import ROWS
-from fusion.runtime.planes.kernels.available import attention
+from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.kv_cache import SessionCache
 from fusion.runtime.planes.torch_ops import STATEFUL
 
@@ -29,8 +29,9 @@ class RowAttention:
     """`slots`: of the attention nodes, in the order of what caches keep."""
 
     def __init__(self, slots: Sequence[int], device: torch.device) -> None:
-        found = attention()
-        assert found is not None
+        made = kernels()
+        assert made is not None
+        found = made.attention
         self._kernels = found
         self._place = {slot: place for place, slot in enumerate(slots)}
         size = (len(slots) * found.ENTRY + 1) * ROWS

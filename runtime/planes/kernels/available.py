@@ -1,31 +1,42 @@
-"""Where the kernels in Triton are, if there are any: Triton comes with torch for CUDA on Linux, and needs a C compiler."""
+"""The kernels, where there are any: Triton comes with torch for CUDA on Linux, and needs a C compiler."""
 
 from __future__ import annotations
 
 import logging
 from functools import cache
 from types import ModuleType
+from typing import NamedTuple
+
+import torch
 
 logger = logging.getLogger(__name__)
 
 
-@cache
-def attention() -> ModuleType | None:
-    """`fusion.runtime.planes.kernels.attention_kernels`."""
-    try:
-        from fusion.runtime.planes.kernels import attention_kernels
-    except ImportError as error:
-        logger.info("without Triton each session's attention runs by itself: %s", error)
-        return None
-    return attention_kernels
+class Kernels(NamedTuple):
+    """Modules of this folder."""
+
+    attention: ModuleType
+    experts: ModuleType
+    quantised: ModuleType
 
 
 @cache
-def quantised() -> ModuleType | None:
-    """`fusion.runtime.planes.kernels.quantised_kernels`."""
+def kernels() -> Kernels | None:
+    """None, and one line in the log, where Triton is not installed or one of them does not run. In the worker's thread."""
     try:
-        from fusion.runtime.planes.kernels import quantised_kernels
-    except ImportError as error:
-        logger.info("without Triton stored matrices become float32 as they are read: %s", error)
+        from fusion.runtime.planes.kernels import attention_kernels, expert_kernels, quantised_kernels
+
+        _try(expert_kernels)
+    except Exception as error:  # Triton's own, the compiler's, the driver's: there is no list of them
+        reason = str(error).strip().partition("\n")[0]
+        logger.warning("no kernel of Triton runs on this GPU, which decodes slowly for that: %s", reason)
         return None
-    return quantised_kernels
+    return Kernels(attention_kernels, expert_kernels, quantised_kernels)
+
+
+def _try(kernels: ModuleType) -> None:
+    """RuntimeError where a product is not what it should be."""
+    rows, matrices = torch.ones(1, 16, device="cuda"), torch.ones(1, 16, 16, device="cuda")
+    made = kernels.expert_linear(rows, rows.new_zeros(1, dtype=torch.int64), matrices, None, 0, 1, False)
+    if made.tolist() != [[16.0] * 16]:
+        raise RuntimeError("a product of ones is not their sum")

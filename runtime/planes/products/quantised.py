@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fusion.dag.ir.graph import Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset_spec import plain
-from fusion.runtime.planes.kernels.available import quantised as quantised_kernels
+from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.products.machine_code import LANES, Function
 from fusion.runtime.planes.products.packed import filling, in_blocks, multiplied, places, rows_agree
 from fusion.runtime.planes.products.quantised_code import product
@@ -169,11 +169,12 @@ class StoredMatrices:
                 for node in nodes:
                     self.products[node.name] = made.linear if node.op in _LINEAR else made.embedding
             if device.type == "cuda":
-                kernels, packed = quantised_kernels(), weight.dtype != "int8"
-                if kernels is not None and kernels.multiplies(
-                    _columns(weight), plain(scales.shape[1]), packed
+                own, groups = kernels(), plain(scales.shape[1])
+                if own is not None and own.quantised.multiplies(
+                    _columns(weight), groups, packed=weight.dtype != "int8"
                 ):
-                    self.products.update({node.name: kernels.linear for node in nodes if node.op in _LINEAR})
+                    linears = [node.name for node in nodes if node.op in _LINEAR]
+                    self.products.update(dict.fromkeys(linears, own.quantised.linear))
             elif multiplies:
                 # The code is the same for all sizes; a library may take another way for each.
                 sort = weight.dtype, scales.dtype, stored.minimums is not None

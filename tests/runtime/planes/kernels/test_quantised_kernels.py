@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.devices import NEEDS_GPU
 
-from fusion.runtime.planes.kernels.available import quantised
+from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.products.quantised import linear
 
 pytestmark = NEEDS_GPU
@@ -39,20 +39,22 @@ def test_products_are_those_of_float32(
     bias = torch.randn(out) if rows % 2 else None
     given = torch.randn(2, rows, columns).to(dtype)
     parts = [None if part is None else part.cuda() for part in (weight, scales, minimums, bias)]
-    kernels = quantised()
-    assert kernels is not None and kernels.multiplies(columns, columns // group, bits == 4)
-    found = kernels.linear(given.cuda(), *parts)
+    there = kernels()
+    assert there is not None and there.quantised.multiplies(columns, columns // group, bits == 4)
+    found = there.quantised.linear(given.cuda(), *parts)
     exact = linear(given.double().float(), weight, scales, minimums, bias)
     assert found.dtype == dtype and found.shape == (2, rows, out)
     scale = float(exact.abs().max())
     error = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     assert float((found.cpu().float() - exact).abs().max()) <= error * scale
-    alone = kernels.linear(given[1:, rows - 1 :].cuda(), *parts)
+    alone = there.quantised.linear(given[1:, rows - 1 :].cuda(), *parts)
     assert torch.equal(alone[0, 0], found[1, -1])  # whoever else is there
 
 
 def test_groups_that_tensor_cores_do_not_take_are_left_to_the_library() -> None:
-    kernels = quantised()
-    assert kernels is not None
-    assert not kernels.multiplies(256, 16, packed=True) and kernels.multiplies(256, 16, packed=False)
-    assert not kernels.multiplies(120, 5, packed=False)
+    there = kernels()
+    assert there is not None
+    assert not there.quantised.multiplies(256, 16, packed=True) and there.quantised.multiplies(
+        256, 16, packed=False
+    )
+    assert not there.quantised.multiplies(120, 5, packed=False)
