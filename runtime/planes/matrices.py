@@ -75,7 +75,7 @@ class Matrices:
         for variable in graph.variables:  # one after the other, as `variables` may read each from a file
             name, value = variable.name, checked(variables, variable).detach().to(device)
             if fixed_rows:
-                self.laid_out[name] = value.contiguous()
+                self.laid_out[name] = self._stored.laid_out(name, value.contiguous())
                 continue
             packed: Any = None
             if value.dtype in _HALF and (name in wanted or name in tied):
