@@ -14,8 +14,10 @@ from families.trial import NEW, PROMPTS, TOLERANCE, Outcome, line, written
 from transformers.models.auto import modeling_auto
 
 from fusion.dag.cutting.cuts import split
+from fusion.dag.cutting.source import halves
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Graph
+from fusion.dag.rewrites.end_to_end import end_to_end
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.encoder_decoder import auto_class, reads_source
 from fusion.runtime.capture.serving_graph import serving_graph
@@ -74,7 +76,9 @@ def outcome(family: str, directory: Path) -> Outcome:
     except Exception as failure:
         return Outcome(family=family, served="wrong", why=f"{type(failure).__name__}: {line(failure)}")
     served = "wrong" if differs or worst > TOLERANCE else "cached"
-    return Outcome(family=family, served=served, why=differs, error=worst, tokens=tokens)
+    [both] = map(halves, split(graph, ()))
+    together = both is not None and end_to_end(both.decode.graph) is not None
+    return Outcome(family=family, served=served, why=differs, error=worst, tokens=tokens, together=together)
 
 
 def _drawn(model: Any, length: int, seed: int) -> tuple[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from families.tiny import MAX_PARAMETERS, POSITIONS, VOCABULARY, tiny
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Graph
+from fusion.dag.rewrites.end_to_end import end_to_end
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.huggingface import parameters_on_meta
 from fusion.runtime.capture.serving_graph import serving_graph
@@ -41,7 +42,8 @@ MOST_ROUNDING = 1e-2
 class Outcome:
     """`error`: the largest difference of a logit to those that the model computes over the whole sequence at once, as a
     share of the largest logit where that exceeds 1. `tokens`: how many different ones there are in the longest answer.
-    `rounding`: the same difference between the model in float32 and in float64, where the error exceeds the tolerance."""
+    `rounding`: the same difference between the model in float32 and in float64, where the error exceeds the tolerance.
+    `together`: whether several answers at once run as one."""
 
     family: str
     served: Served
@@ -49,6 +51,7 @@ class Outcome:
     error: float | None = None
     tokens: int = 0
     rounding: float | None = None
+    together: bool = False
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,7 +83,10 @@ def outcome(family: str, directory: Path) -> Outcome:
         return Outcome(family=family, served="wrong", why=f"{type(failure).__name__}: {line(failure)}")
     if differs or not tolerable(error, rounding):
         served, why = "wrong", differs or why
-    return Outcome(family=family, served=served, why=why, error=error, tokens=tokens, rounding=rounding)
+    return Outcome(
+        family=family, served=served, why=why, error=error, tokens=tokens, rounding=rounding,
+        together=end_to_end(graph) is not None,
+    )  # fmt: skip
 
 
 def tolerable(error: float, rounding: float | None) -> bool:
