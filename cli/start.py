@@ -287,10 +287,8 @@ def _introduce(peer: Peer, config: PeerConfig, output: Output) -> None:
     )
     output.say(f"{record.name} is up: {record.device}, {flops_text(record.flops_per_second)}, "
                f"lends {bytes_text(record.memory_bytes)}")  # fmt: skip
-    from fusion.runtime.peer.capability import unused_gpu
-
-    if gpu := unused_gpu(config.device):
-        output.say(f"nothing is computed on its {gpu}: `fusion-peer start --device cuda` does")
+    if peer.unused_gpu:
+        output.say(f"nothing is computed on its {peer.unused_gpu}: `fusion-peer start --device cuda` does")
     if peer.http is not None:
         output.say(f"programs ask it over OpenAI's API at {peer.http.url}")
 

@@ -15,7 +15,7 @@ from functools import partial
 from fusion.runtime.job.context import Context
 from fusion.runtime.peer.announcement import Announcement, announced
 from fusion.runtime.peer.assembly import Assembly, assemble, job_files, training_and_serving
-from fusion.runtime.peer.capability import Capability, Measured
+from fusion.runtime.peer.capability import Capability, Measured, unused_gpu
 from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.garbage import collected
 from fusion.runtime.peer.machine import opened
@@ -39,6 +39,7 @@ class Peer:
     announcement: Announcement
     parts: Assembly
     http: HttpServer | None
+    unused_gpu: str  # its name, where a CPU computes beside it
 
     async def failed(self) -> BaseException:
         """Wait until p2pd or the hosting ends by itself, or the bootstrap peers turn out to be of another swarm; why it
@@ -93,7 +94,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
                     http="" if http is None else http.url,
                 ) as announcement,
             ):
-                yield Peer(context, network, announcement, parts, http)
+                yield Peer(context, network, announcement, parts, http, unused_gpu(config.device))
 
 
 @asynccontextmanager

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from fusion.cli import start
 from fusion.cli.terminal.output import Output
@@ -157,19 +156,10 @@ def test_others_are_told_an_address_that_they_can_reach(
     assert list(start.invitation(addresses, listen)) == expected
 
 
-@pytest.mark.parametrize(
-    ("device", "there", "said"), [("cpu", True, True), ("cuda", True, False), ("cpu", False, False)]
-)
+@pytest.mark.parametrize("gpu", ["", "NVIDIA Tester"])
 def test_a_volunteer_hears_of_a_gpu_that_is_not_lent(
-    device: str,
-    there: bool,
-    said: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Tester")
     record = SimpleNamespace(
         name="peer",
         peer="p",
@@ -178,7 +168,7 @@ def test_a_volunteer_hears_of_a_gpu_that_is_not_lent(
         flops_per_second=1e9,
         memory_bytes=1 << 30,
     )
-    peer = SimpleNamespace(announcement=SimpleNamespace(record=lambda: record), http=None)
-    config = SimpleNamespace(device=device, home=tmp_path)
-    start._introduce(peer, config, Output())  # type: ignore[arg-type]
-    assert ("NVIDIA Tester: `fusion-peer start --device cuda`" in capsys.readouterr().out) == said
+    announcement = SimpleNamespace(record=lambda: record)
+    peer = SimpleNamespace(announcement=announcement, http=None, unused_gpu=gpu)
+    start._introduce(peer, SimpleNamespace(home=tmp_path), Output())  # type: ignore[arg-type]
+    assert ("NVIDIA Tester: `fusion-peer start --device cuda`" in capsys.readouterr().out) == bool(gpu)

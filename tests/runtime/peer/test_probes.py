@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from fusion.dag.ir import serialise
 from fusion.dag.placement.speeds import KINDS, NODES, PRODUCTS, Speeds
@@ -90,3 +91,14 @@ def test_measuring_again_keeps_the_best_and_goes_on_while_idle(monkeypatch: pyte
             assert measured.speeds.seconds[NODES] < 9 * first.seconds[NODES]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "name"), [("cpu", True, "Tester"), ("cuda", True, ""), ("cpu", False, "")]
+)
+def test_a_gpu_that_is_not_lent_is_named(
+    device: str, there: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tester")
+    assert capability.unused_gpu(device) == name
