@@ -288,7 +288,7 @@ def _introduce(peer: Peer, config: PeerConfig, output: Output) -> None:
     output.say(f"{record.name} is up: {record.device}, {flops_text(record.flops_per_second)}, "
                f"lends {bytes_text(record.memory_bytes)}")  # fmt: skip
     if peer.unused_gpu:
-        output.say(f"nothing is computed on its {peer.unused_gpu}: `fusion-peer start --device cuda` does")
+        output.say("nothing is computed on this machine's GPU: `fusion-peer start --device cuda` does")
     if peer.http is not None:
         output.say(f"programs ask it over OpenAI's API at {peer.http.url}")
 

@@ -58,9 +58,7 @@ class Worker:
         self.device = checked_device(device)
         self.threads = threads
         self._whose = NOBODY
-        self._queue = _Queue(
-            f"fusion-{device}", lambda: _prepare(threads, torch.device(device).type == "cuda")
-        )
+        self._queue = _Queue(f"fusion-{device}", lambda: _prepare(threads, torch.device(device)))
 
     def of(self, whose: Whose) -> Self:
         """The same thread, for the calls of one job."""
@@ -250,10 +248,12 @@ def _fail(outcome: asyncio.Future[Any], error: BaseException) -> None:
         outcome.set_exception(error)
 
 
-def _prepare(threads: int, cuda: bool) -> None:
-    """Run in the worker thread: the thread count of an operator belongs to the thread that calls it."""
+def _prepare(threads: int, device: torch.device) -> None:
+    """Run in the worker thread: the thread count of an operator, and the GPU that kernels run on, belong to the thread that calls."""
     torch.set_num_threads(threads)
-    if cuda:
+    if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)
         # The same numbers as on a CPU, to float32's precision, and the same from run to run.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False

@@ -109,11 +109,9 @@ def device_name(device: str, threads: int) -> str:
     return f"cpu: {threads} thread{'s'[: threads > 1]}"
 
 
-def unused_gpu(device: str) -> str:
-    """The name of a GPU that is there where a CPU computes; empty where there is none."""
-    if device.startswith("cuda") or not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_name())
+def unused_gpu(device: str) -> bool:
+    """Whether there is a GPU where a CPU computes."""
+    return not device.startswith("cuda") and torch.cuda.is_available()
 
 
 def lent_bytes(device: str) -> int:

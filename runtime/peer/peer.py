@@ -39,7 +39,7 @@ class Peer:
     announcement: Announcement
     parts: Assembly
     http: HttpServer | None
-    unused_gpu: str  # its name, where a CPU computes beside it
+    unused_gpu: bool  # there is one, and a CPU computes
 
     async def failed(self) -> BaseException:
         """Wait until p2pd or the hosting ends by itself, or the bootstrap peers turn out to be of another swarm; why it

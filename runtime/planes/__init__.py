@@ -21,6 +21,6 @@ sessions          what a stage that decodes keeps of its sessions, and the table
 sequences         pieces of several sequences in one run
 torch_decoding    a stage that decodes, on CPU or CUDA
 torch_plane       all of it on CPU or CUDA
-cuda/             decoding on CUDA in batches of one size
+cuda/             continuous batching on CUDA: padded batches, CUDA graphs
 jax_plane/        all of it in JAX
 """

@@ -89,9 +89,7 @@ class _Writer:
         self.last = last
         cpu = device.type == "cpu"
         self.even = not training and cpu  # positions have the same bits however many are run
-        self.each = (
-            1 if training else DECODED_NODES if cpu else 0
-        )  # nodes from one place where a run may rest to the next
+        self.rests_after = 1 if training else DECODED_NODES if cpu else 0  # nodes; 0: nowhere
         self.graph = graph
         self.device = device
         self.training = training
@@ -131,7 +129,7 @@ class _Writer:
                     target = in_rows(target)
                 made = self.call(target, given, named)
             self.results(node, op, made)
-            if self.each and number % self.each == 0:
+            if self.rests_after and number % self.rests_after == 0:
                 self.call(preemption_point, (made,), {})
         self.code.output(tuple(self.find(ref) for ref in graph.outputs))
         module = fx.GraphModule(nn.Module(), self.code)

@@ -19,8 +19,8 @@ def text(outcomes: Sequence[Outcome], version: str, untried: Sequence[str] = ())
     for o in outcomes:
         if o.served != "not tried":
             name = o.family.removesuffix(READS)
-            turns = ", by turns" if o.served == "cached" and not o.together else ""
-            row = f"| {name} | {HOW[o.served]}{turns} | {_error(o)} | {_cell(o.why)} |"
+            apart = ", not batched" if o.served == "cached" and not o.together else ""
+            row = f"| {name} | {HOW[o.served]}{apart} | {_error(o)} | {_cell(o.why)} |"
             (rows if name == o.family else reading).append(row)
     pairs = [o for o in outcomes if o.family.endswith(READS)]
     alone = [o for o in outcomes if not o.family.endswith(READS)]
@@ -36,7 +36,7 @@ def text(outcomes: Sequence[Outcome], version: str, untried: Sequence[str] = ())
         "error is that of the worst logit, as a share of the largest logit where that exceeds 1. All are computed in float32, and",
         f"an error above {TOLERANCE:.0e} counts as wrong, but where the model's own float32 is that far from its float64: there the",
         f"error may be {TIMES_ROUNDING} times that difference, which stands beside it. Every token has to be that of `generate()`, or the one of",
-        "the largest logit of the model's own. Answers to several users at once run as one; **by turns**: one after another.",
+        "the largest logit of the model's own. Answers to several users run as one batch; **not batched**: one after another.",
         "",
         counts(alone),
         "",

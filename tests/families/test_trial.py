@@ -70,7 +70,7 @@ def test_the_page() -> None:
         Outcome(family="a", served="cached", error=1e-6, tokens=9, together=True),
         Outcome(family="b", served="recomputed", why="no KV cache for this model: x | y", error=2e-6),
         Outcome(family="c", served="refused", why="the op-set has no operator aten.z"),
-        Outcome(family="r", served="cached", error=2e-4, rounding=1e-4),  # its answers take turns
+        Outcome(family="r", served="cached", error=2e-4, rounding=1e-4),  # not batched
         Outcome(family="d", served="not tried", why="needs timm"),
         Outcome(family=f"a{encoder_decoders.READS}", served="cached", error=3e-6, tokens=9, together=True),
     ]
@@ -78,7 +78,7 @@ def test_the_page() -> None:
     assert "Still to be tried" not in page.text(found, "5.0") and "): e, f." in text
     assert "| a | KV cache | 1e-06 |  |" in text
     assert "| b | recomputed | 2e-06 | x \\| y |" in text
-    assert "| r | KV cache, by turns | 2e-04 (own float32: 1e-04) |  |" in text
+    assert "| r | KV cache, not batched | 2e-04 (own float32: 1e-04) |  |" in text
     assert "| d | needs timm |" in text.partition("## Not tried")[2]
     assert "| a | KV cache | 3e-06 |  |" in text.partition("## Encoder-decoders")[2]
     assert page.counts(found[:-1]).startswith("4 families tried, 3 served exactly (75%)")

@@ -1,4 +1,4 @@
-"""Decoding on CUDA: positions that run singly go so many at a time, always the same number, through one CUDA graph.
+"""Continuous batching on CUDA: positions that run singly (decode steps) are padded to one batch size and replayed as a CUDA graph.
 
 fixed_batch     which positions go together, and what each piece gets of it
 row_attention   attention of such positions, each to the cache of its own session

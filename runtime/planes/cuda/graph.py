@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.dag.rewrites.experts import EXPERT_LINEAR
 from fusion.runtime.planes.codegen import Program
 from fusion.runtime.planes.cuda.row_attention import RowAttention
-from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.kv_cache import SessionCache
+from fusion.swarm.printable import error_line
 
 logger = logging.getLogger(__name__)
 _WARM = 2  # runs before one is captured: they compile kernels and take the library's memory
@@ -21,7 +20,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 class GraphedRows:
     """One graph for each number of chunks of keys (`RowAttention.begin`). `slots`: as of `RowAttention`. Where a program
-    cannot be captured its operators are queued one by one, as are those of one that looks at what it has computed."""
+    cannot be captured its operators are queued one by one."""
 
     def __init__(
         self,
@@ -34,9 +33,7 @@ class GraphedRows:
         self._variables = variables
         self._state = RowAttention(slots, device)
         self._device = device
-        # Without a kernel it looks at which experts were chosen.
-        looks = kernels() is None and any(node.op == EXPERT_LINEAR for node in program.graph.nodes)
-        self._captures = not looks
+        self._captures = True
         self._inputs: list[torch.Tensor] = []
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
 
@@ -74,7 +71,7 @@ class GraphedRows:
             with torch.cuda.graph(graph, stream=beside, capture_error_mode="thread_local"):
                 outputs = self._program.run(self._inputs, self._variables, self._state)
         except RuntimeError as error:
-            logger.warning("this stage runs without CUDA graphs: %s", str(error).splitlines()[0])
+            logger.warning("this stage runs without CUDA graphs: %s", error_line(error))
             self._captures = False
             return
         self._graphs[chunks] = graph, outputs

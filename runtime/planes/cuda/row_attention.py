@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.graph import Graph, Node, Ref
 from fusion.dag.ir.opset import kept
 from fusion.runtime.planes.attention import Scored
 from fusion.runtime.planes.cuda.fixed_batch import ROWS
@@ -14,15 +15,29 @@ from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.kv_cache import SessionCache
 from fusion.runtime.planes.torch_ops import STATEFUL
 
-_SERVED = frozenset({"fusion.cached_attention", "fusion.cached_attention_scored"})
+_WINDOW = {"fusion.cached_attention": 5, "fusion.cached_attention_scored": 7}  # the place of this argument
 KEYS_AND_VALUES = 2  # tensors of a cache
+# A kernel is compiled for each kind of attention, for a second or more, and a model may be a stranger's.
+MOST_KINDS, WIDEST_HEAD = 8, 256
 
 
 def served(graph: Graph) -> bool:
-    """Whether attention to keys and values is all the state that the graph's nodes read."""
-    slots = (cache for node in graph.nodes if node.op in _SERVED and (cache := kept(node)) is not None)
-    ops = {node.op for node in graph.nodes if node.op in STATEFUL}
-    return ops <= _SERVED and all(len(values) == KEYS_AND_VALUES for _, values in slots)
+    """Whether attention to keys and values is all the state that the graph's nodes read, and of kinds that there is a kernel for."""
+    nodes = [node for node in graph.nodes if node.op in STATEFUL]
+    if any(node.op not in _WINDOW for node in nodes):
+        return False
+    kinds = {_kind(graph, node) for node in nodes}
+    widest = max((width for kind in kinds for _, width in kind[:3]), default=0)
+    keeps = (cache for node in nodes if (cache := kept(node)) is not None)
+    plain = all(len(values) == KEYS_AND_VALUES for _, values in keeps)
+    return plain and len(kinds) <= MOST_KINDS and widest <= WIDEST_HEAD
+
+
+def _kind(graph: Graph, node: Node) -> tuple[Any, ...]:
+    """What a kernel is compiled for: (heads, width) of query, key and value, the window, the operator. Heads and widths have fixed
+    sizes (`fusion.runtime.planes.sessions.slot_shapes`)."""
+    shapes = [graph.types[arg].shape for arg in node.args[:3] if isinstance(arg, Ref)]
+    return (*((shape[1], shape[3]) for shape in shapes), node.args[_WINDOW[node.op]], node.op)
 
 
 class RowAttention:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from fusion.swarm.printable import error_line
+
 logger = logging.getLogger(__name__)
 
 
@@ -28,8 +30,7 @@ def kernels() -> Kernels | None:
 
         _try(expert_kernels)
     except Exception as error:  # Triton's own, the compiler's, the driver's: there is no list of them
-        reason = str(error).strip().partition("\n")[0]
-        logger.warning("no kernel of Triton runs on this GPU, which decodes slowly for that: %s", reason)
+        logger.warning("no kernel of Triton runs on this GPU, so it decodes slowly: %s", error_line(error))
         return None
     return Kernels(attention_kernels, expert_kernels, quantised_kernels)
 

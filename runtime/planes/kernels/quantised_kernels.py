@@ -15,13 +15,15 @@ import triton.language as tl
 _ROWS = 32  # of one program: as many as single positions are run together
 _OUTPUTS = 32  # of one program
 _COLUMNS = 128  # of a group at once, at most
+_WIDEST = 256  # group, as code is made for each size
 _LEAST = 16  # columns, of bfloat16, that tensor cores take
 
 
 def multiplies(columns: int, groups: int, packed: bool) -> bool:
     """Whether there is code for a matrix of so many columns, in so many groups; `packed`: two numbers in a byte."""
-    at_once = _at_once(columns // groups)
-    return at_once // (2 if packed else 1) >= _LEAST
+    group = columns // groups
+    at_once = _at_once(group)
+    return group <= _WIDEST and at_once // (2 if packed else 1) >= _LEAST
 
 
 def linear(

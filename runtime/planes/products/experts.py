@@ -86,6 +86,10 @@ def packed_expert_linear(
     return _by_expert(rows, ids, first, len(experts.matrices), experts.out, product)
 
 
+def _in_steps(count: int) -> int:
+    return padded(count, PARTS)
+
+
 def padded_expert_linear(
     rows: torch.Tensor,
     ids: torch.Tensor,
@@ -94,9 +98,12 @@ def padded_expert_linear(
     first: int,
     of: int,
     transposed: bool,
+    *,
+    whole: Callable[[int], int] = _in_steps,
 ) -> torch.Tensor:
-    """`fusion.expert_linear` for decoding where the matrices are not packed and products of several rows agree."""
-    product = _padded(_plain(weight, bias, transposed))
+    """`fusion.expert_linear` for decoding where the matrices are not packed and products of several rows agree. `whole`: how many
+    rows are run for so many of an expert."""
+    product = _padded(_plain(weight, bias, transposed), whole)
     return _by_expert(rows, ids, first, weight.shape[0], _width(weight, transposed), product)
 
 
@@ -104,26 +111,13 @@ def fixed_expert_linear(least: int) -> Callable[..., torch.Tensor]:
     """The same where rows have the same bits if there are as many of them: so many at least are run, the number that single
     positions are run in, of which no expert gets more."""
 
-    def linear(
-        rows: torch.Tensor,
-        ids: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        first: int,
-        of: int,
-        transposed: bool,
-    ) -> torch.Tensor:
-        product = _padded(_plain(weight, bias, transposed), lambda count: max(count, least))
-        return _by_expert(rows, ids, first, weight.shape[0], _width(weight, transposed), product)
+    def linear(*args: Any) -> torch.Tensor:
+        return padded_expert_linear(*args, whole=lambda count: max(count, least))
 
     return linear
 
 
-def _in_steps(count: int) -> int:
-    return padded(count, PARTS)
-
-
-def _padded(product: Product, whole: Callable[[int], int] = _in_steps) -> Product:
+def _padded(product: Product, whole: Callable[[int], int]) -> Product:
     """Of `whole` as many rows, the last one again as often as some are missing."""
 
     def of_padded(group: torch.Tensor, expert: int) -> torch.Tensor:

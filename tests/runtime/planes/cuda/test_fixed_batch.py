@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 from support.families import made
 
 from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
 from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.planes.cuda.cuda_decoding import CudaDecodingStage
 from fusion.runtime.planes.cuda.fixed_batch import ROWS, batches
+from fusion.runtime.planes.cuda.row_attention import MOST_KINDS, WIDEST_HEAD, served
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
@@ -67,3 +71,27 @@ def test_of_fixed_batches_each_piece_gets_what_it_would_get_alone(family: str) -
                 torch.testing.assert_close(found[0][name][key], value, rtol=1e-4, atol=1e-4)
             at[name] += turn[name]
     assert max(at.values()) > ROWS
+
+
+def attention(heads: int, width: int, window: int | None = None) -> tuple[Node, TensorType]:
+    shape = TensorType((1, heads, symbol("sequence"), width), "float32")
+    args = (Ref("x"), Ref("x"), Ref("x"), 0, None, window)
+    return Node("n", "fusion.cached_attention", args, (shape,)), shape
+
+
+def of_windows(windows: range) -> Graph:
+    """An attention node for each of these windows."""
+    node, shape = attention(2, 64)
+    nodes = [
+        replace(node, name=f"n{window}", args=(*node.args[:3], window, None, window)) for window in windows
+    ]
+    return Graph((Input("x", shape),), (), tuple(nodes), (Ref(nodes[-1].name),))
+
+
+def test_kernels_are_compiled_for_few_kinds_of_attention_and_heads_of_a_usual_width() -> None:
+    """A model may be a stranger's, and to compile one takes a second or more."""
+    assert served(of_windows(range(1, MOST_KINDS + 1)))
+    assert not served(of_windows(range(1, MOST_KINDS + 2)))
+    for width, there in ((WIDEST_HEAD, True), (WIDEST_HEAD + 1, False), (1 << 20, False)):
+        node, shape = attention(2, width)
+        assert served(Graph((Input("x", shape),), (), (node,), (Ref("n"),))) == there
