@@ -45,6 +45,7 @@ TRIAL_STEPS, WARM_UP = 60, 10
 SNAPSHOT_SECONDS = 1.5
 BEGIN_SECONDS = 120.0
 FIRE_SECONDS = 30.0  # for a trap to be reached
+CASTINGS = 5  # looks for whoever plays a role
 RECOVER_SECONDS = 90.0
 END_SHARE = 0.97  # of the run, after which nobody is killed any more
 
@@ -222,16 +223,20 @@ def _next(left: list[Kill], theatre: Theatre) -> Kill | None:
 async def _kill_once(found: Sweep, theatre: Theatre, kill: Kill, options: argparse.Namespace) -> bool:
     """Whether it is over with; False where the job ended before."""
     swarm, timeline = theatre.swarm, theatre.timeline
-    await calm(theatre, options.standbys > 0)
-    if timeline.ended_at is not None:
-        return False
-    row: dict[str, Any] = {
-        **kill.record(),
-        "step": timeline.step,
-        "ready_standbys": await ready_standbys(theatre),
-    }
-    trapped = swarm.owner(timeline, kill.trapped)
-    victim, pid = _victim(theatre, kill, trapped)
+    for _ in range(CASTINGS):
+        await calm(theatre, options.standbys > 0)
+        if timeline.ended_at is not None:
+            return False
+        row: dict[str, Any] = {
+            **kill.record(),
+            "step": timeline.step,
+            "ready_standbys": await ready_standbys(theatre),
+        }
+        trapped = swarm.owner(timeline, kill.trapped)
+        victim, pid = _victim(theatre, kill, trapped)
+        if trapped is not None and pid is not None:
+            break
+        await asyncio.sleep(1.0)  # a stage may change hands while the standbys are asked for
     if trapped is None or pid is None:
         found.problem(f"{kill}: nobody plays that role")
         return True
