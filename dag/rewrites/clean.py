@@ -11,6 +11,7 @@ from dataclasses import replace
 from fusion.dag.cutting.references import substitute, without_dead_nodes
 from fusion.dag.ir.dims import Dim, Poly
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
+from fusion.dag.ir.opset import infer
 
 Types = Mapping[Ref, TensorType]
 
@@ -40,6 +41,12 @@ def clean(graph: Graph) -> Graph:
     for node in graph.nodes:
         args = substitute(node.args, same)
         node = _canonical(node if args == node.args else replace(node, args=args), types, made)
+        product = _rows_first(node, types, made)
+        if product is not None:
+            node, rows = product
+            types[Ref(rows.name)] = rows.results[0]
+            made[rows.name] = rows
+            nodes.append(rows)
         ref = _passes_on(node, types)
         if ref is not None:
             same[Ref(node.name)] = ref
@@ -85,6 +92,28 @@ def _layer(node: Node, types: Types, made: Mapping[str, Node]) -> Node:
     if turned is None or not _turns(turned, types) or len(types[given].shape) < 2:
         return node
     return replace(node, op="aten.linear", args=(given, turned.args[0], None))
+
+
+def _rows_first(node: Node, types: Types, made: Mapping[str, Node]) -> tuple[Node, Node] | None:
+    """Of a matrix times rows that lie the other way round, as Mamba has it, the same product turned, and that of the rows with
+    the matrix: each row stands for a position there."""
+    if node.op != "aten.matmul":
+        return None
+    matrix, other = node.args
+    assert isinstance(matrix, Ref) and isinstance(other, Ref)
+    turned, name = made.get(other.name), f"{node.name}_rows"
+    if turned is None or turned.op != "aten.transpose.int" or Ref(name) in types:
+        return None
+    given, *ends = turned.args
+    assert isinstance(given, Ref)
+    rank = len(types[given].shape)
+    if {end % rank for end in ends if isinstance(end, int)} != {rank - 1, rank - 2}:
+        return None
+    if len(types[matrix].shape) != 2 or any(isinstance(size, Poly) for size in types[matrix].shape):
+        return None
+    args = (given, matrix, None)
+    rows = Node(name, "aten.linear", args, infer("aten.linear", args, types))
+    return replace(node, op="aten.transpose.int", args=(Ref(name), -2, -1)), rows
 
 
 def _turns(node: Node, types: Types) -> bool:

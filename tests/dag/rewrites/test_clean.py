@@ -148,7 +148,20 @@ def test_a_product_with_a_matrix_the_other_way_round_is_a_layer(b, turn):
     assert cleaned.nodes[1].args == (X, W, None)
 
 
-@pytest.mark.parametrize("args", [(X, W), (Ref("turned"), Ref("columns"))])
+def test_a_matrix_times_rows_the_other_way_round_is_a_layer_of_rows_turned(b, execute):
+    b("aten.transpose.int", X, 2, -2, name="columns")
+    graph = b.graph(b("aten.matmul", W, Ref("columns"), name="y"))
+    cleaned = kept(graph)
+    assert [(node.name, node.op) for node in cleaned.nodes] == [
+        ("x", "aten.embedding"), ("y_rows", "aten.linear"), ("y", "aten.transpose.int"),
+    ]  # fmt: skip
+    random = np.random.default_rng(0)
+    weights = {v.name: random.normal(size=v.type.shape) for v in graph.variables}
+    tokens = random.integers(0, 9, (2, 5))
+    np.testing.assert_allclose(execute(cleaned, weights, tokens), execute(graph, weights, tokens), rtol=1e-12)
+
+
+@pytest.mark.parametrize("args", [(X, W), (Ref("columns"), X)])
 def test_other_products_stay_what_they_are(b, args):
     b("aten.t", W, name="turned")
     b("aten.transpose.int", X, 1, 2, name="columns")
