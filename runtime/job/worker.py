@@ -81,12 +81,6 @@ class Worker:
         """From now on `look()` is called in the thread that computes, after each part of a call that was long enough to rest."""
         self._queue.look = look
 
-    @staticmethod
-    def load_optimizers() -> None:
-        """What torch loads with the first optimizer of a process: hundreds of modules, seconds in which nothing else would run
-        on the device. For another thread."""
-        import torch._dynamo  # noqa: F401
-
     async def aclose(self) -> None:
         """Drop what has not begun and wait for what has. Idempotent."""
         await self._queue.aclose()

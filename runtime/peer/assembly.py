@@ -45,8 +45,7 @@ class Assembly:
 async def training_and_serving(plane: Plane, context: Context) -> AsyncIterator[Mapping[str, Service]]:
     """What the product's peers run, computed by `plane`."""
     graphs = StageGraphs(context)
-    prepare = context.compute.load_optimizers
-    training = TrainingService(context, TrainingLoader(context, plane, StageSource(context, graphs), prepare))
+    training = TrainingService(context, TrainingLoader(context, plane, StageSource(context, graphs)))
     serving = ServingService(context, ServingLoader(context, plane, graphs))
     in_one_run = GraphStages(context, plane, graphs)
     try:

@@ -5,7 +5,6 @@ that it stands by for, so that taking it over costs no more than connecting to i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -43,18 +42,10 @@ class _Ahead:
 
 
 class StageLoader:
-    """`prepare`: as of `StageBuilder`."""
-
-    def __init__(
-        self,
-        context: Context,
-        plane: Plane,
-        source: StageSource,
-        prepare: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, context: Context, plane: Plane, source: StageSource) -> None:
         self._context = context
         self._source = source
-        self._builder = StageBuilder(context, plane, prepare)
+        self._builder = StageBuilder(context, plane)
         self._ahead: dict[Place, _Ahead] = {}
         self._running: set[Place] = set()
         self._faults: FIFOCache[JobId, Faults] = FIFOCache(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fusion.runtime.job.context import Context
@@ -27,19 +27,15 @@ HANDOVER_BYTES_PER_SECOND = 125e3  # and more, for what takes longer at the rate
 
 
 class StageBuilder:
-    """Stages of `plane`, which computes in the context's worker thread. `prepare` is called in another one before, for what
-    need not keep the device from others."""
+    """Stages of `plane`, which computes in the context's worker thread."""
 
-    def __init__(self, context: Context, plane: Plane, prepare: Callable[[], object] | None = None) -> None:
-        self._prepare = prepare
+    def __init__(self, context: Context, plane: Plane) -> None:
         self._context = context
         self._plane = plane
 
     async def build(self, parts: StageParts, checkpoint: Checkpoint) -> Loaded:
         """In the state of the snapshot `checkpoint`, or as the job begins where it names none. Raises BlobError, JobError."""
         state = await parts.files.load(checkpoint, parts.near)
-        if self._prepare is not None:
-            await asyncio.to_thread(self._prepare)
         compute = self._context.compute.of(parts.whose)
         plane: TrainingStage = await compute.run(
             self._plane.training, parts.plan.stage, snapshot.variables(state), parts.config.optimizer

@@ -167,7 +167,9 @@ def test_models_without_a_cache_run_one_after_another(family: str) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("family", ["qwen3-next", "mamba", "mamba2"])  # the first has a gate of one number a position
+@pytest.mark.parametrize(
+    "family", ["qwen3-next", "mamba", "mamba2"]
+)  # the first has a gate of one number a position
 def test_models_with_states_run_together(family: str) -> None:
     stages = stages_of(family, 1)
     assert stages[0].together

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -28,6 +31,67 @@ def test_a_stage_without_parameters_has_nothing_to_update() -> None:
     updated.step(0.1)
     updated.load_state({})
     assert updated.state() == {}
+
+
+SGD = OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("config", [OptimizerConfig(), SGD, OptimizerConfig(kind="sgd", momentum=0.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_update_has_the_bits_of_the_librarys_classes(config: OptimizerConfig, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(3)
+    values = [torch.randn(n, 7, generator=draw, dtype=dtype) for n in (1, 40, 300)]
+    ours, theirs = ([value.clone().requires_grad_() for value in values] for _ in range(2))
+    updated = Optimizer(config, {str(n): parameter for n, parameter in enumerate(ours)})
+    common = {"weight_decay": config.weight_decay, "fused": True}
+    library: torch.optim.Optimizer = (
+        torch.optim.AdamW(theirs, betas=config.betas, eps=config.eps, **common)  # type: ignore[arg-type]
+        if config.kind == "adamw"
+        else torch.optim.SGD(theirs, momentum=config.momentum, **common)  # type: ignore[arg-type]
+    )
+    for step in range(5):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape, generator=draw, dtype=dtype)
+            other.grad = one.grad.clone()
+        rate = library.param_groups[0]["lr"] = 0.01 / (1 + step)
+        updated.step(rate)
+        library.step()
+        if step == 2:  # from a snapshot
+            updated.load_state(updated.state())
+        assert all(map(torch.equal, ours, theirs))
+    kept = {f"{n}/{slot}": v for n, p in enumerate(theirs) for slot, v in library.state[p].items()}
+    assert updated.state().keys() == kept.keys()
+    assert all(torch.equal(value, kept[key]) for key, value in updated.state().items())
+
+
+@pytest.mark.parametrize("config", [OptimizerConfig(), SGD])
+def test_a_parameter_may_get_its_first_gradient_later(config: OptimizerConfig) -> None:
+    """As a matrix of experts that nobody chose until then: it begins then as others did."""
+    one, late = (torch.ones(3, requires_grad=True) for _ in range(2))
+    updated = Optimizer(config, {"one": one, "late": late})
+    one.grad = torch.ones(3)
+    updated.step(0.1)
+    first = one.detach().clone()
+    assert torch.equal(late, torch.ones(3))
+    one.grad, late.grad = torch.ones(3), torch.ones(3)
+    updated.step(0.1)
+    assert torch.equal(late, first) and not torch.equal(one, first)
+
+
+@pytest.mark.program
+def test_whoever_trains_does_not_load_the_compiler() -> None:
+    code = (
+        "import sys, torch\n"
+        "from fusion.runtime.job.manifest import OptimizerConfig\n"
+        "from fusion.runtime.planes.optimizer import Optimizer\n"
+        "for kind in ('adamw', 'sgd'):\n"
+        "    w = torch.ones(3, requires_grad=True)\n"
+        "    w.square().sum().backward()\n"
+        "    Optimizer(OptimizerConfig(kind=kind), {'w': w}).step(0.1)\n"
+        "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_an_unknown_kind_is_named() -> None:
