@@ -2,8 +2,7 @@
 `fusion.dag.placement.speeds` tells apart. Pure: graphs, and what follows from how long they took.
 
 A probe is run as a stage that is trained is, by the plane that will run the stages, so what is measured is what a job gets: kernels, compiled
-code, and what lies around them. Only forward: what a backward pass asks for is counted, and to run one PyTorch loads what a peer that serves has
-no use for, 0.3 s and tens of MiB.
+code, and what lies around them. Only forward: what a backward pass asks for is counted.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ LEAST_SHARE = 0.2  # of a probe's time that is left for what it is there to show
 @dataclass(frozen=True)
 class Probe:
     """`shows`: the kind, by its place in `Speeds.seconds`. Weights are inputs that get a gradient, as values of other stages do:
-    so no optimizer is made, which loads as much again."""
+    so no optimizer is made."""
 
     shows: int
     graph: Graph

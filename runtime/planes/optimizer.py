@@ -101,9 +101,10 @@ class Optimizer:
         return [gradient for gradient in found if gradient is not None]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The state by "<name>/<slot>", step counts included: our own memory, until `move`. Empty before the first step."""
+        """The state by "<name>/<slot>", step counts included: our own memory, until `move`, in tensors that nobody else holds.
+        Empty before the first step."""
         return {
-            f"{name}/{slot}": self._slots[name][slot]
+            f"{name}/{slot}": self._slots[name][slot].detach()
             for name in self._parameters
             for slot in self._slots.get(name, ())
         }

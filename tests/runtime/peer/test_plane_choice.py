@@ -51,3 +51,40 @@ def test_nobody_but_the_choice_loads_a_plane() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "False"
+
+
+TRAINS = """
+import sys
+from fusion.cli.terminal.fast_imports import lean_imports
+with lean_imports():
+    import fusion.runtime.peer.peer
+import torch
+from fusion.dag.ir.dims import bind
+from fusion.runtime.job.manifest import OptimizerConfig
+from fusion.runtime.peer.plane_choice import TORCH, choose
+from fusion.runtime.peer.probes import probes
+from fusion.runtime.planes.optimizer import Optimizer
+from fusion.runtime.planes.plane import RngKey
+
+graph = probes()[0].graph
+some = lambda each: torch.ones([bind(dim, {}) for dim in each.type.shape])
+stage = choose(TORCH, "cpu", 1).training(
+    probes()[0].stage, {each.name: some(each) for each in graph.variables}, OptimizerConfig()
+)
+stage.forward(0, {each.name: some(each) for each in graph.inputs}, RngKey(0, 0, 0))
+print(any(gradient.any() for gradient in stage.backward(0, {}, 1.0).values()))
+weight = torch.ones(3, requires_grad=True)
+weight.grad = torch.ones(3)
+for kind in ("adamw", "sgd"):
+    Optimizer(OptimizerConfig(kind=kind), {"w": weight}).step(0.1)
+print([name for name in ("torch._dynamo", "sympy", "torch._inductor") if name in sys.modules])
+"""
+
+
+@pytest.mark.program
+def test_a_peer_that_trains_does_not_load_the_compiler() -> None:
+    """800 modules, 100 MiB and two seconds of a core, for each peer that has a stage or stands by for one."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINS], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split("\n")[:2] == ["True", "[]"]

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -76,22 +73,6 @@ def test_a_parameter_may_get_its_first_gradient_later(config: OptimizerConfig) -
     one.grad, late.grad = torch.ones(3), torch.ones(3)
     updated.step(0.1)
     assert torch.equal(late, first) and not torch.equal(one, first)
-
-
-@pytest.mark.program
-def test_whoever_trains_does_not_load_the_compiler() -> None:
-    code = (
-        "import sys, torch\n"
-        "from fusion.runtime.job.manifest import OptimizerConfig\n"
-        "from fusion.runtime.planes.optimizer import Optimizer\n"
-        "for kind in ('adamw', 'sgd'):\n"
-        "    w = torch.ones(3, requires_grad=True)\n"
-        "    w.square().sum().backward()\n"
-        "    Optimizer(OptimizerConfig(kind=kind), {'w': w}).step(0.1)\n"
-        "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 def test_an_unknown_kind_is_named() -> None:
