@@ -190,14 +190,19 @@ class Chunk:
         """Rises from each chunk of a session to the next."""
         return self.number or self.end
 
+    def check_in(self, opening: Opening) -> None:
+        """FrameError where the session has no such positions."""
+        if self.end > opening.capacity or (self.start < 0 and self.length != opening.source):
+            raise FrameError(f"positions {self.start} to {self.end} are not in the session")
+
     @classmethod
-    def from_header(cls, header: Mapping[str, Any], capacity: int, vocabulary: int, source: int = 0) -> Chunk:
-        """Of another stage, in a session of so many positions. FrameError, JobError where it is none."""
+    def from_header(cls, header: Mapping[str, Any], most: int, vocabulary: int, source: int = 0) -> Chunk:
+        """Of another stage, for a model of so many positions, and so much of a source. FrameError, JobError where it is none."""
         start, length = whole(header, "start", -1), whole(header, "length", 0)
-        if source and (start, length) == (-source, source):
+        if start < 0 and 1 <= length <= source and start + length == 0:
             return cls(start, length, sample=False)
-        if start < 0 or length < 1 or start + length > capacity:
-            raise FrameError(f"positions {start} to {start + length} are not in the session")
+        if start < 0 or length < 1 or start + length > most:
+            raise FrameError(f"positions {start} to {start + length} are not those of the model")
         guesses = guessed_tokens(header, "guesses", vocabulary)
         if guesses and not 0 <= length - len(guesses) <= 1:
             raise FrameError("guesses: behind one token or none")

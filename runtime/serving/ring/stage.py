@@ -171,8 +171,8 @@ class RingStage:
         if session is not None and session.ready:
             self._put_in(sender, remote, session, frame)
             return
-        if session is not None:
-            self._check_feeds(session, sender, remote)
+        if session is not None and not self._feeds(session, sender, remote):
+            return
         name = SessionId(frame.header["session"])
         self._sessions.wait(name, remote, frame, partial(self._put_in_early, sender, remote))
 
@@ -182,30 +182,39 @@ class RingStage:
         except (SwarmError, ValueError) as error:
             self._sessions.broke(session, error)
 
-    def _check_feeds(self, session: StageSession, sender: int, remote: PeerId) -> None:
-        """StaleTerm where that peer does not feed us in the session."""
-        if not self._plan.incoming_by(sender) or session.opening.route[sender].peer != remote:
+    def _feeds(self, session: StageSession, sender: int, remote: PeerId) -> bool:
+        """Whether that peer feeds us in the session, as its gateway told us. StaleTerm where that stage feeds us in none."""
+        if not self._plan.incoming_by(sender):
             raise self._not_fed_by(sender)
+        return session.opening.route[sender].peer == remote
 
     def _put_in(self, sender: int, remote: PeerId, session: StageSession, frame: Frame) -> None:
-        """A chunk of a session that is open. Raises FrameError, JobError, StaleTerm."""
-        self._check_feeds(session, sender, remote)
-        opening = session.opening
-        chunk = Chunk.from_header(
-            frame.header, opening.capacity, self._position.serve.vocabulary, opening.source
-        )
+        """A chunk of a session that is open. Raises FrameError, JobError, StaleTerm for what no stage may send. What only does
+        not fit into the session is no fault of the stage that sends it, whose stream has others' sessions as well: a gateway
+        tells each stage of a session by itself, and perhaps not the same."""
+        if not self._feeds(session, sender, remote):
+            return
+        serve = self._position.serve
+        source = 0 if serve.source is None else serve.source.length
+        chunk = Chunk.from_header(frame.header, serve.max_sequence, serve.vocabulary, source)
         plan = self._plan.of(chunk.start)
         parcel = self._parcel(plan, sender)
         if len(frame.payload) != parcel.size_bytes(chunk.length):
             raise FrameError(f"{len(frame.payload)} bytes; {parcel.size_bytes(chunk.length)} were to come")
-        if len(plan.incoming) > 1:
-            shares = session.share(chunk, sender, frame, len(plan.incoming))
-            if shares is None:
-                return
-            parts = tuple((p, shares[p.producer].payload) for p in plan.incoming)
-        else:
-            parts = ((parcel, frame.payload),)
-        for work in session.in_order(Work(session, chunk, memoryview(b""), parts)):
+        try:
+            chunk.check_in(session.opening)
+            if len(plan.incoming) > 1:
+                shares = session.share(chunk, sender, frame, len(plan.incoming))
+                if shares is None:
+                    return
+                parts = tuple((p, shares[p.producer].payload) for p in plan.incoming)
+            else:
+                parts = ((parcel, frame.payload),)
+            ready = session.in_order(Work(session, chunk, memoryview(b""), parts))
+        except FrameError as error:
+            self._sessions.broke(session, error)
+            return
+        for work in ready:
             self._schedule.add(work)
             self._arrived.set()
 
@@ -226,13 +235,19 @@ class RingStage:
         session = self._sessions.named(header)
         if session is None:
             return  # closed while the frame was under way
+        if not self._plan.first:
+            raise StaleTerm("the first stage takes tokens")
         if session.opening.route[-1].peer != remote or session.feed is None:
-            raise StaleTerm("only the last stage chooses tokens, and the first one takes them")
+            return  # its gateway told us and that peer otherwise
         more = guessed_tokens(header, "more", self._position.serve.vocabulary)
         token = whole(header, "id", -1)
         if not 0 <= token < self._position.serve.vocabulary:
             raise FrameError(f"token {token} is not in the vocabulary")
-        self._feed(session, whole(header, "position", -1), [token, *more])
+        position = whole(header, "position", -1)
+        try:
+            self._feed(session, position, [token, *more])
+        except JobError as error:  # as of a chunk that does not fit
+            self._sessions.broke(session, error)
 
     def _feed(self, session: StageSession, position: int, tokens: Sequence[int]) -> None:
         """At the first stage: these were chosen, from `position` on."""

@@ -117,9 +117,13 @@ def test_the_source_is_a_chunk_before_the_first_position() -> None:
     sent = Chunk(-5, 5, sample=False)
     assert sent.end == sent.order == 0
     assert Chunk.from_header(sent.to_header(), 10, 9, source=5) == sent
-    for start, length, source in ((-5, 5, 0), (-5, 4, 5), (-4, 4, 5), (-6, 6, 5)):
-        with pytest.raises(FrameError):
+    for start, length, source in ((-5, 5, 0), (-5, 4, 5), (-6, 6, 5), (4, 7, 5)):
+        with pytest.raises(FrameError, match="not those of the model"):
             Chunk.from_header({"start": start, "length": length}, 10, 9, source=source)
+    sent.check_in(opening(source=5))
+    for chunk in (Chunk(-4, 4, sample=False), Chunk(6, 2, sample=True)):
+        with pytest.raises(FrameError, match="not in the session"):
+            chunk.check_in(opening(source=5))
 
 
 def test_nothing_runs_before_the_source() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 from support.toy_ring import SHAPES, Refused, reference, ring_of
 
+from fusion.runtime.job.protocol import RING
 from fusion.swarm.errors import SwarmError
+from fusion.swarm.memory.transport import MemoryTransport
+from fusion.swarm.transport import PeerId, Stream
 
 
 def test_a_stage_says_that_it_is_there_and_how_far_it_is() -> None:
@@ -93,6 +96,40 @@ def test_a_plane_that_fails_is_the_fault_of_its_own_stage() -> None:
             frame = await streams[1].receive()
             assert frame.kind == "failed"
             assert (frame.header["reason"], frame.header["stage"]) == ("broken", 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [{}, {"prompt_length": 1, "max_tokens": 1}, {}],
+        [{}, {"route": [["liar", 5], ["p1", 6], ["p2", 7]]}, {}],
+        [{"route": [["p0", 5], ["p1", 6], ["liar", 7]]}, {}, {}],
+    ],
+)
+def test_a_gateway_that_tells_stages_otherwise_ends_its_own_session_alone(told: list[dict[str, Any]]) -> None:
+    prompt = [1, 2, 3, 4] * 4
+
+    async def swallow(stream: Stream) -> None:
+        while True:
+            await stream.receive()
+
+    async def main() -> None:
+        async with ring_of(SHAPES["three"]) as ring:
+            ours, mine = await ring.connect(), ring.opening([1], 40, session="mine")
+            await ring.open(ours, mine)
+            liar = MemoryTransport(ring.network, PeerId("liar"))
+            await liar.serve(RING.name, swallow)
+            theirs, lied = await ring.connect(liar), ring.opening(prompt, 20, session="lied")
+            for stream, lie in zip(theirs, told, strict=True):
+                await stream.send("open", {**lied.to_header(), **lie})
+                assert (await stream.receive()).kind == "opened"
+            await ring.prompt(theirs, lied, prompt)
+            async with asyncio.timeout(5):
+                await asyncio.sleep(0.1)  # for what was lied about to be come upon
+                await ring.prompt(ours, mine, [1])
+                assert await ring.tokens(ours[-1]) == reference(SHAPES["three"], [1], 40)
 
     asyncio.run(main())
 
