@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fusion.swarm.transport import UNASKED_BYTES
 
 MAX_TRAIN_BYTES = 2 << 20
+MAX_INDEX_BYTES = 8 << 20  # of a blob of 256 GiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,8 @@ class WireProtocol:
     about: str  # one line
     # The largest payload of one frame that the serving side takes; None: the job's plan says.
     payload_bytes: int | None = UNASKED_BYTES
+    # And the largest that whoever opens a stream takes: it may be a stranger that was dialled.
+    answer_bytes: int = UNASKED_BYTES
     # How long neither side may say anything on a stream, in seconds: then whoever serves it hangs up. (The first frame has
     # `fusion.swarm.streams.handlers.FIRST_FRAME_SECONDS`, on each of them.)
     idle_seconds: float
@@ -26,7 +29,10 @@ class WireProtocol:
 
 
 BLOB = WireProtocol(
-    name="/fusion/blob/1", about="chunks of a blob, from whoever holds it", idle_seconds=120.0
+    name="/fusion/blob/1",
+    about="chunks of a blob, from whoever holds it",
+    answer_bytes=MAX_INDEX_BYTES,
+    idle_seconds=120.0,
 )
 PROBE = WireProtocol(
     name="/fusion/probe/1",
@@ -37,6 +43,7 @@ PROBE = WireProtocol(
 DIRECTORY = WireProtocol(
     name="/fusion/directory/1",
     about="what the directory holds, for clients that have no part in the DHT",
+    answer_bytes=2 << 20,  # the records under a key, and what msgpack adds
     idle_seconds=60.0,
 )
 CONTROL = WireProtocol(
@@ -44,6 +51,7 @@ CONTROL = WireProtocol(
     about="commands of this user to the peer that runs on this machine, over a Unix socket: its streams, its directory",
     idle_seconds=6 * 3600.0,  # a command may watch a job that waits for a peer
     payload_bytes=16 << 20,  # of what is passed on; the largest are prompts, then chunks of blobs
+    answer_bytes=16 << 20,
 )
 
 SWARM_PROTOCOLS = (BLOB, PROBE, DIRECTORY, CONTROL)

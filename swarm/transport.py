@@ -51,7 +51,7 @@ class Stream(Protocol):
     def allow(self, payload_bytes: int) -> None:
         """Take frames with payloads up to this size from now on, also one that waits to be received already; for a
         larger one `receive` raises FrameError. A stream that a stranger opened takes UNASKED_BYTES until its handler
-        knows who that is; one that we opened takes what the transport's limits allow."""
+        knows who that is; one that we opened takes what answers may have where the transport was told, else what its limits allow."""
 
     async def aclose(self) -> None:
         """Finish our side after what was sent has gone out. Idempotent."""

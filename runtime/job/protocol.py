@@ -11,6 +11,7 @@ MAX_PROMPT_BYTES = 8 << 20  # a million token ids, or that many characters and m
 MAX_SOURCE_BYTES = MAX_PROMPT_BYTES // 2  # of what an encoder-decoder reads, which travels with a prompt
 
 MAX_RUN_BYTES = 64 << 20  # of arrays that a model is given, that a stage sends on, and that come back
+MAX_LOGITS_BYTES = 64 << 20  # of the largest vocabulary that a manifest may have, in float32
 
 STAGE = WireProtocol(
     name="/fusion/stage/3",
@@ -23,12 +24,14 @@ RING = WireProtocol(
     name="/fusion/ring/1",
     about="serving: sessions between a gateway and the stages, activations and tokens between the stages",
     payload_bytes=None,
+    answer_bytes=MAX_LOGITS_BYTES,
     idle_seconds=3600.0,  # of a gateway or a stage with nothing to send; sessions have their own shares
 )
 GENERATE = WireProtocol(
     name="/fusion/generate/1",
     about="one prompt to a gateway, the answer's tokens back",
     payload_bytes=MAX_PROMPT_BYTES,
+    answer_bytes=MAX_LOGITS_BYTES,
     idle_seconds=600.0,  # a token may wait for a stage to be taken over
 )
 # The frames of /1, for requests that say what the release before would pass over; where it is not spoken another peer is
@@ -37,12 +40,14 @@ GENERATE_MORE = WireProtocol(
     name="/fusion/generate/2",
     about="the same, with settings that peers of the release before do not know",
     payload_bytes=GENERATE.payload_bytes,
+    answer_bytes=GENERATE.answer_bytes,
     idle_seconds=GENERATE.idle_seconds,
 )
 RUN = WireProtocol(
     name="/fusion/run/1",
     about="serving: named arrays to a model that answers in one run, named arrays back",
     payload_bytes=MAX_RUN_BYTES,
+    answer_bytes=MAX_RUN_BYTES,
     idle_seconds=600.0,  # a stage may have to be taken over
 )
 JOB = WireProtocol(
@@ -61,3 +66,5 @@ PROTOCOLS = (STAGE, RING, GENERATE, GENERATE_MORE, RUN, JOB, HOLD, STATUS, *SWAR
 
 # For how long a stream of each may be idle where it is served, by name.
 IDLE_SECONDS = {protocol.name: protocol.idle_seconds for protocol in PROTOCOLS}
+# The largest payload that is taken on a stream of each where it was opened, the same.
+ANSWER_BYTES = {protocol.name: protocol.answer_bytes for protocol in PROTOCOLS}

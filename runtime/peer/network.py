@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from fusion.runtime.job.protocol import IDLE_SECONDS
+from fusion.runtime.job.protocol import ANSWER_BYTES, IDLE_SECONDS
 from fusion.runtime.peer.keys import access_of, law_here
 from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.config import BlobConfig
@@ -47,7 +47,9 @@ async def open_network(
     alone are asked and answered. `home`: where invites lie; `keys`: those of the user, besides `identity`. Raises
     TransportError (a taken port)."""
     authorizer = None if swarm_key is None else Authorizer(swarm_key, identity.peer_id)
-    config = P2PConfig(identity=identity, authorizer=authorizer, idle_seconds=IDLE_SECONDS)
+    config = P2PConfig(
+        identity=identity, authorizer=authorizer, idle_seconds=IDLE_SECONDS, answer_bytes=ANSWER_BYTES
+    )
     if listen is not None:
         config = replace(config, listen=listen)
     async with (

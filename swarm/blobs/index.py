@@ -13,10 +13,10 @@ import msgpack
 
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import BlobError
+from fusion.swarm.protocol import MAX_INDEX_BYTES
 
 CHUNK_BYTES = 1 << 20
 HASH_BYTES = 32
-MAX_INDEX_BYTES = 8 << 20  # a blob of 256 GiB
 _VERSION = 1
 
 

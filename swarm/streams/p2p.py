@@ -213,7 +213,8 @@ class P2PTransport:
                         opened,
                         peer,
                         protocol,
-                        authorizer=self._config.authorizer,
+                        self._config.answer_bytes.get(protocol.removesuffix(SUFFIX)),
+                        self._config.authorizer,
                     ),
                     path=str(self._daemon.control_path),
                 )

@@ -20,6 +20,8 @@ class P2PConfig:
     limits: FrameLimits = FrameLimits()  # noqa: RUF009 - frozen
     streams_per_peer: int = 256
     idle_seconds: Mapping[str, float] = field(default_factory=dict)  # by protocol, as their lists say
+    # Payloads that we take at first on a stream that we open, the same; of other protocols those that `limits` allow.
+    answer_bytes: Mapping[str, int] = field(default_factory=dict)
     dial_seconds: float = 10.0
     authorizer: Authorizer | None = None  # of a closed swarm
     start_seconds: float = 60.0  # p2pd's death is noticed at once, so this only bounds a very slow machine

@@ -20,7 +20,6 @@ from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.fetch import PATIENCE
 from fusion.swarm.blobs.index import (
     CHUNK_BYTES,
-    MAX_INDEX_BYTES,
     decode_index,
     digest_of,
     digest_of_index,
@@ -35,7 +34,7 @@ from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
-from fusion.swarm.protocol import BLOB
+from fusion.swarm.protocol import BLOB, MAX_INDEX_BYTES
 from fusion.swarm.transport import PeerId, Stream, call, checked
 
 QUOTA = 64 << 20

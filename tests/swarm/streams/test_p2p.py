@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.p2p_pair import LOOPBACK, Ends, two
 
+from fusion.runtime.job.protocol import ANSWER_BYTES
 from fusion.swarm.errors import (
     FrameError,
     PeerUnreachable,
@@ -25,12 +26,13 @@ from fusion.swarm.errors import (
     UnknownProtocol,
 )
 from fusion.swarm.identity import Identity
+from fusion.swarm.protocol import PROBE
 from fusion.swarm.streams.frames import FrameLimits
 from fusion.swarm.streams.p2p import P2PTransport, split_address
 from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.streams.p2pd import PREFIX, check_ports, make_private_directory, sweep
 from fusion.swarm.streams.p2pd_control import framed
-from fusion.swarm.transport import PeerId, Stream, call
+from fusion.swarm.transport import UNASKED_BYTES, PeerId, Stream, call
 
 pytestmark = pytest.mark.process
 
@@ -91,6 +93,20 @@ def test_messages_to_p2pd_are_written_as_hivemind_reads_them(size: int) -> None:
             assert received == sent
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("stripes", [1, 3])
+def test_a_peer_that_was_dialled_sends_no_more_than_its_protocol_has(place: Path, stripes: int) -> None:
+    async def main() -> None:
+        async with two(place, PROBE.name, echo, answer_bytes=ANSWER_BYTES) as (one, other):
+            stream = await one.open(other.peer_id, PROBE.name, stripes=stripes)
+            for size in (UNASKED_BYTES, UNASKED_BYTES + 1):
+                await stream.send("echo", {}, (bytes(size),))
+            assert len((await stream.receive()).payload) == UNASKED_BYTES
+            with pytest.raises(FrameError, match="at most 65536 are allowed now"):
+                await stream.receive()
+
+    uvloop.run(main())
 
 
 def test_it_runs_on_plain_asyncio_too(place: Path) -> None:
