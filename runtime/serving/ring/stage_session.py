@@ -49,6 +49,7 @@ class StageSession:
     constraint: TokenConstraint | None = None  # there, where there is a schema
     suppressed: SuppressedTokens | None = None  # there, where the model has tokens that it is not to say
     parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # order of chunk -> sender -> its share
+    shared: int = 0  # positions of these
     early: list[Work[StageSession]] = field(default_factory=list)  # chunks that came before the source
     encoded: bool = False  # whether the source has come
     ran: int = 0  # chunks
@@ -72,13 +73,16 @@ class StageSession:
     def share(self, chunk: Chunk, sender: int, frame: Frame, senders: int) -> Mapping[int, Frame] | None:
         """Keep what `sender` sent for a chunk; what all of `senders` sent once they have. Chunks before one that is whole do
         not come any more: somebody has found them stale. FrameError where too many wait."""
-        if len(self.parts) >= self.opening.capacity:
+        # Beside what is known of the sequence as much of guesses may be under way, at most.
+        self.shared += chunk.length
+        if self.shared > senders * (2 * self.opening.capacity + self.opening.source):
             raise FrameError("chunks of which other stages never send their part")
         shares = self.parts.setdefault(chunk.order, {})
         shares[sender] = frame
         if len(shares) < senders:
             return None
         self.parts = {order: kept for order, kept in self.parts.items() if order > chunk.order}
+        self.shared = sum(each.header["length"] for kept in self.parts.values() for each in kept.values())
         return shares
 
     def in_order(self, work: Work[StageSession]) -> Sequence[Work[StageSession]]:

@@ -20,7 +20,7 @@ from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk, Feed, Hop, Opening, SessionId
 from fusion.runtime.serving.ring.stage_session import StageSession
 from fusion.swarm.errors import FrameError
-from fusion.swarm.transport import PeerId
+from fusion.swarm.transport import Frame, PeerId
 
 ids = st.lists(st.integers(0, 2**40), min_size=1, max_size=60)
 
@@ -141,6 +141,23 @@ def test_nothing_runs_before_the_source() -> None:
     with pytest.raises(FrameError, match="never comes"):
         for _ in range(8):
             session.in_order(first)
+
+
+def test_shares_that_wait_for_others_are_bounded_by_their_positions() -> None:
+    session: Any = object.__new__(StageSession)
+    session.opening, session.parts, session.shared = opening(), {}, 0
+    capacity = session.opening.capacity
+
+    def share(number: int, sender: int, length: int) -> Any:
+        chunk = Chunk(0, length, sample=True, number=number)
+        return session.share(chunk, sender, Frame("chunk", chunk.to_header()), 2)
+
+    for number in range(1, 100):  # whoever sends both parts may go on
+        assert share(number, 0, capacity) is None and set(share(number, 1, capacity)) == {0, 1}
+    assert not session.parts and not session.shared
+    with pytest.raises(FrameError, match="never send their part"):
+        for number in range(100, 106):
+            share(number, 0, capacity)
 
 
 def test_an_answer_ends_with_an_end_token_or_after_max_tokens() -> None:
