@@ -47,6 +47,8 @@ AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that 
 SEEN_TIMES = 3.0  # as long as a look is believed, it is gone by while the next one is under way; no longer than a claim counts
 # As long as nobody looks at an idle link, a session begins by what was said of links before.
 LINKED_SECONDS = 60.0
+# From one look at all jobs to the next, where nobody is known to serve what is asked for: strangers may ask for any name.
+AFRESH_SECONDS = 0.5
 NAMED_SECONDS = 15.0  # for which a name means the same model without another look
 LIVE = frozenset({"launching", "running"})
 
@@ -94,7 +96,8 @@ class Catalog:
         self._fresh_seconds = fresh_seconds
         self._clock = context.clock.monotonic
         self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODELS)
-        self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())
+        self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())  # and when we began to look
+        self._reading = asyncio.Lock()
         self._meant: FIFOCache[str, tuple[JobId, float]] = FIFOCache(MAX_NAMES)  # and when we looked
         self._linking: asyncio.Task[None] | None = None  # reads what is said of links
         self._linked_at = float("-inf")  # when that was last done
@@ -180,11 +183,11 @@ class Catalog:
             raise NotAdmitted(message, job, named)
 
     async def _choose(self, name: str) -> JobRecord:
+        asked = self._clock()
         served = await self._served()
         found = await self._named(served, name)
         if not found:  # it may have been launched since the last look
-            self._jobs = (float("-inf"), ())
-            served = await self._served()
+            served = await self._served(asked)
             found = await self._named(served, name)
         if not found:
             raise JobError(_unknown(served, name))
@@ -360,15 +363,24 @@ class Catalog:
         for name in [name for name, (meant, _) in self._meant.items() if meant == job]:
             del self._meant[name]
 
-    async def _served(self) -> tuple[JobRecord, ...]:
-        """All that is said of jobs of which somebody says that they serve."""
-        looked, records = self._jobs
-        if self._clock() - looked >= self._fresh_seconds:
-            words = await self._context.directory.words()
-            serving = {r.job for r in words if r.kind == "serve" and r.state in LIVE}
-            records = tuple(r for r in words if r.job in serving)
-            self._jobs = (self._clock(), records)
-        return records
+    async def _served(self, since: float = -math.inf) -> tuple[JobRecord, ...]:
+        """All that is said of jobs of which somebody says that they serve, by a look that began at `since` or later. However many
+        ask, one at a time is under way, and there are AFRESH_SECONDS from one to the next."""
+
+        def known() -> bool:
+            return self._clock() - self._jobs[0] < self._fresh_seconds and self._jobs[0] >= since
+
+        if known():
+            return self._jobs[1]
+        async with self._reading:
+            if not known():  # nobody has looked meanwhile
+                await asyncio.sleep(max(0.0, self._jobs[0] + AFRESH_SECONDS - self._clock()))
+                began = self._clock()
+                words = await self._context.directory.words()
+                serving = {r.job for r in words if r.kind == "serve" and r.state in LIVE}
+                records = tuple(r for r in words if r.job in serving)
+                self._jobs = (began, records)
+            return self._jobs[1]
 
     async def _load(self, record: JobRecord) -> ServedModel:
         hints = [record.author]  # the launcher, who stored it, or the lead

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import (
     LINKED_SECONDS,
     MAX_LOOKS,
@@ -14,7 +15,7 @@ from fusion.runtime.serving.answers.catalog import (
     Catalog,
 )
 from fusion.swarm.clock import Clock
-from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
 
@@ -43,6 +44,35 @@ def test_a_gateway_remembers_the_holders_of_so_many_models_and_no_more() -> None
 async def settled() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
+
+
+def test_however_many_ask_for_unknown_names_there_is_one_look_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fusion.runtime.serving.answers.catalog.AFRESH_SECONDS", 0.1)
+
+    async def main() -> None:
+        looks = 0
+
+        async def words() -> tuple[JobRecord, ...]:
+            nonlocal looks
+            looks += 1
+            await asyncio.sleep(0.001)
+            return ()
+
+        context: Any = SimpleNamespace(clock=Clock(), directory=SimpleNamespace(words=words))
+        catalog = Catalog(context)
+
+        async def ask(name: str) -> None:
+            for _ in range(3):
+                with pytest.raises(JobError, match="the swarm serves none now"):
+                    await catalog.find(name)
+
+        began = catalog._clock()
+        await asyncio.gather(*(ask(f"stranger {number}") for number in range(20)))
+        assert 3 <= looks <= 2 + (catalog._clock() - began) / 0.1
+
+    asyncio.run(main())
 
 
 class _Directory:
