@@ -35,6 +35,8 @@ from fusion.swarm.transport import Frame, PeerId, Transport
 log = logging.getLogger(__name__)
 
 REMEMBERED_BEGINNINGS = 1 << 16  # of sequences that a stage may hold something of
+UNREAD_BYTES = 16 << 20  # of logits that may wait here for a client which reads slowly
+UNREAD_EVENTS = 1024  # that may wait, beside a token for each position of two sessions
 
 
 @dataclass(eq=False)
@@ -55,6 +57,7 @@ class GatewaySession:
     )  # stage -> chunks of this session that it has run, as it said
     held: dict[int, int] = field(default_factory=dict)  # stage -> positions that it had when it opened it
     reused: int = 0  # positions that no stage has to run, as all have them
+    unread_bytes: int = 0  # of logits among the events
 
     @property
     def id(self) -> SessionId:
@@ -89,6 +92,12 @@ class GatewaySession:
         if guesses and all("guesses" in self.knows.get(stage, ()) for stage in range(len(self.route))):
             said["guesses"] = True
         self.links[0].post("prompt", {"session": self.id, **said}, [source, pack_tokens(tokens)])
+
+    def tell(self, stage: int, what: Frame | Fault) -> None:
+        """FrameError where more waits than a session has to say."""
+        if self.events.qsize() > UNREAD_EVENTS + 2 * self.opening.capacity:
+            raise FrameError("more than a session has to say")
+        self.events.put_nowait(Event(self, stage, what))
 
     def slow(self) -> None:
         """Tell every stage that the tokens come slower than they did."""
@@ -205,7 +214,7 @@ class GatewaySessions:
             for session in self._through(ends):
                 session.heard[ends.stage] = self._clock()
                 if frame.kind == "leaving":
-                    session.events.put_nowait(Event(session, ends.stage, frame))
+                    session.tell(ends.stage, frame)
             return
         if frame.kind == "tokens":
             for each in frames_of(frame):
@@ -225,11 +234,17 @@ class GatewaySessions:
                 raise FrameError("only the last stage chooses tokens")
             case "failed":
                 fault = Fault.from_failed(frame.header, ends.stage, len(found.route))
-                found.events.put_nowait(Event(found, ends.stage, fault))
+                found.tell(ends.stage, fault)
             case "token":
                 whole(frame.header, "position", -1), whole(frame.header, "id", -1)
                 logprobs_of(found, frame)
-                found.events.put_nowait(Event(found, ends.stage, frame))
+                if frame.payload and not found.opening.logits:
+                    raise FrameError("logits that nobody asked for")
+                found.tell(ends.stage, frame)
+                found.unread_bytes += len(frame.payload)
+                if found.unread_bytes > UNREAD_BYTES:  # another session goes on once these have been read
+                    found.tell(ends.stage, Fault("moved", "the client reads its answer too slowly"))
+                    self.close(found)
             case "opened":
                 held = whole(frame.header, "held", 0)  # the release before says nothing of it
                 found.held[ends.stage] = max(0, min(held, positions_of(found.opening.prefix)))
@@ -237,7 +252,7 @@ class GatewaySessions:
                 link = found.links[ends.stage]
                 said = {"guesses", "early", *found.opening.newer} & {*_known(frame)}
                 found.knows[ends.stage] = self._knows[link] = self._knows.get(link, frozenset()) | said
-                found.events.put_nowait(Event(found, ends.stage, what))
+                found.tell(ends.stage, what)
             case _:
                 raise FrameError(f"stages send opened, token, failed and pong, not {frame.kind!r:.40}")
 

@@ -170,6 +170,7 @@ class Generation:
             case "leaving" if session is pair.current:
                 self._moves.leave(session, event.stage)
             case "token":
+                session.unread_bytes -= len(what.payload)
                 return await self._token(session, what)
         return None
 
