@@ -17,10 +17,11 @@ from fusion.dag.ir.opset import infer, spec
 from fusion.dag.rewrites.positions import require_separate_positions, rows_per_position, sequence_axis
 
 _ALONE = frozenset({"pointwise", "contraction"})  # what may follow the cut to the last position
-# Products whose rows are those of one tensor along the sequence; others mix rows in ways that nobody has looked at.
-_ROW_PRODUCTS = frozenset({
-    "aten.linear", "aten.addmm", "fusion.linear_int8", "fusion.linear_int4", "fusion.expert_linear",
-})  # fmt: skip
+# Products whose rows are those of one tensor along the sequence, and the place of the matrix among their arguments; others mix
+# rows in ways that nobody has looked at.
+_ROW_PRODUCTS = {
+    "aten.linear": 1, "aten.addmm": 2, "fusion.linear_int8": 1, "fusion.linear_int4": 1, "fusion.expert_linear": 2,
+}  # fmt: skip
 
 Along = tuple[int, int]
 
@@ -95,8 +96,12 @@ def _rows_apart(graph: Graph) -> bool:
         family = spec(node.op).family
         if family == "convolution":
             return False
-        if family == "contraction" and node.op not in _ROW_PRODUCTS and not _sums_one(graph, node):
-            along = [ref for ref in node.refs() if sequence_axis(graph.types[ref]) is not None]
+        if family == "contraction" and not _sums_one(graph, node):
+            place = _ROW_PRODUCTS.get(node.op)
+            others = node.refs() if place is None else (node.args[place],)
+            along = [
+                ref for ref in others if isinstance(ref, Ref) and sequence_axis(graph.types[ref]) is not None
+            ]
             if along:
                 return False
     return True
@@ -106,7 +111,7 @@ def _sums_one(graph: Graph, node: Node) -> bool:
     """Whether a sum of products is of one product, as where a model multiplies frequencies with positions."""
     given = node.args[0]
     return (
-        node.op in ("aten.matmul", "aten.bmm")
+        node.op in ("aten.matmul", "aten.bmm", "aten.linear")
         and isinstance(given, Ref)
         and graph.types[given].shape[-1:] == (1,)
     )

@@ -10,6 +10,7 @@ from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
+from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.end_to_end import end_to_end
 
 BATCH, SEQUENCE = symbol("batch"), symbol("sequence")
@@ -61,6 +62,21 @@ def test_frequencies_times_positions_are_numbers_one_by_one(op: str) -> None:
     assert (
         end_to_end(product((1, 8, 2), op)) is None
     )  # a library may sum up more by how many positions there are
+
+
+def test_a_matrix_times_positions_does_not_lie_end_to_end_as_a_layer_either() -> None:
+    """How its sums are made depends on how many positions there are, in whichever way it is written."""
+    given = TensorType((SEQUENCE, 4), "float32")
+    matrix = Variable("matrix", TensorType((8, 4), "float32"))
+    types = {Ref("x"): given, Ref("matrix"): matrix.type}
+    turned = Node("turned", "aten.t", (Ref("x"),), infer("aten.t", (Ref("x"),), types))
+    args = Ref("matrix"), Ref("turned")
+    made = Node(
+        "made", "aten.matmul", args, infer("aten.matmul", args, types | {Ref("turned"): turned.results[0]})
+    )
+    found = Graph((Input("x", given),), (matrix,), (turned, made), (Ref("made"),))
+    assert clean(found).nodes[-1].op == "aten.linear"
+    assert end_to_end(found) is None and end_to_end(clean(found)) is None
 
 
 def test_positions_times_positions_do_not_lie_end_to_end() -> None:
