@@ -41,10 +41,10 @@ def even(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The function, for so many numbers that nothing is left over, on any number of threads."""
 
     def evenly(*args: Any, **named: Any) -> torch.Tensor:
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
-        tensors = [tensor.expand(shape) for tensor in tensors]
-        count = shape.numel()
+        tensors: tuple[torch.Tensor, ...] = tuple(arg for arg in args if isinstance(arg, torch.Tensor))
+        if len(tensors) > 1:  # broadcast_shapes loads SymPy, and takes longer
+            tensors = torch.broadcast_tensors(*tensors)  # type: ignore[no-untyped-call]
+        shape, count = tensors[0].shape, tensors[0].numel()
         each = _AT_ONCE * (torch.get_num_threads() if count >= _THREADED else 1)
         flat = iter([functional.pad(tensor.reshape(-1), (0, -count % each)) for tensor in tensors])
         made = function(*(next(flat) if isinstance(arg, torch.Tensor) else arg for arg in args), **named)

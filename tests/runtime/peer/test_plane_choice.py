@@ -71,6 +71,7 @@ some = lambda each: torch.ones([bind(dim, {}) for dim in each.type.shape])
 stage = choose(TORCH, "cpu", 1).training(
     probes()[0].stage, {each.name: some(each) for each in graph.variables}, OptimizerConfig()
 )
+stage.evaluate({each.name: some(each) for each in graph.inputs})
 stage.forward(0, {each.name: some(each) for each in graph.inputs}, RngKey(0, 0, 0))
 print(any(gradient.any() for gradient in stage.backward(0, {}, 1.0).values()))
 weight = torch.ones(3, requires_grad=True)
