@@ -28,7 +28,7 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import bind
 from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.training.step.run_statistics import Attempt
+from fusion.runtime.training.step.run_statistics import NO_ATTEMPT, Attempt
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,6 +58,7 @@ class StageCodecs:
         self._feedback = ErrorFeedback()
         # Of each sparse activation of the steps under way: its codec, and the elements that it had.
         self._masks: dict[_Place, tuple[str, torch.Tensor]] = {}
+        self._attempt: Attempt = NO_ATTEMPT
         self.use(config.codecs)
 
     def use(self, codecs: EdgeCodecs) -> None:
@@ -154,6 +155,7 @@ class StageCodecs:
 
     def advance(self, attempt: Attempt, step: int) -> None:
         """What belongs to earlier steps and attempts is forgotten."""
+        self._attempt = attempt
         self._masks = {place: mask for place, mask in self._masks.items() if place[:2] >= (attempt, step)}
 
     def commit(self) -> None:
@@ -161,8 +163,8 @@ class StageCodecs:
         self._feedback.commit()
 
     async def discard(self) -> None:
-        """Forget the step that is under way."""
-        self._masks.clear()
+        """Forget the step that is under way; what a partner has sent of an attempt that it began before us is of use yet."""
+        self._masks = {place: mask for place, mask in self._masks.items() if place[0] > self._attempt}
         await self._run(self._feedback.discard)  # behind whatever is being encoded
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -86,6 +86,24 @@ def test_without_reuse_the_gradient_chooses_its_own_elements() -> None:
     asyncio.run(main())
 
 
+def test_a_discarded_step_leaves_the_elements_of_an_attempt_that_its_producer_began_before() -> None:
+    """Else the gradient would go back otherwise than in a run in which nothing was discarded."""
+
+    async def main() -> None:
+        one, two = StageCodecs(config("topk:0.1", "int8")), StageCodecs(config("topk:0.1", "int8"))
+        two.advance(FIRST, 0)
+        for attempt in (FIRST, (1, 2)):
+            out = await one.activation(attempt, 0, 0, "e/0", X, evaluate=False)
+            await two.decode((attempt, 0, 0, "e/0"), "activation", payload(out), SHAPE, "float32")
+        await two.discard()
+        assert len(two._masks) == 1
+        two.advance((1, 2), 0)
+        back = await two.gradient((1, 2), 0, 0, "e/0", G)
+        assert (back.spec, back.masked) == ("topk:0.1", True)
+
+    asyncio.run(main())
+
+
 def test_edges_that_the_table_does_not_name_and_whole_numbers_go_as_they_are() -> None:
     async def main() -> None:
         codecs = StageCodecs(config("int8", "int8"))
