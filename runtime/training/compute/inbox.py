@@ -1,8 +1,8 @@
 """Tensors that a stage waits for, checked against its plan as they arrive.
 
 What may arrive is known beforehand: each edge, microbatch and direction once a step. Everything else is refused, so
-that memory is bounded by the plan: at most this step and the next of the current attempt, and one attempt ahead of it
-(a partner may hear the lead's `begin` or `commit` before we do).
+that memory is bounded by the plan: at most this step and the next of the current attempt, and one attempt ahead of it from
+each partner (which may hear the lead's `begin` or `commit` before we do).
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Inbox:
         self._expected = _expected(plan)
         self._attempt: Attempt = NO_ATTEMPT
         self._step = 0
-        self._ahead: Attempt = NO_ATTEMPT  # the newest attempt that a partner has begun before us
-        self._ahead_step = 0
+        # The attempt that a partner has begun before us, and with which step: by its stage.
+        self._ahead: dict[int, tuple[Attempt, int]] = {}
         self._held: dict[Attempt, dict[Key, torch.Tensor]] = {}
         self._waiting: dict[Key, asyncio.Future[torch.Tensor]] = {}
 
@@ -107,7 +107,7 @@ class Inbox:
         returned then is to be awaited before the next frame of `source` is offered, and raises the same."""
         header = _header(frame)
         shape, dtype = self._check(source, frame.kind, header)
-        if not self._wanted(header):
+        if not self._wanted(source, header):
             return None
         if header.codec != DENSE:
             return self._decode(source, frame, header, shape, dtype)
@@ -127,8 +127,13 @@ class Inbox:
             tensor = await self.codecs.decode(place, frame.kind, sent, shape, dtype, evaluate=header.evaluate)
         except ValueError as error:
             raise FrameError(f"{frame.kind} {header.edge[:80]!r}: {error}") from None
-        if self._wanted(header):  # still
+        if header.attempt == self._attempt:
+            if header.step >= self._step:  # still
+                self._put(source, frame.kind, header, tensor)
+        elif self._ahead.get(source) == (header.attempt, header.step):
             self._put(source, frame.kind, header, tensor)
+        else:
+            self.codecs.forget(header.attempt, {header.edge})
 
     def _put(self, source: int, kind: str, header: TensorHeader, tensor: torch.Tensor) -> None:
         key = Key(kind, header.step, header.microbatch, header.edge, source, header.evaluate)
@@ -138,23 +143,30 @@ class Inbox:
         else:
             self._held.setdefault(header.attempt, {}).setdefault(key, tensor)
 
-    def _wanted(self, header: TensorHeader) -> bool:
+    def _wanted(self, source: int, header: TensorHeader) -> bool:
         if header.attempt == self._attempt:
             if header.step > self._step + 1:
                 raise FrameError(f"a tensor of step {header.step} while step {self._step} is under way")
             return header.step >= self._step
-        if header.attempt < max(self._attempt, self._ahead):
+        if header.attempt < self._attempt:
             return False
-        if header.attempt > self._ahead:
-            if self._ahead != self._attempt:
-                self._held.pop(self._ahead, None)
-            self._ahead, self._ahead_step = header.attempt, header.step
-        # Its first step cannot be committed before we have begun it.
-        if header.step != self._ahead_step:
-            raise FrameError(
-                f"a tensor of step {header.step} in an attempt that began with {self._ahead_step}"
-            )
+        ahead, step = self._ahead.get(source, (NO_ATTEMPT, 0))
+        if header.attempt != ahead:
+            # Not the highest but the last: an owner that is gone may have named any.
+            if ahead > self._attempt:
+                self._forget(source, ahead)
+            self._ahead[source] = (header.attempt, header.step)
+        elif header.step != step:  # its first one cannot be committed before we have begun it
+            raise FrameError(f"a tensor of step {header.step} in an attempt that began with {step}")
         return True
+
+    def _forget(self, source: int, attempt: Attempt) -> None:
+        """What a partner has sent of an attempt ahead of ours."""
+        held = self._held.pop(attempt, {})
+        left = {key: tensor for key, tensor in held.items() if key.source != source}
+        if left:
+            self._held[attempt] = left
+        self.codecs.forget(attempt, {edge for _, edge, sender in self._expected if sender == source})
 
     async def take(self, key: Key) -> torch.Tensor:
         """The tensor of that name of the current attempt, once it is there; each can be taken once."""

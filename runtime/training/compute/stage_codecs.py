@@ -14,7 +14,7 @@ order in which they were asked for, so that error feedback depends on the schedu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -157,6 +157,12 @@ class StageCodecs:
         """What belongs to earlier steps and attempts is forgotten."""
         self._attempt = attempt
         self._masks = {place: mask for place, mask in self._masks.items() if place[:2] >= (attempt, step)}
+
+    def forget(self, attempt: Attempt, edges: Collection[str]) -> None:
+        """Of these edges what came in an attempt that we have not begun."""
+        self._masks = {
+            place: mask for place, mask in self._masks.items() if place[0] != attempt or place[3] not in edges
+        }
 
     def commit(self) -> None:
         """What the step has left out is state now."""

@@ -355,13 +355,22 @@ def test_what_is_ahead_of_us_waits_for_us() -> None:
     box.offer(0, activation(1.0, step=1))
     box.offer(0, activation(2.0, attempt=(1, 2)))
     box.offer(0, activation(3.0, attempt=(2, 1)))
-    box.offer(0, activation(4.0, attempt=(1, 3)))  # the one before a newer lead's: never to begin
     with pytest.raises(FrameError, match="began with 0"):
         box.offer(0, activation(attempt=(2, 1), step=1))
     box.advance((1, 1), 1)
     assert taken(box, replace(KEY, step=1)) == 1.0
     box.advance((2, 1), 0)
     assert taken(box) == 3.0
+
+
+def test_an_owner_that_is_gone_holds_up_no_attempt_with_those_that_it_named() -> None:
+    box = inbox()
+    box.offer(0, activation(1.0, attempt=(1 << 30, 7), step=2))
+    box.offer(3, frame("tie", "w", torch.full((2, 3), 2.0), attempt=(2, 1)))
+    box.offer(0, activation(3.0, attempt=(2, 1)))  # by its successor
+    box.advance((2, 1), 0)
+    assert taken(box) == 3.0 and taken(box, Key("tie", 0, 0, "w", 3)) == 2.0
+    assert box._held == {(2, 1): {}}
 
 
 def test_memory_is_bounded_by_the_plan() -> None:

@@ -252,3 +252,20 @@ def decoded(spec: str, tensor: torch.Tensor) -> torch.Tensor:
 def size(sent: Sent) -> int:
     buffers: Sequence[memoryview] = sent.buffers
     return sum(buffer.nbytes for buffer in buffers)
+
+
+def test_what_is_known_of_attempts_ahead_is_bounded_by_the_plan() -> None:
+    async def main() -> None:
+        job = config("topk:0.1", "none")
+        inbox = Inbox(PLAN, job, StageCodecs(job))
+        inbox.advance(FIRST, 0)
+        sent = await StageCodecs(job).activation(FIRST, 0, 0, "e/0", X, evaluate=False)
+        for count in range(2, 40):
+            for microbatch in range(2):
+                work = inbox.offer(0, frame(sent, attempt=(1, count), microbatch=microbatch))
+                assert work is not None
+                await work
+        assert set(inbox.codecs._masks) == {((1, 39), 0, m, "e/0") for m in range(2)}
+        assert set(inbox._held) == {FIRST, (1, 39)} and len(inbox._held[1, 39]) == 2
+
+    asyncio.run(main())
