@@ -15,7 +15,18 @@ from contextlib import suppress
 from typing import Any
 
 from fusion.runtime.job.context import Context
-from fusion.runtime.training.step.messages import TENSOR_KINDS, Hello, Message, decode, encode
+from fusion.runtime.training.step.messages import (
+    TENSOR_KINDS,
+    Begin,
+    Commit,
+    Discard,
+    Hello,
+    Hold,
+    Message,
+    Restore,
+    decode,
+    encode,
+)
 from fusion.runtime.training.streams.fence import Later, Overtaken
 from fusion.runtime.training.streams.partner import Held, Partner
 from fusion.swarm.claims.tenure import Holding
@@ -161,16 +172,23 @@ class Partners:
                 self._check_term(partner, stream.remote, hello, frame)
                 self._context.watch.takes(self.stage, self.term, self._incarnation, hello.source, frame)
                 self.received_bytes += frame.payload.nbytes
-                work = self._deliver(hello.source, frame)
+                work = self._deliver(hello, frame)
                 if work is not None:
                     await work
         finally:
             partner.dismiss(stream)
 
-    def _deliver(self, source: int, frame: Frame) -> Awaitable[None] | None:
+    def _deliver(self, hello: Hello, frame: Frame) -> Awaitable[None] | None:
         if frame.kind in TENSOR_KINDS:
-            return self._tensor(source, frame)
-        self._receive(source, decode(frame))
+            return self._tensor(hello.source, frame)
+        message = decode(frame)
+        if (
+            isinstance(message, Begin | Commit | Discard | Hold | Restore)
+            and message.attempt[0] != hello.term
+        ):
+            # A higher one would be heard of here, and the attempts of the leads that follow would count for nothing.
+            raise StaleTerm(f"an attempt of term {message.attempt[0]} on a stream of term {hello.term}")
+        self._receive(hello.source, message)
         return None
 
     def _check_open(self, partner: Partner) -> None:

@@ -10,6 +10,7 @@ from support.instant_loop import run
 from support.stages import JOB, Node, linked, linked_pair, now, swarm, until
 
 from fusion.runtime.job.size_text import needs
+from fusion.runtime.training.step.messages import After, Begin
 from fusion.runtime.training.streams.fence import Overtaken
 from fusion.runtime.training.streams.partner import PATIENCE_SECONDS
 from fusion.swarm.directory.records import ClaimRecord
@@ -273,6 +274,24 @@ def test_while_a_frozen_owner_is_dialled_its_heir_is_linked_to() -> None:
             began = now()
             await linked(one, new)
             assert now() - began < 0.05  # not after the dial that nobody answers
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("attempt", "linked_after"), [((1, 1 << 40), True), ((2, 1), False), ((0, 1), False)]
+)
+def test_a_lead_speaks_of_attempts_of_its_own_term_alone(
+    attempt: tuple[int, int], linked_after: bool
+) -> None:
+    """Stages go by the highest that they have heard of: those of the next lead are above, whatever this one says."""
+
+    async def main() -> None:
+        async with linked_pair() as (_, one, two):
+            assert one.neighbours is not None and one.neighbours.term == 1
+            one.neighbours.send(1, Begin(attempt, 0, After()))
+            await asyncio.sleep(0.01)
+            assert [state for _, state in two.linked][:2] == ([True] if linked_after else [True, False])
 
     run(main())
 
