@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
@@ -147,6 +148,7 @@ class GraphGateway:
                 read = [values[i.name] for i in stage.graph.inputs]
             except KeyError as missing:
                 raise JobFailed(f"no stage of {model.manifest.name} made {missing}") from None
+            _check_size(read, f"what stage {stage.index} reads")
             made, peer = await self._asked(model, stage, read)
             own = {edge.name for edge in stage.sends}.union(results[i] for i in stage.results)
             values.update((a.name, a) for a in made if a.name in own)
@@ -160,6 +162,7 @@ class GraphGateway:
             outputs = [values[name] for name in results]
         except KeyError as missing:
             raise JobFailed(f"no stage of {model.manifest.name} made {missing}") from None
+        _check_size(outputs, "what the model makes")
         return [
             Array(called, a.dtype, a.shape, a.data)
             for called, a in zip(model.serve.outputs, outputs, strict=True)
@@ -194,6 +197,15 @@ class GraphGateway:
                     await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError:
             raise JobFailed(f"no answer in {PATIENCE_SECONDS:.0f} s: {trouble}") from None
+
+
+def _check_size(arrays: Sequence[Array], what: str) -> None:
+    """Of several stages, each of which sends no more than one frame has room for. Raises JobError."""
+    size = sum(len(a.data) for a in arrays)
+    if size > MAX_RUN_BYTES:
+        raise JobError(
+            f"input: {what} of so many samples has {size} bytes; at most {MAX_RUN_BYTES}: fewer at once (--batch)"
+        )
 
 
 def _has_place(places: Shares[Stream], stream: Stream) -> bool:

@@ -155,3 +155,22 @@ def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
             assert len((await model.ask(np.zeros((4, 1, 16, 16), np.float32))).arrays) == 2  # it lives
 
     asyncio.run(main())
+
+
+def test_what_several_stages_made_fits_one_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them sends no more; else an owner, or the client, hangs up on what is too large, and is asked again."""
+
+    async def main() -> None:
+        async with served(tmp_path, 2) as model:
+            for stage in range(3):
+                await model.host(0, stage)
+            images = np.zeros((3, 1, 16, 16), np.float32)
+            made = await model.ask(images)
+            most = max(images.nbytes, *(len(a.data) for a in made.arrays))
+            monkeypatch.setattr("fusion.runtime.serving.graphs.gateway.MAX_RUN_BYTES", most)
+            with pytest.raises(
+                RemoteError, match=r"^input: what (stage \d reads|the model makes) of so many"
+            ):
+                await model.ask(images)
+
+    asyncio.run(main())
