@@ -12,6 +12,9 @@ from fusion.swarm.transport import UNASKED_BYTES
 
 MAX_TRAIN_BYTES = 2 << 20
 MAX_INDEX_BYTES = 8 << 20  # of a blob of 256 GiB
+MAX_PASSED_BYTES = (
+    64 << 20
+)  # to and from a command: the largest are arrays that a model is given, and those that come back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +53,8 @@ CONTROL = WireProtocol(
     name="/fusion/control/1",
     about="commands of this user to the peer that runs on this machine, over a Unix socket: its streams, its directory",
     idle_seconds=6 * 3600.0,  # a command may watch a job that waits for a peer
-    payload_bytes=16 << 20,  # of what is passed on; the largest are prompts, then chunks of blobs
-    answer_bytes=16 << 20,
+    payload_bytes=MAX_PASSED_BYTES,
+    answer_bytes=MAX_PASSED_BYTES,
 )
 
 SWARM_PROTOCOLS = (BLOB, PROBE, DIRECTORY, CONTROL)

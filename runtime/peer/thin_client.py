@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from fusion.runtime.job.context import Context
+from fusion.runtime.job.protocol import ANSWER_BYTES
 from fusion.runtime.peer.client import CACHED_PEERS_FILE, NO_WAY, ClientConfig
 from fusion.runtime.peer.client_context import client_context
 from fusion.runtime.peer.keys import IDENTITY_FILE, access_of, keys_of
@@ -42,7 +43,9 @@ async def open_thin(config: ClientConfig) -> AsyncIterator[Context]:
             f"{ways[0]}: without the peer extra, /ip4, /ip6 and /dns addresses over /tcp are dialled"
         )
     authorizer = None if key is None else Authorizer(key, identity.peer_id)
-    transport = ThinTransport(ThinConfig(identity=identity, ways=usable, authorizer=authorizer))
+    transport = ThinTransport(
+        ThinConfig(identity=identity, ways=usable, authorizer=authorizer, answer_bytes=ANSWER_BYTES)
+    )
     directory = RemoteDirectory(transport, transport.gateway, transport.doubt, transport.learn)
     access = access_of(identity.peer_id, directory, config.home, (identity, *keys_of(config.home)))
     around: asyncio.Task[None] | None = None

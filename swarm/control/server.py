@@ -133,7 +133,6 @@ class ControlServer:
             case "open":
                 far = await self._transport.open(PeerId(_text(header, "peer")), _text(header, "protocol"))
                 try:
-                    far.allow(LIMITS.payload_bytes)
                     stream.allow(LIMITS.payload_bytes)
                     await stream.send("opened")
                     await splice(stream, far)

@@ -193,6 +193,6 @@ def _empty(size: int) -> memoryview:
     """Memory that nothing was written to."""
     try:
         import numpy  # slow to import, and a command that gets only small frames does without
-    except ImportError:  # a thin client, whose limit is 16 MiB
+    except ImportError:  # a thin client, which is sent few of that size
         return memoryview(bytearray(size))
     return numpy.empty(size, numpy.uint8).data

@@ -13,11 +13,12 @@ import logging
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, TransportError
 from fusion.swarm.identity import Identity
+from fusion.swarm.protocol import MAX_PASSED_BYTES
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.frames import FrameLimits
 from fusion.swarm.streams.traffic import TrafficCounter
@@ -41,7 +42,9 @@ class ThinConfig:
     identity: Identity
     ways: tuple[str, ...]  # multiaddrs of peers, any of which will do
     authorizer: Authorizer | None = None  # of a closed swarm
-    limits: FrameLimits = FrameLimits(payload_bytes=16 << 20)  # noqa: RUF009 - frozen; the index of a blob is half of that
+    limits: FrameLimits = FrameLimits(payload_bytes=MAX_PASSED_BYTES)  # noqa: RUF009 - frozen
+    # Payloads that are taken on a stream, by protocol, as their lists say; of others those that `limits` allow.
+    answer_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.ways:
@@ -104,6 +107,7 @@ class ThinTransport:
         near = await trio.call(self._dialer.open, peer, targets, protocol, unused=socket.socket.close)
         stream = FrameStream(
             *(self._config.limits, self._counter, lambda *_: None, peer, protocol),
+            allowed=self._config.answer_bytes.get(protocol),
             authorizer=self._config.authorizer,
         )
         self._streams.add(stream)

@@ -159,7 +159,7 @@ async def what_cannot_be_reached_is_said_in_one_line() -> None:
             with pytest.raises(PeerUnreachable, match="nobody says"):
                 await near.open(Identity.generate().peer_id, ECHO)
             with pytest.raises(FrameError):
-                await call(near, far.peer_id, ECHO, "data", {}, [bytes(17 << 20)])
+                await call(near, far.peer_id, ECHO, "data", {}, [bytes((64 << 20) + 1)])
 
 
 async def a_listener_that_is_no_libp2p_host_is_given_up_on() -> None:

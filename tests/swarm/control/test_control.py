@@ -15,6 +15,7 @@ import pytest
 import uvloop
 from support.directory_records import claim_record, job_record, link_record, peer_record, provider_record
 
+from fusion.runtime.job.protocol import PROTOCOLS
 from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
 from fusion.swarm.control.server import LIMITS, ControlConfig, ControlServer, splice
 from fusion.swarm.directory.api import Directory
@@ -24,11 +25,12 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
-from fusion.swarm.protocol import CONTROL
+from fusion.swarm.protocol import CONTROL, WireProtocol
 from fusion.swarm.streams import frames
 from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.memory_stream import BUFFERED_BYTES, stream_pair
 from fusion.swarm.streams.traffic import TrafficCounter
+from fusion.swarm.thin.transport import ThinConfig
 from fusion.swarm.transport import PeerId, Stream, Transport, call
 
 ECHO = "/fusion/echo/1"
@@ -84,7 +86,7 @@ def test_streams_go_through_the_peer_to_others_and_to_itself(run: object) -> Non
             command = await w.attach()
             assert command.through == w.here.peer_id and command.addresses == w.here.addresses
             for peer in (w.here.peer_id, w.there.peer_id):
-                large = os.urandom(3 << 20)
+                large = os.urandom(24 << 20)
                 reply = await call(command, peer, ECHO, "hi", {"n": [1, 2]}, [large])
                 assert (reply.kind, reply.header, bytes(reply.payload)) == ("hi", {"n": [1, 2]}, large)
                 stream = await command.open(peer, ECHO)
@@ -95,6 +97,14 @@ def test_streams_go_through_the_peer_to_others_and_to_itself(run: object) -> Non
             await command.aclose()
 
     run(main())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
+def test_whatever_a_peer_may_be_told_and_answer_goes_to_a_command_too(protocol: WireProtocol) -> None:
+    largest = max(protocol.payload_bytes or 0, protocol.answer_bytes)
+    assert largest <= min(
+        LIMITS.payload_bytes, ThinConfig(identity=Identity.generate(), ways=("",)).limits.payload_bytes
+    )
 
 
 def test_only_this_user_may_use_the_socket() -> None:
