@@ -3,7 +3,9 @@ own reader of the format."""
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -53,7 +55,12 @@ class Npz:
             raise JobError(f"{self._path} is not an .npz file: {error}") from None
         except JobError:
             raise
-        except (ValueError, NotImplementedError) as error:
+        except (zlib.error, tokenize.TokenError, KeyError) as error:
+            raise JobError(f"{self._path} is damaged: {error}") from None
+        except (
+            ValueError,
+            RuntimeError,
+        ) as error:  # encrypted, or packed in a way that zipfile does not know
             raise JobError(f"{self._path}: {error}") from None
 
 

@@ -61,6 +61,21 @@ def test_arrays_that_are_no_samples(tmp_path: Path, arrays: dict[str, Any], says
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("says", ["is damaged", "is encrypted"])
+def test_an_npz_that_cannot_be_unpacked(tmp_path: Path, says: str) -> None:
+    path = tmp_path / "data.npz"
+    np.savez_compressed(path, x=np.zeros(9))
+    data = bytearray(path.read_bytes())
+    if says == "is encrypted":
+        for flags in (6, data.index(b"PK\x01\x02") + 8):
+            data[flags] |= 1
+    else:
+        data[30 + int.from_bytes(data[26:28], "little") + int.from_bytes(data[28:30], "little")] = 0xFF
+    path.write_bytes(data)
+    with pytest.raises(JobError, match=rf"data\.npz.*{says}"):
+        Npz(path).read(["x"], LIMIT, silent)
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 nonsense", pickle.dumps({"x": 1}), b"\x93NUMPY"])
 def test_a_file_that_is_no_npz(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "data.npz"
