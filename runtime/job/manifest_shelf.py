@@ -76,13 +76,16 @@ class ManifestShelf:
     async def _fetch(self, record: JobRecord) -> None:
         job = record.job
         hints = [peer for peer in (record.author, record.lead) if peer is not None]
+        other = self._blobs.has(
+            Digest(job)
+        )  # a stranger may call a job as any blob that is here for something else
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 data = await self._blobs.read(Digest(job), manifests.MAX_MANIFEST_BYTES, hints)
             manifest = await self._context.work_for(job, record.author, manifests.decode, data)
         except JobError as error:
             log.warning("job %s (%s) is refused: %s", record.name, job[:12], one_line(str(error)))
-            await self._refuse(job)
+            await self._refuse(job, drop=not other)
         except (SwarmError, TimeoutError) as error:
             reason = one_line(str(error)) or "timed out"
             log.warning("no manifest of job %s (%s): %s", record.name, job[:12], reason)
@@ -94,11 +97,12 @@ class ManifestShelf:
         finally:
             del self._fetching[job]
 
-    async def _refuse(self, job: JobId) -> None:
+    async def _refuse(self, job: JobId, *, drop: bool) -> None:
         """The digest fixes the bytes: they will never be a manifest."""
         self._refused[job] = None
         try:
-            await self._blobs.drop(Digest(job))
+            if drop:
+                await self._blobs.drop(Digest(job))
         except SwarmError as error:
             log.warning("%s", error)
 

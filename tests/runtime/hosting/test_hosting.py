@@ -708,18 +708,33 @@ def test_garbage_is_refused_once_and_for_all(
 ) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            ours = await made.join()
-            bad = await made.launch(garbage)
+            holder, ours = await made.join(), await made.join()
+            bad = JobId(await holder.blobs.put(garbage))
+            await made.announce(bad, lead=holder.context.peer_id)
             job = await made.launch(made.manifest(ours))
             for _ in range(3):
                 await ours.look()
                 made.clock.advance(100)
-                await made.announce(bad)
+                await made.announce(bad, lead=holder.context.peer_id)
                 await made.announce(job)
             assert set(ours.service.running) == {(job, 0)}
             assert ours.blobs.asked.count(Digest(bad)) == 1 and not ours.blobs.has(Digest(bad))
             lines = [r.getMessage() for r in caplog.records if bad[:12] in r.getMessage()]
             assert len(lines) == 1 and "is refused" in lines[0] and "\n" not in lines[0]
+
+    asyncio.run(main())
+
+
+def test_a_job_that_is_called_as_a_blob_of_something_else_does_not_take_it_along(tmp_path: Path) -> None:
+    """Any stranger may publish a record: of the graph of another's job, say, or of the index of its newest snapshot."""
+
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours = await made.join()
+            other = ours.blobs.store.put(b"a graph")
+            await made.announce(JobId(other))
+            await ours.look()
+            assert ours.blobs.asked == [other] and ours.blobs.has(other)
 
     asyncio.run(main())
 
