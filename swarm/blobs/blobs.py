@@ -96,9 +96,13 @@ class Blobs:
         self._announcer.soon(digest)
         return digest
 
-    async def drop(self, digest: Digest) -> None:
-        """Delete our copy; the announcement runs out by itself."""
+    async def drop(self, digest: Digest) -> bool:
+        """Delete our copy, unless somebody here needs it: a stranger can name any blob as part of a job. Whether it is gone; the
+        announcement runs out by itself."""
+        if self.store.needs is not None and digest in self.store.needs.all():
+            return False
         await asyncio.to_thread(self.store.delete, digest)
+        return True
 
     async def fetch(
         self,

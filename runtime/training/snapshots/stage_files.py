@@ -71,6 +71,7 @@ class StageFiles:
         self._most = file_bytes(state, tensors)  # that our weights, or a shard of ours, may take
         self._scratch = scratch_folder(context)
         self._by_step: dict[int, set[Digest]] = {}  # blobs of snapshots that we wrote or fetched
+        self._left: set[Digest] = set()  # of them what goes as soon as nobody else here needs it
 
     async def put(self, data: bytes) -> Digest:
         return await self._blobs.put(data)
@@ -169,11 +170,12 @@ class StageFiles:
     async def forget_before(self, checkpoint: Checkpoint) -> None:
         """Delete what belongs to snapshots older than the newest few."""
         steps = sorted((step for step in self._by_step if step <= checkpoint.step), reverse=True)
-        kept = set().union(*(self._by_step[step] for step in steps[:KEPT]))
         for step in steps[KEPT:]:
-            for digest in self._by_step.pop(step) - kept:
-                await self._context.blobs.drop(digest)
+            self._left |= self._by_step.pop(step)
         self._hold()
+        for digest in self._left.difference(*self._by_step.values()):
+            if await self._context.blobs.drop(digest):
+                self._left.discard(digest)
 
     async def hold_copies(self) -> None:
         """What somebody other than the launcher has to hold: the initial weights of the stage before us, for the time

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.graph import Graph
+from fusion.runtime.training.data.ledger import Ledger
+from fusion.runtime.training.snapshots.snapshot import Index, encode_index
+from fusion.runtime.training.snapshots.stage_files import StageFiles
+from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.swarm.blobs.blobs import Blobs
+from fusion.swarm.blobs.eviction import Needs
+from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.identity import Identity
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
+from fusion.swarm.transport import PeerId
+
+JOB = JobId("a" * 64)
+
+
+def test_an_index_that_names_a_blob_of_another_job_deletes_it_for_nobody_who_needs_it(tmp_path: Path) -> None:
+    """A lead may be a stranger, and digests are no secret."""
+
+    async def main() -> None:
+        identity, network, holder = Identity.generate(), MemoryNetwork(), Needs()
+        store = BlobStore(tmp_path / "blobs", 1 << 20, Needs())
+        async with MemoryTransport(network, identity.peer_id) as transport:
+            blobs = Blobs(store, transport, MemoryDirectory(network, identity))
+            theirs = store.put(b"the newest snapshot of somebody's")
+            blobs.hold(holder, [theirs])
+            context: Any = SimpleNamespace(blobs=blobs, home=tmp_path)
+            manifest: Any = SimpleNamespace(train=None, stages=2)
+            files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
+            named = [theirs, store.put(b"2"), store.put(b"3")]
+            indices = []
+            for step, digest in enumerate(named, 1):
+                ledger = Ledger(steps=step, samples=step, head="e" * 64)
+                made = Index(job=JOB, step=step, shards=(digest, Digest("b" * 64)), ledger=ledger)
+                indices.append(store.put(encode_index(made)))
+                await files.replicate(indices[-1], {0: PeerId("one"), 1: identity.peer_id})
+            newest = Checkpoint(step=3, digest=indices[-1])
+            await files.forget_before(newest)
+            assert [store.has(digest) for digest in (*named, *indices)] == [True] * 3 + [False, True, True]
+            blobs.hold(holder, [])
+            await files.forget_before(newest)
+            assert not store.has(theirs) and store.has(named[1])
+
+    asyncio.run(main())
