@@ -130,7 +130,9 @@ class GatewaySessions:
         chain: ShownGrants = no_grants,
     ) -> None:
         """`chain`: the grants that we show in a job."""
-        self._links = RingLinks(transport, on_frame=self._heard, on_end=self._lost, chain=chain)
+        self._links = RingLinks(
+            transport, on_frame=self._heard, on_end=self._lost, needed=self._needed, clock=clock, chain=chain
+        )
         self._reach_seconds = reach_seconds
         self._clock = clock
         self._sessions: dict[SessionId, GatewaySession] = {}
@@ -199,11 +201,18 @@ class GatewaySessions:
             self._beginnings[first] = None
         return known
 
+    def _needed(self) -> set[LinkEnds]:
+        """The links of all sessions, also of those that are being opened."""
+        return {
+            _ends(session, stage)
+            for session in self._sessions.values()
+            for stage in range(len(session.route))
+        }
+
     async def _reach(self, session: GatewaySession, stage: int) -> None:
-        ends = LinkEnds(session.model.job, GATEWAY, stage, session.route[stage].peer)
         try:
             async with asyncio.timeout(self._reach_seconds):
-                session.links[stage] = await self._links.to(ends)
+                session.links[stage] = await self._links.to(_ends(session, stage))
         except (SwarmError, TimeoutError) as error:
             reason = "timed out" if isinstance(error, TimeoutError) else error_line(error)
             message = f"{session.where(stage)} cannot be reached: {reason}"
@@ -269,6 +278,10 @@ class GatewaySessions:
             for s in self._sessions.values()
             if s.model.job == ends.job and ends.stage in s.links and s.route[ends.stage].peer == ends.peer
         ]
+
+
+def _ends(session: GatewaySession, stage: int) -> LinkEnds:
+    return LinkEnds(session.model.job, GATEWAY, stage, session.route[stage].peer)
 
 
 def token_of(frame: Frame) -> tuple[int, int]:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -26,6 +26,11 @@ from fusion.swarm.streams.queued_stream import QueuedStream, dial
 from fusion.swarm.transport import Frame, PeerId, Transport, checked
 
 GATEWAY = -1  # in place of a stage index: the sender is the gateway of some sessions
+# Links that no session needs stay for the next one, as long as what stages keep of a session; to dial again takes a round trip or two.
+# Who is at the far end may be a stranger's word, so there are not more of them than so many.
+IDLE_SECONDS = 600.0
+MOST_IDLE = 256
+LOOK_SECONDS = 15.0  # between two looks for them
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,25 @@ class RingPosition:
         return f"stage {stage} of {self.name} on {friendly_name(peer or self.peer)}"
 
 
+@dataclass(eq=False)
+class _Dialled:
+    stream: QueuedStream
+    used_at: float  # when a session was last seen to need it
+
+
+def too_idle(used_at: Mapping[LinkEnds, float], now: float) -> list[LinkEnds]:
+    """Which links to close of those that no session needs, by when one last did."""
+    late_first = sorted(used_at, key=lambda ends: used_at[ends], reverse=True)
+    return [
+        ends
+        for place, ends in enumerate(late_first)
+        if place >= MOST_IDLE or now - used_at[ends] >= IDLE_SECONDS
+    ]
+
+
 class RingLinks:
-    """The links that we dialled: one for each neighbour, shared by all sessions, made when first needed."""
+    """The links that we dialled: one for each neighbour, shared by all sessions, made when first needed, and closed when no
+    session has needed them for long."""
 
     def __init__(
         self,
@@ -99,15 +121,22 @@ class RingLinks:
         *,
         on_frame: Callable[[LinkEnds, Frame], None],
         on_end: Callable[[LinkEnds, str], None],
+        needed: Callable[[], Collection[LinkEnds]],
+        clock: Callable[[], float],
         chain: ShownGrants = no_grants,
     ) -> None:
-        """`chain`: the grants that we show in a job."""
+        """`needed`: the ends of the links that open sessions have, or are about to ask for; `chain`: the grants that we show in a
+        job."""
         self.taking = WeakSet[QueuedStream]()  # whose far ends take several frames in one
         self._transport = transport
         self._chain = chain
         self._on_frame = on_frame
         self._on_end = on_end
-        self._links: dict[LinkEnds, QueuedStream] = {}
+        self._needed = needed
+        self._clock = clock
+        self._links: dict[LinkEnds, _Dialled] = {}
+        self._timer: asyncio.TimerHandle | None = None  # to the next look, as long as there are links
+        self._closing: set[asyncio.Task[None]] = set()
         # Of those that are being dialled now, held by whoever waits.
         self._dialling: WeakValueDictionary[LinkEnds, asyncio.Lock] = WeakValueDictionary()
 
@@ -116,15 +145,35 @@ class RingLinks:
         lock = self._dialling.setdefault(ends, asyncio.Lock())
         async with lock:
             known = self._links.get(ends)
-            if known is not None and not known.ended.is_set():
-                return known
+            if known is not None and not known.stream.ended.is_set():
+                known.used_at = self._clock()
+                return known.stream
             link = QueuedStream(
                 await dial(self._transport, ends.peer, RING, self._hello(ends)),
                 on_frame=lambda frame: self._heard(ends, link, checked(frame)),
                 on_end=lambda ended: self._ended(ends, link, ended.reason),
             )
-            self._links[ends] = link
+            self._links[ends] = _Dialled(link, self._clock())
+            self._close_idle()
             return link
+
+    def _close_idle(self) -> None:
+        """Close what no session has needed for long, and what is too many; look again in a while."""
+        now, needed, used_at = self._clock(), {*self._needed()}, dict[LinkEnds, float]()
+        for ends, link in self._links.items():
+            if ends in needed:
+                link.used_at = now
+            else:
+                used_at[ends] = link.used_at
+        for ends in too_idle(used_at, now):
+            # Whoever needs it from now on dials another.
+            closing = asyncio.create_task(self._links.pop(ends).stream.aclose())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(LOOK_SECONDS, self._close_idle) if self._links else None
 
     def _hello(self, ends: LinkEnds) -> dict[str, object]:
         chain = self._chain(ends.job)
@@ -137,11 +186,14 @@ class RingLinks:
             self._on_frame(ends, frame)
 
     def _ended(self, ends: LinkEnds, link: QueuedStream, reason: str) -> None:
-        if self._links.get(ends) is link:
+        known = self._links.get(ends)
+        if known is not None and known.stream is link:
             del self._links[ends]
         self._on_end(ends, reason)
 
     async def aclose(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         links = list(self._links.values())
         self._links.clear()
-        await asyncio.gather(*(link.aclose() for link in links))
+        await asyncio.gather(*(link.stream.aclose() for link in links), *self._closing)

@@ -77,7 +77,9 @@ class StageSessions:
         self.memory = StageMemory(worker, runner, self.schedule.sessions.values, clock)
         self._plan = plan
         self._position = position
-        self._links = RingLinks(transport, on_frame=_unasked, on_end=self._lost, chain=chain)
+        self._links = RingLinks(
+            transport, on_frame=_unasked, on_end=self._lost, needed=self._needed, clock=clock, chain=chain
+        )
         self._tasks: asyncio.TaskGroup | None = None
         self._emptied = asyncio.Event()  # no session is left
 
@@ -177,15 +179,11 @@ class StageSessions:
         except NotConstrained as error:
             self.fail(session, f"{self.here}: {error}", error.reason)
             return
-        wanted = [*self._plan.consumers]
-        wanted += [0] if self._plan.last and not self._plan.first else []
         links: dict[int, QueuedStream] = {}
-        for stage in wanted:
-            peer = opening.route[stage].peer
+        for ends in self._feeds(session):
+            stage, peer = ends.stage, ends.peer
             try:
-                links[stage] = await self._links.to(
-                    LinkEnds(self._position.job, self._plan.index, stage, peer)
-                )
+                links[stage] = await self._links.to(ends)
             except SwarmError as error:
                 where = self._position.where(stage, peer)
                 message = f"{where} cannot be reached from {self.here}: {error_line(error)}"
@@ -215,6 +213,16 @@ class StageSessions:
         known = [*opening.newer, *(["guesses"] if self._guesses else []), "early"]
         held = {"held": session.held} if opening.prefix else {}
         session.gateway.post("opened", {"session": session.id, "knows": known, **held})
+
+    def _feeds(self, session: StageSession) -> list[LinkEnds]:
+        """The links that it needs: to the stages that we feed, and from the last to the first."""
+        back = [0] if self._plan.last and not self._plan.first else []
+        job, here, route = self._position.job, self._plan.index, session.opening.route
+        return [LinkEnds(job, here, stage, route[stage].peer) for stage in [*self._plan.consumers, *back]]
+
+    def _needed(self) -> set[LinkEnds]:
+        """The links of all sessions, also of those that are being opened."""
+        return {ends for session in self for ends in self._feeds(session)}
 
     async def _reserve(self, session: StageSession) -> None:
         """Set memory aside, where others have to give way for it once they have. MemoryError: nobody has to."""

@@ -3,14 +3,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import RING
-from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks
+from fusion.runtime.serving.ring.links import GATEWAY, IDLE_SECONDS, LinkEnds, RingLinks
 from fusion.swarm.directory.records import JobId
-from fusion.swarm.errors import PeerUnreachable
+from fusion.swarm.errors import PeerUnreachable, StreamClosed
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.streams.queued_stream import hello
@@ -30,12 +31,16 @@ class Pair:
         self.arrived: asyncio.Queue[Stream] = asyncio.Queue()
         self.frames: list[Frame] = []
         self.reasons: list[str] = []
+        self.needed: set[LinkEnds] = set()  # by sessions
+        self.now = 0.0
 
     def links(self) -> RingLinks:
         return RingLinks(
             self.here,
             on_frame=lambda ends, frame: self.frames.append(frame),
             on_end=lambda ends, reason: self.reasons.append(f"{ends.stage}: {reason}"),
+            needed=lambda: self.needed,
+            clock=lambda: self.now,
         )
 
 
@@ -97,12 +102,75 @@ def test_a_frame_that_the_owner_refuses_ends_the_link() -> None:
                 raise JobError(f"no {frame.kind} here")
 
             links = RingLinks(
-                pair.here, on_frame=refuse, on_end=lambda ends, reason: pair.reasons.append(reason)
+                pair.here,
+                on_frame=refuse,
+                on_end=lambda ends, reason: pair.reasons.append(reason),
+                needed=set,
+                clock=lambda: pair.now,
             )
             link = await links.to(ENDS)
             await (await pair.arrived.get()).send("surprise")
             await link.ended.wait()
             assert pair.reasons == ["no surprise here"]
+
+    asyncio.run(main())
+
+
+def test_a_link_that_no_session_needs_is_closed_after_a_while_and_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fusion.runtime.serving.ring.links.LOOK_SECONDS", 0.005)
+
+    async def main() -> None:
+        async with two_peers() as pair:
+            links, other = pair.links(), replace(ENDS, stage=4)
+            pair.needed = {ENDS, other}
+            kept, closed = await links.to(ENDS), await links.to(other)
+            arrived = [await pair.arrived.get() for _ in range(2)]
+            pair.now += 2 * IDLE_SECONDS  # one answer may take as long
+            await asyncio.sleep(0.05)
+            assert not kept.ended.is_set() and not closed.ended.is_set()
+
+            pair.needed = {ENDS}
+            closed.post("last", {})
+            pair.now += 0.9 * IDLE_SECONDS
+            await asyncio.sleep(0.05)
+            assert not closed.ended.is_set()
+            assert await links.to(other) is closed  # which counts as a use
+            pair.now += 0.9 * IDLE_SECONDS
+            await asyncio.sleep(0.05)
+            assert not closed.ended.is_set()
+            pair.now += 0.2 * IDLE_SECONDS
+            await closed.ended.wait()
+            assert not kept.ended.is_set() and await links.to(ENDS) is kept
+            assert await hello(arrived[1]) and (await arrived[1].receive()).kind == "last"
+            with pytest.raises(StreamClosed):
+                await arrived[1].receive()
+
+            again = await links.to(other)
+            assert again is not closed and not again.ended.is_set()
+            await links.aclose()
+            assert not pair.reasons  # no session lost anything
+
+    asyncio.run(main())
+
+
+def test_of_links_that_no_session_needs_there_are_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusion.runtime.serving.ring.links.MOST_IDLE", 3)
+
+    async def main() -> None:
+        async with two_peers() as pair:
+            links, pair.needed = pair.links(), {ENDS}
+            kept = await links.to(ENDS)
+            others = []
+            for stage in range(10, 20):  # a stranger's routes, each session's over before the next
+                pair.now += 1.0
+                ends = replace(ENDS, stage=stage)
+                pair.needed = {ENDS, ends}
+                others.append(await links.to(ends))
+            await asyncio.gather(*(each.ended.wait() for each in others[:6]))
+            assert not any(each.ended.is_set() for each in [kept, *others[6:]])
+            await links.aclose()
 
     asyncio.run(main())
 

@@ -31,7 +31,7 @@ from fusion.runtime.job.protocol import RING
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.requests.request import Sampling, pack_tokens
 from fusion.runtime.serving.ring.frames import ID_BYTES, hop_bytes, plan_ring
-from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition
+from fusion.runtime.serving.ring.links import GATEWAY, IDLE_SECONDS, LinkEnds, RingPosition
 from fusion.runtime.serving.ring.stage import RingStage
 from fusion.runtime.serving.ring.stage_session import StageRunner
 from fusion.swarm.errors import StaleTerm, SwarmError
@@ -78,6 +78,40 @@ def test_sessions_at_once_do_not_touch_each_other() -> None:
             answers = await asyncio.gather(*(ring.generate(p, 10) for p in prompts))
             assert answers == [reference(stages, p, 10) for p in prompts]
             await ring.freed()
+
+    asyncio.run(main())
+
+
+def test_links_between_stages_end_once_no_session_needs_them_and_are_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fusion.runtime.serving.ring.links.LOOK_SECONDS", 0.005)
+
+    async def main() -> None:
+        stages, prompt, now = SHAPES["skip"], [1, 2, 3], [0.0]
+        async with ring_of(stages, clock=lambda: now[0]) as ring:
+            sent = [
+                ring.rings[0]._streams,
+                ring.rings[-1]._streams,
+            ]  # what the first stage and the last are sent over
+            streams, opening = await ring.connect(), ring.opening(prompt, 4)
+            await ring.open(streams, opening)  # and says nothing for a while
+            for _ in range(3):
+                assert await ring.generate(prompt, 10) == reference(stages, prompt, 10)
+                now[0] += 3.0  # less than after which a session is closed
+                await asyncio.sleep(0.02)
+            assert all(sent)
+            await ring.prompt(streams, opening, prompt)
+            assert await ring.tokens(streams[-1]) == reference(stages, prompt, 4)
+            for stream in streams:
+                await stream.send("close", {"session": opening.session})
+            await ring.freed()
+            now[0] += IDLE_SECONDS
+            async with asyncio.timeout(10):
+                while any(sent):
+                    await asyncio.sleep(0.005)
+            assert await ring.generate(prompt, 10) == reference(stages, prompt, 10)
+            assert all(sent)
 
     asyncio.run(main())
 
