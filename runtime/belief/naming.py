@@ -4,8 +4,10 @@ name is the manifest's and not the word of whoever speaks of the job."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from fusion.runtime.belief.reading import by_job, manifest_of, weigh
 from fusion.runtime.job.context import Context
@@ -42,16 +44,90 @@ class Known:
         )
 
 
-async def candidates(context: Context, words: Iterable[JobRecord]) -> tuple[Known, ...]:
-    """The jobs that `words` speak of, each judged by its manifest and the claims of its stages. Raises SwarmError."""
+async def look_into(context: Context, job: JobId, said: Sequence[JobRecord]) -> Known:
+    """The job that `said` speaks of, judged by its manifest and the claims of its stages. Raises SwarmError."""
+    manifest = await manifest_of(context, job, said)
+    belief = await weigh(context, job, said, manifest)
+    assert belief is not None, "somebody speaks of the job"
+    return Known(belief, manifest)
+
+
+Look = Callable[[JobId, Sequence[JobRecord]], Awaitable[Known]]
+
+
+@dataclass(eq=False)
+class _Shared:
+    job: JobId
+    began: float
+    task: asyncio.Task[Known]
+    askers: int = 0
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # once another may begin
+
+
+class SharedLooks:
+    """`look_into` for many that ask: one at a time for each job, and what came of it, a failure too, does for those that ask
+    within `pause_seconds` after it. Strangers may ask for any name, and publish jobs of that name."""
+
+    def __init__(self, context: Context, pause_seconds: float) -> None:
+        self._context = context
+        self._pause_seconds = pause_seconds
+        self._clock = context.clock.monotonic
+        self._shared: dict[JobId, _Shared] = {}
+
+    async def aclose(self) -> None:
+        tasks = [shared.task for shared in self._shared.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def since(self, moment: float = -math.inf) -> Look:
+        """By looks that began then or later."""
+
+        async def look(job: JobId, said: Sequence[JobRecord]) -> Known:
+            while (shared := self._shared.get(job)) is not None and shared.began < moment:
+                await shared.over.wait()
+            return await self._join(shared or self._begin(job, said))
+
+        return look
+
+    def _begin(self, job: JobId, said: Sequence[JobRecord]) -> _Shared:
+        task = asyncio.create_task(look_into(self._context, job, said))
+        shared = self._shared[job] = _Shared(job, self._clock(), task)
+        task.add_done_callback(partial(self._done, shared))
+        return shared
+
+    async def _join(self, shared: _Shared) -> Known:
+        shared.askers += 1
+        try:
+            return await asyncio.shield(shared.task)
+        finally:
+            shared.askers -= 1
+            if not shared.askers and not shared.task.done():  # nobody looks for those that are gone
+                shared.task.cancel()
+                self._end(shared)
+
+    def _done(self, shared: _Shared, task: asyncio.Task[Known]) -> None:
+        if task.cancelled():
+            self._end(shared)
+        else:
+            task.exception()  # whoever waits for it has it
+            asyncio.get_running_loop().call_later(self._pause_seconds, self._end, shared)
+
+    def _end(self, shared: _Shared) -> None:
+        if self._shared.get(shared.job) is shared:
+            del self._shared[shared.job]
+        shared.over.set()
+
+
+async def candidates(
+    context: Context, words: Iterable[JobRecord], look: Look | None = None
+) -> tuple[Known, ...]:
+    """The jobs that `words` speak of, as `look` or else `look_into` judges each. Raises SwarmError."""
     busy = asyncio.Semaphore(LOOKS)
 
     async def one(job: JobId, said: Sequence[JobRecord]) -> Known:
         async with busy:
-            manifest = await manifest_of(context, job, said)
-            belief = await weigh(context, job, said, manifest)
-        assert belief is not None, "somebody speaks of the job"
-        return Known(belief, manifest)
+            return await (look_into(context, job, said) if look is None else look(job, said))
 
     return tuple(
         await asyncio.gather(*(one(job, said) for job, said in [*by_job(words).items()][:CANDIDATES]))
@@ -59,12 +135,16 @@ async def candidates(context: Context, words: Iterable[JobRecord]) -> tuple[Know
 
 
 async def find(
-    context: Context, wanted: str, known: Collection[PeerId] = (), words: Iterable[JobRecord] | None = None
+    context: Context,
+    wanted: str,
+    known: Collection[PeerId] = (),
+    words: Iterable[JobRecord] | None = None,
+    look: Look | None = None,
 ) -> tuple[Known, ...]:
     """The jobs that are meant by a name or the beginning of an id, best first (`fusion.swarm.authority.names`), of all that
-    `words` speak of. Raises Ambiguous, SwarmError."""
+    `words` speak of, as `look` or else `look_into` judges each. Raises Ambiguous, SwarmError."""
     told = tuple(await context.directory.words() if words is None else words)
     jobs = {record.job for record in told if may_mean(wanted, record.name, record.job)}
     fitting = [record for record in told if record.job in jobs]
-    found = {each.record.job: each for each in await candidates(context, fitting)}
+    found = {each.record.job: each for each in await candidates(context, fitting, look)}
     return tuple(found[each.job] for each in meant([each.named for each in found.values()], wanted, known))

@@ -16,7 +16,7 @@ from functools import partial
 
 from cachetools import FIFOCache, LRUCache
 
-from fusion.runtime.belief.naming import Known, candidates, find
+from fusion.runtime.belief.naming import Known, SharedLooks, candidates, find
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
@@ -47,7 +47,7 @@ AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that 
 SEEN_TIMES = 3.0  # as long as a look is believed, it is gone by while the next one is under way; no longer than a claim counts
 # As long as nobody looks at an idle link, a session begins by what was said of links before.
 LINKED_SECONDS = 60.0
-# From one look at all jobs to the next, where nobody is known to serve what is asked for: strangers may ask for any name.
+# From one look at all jobs, or at one, to the next, where nobody is known to serve what is asked for: strangers may ask for any name.
 AFRESH_SECONDS = 0.5
 NAMED_SECONDS = 15.0  # for which a name means the same model without another look
 LIVE = frozenset({"launching", "running"})
@@ -98,6 +98,7 @@ class Catalog:
         self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODELS)
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())  # and when we began to look
         self._reading = asyncio.Lock()
+        self._judging = SharedLooks(context, AFRESH_SECONDS)
         self._meant: FIFOCache[str, tuple[JobId, float]] = FIFOCache(MAX_NAMES)  # and when we looked
         self._linking: asyncio.Task[None] | None = None  # reads what is said of links
         self._linked_at = float("-inf")  # when that was last done
@@ -112,7 +113,7 @@ class Catalog:
         looking = [*self._looking.values(), *self._finding.values(), *linking]
         for task in looking:
             task.cancel()
-        await asyncio.gather(*looking, return_exceptions=True)
+        await asyncio.gather(*looking, self._judging.aclose(), return_exceptions=True)
 
     async def find(self, name: str) -> ServedModel:
         """The model served under `name` (or `name@author`, or with that job id); "" where there is only one. A name means
@@ -168,7 +169,7 @@ class Catalog:
 
     async def served(self) -> tuple[Known, ...]:
         """What the swarm serves now, as far as it is known here. Raises SwarmError."""
-        seen = await candidates(self._context, await self._served())
+        seen = await candidates(self._context, await self._served(), self._judging.since())
         return tuple(each for each in seen if not each.belief.over)
 
     async def check_admitted(self, job: JobId, manifest: Manifest) -> None:
@@ -188,24 +189,25 @@ class Catalog:
         found = await self._named(served, name)
         if not found:  # it may have been launched since the last look
             served = await self._served(asked)
-            found = await self._named(served, name)
+            found = await self._named(served, name, asked)
         if not found:
             raise JobError(_unknown(served, name))
         return found[0].record
 
-    async def _named(self, served: Sequence[JobRecord], name: str) -> list[Known]:
-        """The models that are meant, best first."""
+    async def _named(self, served: Sequence[JobRecord], name: str, since: float = -math.inf) -> list[Known]:
+        """The models that are meant, best first, as they were at `since` or later."""
+        look = self._judging.since(since)
         if not name:
             jobs = {record.job for record in served}
             known = self._authors.get(name)
             if len(jobs) != 1 and known is None:
                 return []
-            seen = await candidates(self._context, served)
+            seen = await candidates(self._context, served, look)
             found = [each for each in seen if known is None or each.named.author == known]
         else:
             authors = {self._authors[name]} if name in self._authors else ()
             try:
-                found = list(await find(self._context, name, authors, served))
+                found = list(await find(self._context, name, authors, served, look))
             except ValueError as error:
                 raise JobError(f"model: {error}") from None
         going = [each for each in found if not each.belief.over]

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fusion.runtime.belief.naming import CANDIDATES
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import (
     LINKED_SECONDS,
@@ -71,6 +75,114 @@ def test_however_many_ask_for_unknown_names_there_is_one_look_now_and_then(
         began = catalog._clock()
         await asyncio.gather(*(ask(f"stranger {number}") for number in range(20)))
         assert 3 <= looks <= 2 + (catalog._clock() - began) / 0.1
+
+    asyncio.run(main())
+
+
+class _Published:
+    """`count` jobs of one name, each with an author of its own, and how often each was looked into."""
+
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.looks: Counter[JobId] = Counter()
+        self.jobs = [JobId(f"{number:064x}") for number in range(count)]
+        self.given = {*self.jobs}  # whose manifests can be had
+        self.under_way = 0
+        context: Any = SimpleNamespace(clock=Clock(), directory=SimpleNamespace(words=self._words))
+        monkeypatch.setattr("fusion.runtime.serving.answers.catalog.AFRESH_SECONDS", 0.1)
+        monkeypatch.setattr("fusion.runtime.belief.naming.manifest_of", self._manifest)
+        monkeypatch.setattr("fusion.runtime.belief.naming.weigh", self._weigh)
+        self.catalog = Catalog(context)
+        self.catalog._model = self._model  # type: ignore[method-assign]
+
+    async def _words(self) -> Any:
+        return tuple(SimpleNamespace(job=job, kind="serve", state="running", name="n") for job in self.jobs)
+
+    async def _manifest(self, context: Any, job: JobId, said: Any) -> Any:
+        manifest = SimpleNamespace(name="n", author=PeerId(f"author {job}"), launched_at=0)
+        return manifest if job in self.given else None
+
+    async def _weigh(self, context: Any, job: JobId, said: Any, manifest: Any) -> Any:
+        self.looks[job] += 1
+        self.under_way += 1
+        try:
+            await asyncio.sleep(0.005)
+        finally:
+            self.under_way -= 1
+        return SimpleNamespace(record=said[0], owned=True, over=False)
+
+    async def _model(self, record: JobRecord) -> Any:
+        return SimpleNamespace(
+            job=record.job, manifest=SimpleNamespace(author=PeerId(f"author {record.job}"))
+        )
+
+
+def test_however_many_ask_for_an_ambiguous_name_its_jobs_are_looked_into_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        published = _Published(CANDIDATES, monkeypatch)
+        catalog, began = published.catalog, time.monotonic()
+
+        async def ask(name: str) -> None:
+            for _ in range(10):
+                with pytest.raises(JobError, match="names jobs of 64 authors"):
+                    await catalog.find(name)
+
+        # A part of an author's id makes another name of the same jobs.
+        await asyncio.gather(*(ask(name) for name in ("n", "n@author", "n@a", "n@au") for _ in range(5)))
+        assert max(published.looks.values()) <= 2 + (time.monotonic() - began) / 0.1
+        await catalog.aclose()
+
+    asyncio.run(main())
+
+
+def test_who_asks_for_a_model_that_was_launched_a_moment_ago_gets_it_however_many_asked_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        published = _Published(1, monkeypatch)
+        published.given.clear()
+        catalog, [job] = published.catalog, published.jobs
+
+        async def keep_asking() -> None:
+            while True:
+                with suppress(JobError):
+                    await catalog.find("n")
+                await asyncio.sleep(0)
+
+        strangers = [asyncio.create_task(keep_asking()) for _ in range(20)]
+        await asyncio.sleep(0.25)
+        published.given.add(job)  # just after somebody has looked, or while somebody does
+        async with asyncio.timeout(5):
+            assert (await catalog.find("n")).job == job
+        assert published.looks[job] <= 6
+        for task in strangers:
+            task.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
+        await catalog.aclose()
+
+    asyncio.run(main())
+
+
+def test_nobody_goes_on_looking_for_those_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        published = _Published(1, monkeypatch)
+        gone, stays = (asyncio.create_task(published.catalog.find("n")) for _ in range(2))
+        await settled()
+        gone.cancel()
+        await settled()
+        assert published.under_way == 1 and (await stays).job == published.jobs[0]
+        last = asyncio.create_task(published.catalog.find(published.jobs[0]))
+        await asyncio.sleep(0.2)
+        await last
+        gone = asyncio.create_task(published.catalog.find(published.jobs[0][:60]))
+        await settled()
+        assert published.under_way == 1
+        gone.cancel()
+        await settled()
+        assert published.under_way == 0
+        assert (await published.catalog.find(published.jobs[0][:60])).job == published.jobs[0]
+        await published.catalog.aclose()
 
     asyncio.run(main())
 
