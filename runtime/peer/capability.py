@@ -63,6 +63,7 @@ class Measured:
     def __init__(self, plane: Plane, worker: Worker, device: str) -> None:
         self._plane, self._worker = plane, worker
         cuda = device.startswith("cuda")
+        self._device, self._cuda = device, cuda
         self._scale, self._at_start = (LARGE, AT_START_CUDA) if cuda else (SMALL, AT_START)
         # Where what a probe reads lies: a stage's weights are on its device, and to move them there is no part of a step.
         self._place = device if cuda and plane.name == "torch" else "cpu"
@@ -91,6 +92,21 @@ class Measured:
             self._found.clear()
         self._whole = len(found) == len(every)
         self._found.append(fitted(found))
+
+    async def first_look(self) -> None:
+        """`look` as a peer begins with. ValueError, in one line, where others have filled the GPU, or it runs nothing."""
+        try:
+            await self.look(whole=False)
+        except RuntimeError as error:
+            if not self._cuda:
+                raise
+            full = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+            wrong = (
+                "has no free memory to compute in; take one that has some"
+                if full
+                else f"does not compute ({error_line(error)}); take another one"
+            )
+            raise ValueError(f'device: "{self._device}" {wrong}, or "cpu"') from error
 
     async def keep_looking(self, idle: Callable[[], bool]) -> None:
         """For as long as the peer runs: measure again now and then, while it is `idle`."""

@@ -65,7 +65,7 @@ async def opened(
         LinkMonitor(network.transport, network.directory, network.transport.counter.receive_log) as links,
     ):
         measured = measuring(worker, config.device)
-        await measured.look(whole=False)
+        await measured.first_look()
         lent = config.memory_bytes
         if lent is None:
             lent = int(await worker.run(lent_bytes, config.device))

@@ -64,7 +64,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
     """Run a peer until the block ends; it is announced in the directory when the block begins.
 
     Raises, in one line each, IdentityError, SwarmKeyError, TransportError (a taken port), BlobError or OSError (a full or read-only
-    disk, a taken port of the HTTP API), ValueError (a device or a plane that is not there).
+    disk, a taken port of the HTTP API), ValueError (a device or a plane that is not there, a GPU without room).
     """
     plane = choose(config.plane, config.device, config.compute_threads)
     opening = opened(config, plane.name, plane.lacks, partial(Measured, plane))

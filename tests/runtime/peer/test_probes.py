@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from fusion.cli.terminal.errors import BAD_INPUT, Verdict, explain
 from fusion.dag.ir import serialise
 from fusion.dag.placement.speeds import KINDS, NODES, PRODUCTS, Speeds
 from fusion.runtime.job.worker import Worker
@@ -91,6 +92,37 @@ def test_measuring_again_keeps_the_best_and_goes_on_while_idle(monkeypatch: pyte
             assert measured.speeds.seconds[NODES] < 9 * first.seconds[NODES]
 
     asyncio.run(run())
+
+
+FULL = 'device: "cuda:1" has no free memory to compute in; take one that has some, or "cpu"'
+BROKEN = 'device: "cuda:1" does not compute (RuntimeError: no kernel image is available); take another one, or "cpu"'
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "said"),
+    [
+        ("cuda:1", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), FULL),
+        ("cuda:1", RuntimeError("CUDA error: out of memory\nKernel errors may come later"), FULL),
+        ("cuda:1", RuntimeError("no kernel image is available"), BROKEN),
+        ("cpu", RuntimeError("a mistake of ours"), None),
+    ],
+)
+def test_a_gpu_without_room_is_bad_input_in_one_line(
+    device: str, error: RuntimeError, said: str | None
+) -> None:
+    class Full:
+        name = "full"
+
+        def training(self, *_: object) -> None:
+            raise error
+
+    async def main() -> None:
+        async with Worker() as worker:
+            await Measured(Full(), worker, device).first_look()  # type: ignore[arg-type]
+
+    with pytest.raises(RuntimeError if said is None else ValueError) as raised:
+        asyncio.run(main())
+    assert raised.value is error if said is None else explain(raised.value) == Verdict(said, BAD_INPUT)
 
 
 @pytest.mark.parametrize(
