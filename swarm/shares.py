@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -85,6 +85,14 @@ class Shares(Generic[Item]):
         held = self._held.pop(item, None)
         if held is not None:
             self._held[item] = _Held(held.holder, held.amount, self._clock())
+
+    def used(self, used_at: Mapping[Item, float]) -> None:
+        """When items did something last, where that is known afterwards only. Harmless for those that are not held."""
+        for item, at in used_at.items():
+            held = self._held.get(item)
+            if held is not None and at > held.used_at:
+                self._held[item] = _Held(held.holder, held.amount, at)
+        self._held = dict(sorted(self._held.items(), key=lambda each: each[1].used_at))
 
     def release(self, item: Item, *, completed: bool = False) -> None:
         """Harmless where it is not held. `completed`: it served its purpose, which speaks for its holder."""

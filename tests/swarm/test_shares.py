@@ -47,6 +47,19 @@ def test_what_lies_idle_gives_way_first_to_anyone() -> None:
     assert shares.yields(C, 1) is None, "all are used, and nobody holds more than C asks for"
 
 
+def test_what_was_used_may_be_told_afterwards() -> None:
+    clock = Clock()
+    shares: Shares[str] = Shares(clock)
+    for item, holder in (("first", A), ("second", B)):
+        shares.take(item, holder)
+        clock.now += 1
+    shares.used({"first": 3.0, "second": 0.5, "gone": 9.0})
+    clock.now = 1 + IDLE_SECONDS
+    assert shares.yields(C, 1) == "second" and shares.idle_seconds("second") == IDLE_SECONDS
+    shares.release("second")
+    assert shares.yields(C, 1) is None and "gone" not in shares
+
+
 def test_however_many_newcomers_there_are_who_completed_something_gets_half() -> None:
     shares: Shares[str] = Shares(Clock())
     shares.take("first", A)

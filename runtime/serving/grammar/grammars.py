@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import math
 import os
 import socket
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +37,8 @@ MEMORY_BYTES = 2 << 30  # of address space, of any of them; with 128 000 tokens 
 GRAMMAR_BYTES = 512 << 20  # for a schema and its answers, beside what the model's process has already
 MAX_MODELS, MAX_GRAMMARS = 4, 32  # at once
 KEPT_SECONDS = 60.0  # without an answer
+# Without a token, after which a schema or a model gives way to others': longer than a stage takes to be taken over.
+IDLE_SECONDS = 30.0
 LOAD_SECONDS = 120.0  # for a tokenizer, on a busy machine
 COMPILE_SECONDS = 20.0  # for a schema, which gets a tenth of it of a processor
 BUSY = "this peer follows as many schemas as it can: ask again later"
@@ -51,6 +53,7 @@ class _Grammar:
     control: socket.socket
     ready: asyncio.Task[None] | None = None
     users: int = 0
+    used_at: float = 0.0  # when an answer had its last token
     ended: bool = False
     timer: asyncio.TimerHandle | None = None
 
@@ -61,7 +64,11 @@ class _Model:
     control: socket.socket
     ready: asyncio.Task[asyncio.subprocess.Process]
     vocabulary: int
+    holder: PeerId  # for whom it counts: of those that have answers, whoever came first
     grammars: dict[str, _Grammar] = field(default_factory=dict)
+    # Of answers, also of those that are being opened.
+    holders: Counter[PeerId] = field(default_factory=Counter)
+    used_at: float = 0.0  # as of a grammar
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -72,12 +79,15 @@ class _Model:
 
 
 class Grammars:
-    """`open` for any served model. `aclose` leaves no process."""
+    """`open` for any served model. `aclose` leaves no process. Where there are as many schemas, or models with some, as there may be,
+    those without answers give way, and others as `fusion.swarm.shares` says."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._models: dict[JobId, _Model] = {}
-        self._shares: Shares[_Grammar] = Shares(context.clock.monotonic, MAX_GRAMMARS, math.inf)
+        self._clock = context.clock.monotonic
+        self._shares: Shares[_Grammar] = Shares(self._clock, MAX_GRAMMARS, IDLE_SECONDS)
+        self._seats: Shares[_Model] = Shares(self._clock, MAX_MODELS, IDLE_SECONDS)
         self._ending: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
@@ -100,13 +110,28 @@ class Grammars:
 
         Raises GrammarRefused where the schema, the model or the tokens do not allow it, GrammarsBusy, JobFailed, and
         BlobError where the tokenizer cannot be had."""
-        grammar = await self._grammar(job, manifest, schema, holder)
-        model = grammar.model
+        model = self._model(job, manifest, holder)
+        if not model.holders:
+            self._seat(model, holder)
+        model.holders[holder] += 1  # nobody ends it meanwhile for having none
+        try:
+            grammar = await self._grammar(model, schema, holder)
+        except BaseException:
+            self._leave(model, holder)
+            raise
         ours, theirs = socket.socketpair()
         grammar.users += 1
         if grammar.timer is not None:
             grammar.timer.cancel()
-        session = GrammarSession(ours, model.vocabulary, lambda: self._left(grammar))
+
+        def used() -> None:
+            grammar.used_at = model.used_at = self._clock()
+
+        def closed() -> None:
+            self._leave(model, holder)
+            self._left(grammar)
+
+        session = GrammarSession(ours, model.vocabulary, closed, used)
         try:
             with theirs:
                 try:
@@ -130,9 +155,9 @@ class Grammars:
 
     # --- schemas
 
-    async def _grammar(self, job: JobId, manifest: Manifest, schema: str, holder: PeerId) -> _Grammar:
+    async def _grammar(self, model: _Model, schema: str, holder: PeerId) -> _Grammar:
         """Compiled, and ready for answers."""
-        model = await self._model(job, manifest)
+        await self._started(model)
         key = hashlib.sha256(schema.encode()).hexdigest()
         grammar = model.grammars.get(key)
         if grammar is None:
@@ -165,6 +190,7 @@ class Grammars:
         if self._shares.room():
             return
         every = [grammar for model in self._models.values() for grammar in model.grammars.values()]
+        self._shares.used({grammar: grammar.used_at for grammar in every})
         unused = next((grammar for grammar in every if not grammar.users), None)
         other = unused or self._shares.yields(holder, 1)
         if other is None:
@@ -199,7 +225,7 @@ class Grammars:
 
     # --- models
 
-    async def _model(self, job: JobId, manifest: Manifest) -> _Model:
+    def _model(self, job: JobId, manifest: Manifest, holder: PeerId) -> _Model:
         model = self._models.get(job)
         if model is not None and model.gone:
             self._end_model(model)
@@ -207,15 +233,14 @@ class Grammars:
         if model is None:
             if manifest.serve is None or (manifest.tokenizer is None and not manifest.byte_level):
                 raise GrammarRefused("response_format: not possible with this model: it has no tokenizer")
-            if len(self._models) >= MAX_MODELS:
-                unused = next((each for each in self._models.values() if not each.grammars), None)
-                if unused is None:
-                    raise GrammarsBusy(BUSY)
-                self._end_model(unused)
+            self._make_room_for_model(holder)
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
             ready = asyncio.create_task(self._start(job, manifest, ours, theirs))
-            model = self._models[job] = _Model(job, ours, ready, manifest.serve.vocabulary)
+            model = self._models[job] = _Model(job, ours, ready, manifest.serve.vocabulary, holder)
+        return model
+
+    async def _started(self, model: _Model) -> None:
         try:
             await asyncio.shield(model.ready)
         except asyncio.CancelledError:
@@ -225,7 +250,34 @@ class Grammars:
         except Exception:
             self._end_model(model)
             raise
-        return model
+        self._seats.use(model)
+
+    def _make_room_for_model(self, holder: PeerId) -> None:
+        """GrammarsBusy where none has to give way."""
+        if self._seats.room():
+            return
+        every = self._models.values()
+        self._seats.used({model: model.used_at for model in every})
+        unused = next((model for model in every if not model.holders), None)
+        other = unused or self._seats.yields(holder, 1)
+        if other is None:
+            raise GrammarsBusy(BUSY)
+        self._end_model(other)
+
+    def _leave(self, model: _Model, holder: PeerId) -> None:
+        """An answer of its has ended."""
+        model.holders[holder] -= 1
+        if not model.holders[holder]:
+            del model.holders[holder]
+        if model.holders and model.holder not in model.holders:
+            self._seat(model, next(iter(model.holders)))
+
+    def _seat(self, model: _Model, holder: PeerId) -> None:
+        """From now on it counts for this one."""
+        if self._models.get(model.job) is model:
+            model.holder = holder
+            self._seats.release(model)
+            self._seats.take(model, holder)
 
     async def _start(
         self, job: JobId, manifest: Manifest, ours: socket.socket, theirs: socket.socket
@@ -269,6 +321,9 @@ class Grammars:
         if self._models.get(model.job) is not model:
             return
         del self._models[model.job]
+        ready = model.ready
+        started = ready.done() and not ready.cancelled() and not ready.exception()
+        self._seats.release(model, completed=started)
         for grammar in list(model.grammars.values()):
             self._end(grammar)
         if model.timer is not None:

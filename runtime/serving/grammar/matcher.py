@@ -18,14 +18,22 @@ TOO_MUCH = "response_format: the schema takes too much time or memory"
 
 
 class GrammarSession:
-    """The tokens of one answer: which it may have, and whether it is complete. `release` is called once, as it is closed.
+    """The tokens of one answer: which it may have, and whether it is complete. `release` is called once, as it is closed, and `used`
+    with each token, in the thread that says it.
 
     `push` and `mask` wait and are for one thread; `push_soon` is for the loop."""
 
-    def __init__(self, connection: socket.socket, vocabulary: int, release: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        vocabulary: int,
+        release: Callable[[], None],
+        used: Callable[[], None],
+    ) -> None:
         self._connection = connection
         self._mask_bytes = (vocabulary + 32) // 32 * 4
         self._release = release
+        self._used = used
         self._closed = False
         self._state = GOES_ON
         self._using = threading.Lock()  # a thread waits for it
@@ -97,6 +105,7 @@ class GrammarSession:
         if state not in (GOES_ON, ACCEPTS, COMPLETE):
             raise JobFailed(TOO_MUCH)
         self._state = state
+        self._used()
         return True
 
 

@@ -283,6 +283,47 @@ def test_only_so_many_schemas_are_followed_at_once(tmp_path: Path, monkeypatch: 
     asyncio.run(main())
 
 
+def test_models_with_schemas_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_MODELS", 2)
+    monkeypatch.setattr(grammars, "IDLE_SECONDS", 2.0)
+
+    async def main() -> None:
+        async with opened(tmp_path) as (made, _):
+
+            async def ask(name: str, peer: str) -> GrammarSession:
+                return await made.open(
+                    JobId(name * 64), BYTES, '{"enum":[1111111]}', (), PeerId(peer), masks=True
+                )
+
+            first, second = await ask("1", "stranger"), await ask("2", "stranger")
+            with pytest.raises(GrammarsBusy):  # its own do not give way
+                await ask("3", "stranger")
+            # Whoever has most gives way to whoever has none.
+            ours = await ask("a", "us")
+            assert allowed(ours, 300) == allowed(first, 300) == [ord("1")]
+            with pytest.raises(JobFailed, match="takes too much"):
+                second.push(ord("1"))
+            second.close()
+            # With a name for each model strangers keep what they have for as long as it is used.
+            with pytest.raises(GrammarsBusy):
+                await ask("3", "another")
+            for _ in range(6):
+                ours.push(ord("1"))
+                assert allowed(ours, 300) == [ord("1")]
+                await asyncio.sleep(0.5)
+            late = await ask("3", "another")
+            assert allowed(late, 300) == [ord("1")]
+            with pytest.raises(JobFailed, match="takes too much"):
+                first.push(ord("1"))
+            ours.push(ord("1"))
+            assert ours.complete
+            for session in (first, ours, late):
+                session.close()
+            (await ask("4", "a third")).close()  # without an answer a model gives way
+
+    asyncio.run(main())
+
+
 def test_tokens_that_the_schema_does_not_allow_change_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (made, _):
