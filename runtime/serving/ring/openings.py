@@ -9,13 +9,14 @@ of them would be none.
 
 A prompt need not wait until every stage has answered: it, or its first chunks, may then be here before the session is open, or even
 before its gateway's word to open it is. Anybody may send such chunks, so what waits is bounded: in bytes of memory, headers and
-sessions counted, and whoever has most there loses its own first.
+sessions counted, and whoever has most there loses its own first. So is what open sessions have of chunks of which another stage has
+yet to send its part.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -36,8 +37,10 @@ EARLY_HEADER_TIMES = 64  # bytes of memory that a byte of a header may become
 EARLY_SECONDS = 5.0  # for which frames may wait
 REMEMBERED_SESSIONS = 4096  # of which nothing waits any more
 LONGEST_NAME = 64  # characters of a session's
+PARTS_BYTES = 128 << 20  # of chunks whose other parts are to come, of all sessions
 
 Early = TypeVar("Early")
+Session = TypeVar("Session", bound=Hashable)
 
 
 @dataclass
@@ -155,3 +158,26 @@ class EarlyFrames(Generic[Early]):
     def _give_up(self, session: SessionId) -> None:
         self.take(session)
         self._over[session] = True
+
+
+class WaitingParts(Generic[Session]):
+    """How many bytes of each open session wait for other stages."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Session, tuple[PeerId, int]] = {}
+        self._size_bytes: Counter[PeerId] = Counter()  # by gateway
+
+    def set(self, session: Session, gateway: PeerId, size_bytes: int) -> Session | None:
+        """So many wait of this one now. Which session has to end, where that is too much in all: the largest of the gateway that has
+        most."""
+        before = self._waiting.pop(session, (gateway, 0))
+        self._size_bytes[gateway] += size_bytes - before[1]
+        if size_bytes:
+            self._waiting[session] = gateway, size_bytes
+        elif not self._size_bytes[gateway]:
+            del self._size_bytes[gateway]
+        if self._size_bytes.total() <= PARTS_BYTES:
+            return None
+        [(most, _)] = self._size_bytes.most_common(1)
+        sizes = {each: size for each, (owner, size) in self._waiting.items() if owner == most}
+        return max(sizes, key=sizes.__getitem__)

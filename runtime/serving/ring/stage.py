@@ -204,8 +204,9 @@ class RingStage:
         try:
             chunk.check_in(session.opening)
             if len(plan.incoming) > 1:
-                shares = session.share(chunk, sender, frame, len(plan.incoming))
+                shares = session.share(chunk, sender, frame.payload, len(plan.incoming))
                 if shares is None:
+                    self._sessions.weigh(session)
                     return
                 parts = tuple((p, shares[p.producer].payload) for p in plan.incoming)
             else:
@@ -214,6 +215,7 @@ class RingStage:
         except FrameError as error:
             self._sessions.broke(session, error)
             return
+        self._sessions.weigh(session)
         for work in ready:
             self._schedule.add(work)
             self._arrived.set()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,10 +24,23 @@ from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk, Feed, Opening, SessionId
 from fusion.swarm.errors import FrameError
 from fusion.swarm.streams.queued_stream import QueuedStream
-from fusion.swarm.transport import Frame, PeerId
+from fusion.swarm.transport import PeerId
 
 # What running a stage may raise: torch's errors for wrong data, no memory, and our own JobFailed.
 PLANE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
+PART_BYTES = 1024  # that something which waits counts for, beside its payload
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one stage sent of a chunk."""
+
+    length: int
+    payload: memoryview
+
+    @property
+    def size_bytes(self) -> int:
+        return PART_BYTES + len(self.payload)
 
 
 @dataclass(eq=False)
@@ -48,8 +61,9 @@ class StageSession:
     user: tuple[PeerId, int] = field(init=False)  # whose it is: one of its gateway's clients'
     constraint: TokenConstraint | None = None  # there, where there is a schema
     suppressed: SuppressedTokens | None = None  # there, where the model has tokens that it is not to say
-    parts: dict[int, dict[int, Frame]] = field(default_factory=dict)  # order of chunk -> sender -> its share
+    parts: dict[int, dict[int, Share]] = field(default_factory=dict)  # order of chunk -> sender -> its share
     shared: int = 0  # positions of these
+    waiting_bytes: int = 0  # of these, and of what waits for the source
     early: list[Work[StageSession]] = field(default_factory=list)  # chunks that came before the source
     encoded: bool = False  # whether the source has come
     ran: int = 0  # chunks
@@ -70,7 +84,9 @@ class StageSession:
     def gateway_peer(self) -> PeerId:
         return self.gateway.stream.remote
 
-    def share(self, chunk: Chunk, sender: int, frame: Frame, senders: int) -> Mapping[int, Frame] | None:
+    def share(
+        self, chunk: Chunk, sender: int, payload: memoryview, senders: int
+    ) -> Mapping[int, Share] | None:
         """Keep what `sender` sent for a chunk; what all of `senders` sent once they have. Chunks before one that is whole do
         not come any more: somebody has found them stale. FrameError where too many wait."""
         # Beside what is known of the sequence as much of guesses may be under way, at most.
@@ -78,11 +94,14 @@ class StageSession:
         if self.shared > senders * (2 * self.opening.capacity + self.opening.source):
             raise FrameError("chunks of which other stages never send their part")
         shares = self.parts.setdefault(chunk.order, {})
-        shares[sender] = frame
+        shares[sender] = share = Share(chunk.length, _by_itself(payload))
         if len(shares) < senders:
+            self.waiting_bytes += share.size_bytes
             return None
         self.parts = {order: kept for order, kept in self.parts.items() if order > chunk.order}
-        self.shared = sum(each.header["length"] for kept in self.parts.values() for each in kept.values())
+        left = [each for kept in self.parts.values() for each in kept.values()]
+        self.shared = sum(each.length for each in left)
+        self.waiting_bytes = sum(each.size_bytes for each in left) + sum(map(_size_bytes, self.early))
         return shares
 
     def in_order(self, work: Work[StageSession]) -> Sequence[Work[StageSession]]:
@@ -92,13 +111,27 @@ class StageSession:
             if self.encoded:
                 raise FrameError("the source of a session comes once")
             early, self.early, self.encoded = self.early, [], True
+            self.waiting_bytes -= sum(map(_size_bytes, early))
             return [work, *early]
         if self.encoded or not self.opening.source:
             return [work]
         if sum(each.chunk.length for each in (*self.early, work)) > self.opening.capacity:
             raise FrameError("chunks of a session whose source never comes")
+        work = replace(work, parts=tuple((parcel, _by_itself(payload)) for parcel, payload in work.parts))
         self.early.append(work)
+        self.waiting_bytes += _size_bytes(work)
         return []
+
+
+def _by_itself(payload: memoryview) -> memoryview:
+    """It, which does not keep what else came in one frame with it."""
+    whole = isinstance(payload.obj, bytes | bytearray) and len(payload.obj) == len(payload)
+    return payload if whole else memoryview(bytearray(payload))
+
+
+def _size_bytes(work: Work[StageSession]) -> int:
+    """Of a chunk that waits."""
+    return PART_BYTES + sum(len(payload) for _, payload in work.parts)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fusion.runtime.serving.ring.constraint import (
 )
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition, ShownGrants, no_grants
-from fusion.runtime.serving.ring.openings import EarlyFrames, Openings, kept
+from fusion.runtime.serving.ring.openings import EarlyFrames, Openings, WaitingParts, kept
 from fusion.runtime.serving.ring.schedule import Schedule
 from fusion.runtime.serving.ring.session import FailedReason, Opening, SessionId
 from fusion.runtime.serving.ring.stage_memory import StageMemory
@@ -74,6 +74,7 @@ class StageSessions:
         self._openings = Openings(clock)
         # What to do with each once its session is open.
         self._early: EarlyFrames[Callable[[StageSession], None]] = EarlyFrames(clock)
+        self._parts: WaitingParts[StageSession] = WaitingParts()
         self.memory = StageMemory(worker, runner, self.schedule.sessions.values, clock)
         self._plan = plan
         self._position = position
@@ -307,6 +308,15 @@ class StageSessions:
         if session is not None and not waits:
             self._gave_up(session)
 
+    def weigh(self, session: StageSession) -> None:
+        """Something of it may wait for other stages now, or wait no more."""
+        if session.closed:
+            return
+        while (other := self._parts.set(session, session.gateway_peer, session.waiting_bytes)) is not None:
+            self._give_way(other)
+            if other is session:
+                return
+
     def _gave_up(self, session: StageSession) -> None:
         """On what came for it before it was open."""
         self.fail(session, f"{self.here}: {TOO_EARLY}", "broken")
@@ -339,6 +349,8 @@ class StageSessions:
         if session.constraint is not None:
             session.constraint.close()
         self._early.end(session.id)
+        session.parts, session.early = {}, []
+        self._parts.set(session, session.gateway_peer, 0)
         self.schedule.remove(session)
         self._shares.release(session, completed=completed and session.ran > 0)
         if not self.schedule.sessions:

@@ -12,12 +12,14 @@ from fusion.runtime.serving.ring.openings import (
     EARNED,
     FIRST,
     MOST_EARNED,
+    PARTS_BYTES,
     PER_SECOND,
     Openings,
+    WaitingParts,
 )
 from fusion.swarm.transport import PeerId
 
-A = PeerId("a")
+A, B = PeerId("a"), PeerId("b")
 
 
 class Clock:
@@ -79,3 +81,14 @@ def test_a_gateway_that_comes_after_squatters_is_let_in_ahead_of_them() -> None:
     for name in range(12):
         opened(openings, PeerId(f"squatter {name}"))
     assert opened(openings, A) == FIRST
+
+
+def test_of_what_waits_for_other_stages_whoever_has_most_loses_its_largest_session() -> None:
+    parts, mib = WaitingParts[str](), 1 << 20
+    assert parts.set("ours", B, 40 * mib) is None
+    assert parts.set("one", A, 28 * mib) is parts.set("two", A, PARTS_BYTES - 68 * mib) is None
+    assert parts.set("three", A, 1) == "two"
+    assert parts.set("two", A, 0) is None  # it has ended
+    assert parts.set("ours", B, 41 * mib) is parts.set("one", A, 0) is parts.set("three", A, 0) is None
+    assert parts.set("ours", B, PARTS_BYTES + 1) == "ours"
+    assert parts.set("ours", B, 0) is None and not parts._waiting and not parts._size_bytes

@@ -18,9 +18,9 @@ from fusion.runtime.serving.requests.request import (
 )
 from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk, Feed, Hop, Opening, SessionId
-from fusion.runtime.serving.ring.stage_session import StageSession
+from fusion.runtime.serving.ring.stage_session import PART_BYTES, StageSession
 from fusion.swarm.errors import FrameError
-from fusion.swarm.transport import Frame, PeerId
+from fusion.swarm.transport import PeerId
 
 ids = st.lists(st.integers(0, 2**40), min_size=1, max_size=60)
 
@@ -129,12 +129,15 @@ def test_the_source_is_a_chunk_before_the_first_position() -> None:
 def test_nothing_runs_before_the_source() -> None:
     session: Any = object.__new__(StageSession)
     session.opening, session.early, session.encoded = opening(source=5), [], False
+    session.waiting_bytes = 0
     first, second, source = (
         Work(session, Chunk(start, length, sample=False), memoryview(b""))
         for start, length in ((0, 3), (3, 4), (-5, 5))
     )
     assert [session.in_order(each) for each in (first, second)] == [[], []]
+    assert session.waiting_bytes == 2 * PART_BYTES
     assert session.in_order(source) == [source, first, second] and session.in_order(first) == [first]
+    assert not session.waiting_bytes
     with pytest.raises(FrameError, match="comes once"):
         session.in_order(source)
     session.encoded = False
@@ -145,18 +148,21 @@ def test_nothing_runs_before_the_source() -> None:
 
 def test_shares_that_wait_for_others_are_bounded_by_their_positions() -> None:
     session: Any = object.__new__(StageSession)
-    session.opening, session.parts, session.shared = opening(), {}, 0
-    capacity = session.opening.capacity
+    session.opening, session.parts, session.early = opening(), {}, []
+    session.shared = session.waiting_bytes = 0
+    capacity, large = session.opening.capacity, memoryview(bytes(1 << 20))
 
     def share(number: int, sender: int, length: int) -> Any:
         chunk = Chunk(0, length, sample=True, number=number)
-        return session.share(chunk, sender, Frame("chunk", chunk.to_header()), 2)
+        return session.share(chunk, sender, large[:length], 2)
 
     for number in range(1, 100):  # whoever sends both parts may go on
         assert share(number, 0, capacity) is None and set(share(number, 1, capacity)) == {0, 1}
-    assert not session.parts and not session.shared
+    assert not session.parts and not session.shared and not session.waiting_bytes
+    assert share(100, 1, 2) is None and session.waiting_bytes == PART_BYTES + 2
+    assert bytes(session.parts[100][1].payload.obj) == bytes(2), "and no more of the frame"
     with pytest.raises(FrameError, match="never send their part"):
-        for number in range(100, 106):
+        for number in range(101, 106):
             share(number, 0, capacity)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,8 +34,9 @@ from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.requests.request import Sampling, pack_tokens
 from fusion.runtime.serving.ring.frames import ID_BYTES, hop_bytes, plan_ring
 from fusion.runtime.serving.ring.links import GATEWAY, IDLE_SECONDS, LinkEnds, RingPosition
+from fusion.runtime.serving.ring.session import Chunk, Hop, SessionId
 from fusion.runtime.serving.ring.stage import RingStage
-from fusion.runtime.serving.ring.stage_session import StageRunner
+from fusion.runtime.serving.ring.stage_session import PART_BYTES, StageRunner
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
@@ -251,6 +254,39 @@ def test_a_stage_that_leaves_says_so() -> None:
                 await ring.tokens(streams[0])
             with pytest.raises(SwarmError):
                 await streams[0].receive()
+
+    asyncio.run(main())
+
+
+def test_parts_that_wait_for_other_stages_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusion.runtime.serving.ring.openings.PARTS_BYTES", 20 * PART_BYTES)
+
+    async def main() -> None:
+        stages, prompt = SHAPES["skip"], list(range(17))
+        async with ring_of(stages) as ring:
+            stranger = MemoryTransport(ring.network, PeerId("stranger"))
+
+            async def listen(stream: Stream) -> None:
+                await asyncio.Event().wait()
+
+            await stranger.serve(RING.name, listen)
+            gateway = (await ring.connect(stranger))[3]
+            sender = await stranger.open(ring.route[3].peer, RING.name)
+            await sender.send("hello", LinkEnds(JOB, 0, 3, ring.route[3].peer).to_header())
+            route = (*[Hop(stranger.peer_id, 1)] * 3, ring.route[3])
+            names = [SessionId(f"strange {number}") for number in range(4)]
+            for name in names:
+                opening = replace(ring.opening([1], 60, session=name), route=route)
+                await ring.open([gateway], opening)
+            # Of each little enough, and nothing of what stage 2 would send.
+            for number, name in itertools.product(range(1, 10), names):
+                chunk = Chunk(0, 1, sample=False, number=number)
+                await sender.send("chunk", {"session": name, **chunk.to_header()}, [bytes(12)])
+                if number % 3 == 0:
+                    assert await ring.generate(prompt, 4) == reference(stages, prompt, 4)
+            failed = await gateway.receive()
+            assert (failed.kind, failed.header["reason"]) == ("failed", "full")
+            assert await ring.generate(prompt, 4) == reference(stages, prompt, 4)
 
     asyncio.run(main())
 
