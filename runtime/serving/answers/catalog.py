@@ -106,11 +106,12 @@ class Catalog:
         self._authors: FIFOCache[str, PeerId] = FIFOCache(MAX_NAMES)  # whose model a name meant
         self._looks: LRUCache[JobId, _Look] = LRUCache(MAX_LOOKS)
         self._looking: dict[JobId, asyncio.Task[_Look]] = {}
+        self._forgotten: set[asyncio.Task[_Look]] = set()  # which are under way and count no more
         self._avoided: dict[tuple[JobId, int, PeerId], float] = {}  # until when
 
     async def aclose(self) -> None:
         linking = [] if self._linking is None else [self._linking]
-        looking = [*self._looking.values(), *self._finding.values(), *linking]
+        looking = [*self._looking.values(), *self._forgotten, *self._finding.values(), *linking]
         for task in looking:
             task.cancel()
         await asyncio.gather(*looking, self._judging.aclose(), return_exceptions=True)
@@ -345,7 +346,7 @@ class Catalog:
             stages[stage] = [new, *(c for c in stages[stage] if c.role == "replica" and c.peer not in gone)]
             self._avoided.pop((job, stage, hop.peer), None)
         self._looks[job] = _Look(self._clock(), stages)
-        self._looking.pop(job, None)
+        self._forget_look(job)
 
     def newer(self, job: JobId, stage: int, hop: Hop) -> Hop | None:
         """Who owns the stage under a higher term than `hop`, as far as we know without looking."""
@@ -358,7 +359,13 @@ class Catalog:
     def forget_route(self, job: JobId) -> None:
         """The route did not hold: look again next time."""
         self._looks.pop(job, None)
-        self._looking.pop(job, None)
+        self._forget_look(job)
+
+    def _forget_look(self, job: JobId) -> None:
+        """Of one that is under way: whoever waits for it has it, and nobody else."""
+        if (looking := self._looking.pop(job, None)) is not None:
+            self._forgotten.add(looking)
+            looking.add_done_callback(self._forgotten.discard)
 
     def _forget_names(self, job: JobId) -> None:
         """What was meant by a name is looked for anew."""

@@ -250,6 +250,25 @@ def test_a_session_begins_by_what_was_seen_last_while_we_look_again() -> None:
     asyncio.run(main())
 
 
+def test_no_look_outlives_the_catalog() -> None:
+    async def main() -> None:
+        directory = _Directory()
+        directory.open.clear()
+        catalog = Catalog(SimpleNamespace(clock=Clock(), leases=directory))  # type: ignore[arg-type]
+        model: Any = SimpleNamespace(job=JobId("0" * 64), manifest=SimpleNamespace(name="m", stages=1))
+        waiting = []
+        for _ in range(2):
+            waiting.append(asyncio.create_task(catalog._look(model)))
+            await settled()
+            catalog.forget_route(model.job)  # and look anew
+        await catalog.aclose()
+        await asyncio.wait(waiting, timeout=5)
+        assert all(each.cancelled() for each in waiting) and not catalog._forgotten
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
 def test_where_a_look_fails_the_next_session_waits_for_its_own() -> None:
     async def main() -> None:
         now, fails = [100.0], [False]
