@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from threading import Condition, Lock, Thread, local
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
@@ -164,10 +164,10 @@ class _Queue:
         return True
 
     def _work(self, hand: _Hand) -> None:
-        self._prepare()
+        prepare = cache(self._prepare)  # in the first call, which raises what is wrong with the device
         _here.rest = partial(self.rest, hand)
         while (given := self._next(hand)) is not None:
-            _do(given[1], self._ended)
+            _do(given[1], prepare, self._ended)
             del given  # or what it holds would stay until the next one
             if time.monotonic() - self._began >= SLICE_SECONDS:
                 self.look()
@@ -221,8 +221,9 @@ class _Queue:
         return hand
 
 
-def _do(call: _Call, ended: Callable[[], None]) -> None:
+def _do(call: _Call, prepare: Callable[[], None], ended: Callable[[], None]) -> None:
     try:
+        prepare()
         settle = partial(_give, call.outcome, call.function())
     except BaseException as error:  # whoever waits for the call raises it
         settle = partial(_fail, call.outcome, error)

@@ -93,6 +93,29 @@ def test_an_error_is_its_callers_and_leaves_nothing_behind() -> None:
         gc.enable()
 
 
+def test_a_device_that_cannot_be_made_ready_fails_the_calls_until_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a GPU that is full: nobody waits for a thread that is gone."""
+    full = [True]
+
+    def prepare(threads: int, device: torch.device) -> None:
+        if full[0]:
+            raise torch.OutOfMemoryError("no room for a context")
+
+    monkeypatch.setattr("fusion.runtime.job.worker._prepare", prepare)
+
+    async def main() -> None:
+        async with Worker(threads=1) as worker:
+            for _ in range(2):
+                with pytest.raises(torch.OutOfMemoryError, match="no room"):
+                    await asyncio.wait_for(worker.run(max, 1, 2), 10)
+            full[0] = False
+            assert await worker.run(max, 1, 2) == 2
+
+    asyncio.run(main())
+
+
 def test_closing_drops_what_has_not_begun() -> None:
     async def main() -> None:
         worker = Worker()
