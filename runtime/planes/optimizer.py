@@ -116,22 +116,32 @@ class Optimizer:
                 slots[slot] = value.clone()
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace the state by copies of `state`. JobError names a slot that fits no parameter of ours."""
+        """Replace the state by copies of `state`. JobError names a slot that fits no parameter of ours, or a parameter that lacks one:
+        nobody can go on from that."""
         slots: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in state.items():
             name, _, slot = key.rpartition("/")
             parameter = self._parameters.get(name)
-            if parameter is None or slot not in _SLOTS:
+            if parameter is None or slot not in SLOTS[self._config.kind]:
                 raise JobError(f"optimizer state: {key} belongs to no parameter of this stage")
-            if slot != "step" and value.shape != parameter.shape:
+            shape, dtype = ((), torch.float32) if slot == "step" else (parameter.shape, parameter.dtype)
+            if value.shape != shape or value.dtype != dtype:
                 raise JobError(
-                    f"optimizer state: {key} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}"
+                    f"optimizer state: {key} is {value.dtype}{list(value.shape)}, not {dtype}{list(shape)}"
                 )
             slots.setdefault(name, {})[slot] = value.to(parameter.device, copy=True)
+        require_whole(slots, self._config.kind)
         self._slots = slots
 
 
-_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer"})
+SLOTS = {"adamw": frozenset({"step", "exp_avg", "exp_avg_sq"}), "sgd": frozenset({"momentum_buffer"})}
+
+
+def require_whole(slots: Mapping[str, Mapping[str, object]], kind: str) -> None:
+    """Raises JobError where a parameter has some slots of an optimizer of that kind, and not all."""
+    for name, found in slots.items():
+        if missing := sorted(SLOTS[kind] - found.keys()):
+            raise JobError(f"optimizer state: {name} has no {missing[0]}")
 
 
 # --- how long a gradient is

@@ -12,17 +12,17 @@ from jax import Array
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.planes.jax_plane.arrays import array, tensor
+from fusion.runtime.planes.optimizer import SLOTS, require_whole
 
 Arrays = dict[str, Array]
 Slots = dict[str, Arrays]  # by the name of the parameter, then of the slot
-_SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 class Optimizer:
     """What the optimizer keeps of each parameter: nothing before its first gradient."""
 
     def __init__(self, config: OptimizerConfig, device: jax.Device) -> None:
-        if config.kind not in _SLOTS:
+        if config.kind not in SLOTS:
             raise JobError(f'optimizer.kind: "adamw" or "sgd", not "{config.kind}"')
         self._config = config
         self._device = device
@@ -51,18 +51,22 @@ class Optimizer:
         }
 
     def load_state(self, state: Mapping[str, torch.Tensor], parameters: Mapping[str, Array]) -> None:
-        """Replace the state by copies of `state`. JobError names a slot that fits none of the parameters."""
+        """Replace the state by copies of `state`. JobError names a slot that fits none of the parameters, or a
+        parameter that lacks one."""
         found: Slots = {}
         for key, value in state.items():
             name, _, slot = key.rpartition("/")
             parameter = parameters.get(name)
-            if parameter is None or slot not in _SLOTS[self._config.kind]:
+            if parameter is None or slot not in SLOTS[self._config.kind]:
                 raise JobError(f"optimizer state: {key} belongs to no parameter of this stage")
-            if slot != "step" and tuple(value.shape) != parameter.shape:
+            made = array(value, self._device)
+            shape, dtype = ((), jnp.float32) if slot == "step" else (parameter.shape, parameter.dtype)
+            if made.shape != shape or made.dtype != dtype:
                 raise JobError(
-                    f"optimizer state: {key} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}"
+                    f"optimizer state: {key} is {made.dtype}{list(made.shape)}, not {jnp.dtype(dtype)}{list(shape)}"
                 )
-            found.setdefault(name, {})[slot] = array(value, self._device)
+            found.setdefault(name, {})[slot] = made
+        require_whole(found, self._config.kind)
         self._slots = found
 
     def _first(self, parameter: Array) -> Arrays:

@@ -16,7 +16,12 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     updated.step(0.1)
     before = updated.state()
     assert before["w/step"] == 1
-    for bad in ({"x/step": torch.ones(())}, {"w/nonsense": torch.ones(3)}, {"w/exp_avg": torch.ones(4)}):
+    moments = {"w/exp_avg": torch.ones(3), "w/exp_avg_sq": torch.ones(3)}
+    for bad in (
+        {"x/step": torch.ones(())}, {"w/nonsense": torch.ones(3)}, {"w/exp_avg": torch.ones(4)}, moments,
+        {"w/step": torch.ones(())}, {"w/momentum_buffer": torch.ones(3)}, {**moments, "w/step": torch.ones(3)},
+        {**moments, "w/step": torch.tensor(1)}, {**before, "w/exp_avg": torch.ones(3, dtype=torch.int32)},
+    ):  # fmt: skip
         with pytest.raises(JobError, match="optimizer state"):
             updated.load_state(bad)
     after = updated.state()
