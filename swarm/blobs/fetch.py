@@ -18,6 +18,10 @@ from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call, check
 logger = logging.getLogger(__name__)
 
 HEDGE_SECONDS = 0.3  # of silence before the next holder is asked for an index, too
+SILENT_SECONDS = (
+    10.0  # without a chunk from anybody, after which those who were asked keep no other from being asked
+)
+MOST_ASKED = 64  # holders at once, silent ones included
 WINDOW = 16  # chunks asked of one holder and not yet here
 PATIENCE = 100  # times that a holder may ask us to wait for one chunk
 
@@ -100,7 +104,9 @@ class Fetch:
         self.trouble = ""  # of the last holder that failed us
         self._transport = transport
         self._chunk_seconds = chunk_seconds
-        self._asked: dict[int, int] = {}  # chunk -> how many holders were asked for it in this round
+        self._asked: dict[int, set[PeerId]] = {}  # chunk -> the holders that were asked for it in this round
+        self._asked_at: dict[PeerId, float] = {}  # when each of them was first asked
+        self._heard_at = float("-inf")  # when a chunk last came
         self._queue: deque[int] = deque()
         self._changed = asyncio.Event()
 
@@ -113,26 +119,40 @@ class Fetch:
     async def round(
         self, holders: Sequence[PeerId], shunned: set[PeerId], more: asyncio.Future[list[PeerId]], limit: int
     ) -> None:
-        """Ask these holders, and `more` of them once they are known, at most `limit` at once, until all chunks are
-        here or all have failed. A holder whose bytes do not match is added to `shunned`. Raises QuotaExceeded."""
+        """Ask these holders, and `more` of them once they are known, at most `limit` at once that are not silent, until all chunks
+        are here or all have failed: anybody may say that he holds a blob. A holder whose bytes do not match is added to `shunned`.
+        Raises QuotaExceeded."""
         self._queue = deque(sorted(self.partial.missing))
         self._asked = {}
-        workers = {peer: asyncio.create_task(self._pull(peer, shunned)) for peer in list(holders)[:limit]}
-        waiting: set[asyncio.Future[Any]] = {more, *workers.values()}
+        workers: dict[PeerId, asyncio.Task[None]] = {}
+        waiting: set[asyncio.Future[Any]] = {more}
         try:
             while waiting and self.partial.missing:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done - {more}:
-                    task.result()
-                known = more.result() if more.done() else []
-                fresh = [peer for peer in known if peer not in workers and peer not in shunned]
-                for peer in fresh[: limit - len(waiting - {more})]:
+                known = dict.fromkeys([*holders, *(more.result() if more.done() else ())])
+                unasked = [peer for peer in known if peer not in workers and peer not in shunned]
+                running = [peer for peer, task in workers.items() if not task.done()]
+                busy = len(running) - sum(map(self._silent, running))
+                room = limit - busy if busy else max(limit, len(running))
+                for peer in unasked[: max(0, min(room, MOST_ASKED - len(running)))]:
+                    self._asked_at[peer] = asyncio.get_running_loop().time()
                     workers[peer] = asyncio.create_task(self._pull(peer, shunned))
                     waiting.add(workers[peer])
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=SILENT_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done - {more}:
+                    task.result()
+                if not done:  # what silent holders were asked for may be asked of others
+                    self._changed.set()
         finally:
             for task in workers.values():
                 task.cancel()
             await asyncio.gather(*workers.values(), return_exceptions=True)
+
+    def _silent(self, holder: PeerId) -> bool:
+        """While chunks come it is not: of a slow link each holder has a part alone."""
+        since = max(self._asked_at[holder], self._heard_at)
+        return asyncio.get_running_loop().time() - since >= SILENT_SECONDS
 
     async def _pull(self, holder: PeerId, shunned: set[PeerId]) -> None:
         outstanding: deque[int] = deque()
@@ -141,7 +161,7 @@ class Fetch:
             async with asyncio.timeout(self._chunk_seconds):
                 stream = await self._transport.open(holder, BLOB.name)
             while self.partial.missing:
-                await self._ask(stream, outstanding)
+                await self._ask(holder, stream, outstanding)
                 if outstanding:
                     await self._accept(await self._chunk(stream), outstanding, holder, shunned)
                 else:
@@ -157,7 +177,7 @@ class Fetch:
                 reversed([chunk for chunk in outstanding if chunk in self.partial.missing])
             )
             for chunk in outstanding:
-                self._asked[chunk] -= 1
+                self._asked[chunk].discard(holder)
             self._changed.set()
             if stream is not None:
                 stream.abort()
@@ -171,14 +191,14 @@ class Fetch:
                 return frame
         raise FrameError(f"{stream.remote} keeps us waiting")
 
-    async def _ask(self, stream: Stream, outstanding: deque[int]) -> None:
+    async def _ask(self, holder: PeerId, stream: Stream, outstanding: deque[int]) -> None:
         if len(outstanding) > WINDOW // 2:
             return
         chunks = self._take(WINDOW - len(outstanding), outstanding)
         if chunks:
             outstanding.extend(chunks)
             for chunk in chunks:
-                self._asked[chunk] = self._asked.get(chunk, 0) + 1
+                self._asked.setdefault(chunk, set()).add(holder)
             await stream.send("get", {**self._request, "chunks": chunks})
 
     def _take(self, count: int, outstanding: deque[int]) -> list[int]:
@@ -188,9 +208,13 @@ class Fetch:
             if chunk in self.partial.missing and chunk not in outstanding and chunk not in chunks:
                 chunks.append(chunk)
         if not chunks and not outstanding:  # lend a hand with what another holder was asked for
-            late = [c for c in sorted(self.partial.missing, reverse=True) if self._asked.get(c, 0) < 2]
+            late = [c for c in sorted(self.partial.missing, reverse=True) if self._awaited(c) < 2]
             chunks = late[: max(1, count // 4)]
         return chunks
+
+    def _awaited(self, chunk: int) -> int:
+        """From how many holders that are not silent."""
+        return sum(not self._silent(holder) for holder in self._asked.get(chunk, ()))
 
     async def _accept(
         self, frame: Frame, outstanding: deque[int], holder: PeerId, shunned: set[PeerId]
@@ -204,6 +228,7 @@ class Fetch:
             shunned.add(holder)
             raise
         outstanding.popleft()
-        self._asked[chunk] -= 1
+        self._heard_at = asyncio.get_running_loop().time()
+        self._asked[chunk].discard(holder)
         if not self.partial.missing:
             self._changed.set()

@@ -335,6 +335,33 @@ def test_false_bytes_are_thrown_away_and_their_sender_left(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
+def test_false_holders_that_send_nothing_do_not_keep_others_from_being_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusion.swarm.blobs.fetch.SILENT_SECONDS", 0.05)
+
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer(config=BlobConfig(chunk_seconds=600))
+            digest = await holder.put(BIG)
+            index = holder.store.index(digest)
+
+            async def silent(stream: Stream) -> None:
+                while (await stream.receive()).kind != "index":
+                    pass
+                await stream.send("index", {}, [index])
+                await asyncio.sleep(600)
+
+            false = [await room.hostile(digest, silent) for _ in range(20)]
+            assert len(false) > 4 * BlobConfig().holders
+            room.clock.advance(1000)
+            await holder._announcer._announce(digest)
+            async with asyncio.timeout(20):
+                assert await ours.read(digest, len(BIG), false) == BIG
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("answer", ["index", "chunk", "nothing"])
 def test_hostile_answers_cost_little(tmp_path: Path, answer: str) -> None:
     async def scenario() -> None:
