@@ -16,7 +16,7 @@ from fusion.dag.ir.errors import PlacementError
 from fusion.runtime.belief.naming import Known
 from fusion.runtime.belief.reading import look
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.launch.export import export
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.snapshot_turns import LOOK_SECONDS, Seen, rest_until, turn
@@ -94,7 +94,7 @@ async def _serve(
             hands.status(f"fetching the newest snapshot of {known.record.name}")
             step = await _fetch(context, known, Path(folder) / "model")
             made = await hands.hand_over(Path(folder) / "model", step)
-    except (PlacementError, JobFailed, SwarmError) as error:
+    except (PlacementError, JobError, JobFailed, SwarmError) as error:
         if before is None:
             raise
         hands.note(f"the model before stays: {error}")

@@ -1,0 +1,34 @@
+"""The model of a job that still trains stays where its newest snapshot cannot be served."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusion.dag.ir.errors import PlacementError
+from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.runtime.launch import served_snapshots
+from fusion.swarm.errors import BlobError
+
+KNOWN: Any = SimpleNamespace(record=SimpleNamespace(name="gpt", snapshot_step=40))
+
+
+@pytest.mark.parametrize("error", [JobError, JobFailed, PlacementError, BlobError])
+def test_a_snapshot_that_cannot_be_had_leaves_the_model_before(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object) -> int:
+        raise error("a shard lacks a variable")
+
+    monkeypatch.setattr(served_snapshots, "_fetch", fails)
+    notes: list[str] = []
+    hands: Any = SimpleNamespace(status=lambda _: None, note=notes.append)
+    context: Any = None
+    before: Any = object()
+    assert asyncio.run(served_snapshots._serve(context, KNOWN, hands, before)) == (40, before)
+    assert notes == ["the model before stays: a shard lacks a variable"]
+    with pytest.raises(error):
+        asyncio.run(served_snapshots._serve(context, KNOWN, hands, None))
