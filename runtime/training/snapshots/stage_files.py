@@ -53,6 +53,9 @@ class Shards(Protocol):
     ) -> dict[str, torch.Tensor]: ...
 
 
+COPY_TIMES = 2  # the memory that the manifest has for a stage, which a copy of its shard may take on the disk
+
+
 class StageFiles:
     """`shards` reads and writes the blobs of states."""
 
@@ -157,7 +160,10 @@ class StageFiles:
                 owners = {**owners, before: await self._owner_of(before, look=look)}
                 copies = copies_at(self._stage.index, stages, owners)
         for stage in copies:
-            await self._blobs.fetch(index.shards[stage], self._near(stage, owners))
+            # Whoever wrote the index may be a stranger. A shard is no larger than what its stage has in memory.
+            needs = self._manifest.memory_bytes
+            most = COPY_TIMES * needs[stage] if needs else None
+            await self._blobs.fetch(index.shards[stage], self._near(stage, owners), max_bytes=most)
             self._keep(index.step, index_digest, index.shards[stage])
 
     async def _owner_of(self, stage: int, *, look: bool) -> PeerId:

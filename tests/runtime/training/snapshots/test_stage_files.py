@@ -5,6 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.training.data.ledger import Ledger
@@ -15,6 +17,7 @@ from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.errors import BlobError
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
@@ -35,7 +38,7 @@ def test_an_index_that_names_a_blob_of_another_job_deletes_it_for_nobody_who_nee
             theirs = store.put(b"the newest snapshot of somebody's")
             blobs.hold(holder, [theirs])
             context: Any = SimpleNamespace(blobs=blobs, home=tmp_path)
-            manifest: Any = SimpleNamespace(train=None, stages=2)
+            manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(100, 100))
             files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
             named = [theirs, store.put(b"2"), store.put(b"3")]
             indices = []
@@ -50,5 +53,30 @@ def test_an_index_that_names_a_blob_of_another_job_deletes_it_for_nobody_who_nee
             blobs.hold(holder, [])
             await files.forget_before(newest)
             assert not store.has(theirs) and store.has(named[1])
+
+    asyncio.run(main())
+
+
+def test_a_copy_of_a_neighbours_shard_is_no_larger_than_its_stage(tmp_path: Path) -> None:
+    """A hostile lead could have the next stage fill its disk."""
+
+    async def main() -> None:
+        identity, network = Identity.generate(), MemoryNetwork()
+        store = BlobStore(tmp_path / "blobs", 1 << 20, Needs())
+        async with MemoryTransport(network, identity.peer_id) as transport:
+            blobs = Blobs(store, transport, MemoryDirectory(network, identity))
+            context: Any = SimpleNamespace(blobs=blobs, home=tmp_path)
+            for size, fits in ((2000, True), (2001, False)):
+                manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(1000, 10))
+                files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
+                shards = (store.put(bytes(size)), Digest("b" * 64))
+                ledger = Ledger(steps=1, samples=1, head="e" * 64)
+                index = store.put(encode_index(Index(job=JOB, step=1, shards=shards, ledger=ledger)))
+                owners = {0: PeerId("one"), 1: identity.peer_id}
+                if fits:
+                    await files.replicate(index, owners)
+                    continue
+                with pytest.raises(BlobError, match="2001 bytes; at most 2000"):
+                    await files.replicate(index, owners)
 
     asyncio.run(main())
