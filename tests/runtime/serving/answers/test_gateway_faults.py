@@ -235,10 +235,13 @@ def test_answers_that_outgrow_the_memory_together_take_turns(
                         assert list(answer.tokens) == reference("gpt2", prompt, 40)
                         return
 
-            await asyncio.gather(*(ask((i, i + 1)) for i in range(1, 5)))
+            for _ in range(8):  # on a busy machine one may be done before the next begins
+                await asyncio.gather(*(ask((i, i + 1)) for i in range(1, 5)))
+                if any("(full); looking for another way" in record.message for record in caplog.records):
+                    return
+            pytest.fail("no answer had to look for another way")
 
     asyncio.run(main())
-    assert any("(full); looking for another way" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("broken", ["graph", "weights"])
