@@ -12,9 +12,8 @@ from fusion.swarm.transport import UNASKED_BYTES
 
 MAX_TRAIN_BYTES = 2 << 20
 MAX_INDEX_BYTES = 8 << 20  # of a blob of 256 GiB
-MAX_PASSED_BYTES = (
-    64 << 20
-)  # to and from a command: the largest are arrays that a model is given, and those that come back
+# To and from a command: the largest are arrays that a model is given, and those that come back.
+MAX_PASSED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

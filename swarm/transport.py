@@ -30,6 +30,12 @@ class Frame:
     payload: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
+def by_itself(payload: memoryview) -> memoryview:
+    """The payload, which keeps nothing else that came in one frame with it."""
+    whole = isinstance(payload.obj, bytes | bytearray) and len(payload.obj) == len(payload)
+    return payload if whole else memoryview(bytearray(payload))
+
+
 class Stream(Protocol):
     remote: PeerId
     protocol: str

@@ -66,7 +66,8 @@ class _Shared:
 
 class SharedLooks:
     """`look_into` for many that ask: one at a time for each job, and what came of it, a failure too, does for those that ask
-    within `pause_seconds` after it. Strangers may ask for any name, and publish jobs of that name."""
+    within `pause_seconds` after it. Strangers may ask for any name, and publish jobs of that name. The look is a task of its own: a
+    single flight that one of those who ask leads ends with it, and strangers that hang up would keep others waiting."""
 
     def __init__(self, context: Context, pause_seconds: float) -> None:
         self._context = context

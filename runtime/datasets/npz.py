@@ -57,10 +57,8 @@ class Npz:
             raise
         except (zlib.error, tokenize.TokenError, KeyError) as error:
             raise JobError(f"{self._path} is damaged: {error}") from None
-        except (
-            ValueError,
-            RuntimeError,
-        ) as error:  # encrypted, or packed in a way that zipfile does not know
+        except (ValueError, RuntimeError) as error:
+            # Encrypted, or packed in a way that zipfile does not know.
             raise JobError(f"{self._path}: {error}") from None
 
 

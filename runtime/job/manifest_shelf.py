@@ -76,16 +76,15 @@ class ManifestShelf:
     async def _fetch(self, record: JobRecord) -> None:
         job = record.job
         hints = [peer for peer in (record.author, record.lead) if peer is not None]
-        other = self._blobs.has(
-            Digest(job)
-        )  # a stranger may call a job as any blob that is here for something else
+        # A stranger may call a job what is here for something else: then it is not ours to delete.
+        here = self._blobs.has(Digest(job))
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 data = await self._blobs.read(Digest(job), manifests.MAX_MANIFEST_BYTES, hints)
             manifest = await self._context.work_for(job, record.author, manifests.decode, data)
         except JobError as error:
             log.warning("job %s (%s) is refused: %s", record.name, job[:12], one_line(str(error)))
-            await self._refuse(job, drop=not other)
+            await self._refuse(job, drop=not here)
         except (SwarmError, TimeoutError) as error:
             reason = one_line(str(error)) or "timed out"
             log.warning("no manifest of job %s (%s): %s", record.name, job[:12], reason)

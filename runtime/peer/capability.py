@@ -63,7 +63,7 @@ class Measured:
     def __init__(self, plane: Plane, worker: Worker, device: str) -> None:
         self._plane, self._worker = plane, worker
         cuda = device.startswith("cuda")
-        self._device, self._cuda = device, cuda
+        self._device = device
         self._scale, self._at_start = (LARGE, AT_START_CUDA) if cuda else (SMALL, AT_START)
         # Where what a probe reads lies: a stage's weights are on its device, and to move them there is no part of a step.
         self._place = device if cuda and plane.name == "torch" else "cpu"
@@ -98,7 +98,7 @@ class Measured:
         try:
             await self.look(whole=False)
         except RuntimeError as error:
-            if not self._cuda:
+            if not self._device.startswith("cuda"):
                 raise
             full = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
             wrong = (

@@ -18,9 +18,8 @@ from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call, check
 logger = logging.getLogger(__name__)
 
 HEDGE_SECONDS = 0.3  # of silence before the next holder is asked for an index, too
-SILENT_SECONDS = (
-    10.0  # without a chunk from anybody, after which those who were asked keep no other from being asked
-)
+# Without a chunk from anybody: those who were asked keep no other from being asked then.
+SILENT_SECONDS = 10.0
 MOST_ASKED = 64  # holders at once, silent ones included
 WINDOW = 16  # chunks asked of one holder and not yet here
 PATIENCE = 100  # times that a holder may ask us to wait for one chunk

@@ -45,7 +45,7 @@ TRIAL_STEPS, WARM_UP = 60, 10
 SNAPSHOT_SECONDS = 1.5
 BEGIN_SECONDS = 120.0
 FIRE_SECONDS = 30.0  # for a trap to be reached
-CASTINGS = 5  # looks for whoever plays a role
+TRIES = 5  # looks for the peer that a kill is for
 RECOVER_SECONDS = 90.0
 END_SHARE = 0.97  # of the run, after which nobody is killed any more
 
@@ -223,7 +223,7 @@ def _next(left: list[Kill], theatre: Theatre) -> Kill | None:
 async def _kill_once(found: Sweep, theatre: Theatre, kill: Kill, options: argparse.Namespace) -> bool:
     """Whether it is over with; False where the job ended before."""
     swarm, timeline = theatre.swarm, theatre.timeline
-    for _ in range(CASTINGS):
+    for _ in range(TRIES):
         await calm(theatre, options.standbys > 0)
         if timeline.ended_at is not None:
             return False

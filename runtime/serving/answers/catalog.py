@@ -48,7 +48,7 @@ SEEN_TIMES = 3.0  # as long as a look is believed, it is gone by while the next 
 # As long as nobody looks at an idle link, a session begins by what was said of links before.
 LINKED_SECONDS = 60.0
 # From one look at all jobs, or at one, to the next, where nobody is known to serve what is asked for: strangers may ask for any name.
-AFRESH_SECONDS = 0.5
+REFRESH_SECONDS = 0.5
 NAMED_SECONDS = 15.0  # for which a name means the same model without another look
 LIVE = frozenset({"launching", "running"})
 
@@ -98,7 +98,7 @@ class Catalog:
         self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODELS)
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())  # and when we began to look
         self._reading = asyncio.Lock()
-        self._judging = SharedLooks(context, AFRESH_SECONDS)
+        self._judging = SharedLooks(context, REFRESH_SECONDS)
         self._meant: FIFOCache[str, tuple[JobId, float]] = FIFOCache(MAX_NAMES)  # and when we looked
         self._linking: asyncio.Task[None] | None = None  # reads what is said of links
         self._linked_at = float("-inf")  # when that was last done
@@ -374,7 +374,7 @@ class Catalog:
 
     async def _served(self, since: float = -math.inf) -> tuple[JobRecord, ...]:
         """All that is said of jobs of which somebody says that they serve, by a look that began at `since` or later. However many
-        ask, one at a time is under way, and there are AFRESH_SECONDS from one to the next."""
+        ask, one at a time is under way, and there are REFRESH_SECONDS from one to the next."""
 
         def known() -> bool:
             return self._clock() - self._jobs[0] < self._fresh_seconds and self._jobs[0] >= since
@@ -383,7 +383,7 @@ class Catalog:
             return self._jobs[1]
         async with self._reading:
             if not known():  # nobody has looked meanwhile
-                await asyncio.sleep(max(0.0, self._jobs[0] + AFRESH_SECONDS - self._clock()))
+                await asyncio.sleep(max(0.0, self._jobs[0] + REFRESH_SECONDS - self._clock()))
                 began = self._clock()
                 words = await self._context.directory.words()
                 serving = {r.job for r in words if r.kind == "serve" and r.state in LIVE}

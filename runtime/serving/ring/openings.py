@@ -24,7 +24,7 @@ import msgpack
 from cachetools import LRUCache
 
 from fusion.runtime.serving.ring.session import SessionId
-from fusion.swarm.transport import Frame, PeerId
+from fusion.swarm.transport import Frame, PeerId, by_itself
 
 EARNED, MOST_EARNED = 4, 1024
 BURST, PER_SECOND = 64.0, 4.0
@@ -94,7 +94,7 @@ class Openings:
 def kept(frame: Frame) -> tuple[Frame, int]:
     """The frame with a payload of its own, which keeps no larger one that it came in, and the bytes of memory that it takes."""
     size_bytes = len(frame.payload) + EARLY_HEADER_TIMES * len(msgpack.packb(dict(frame.header)))
-    return replace(frame, payload=memoryview(bytearray(frame.payload))), size_bytes
+    return replace(frame, payload=by_itself(frame.payload)), size_bytes
 
 
 @dataclass

@@ -24,7 +24,7 @@ from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk, Feed, Opening, SessionId
 from fusion.swarm.errors import FrameError
 from fusion.swarm.streams.queued_stream import QueuedStream
-from fusion.swarm.transport import PeerId
+from fusion.swarm.transport import PeerId, by_itself
 
 # What running a stage may raise: torch's errors for wrong data, no memory, and our own JobFailed.
 PLANE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
@@ -94,7 +94,7 @@ class StageSession:
         if self.shared > senders * (2 * self.opening.capacity + self.opening.source):
             raise FrameError("chunks of which other stages never send their part")
         shares = self.parts.setdefault(chunk.order, {})
-        shares[sender] = share = Share(chunk.length, _by_itself(payload))
+        shares[sender] = share = Share(chunk.length, by_itself(payload))
         if len(shares) < senders:
             self.waiting_bytes += share.size_bytes
             return None
@@ -117,16 +117,10 @@ class StageSession:
             return [work]
         if sum(each.chunk.length for each in (*self.early, work)) > self.opening.capacity:
             raise FrameError("chunks of a session whose source never comes")
-        work = replace(work, parts=tuple((parcel, _by_itself(payload)) for parcel, payload in work.parts))
+        work = replace(work, parts=tuple((parcel, by_itself(payload)) for parcel, payload in work.parts))
         self.early.append(work)
         self.waiting_bytes += _size_bytes(work)
         return []
-
-
-def _by_itself(payload: memoryview) -> memoryview:
-    """It, which does not keep what else came in one frame with it."""
-    whole = isinstance(payload.obj, bytes | bytearray) and len(payload.obj) == len(payload)
-    return payload if whole else memoryview(bytearray(payload))
 
 
 def _size_bytes(work: Work[StageSession]) -> int:

@@ -53,7 +53,7 @@ async def settled() -> None:
 def test_however_many_ask_for_unknown_names_there_is_one_look_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fusion.runtime.serving.answers.catalog.AFRESH_SECONDS", 0.1)
+    monkeypatch.setattr("fusion.runtime.serving.answers.catalog.REFRESH_SECONDS", 0.1)
 
     async def main() -> None:
         looks = 0
@@ -88,7 +88,7 @@ class _Published:
         self.given = {*self.jobs}  # whose manifests can be had
         self.under_way = 0
         context: Any = SimpleNamespace(clock=Clock(), directory=SimpleNamespace(words=self._words))
-        monkeypatch.setattr("fusion.runtime.serving.answers.catalog.AFRESH_SECONDS", 0.1)
+        monkeypatch.setattr("fusion.runtime.serving.answers.catalog.REFRESH_SECONDS", 0.1)
         monkeypatch.setattr("fusion.runtime.belief.naming.manifest_of", self._manifest)
         monkeypatch.setattr("fusion.runtime.belief.naming.weigh", self._weigh)
         self.catalog = Catalog(context)
