@@ -245,15 +245,6 @@ def test_a_command_that_goes_through_a_running_peer_loads_no_heavy_library() -> 
     assert not loaded & heavy
 
 
-@pytest.mark.heavy
-def test_a_peer_loads_what_answers_http_only_when_somebody_connects() -> None:
-    loaded = loaded_by(
-        "import fusion.cli.start, fusion.runtime.peer.peer, fusion.runtime.serving.http.server\n"
-        "import fusion.runtime.serving.http.config"
-    )
-    assert not loaded & {*HTTP, "jax", "jaxlib"} and "torch" in loaded
-
-
 # Decisions and values: no tensor, no tokenizer and no file of weights in them, nor in what they import.
 PURE = (
     *("dag/", "runtime/training/step/", "swarm/claims/election.py"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,17 +94,6 @@ def test_no_way_from_bytes_to_code() -> None:
         found
         and {path: {what for _, what in sinful} for path, sinful in found.items() if sinful} == OF_THE_USER
     )
-
-
-@pytest.mark.heavy
-@pytest.mark.program
-def test_a_peer_does_not_load_what_runs_a_users_file() -> None:
-    code = "import fusion.runtime.peer.peer, fusion.cli.start, sys; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
-    )
-    assert "fusion.runtime.peer.peer" in done.stdout.split()
-    assert "fusion.runtime.capture.python" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -35,21 +35,16 @@ from fusion.runtime.capture.recurrences import one_operator
 from fusion.runtime.capture.rope import fix_frequencies
 from fusion.runtime.capture.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
+from fusion.runtime.job.model_files import CONSTANT, is_exported
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 1 << 16
 EXPERTS = "batched_mm"  # an implementation of experts in transformers
 MAX_CONSTANT = 64  # elements of a tensor that the code makes; it travels as nodes
-CONSTANT = "constant:"  # prefix of variables that no state_dict of the module has: they are not exported
 _VARIABLE_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 
 Loss = Callable[..., Any]
-
-
-def is_exported(variable: str) -> bool:
-    """Whether the module's own state_dict has this variable; a constant (a rotary table, say) is not in it."""
-    return not variable.startswith(CONSTANT)
 
 
 def capture_language_model(module: nn.Module, *, training: bool, maximum_sequence: int) -> Graph:

@@ -23,7 +23,6 @@ from fusion.dag.rewrites.expert_groups import part_of
 from fusion.runtime.capture.capture import (
     capture_encoder_decoder,
     capture_language_model,
-    is_exported,
     variables_from_module,
 )
 from fusion.runtime.capture.encoder_decoder import auto_class, longest_answer, reads_source, source_config
@@ -39,7 +38,7 @@ from fusion.runtime.capture.stored_weights import (
 )
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
-from fusion.runtime.job.model_files import check_huggingface, json_object
+from fusion.runtime.job.model_files import check_huggingface, is_exported, json_object
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 # What configurations call the number of layers, and the most that are built: the library makes lists of them before it looks at anything.

@@ -1,5 +1,7 @@
 """Where a language model that is to be launched comes from: the built-in GPT, a Hugging Face directory, a GGUF file, or a
 directory that `jobs export` wrote. Only the launching machine reads one; what it hands on are graphs and tensors by name.
+
+What captures a module imports torch.export and SymPy, half as long again as PyTorch: an exported directory does without.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,9 +19,6 @@ from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph, Variable
 from fusion.dag.rewrites.expert_groups import part_of
 from fusion.dag.rewrites.quantise import Layout, Source, Use
-from fusion.runtime.capture.capture import capture_language_model, is_exported, variables_from_module
-from fusion.runtime.capture.gguf_model import open_gguf
-from fusion.runtime.capture.huggingface import HuggingFaceModel, open_model
 from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import CaptureError, JobError
@@ -30,10 +30,14 @@ from fusion.runtime.job.model_files import (
     WEIGHTS_FILE,
     chat_files,
     check_model,
+    is_exported,
     is_exported_directory,
 )
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
 from fusion.runtime.job.text import check_tokenizer
+
+if TYPE_CHECKING:
+    from fusion.runtime.capture.huggingface import HuggingFaceModel
 
 CONSTANTS_FILE = "constants.safetensors"  # what the graph reads and no state_dict of the module has
 TOKENIZER_FILE = "tokenizer.json"
@@ -101,6 +105,8 @@ class LanguageModel:
 
 def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path | None) -> LanguageModel:
     """The built-in GPT with the random weights that `seed` gives, whatever was drawn before."""
+    from fusion.runtime.capture.capture import capture_language_model, variables_from_module
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = GPT(config)
@@ -136,6 +142,8 @@ def huggingface(
 ) -> LanguageModel:
     """A Hugging Face model directory; without its weights, as `seed` initialises it. `dtype`: see `open_model`; training is
     in float32. Raises JobError, CaptureError."""
+    from fusion.runtime.capture.huggingface import open_model
+
     model = open_model(config.path, weights=config.weights, seed=seed, dtype=FLOAT32 if training else dtype)
     files = (config.path / name for name in CONFIG_FILES)
     inference, longest = _captured(model)
@@ -160,6 +168,8 @@ def huggingface(
 
 def gguf(path: Path) -> LanguageModel:
     """A GGUF file, to be served in float32, with its quantised matrices as `blocks`. Raises JobError, CaptureError."""
+    from fusion.runtime.capture.gguf_model import open_gguf
+
     model = open_gguf(path)
     return LanguageModel(
         about=About(

@@ -14,6 +14,9 @@ from fusion.runtime.job.errors import JobError
 GRAPH_FILE = "inference.graph"  # these three are in a directory that `jobs export` wrote
 ABOUT_FILE = "fusion.json"
 WEIGHTS_FILE = "model.safetensors"
+CONSTANT = (
+    "constant:"  # prefix of variables that no state_dict of the module has: they are not in WEIGHTS_FILE
+)
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
@@ -25,6 +28,11 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GGUF_MAGIC = b"GGUF"
 GGUF_VERSIONS = (2, 3)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def is_exported(variable: str) -> bool:
+    """Whether the module's own state_dict has this variable; a constant (a rotary table, say) is not in it."""
+    return not variable.startswith(CONSTANT)
 
 
 def check_model(path: Path) -> None:

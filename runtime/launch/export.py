@@ -11,13 +11,12 @@ import torch
 
 from fusion.runtime.belief.naming import Known
 from fusion.runtime.belief.reading import look
-from fusion.runtime.capture.capture import is_exported
 from fusion.runtime.capture.sources import TOKENIZER_FILE
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.job.model_files import WEIGHTS_FILE
+from fusion.runtime.job.model_files import WEIGHTS_FILE, is_exported
 from fusion.runtime.job.stage_graphs import load_stages
 from fusion.runtime.training.compute.stage_codecs import residual_shapes
 from fusion.runtime.training.snapshots import snapshot

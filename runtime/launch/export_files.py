@@ -10,8 +10,7 @@ from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
-from fusion.runtime.capture.capture import is_exported
-from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE
+from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE, is_exported
 from fusion.runtime.launch.weights import contiguous
 
 

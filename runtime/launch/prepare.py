@@ -12,7 +12,6 @@ from fusion.runtime.job.manifest import DataConfig, TrainConfig
 from fusion.runtime.job.spec import JobSpec
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.shard import GraphJob, Say, prepare_graph, silent
-from fusion.runtime.launch.training_job import training_job
 from fusion.runtime.placing.place_job import place_job
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
@@ -30,6 +29,8 @@ def prepare_training(
 ) -> Prepared:
     """Capture the model, place it on `peers`, shard weights, pack data; `links` is what they have measured. Raises
     JobError, CaptureError, PlacementError. Blocking, for seconds: run it in a thread."""
+    from fusion.runtime.launch.training_job import training_job  # with all that captures a model
+
     made = training_job(spec, store, say)
     config = train_config(spec, made.data)
     admitted = spec.admission.among(peers, lambda peer: peer.peer)

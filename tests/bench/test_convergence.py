@@ -12,7 +12,7 @@ from bench.convergence_run import Line
 from support.captured_once import capture_once
 
 from fusion.compression.spec import parse
-from fusion.runtime.capture import sources
+from fusion.runtime.capture import capture
 from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.spec import GPTConfig
 
@@ -31,7 +31,7 @@ def small() -> convergence.Study:
 def _the_model_is_captured_once() -> Iterator[None]:
     """Of whatever seed."""
     with pytest.MonkeyPatch.context() as patch:
-        capture_once(patch, sources)
+        capture_once(patch, capture)
         yield
 
 

@@ -35,12 +35,12 @@ from typing import Any
 # What peers and commands import, and what takes longest of what those import that capture a model.
 LOADED = (
     *("fusion.runtime.peer.peer", "fusion.runtime.peer.client", "fusion.runtime.serving.http.server"),
-    *("fusion.runtime.launch.launch", "fusion.runtime.capture.huggingface", "fusion.cli.local.chaos_trace"),
+    *("fusion.runtime.launch.training_job", "fusion.runtime.launch.launch", "fusion.cli.local.chaos_trace"),
     *(
         f"fusion.cli.{name}"
         for name in ("start", "train", "serve", "jobs", "status", "models", "generate", "chat")
     ),
-    *("torch.export", "transformers.models.llama.modeling_llama"),
+    *("fusion.runtime.capture.huggingface", "torch.export", "transformers.models.llama.modeling_llama"),
 )
 STANDARD_FILES = 3
 REQUEST_BYTES = 1 << 20

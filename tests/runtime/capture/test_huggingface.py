@@ -14,10 +14,11 @@ from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.graph import TensorType, Variable
 from fusion.dag.rewrites.expert_groups import group_experts, part_of
 from fusion.runtime.capture import huggingface, stored_weights
-from fusion.runtime.capture.capture import is_exported, variables_from_module
+from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.huggingface import open_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.model_files import is_exported
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,7 +19,7 @@ from fusion.dag.cutting.cuts import split
 from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.placement.network import UNKNOWN_LINK
-from fusion.runtime.capture import gguf_model, huggingface, sources
+from fusion.runtime.capture import capture, gguf_model, huggingface, sources
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job import spec, text
@@ -73,7 +73,7 @@ ME = Identity.generate()
 
 @pytest.fixture(autouse=True)
 def _each_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture_once(monkeypatch, sources, huggingface, gguf_model)
+    capture_once(monkeypatch, capture, huggingface, gguf_model)
 
 
 @pytest.fixture

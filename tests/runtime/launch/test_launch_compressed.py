@@ -9,7 +9,7 @@ import pytest
 from support.captured_once import capture_once
 from support.training import Job, record_of_peer, run, swarm
 
-from fusion.runtime.capture import sources
+from fusion.runtime.capture import capture
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.spec import load
 from fusion.runtime.launch.launch import prepare_training
@@ -40,7 +40,7 @@ families = ["int8", "topk"]
 def test_the_manifest_carries_the_codecs_and_the_stages_send_by_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capture_once(monkeypatch, sources)
+    capture_once(monkeypatch, capture)
     (tmp_path / "text.txt").write_text("the quick brown fox " * 50)
     (tmp_path / "job.toml").write_text(JOB)
 

@@ -40,19 +40,6 @@ def test_start_says_what_to_install_and_exits_with_2(
     assert said == "fusion-peer: --plane jax needs the jax extra: pip install 'fusion-peer[jax]'\n"
 
 
-@pytest.mark.heavy
-@pytest.mark.program
-def test_nobody_but_the_choice_loads_a_plane() -> None:
-    code = (
-        "import sys, fusion.runtime.peer.peer\n"
-        "print('fusion.runtime.planes.torch_plane' in sys.modules or 'jax' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.strip() == "False"
-
-
 TRAINS = """
 import sys
 from fusion.cli.terminal.fast_imports import lean_imports

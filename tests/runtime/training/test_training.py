@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn import functional
 
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.capture import sources
+from fusion.runtime.capture import capture
 from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import JobFailed
@@ -272,7 +272,7 @@ def test_a_weights_blob_that_lacks_a_variable_is_refused(tmp_path: Path) -> None
 def test_the_launcher_may_leave_once_the_swarm_holds_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capture_once(monkeypatch, sources)
+    capture_once(monkeypatch, capture)
     (tmp_path / "text.txt").write_text("the quick brown fox " * 50)
     (tmp_path / "job.toml").write_text(
         'name = "fox"\n[model]\nkind = "gpt"\nblocks = 2\nwidth = 16\nheads = 2\n[data]\nfiles = ["text.txt"]\n'
