@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     heavy = "not heavy" in left_out and name.startswith(HEAVY)
     process = "not process" in left_out and folder in PROCESSES
     return True if heavy or process else None
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Each worker imports a part of the files before the others: what one has compiled, the others read."""
+    name, workers = (
+        os.environ.get("PYTEST_XDIST_WORKER", ""),
+        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+    )
+    if workers == 1:
+        return
+    files = sorted(TESTS.rglob("test_*.py"))
+    start = int(name.removeprefix("gw")) * len(files) // workers
+    for path in files[start:] + files[:start]:
+        if not pytest_ignore_collect(path, session.config):
+            with suppress(pytest.Collector.CollectError):  # told when it is collected
+                pytest.Module.from_parent(session, path=path).obj  # noqa: B018
 
 
 def pytest_collection_finish() -> None:
