@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,7 +13,10 @@ import time
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.cold]
+from fusion.cli.main import main
+from fusion.cli.terminal import loop
+
+pytestmark = pytest.mark.e2e
 DEMO = (sys.executable, "-m", "fusion.cli.main", "demo", "--json")
 FIGURES = [
     "peers",
@@ -28,12 +32,14 @@ FIGURES = [
 
 
 @pytest.mark.usefixtures("traces")
-def test_it_trains_and_answers() -> None:
-    done = subprocess.run(
-        [*DEMO, "--peers", "2", "--steps", "6"], capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    figures = json.loads(done.stdout.splitlines()[-1])
+def test_it_trains_and_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(
+        loop, "_new_loop", asyncio.new_event_loop
+    )  # uvloop's processes are its own, none is forked
+    code = main(["demo", "--json", "--peers", "2", "--steps", "6"])
+    said = capsys.readouterr()
+    assert code == 0, said.err[-2000:]
+    figures = json.loads(said.out.splitlines()[-1])
     assert list(figures) == FIGURES
     assert (figures["peers"], figures["stages"], figures["steps"]) == (3, 2, 6)
     assert figures["loss_last"] < figures["loss_first"] - 0.5
@@ -41,6 +47,7 @@ def test_it_trains_and_answers() -> None:
     assert figures["text"].startswith("def ") and len(figures["text"]) > 20
 
 
+@pytest.mark.cold
 @pytest.mark.usefixtures("traces")
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_nothing_is_left_of_a_demo_that_is_ended(number: int) -> None:
@@ -57,6 +64,7 @@ def test_nothing_is_left_of_a_demo_that_is_ended(number: int) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.cold
 @pytest.mark.slow
 @pytest.mark.usefixtures("traces")
 def test_nothing_is_left_when_the_parent_of_the_demo_is_killed() -> None:

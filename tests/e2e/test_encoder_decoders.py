@@ -39,7 +39,8 @@ def wanted(model: Any, given: Any, new: int = NEW) -> list[int]:
     return tokens[: tokens.index(END) + 1] if END in tokens else tokens
 
 
-@pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bart", "t5"])
 def test_a_text_is_read_and_answered_also_when_a_peer_dies_in_the_middle(
     family: str, peers: Any, tmp_path: Path
 ) -> None:

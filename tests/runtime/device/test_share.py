@@ -293,9 +293,9 @@ def test_who_came_first_has_no_more_of_it_after_an_hour() -> None:
     for owner, at in ((honest, 0.0), (honest, 0.0), *((owner, 120.0) for owner in stranger)):
         device.ask(owner, at)
     seconds = {honest: 0.015} | dict.fromkeys(stranger, 0.015)
-    device.run(2 * 3600.0, dict.fromkeys(seconds, 0.15), {})
+    device.run(3600.0, dict.fromkeys(seconds, 0.15), {})
     before = device.used[honest]
-    device.run(2 * 3600.0 + 100.0, seconds, {})
+    device.run(3600.0 + 100.0, seconds, {})
     assert (device.used[honest] - before) * 0.015 == pytest.approx(50.0, abs=2.0)
 
 
