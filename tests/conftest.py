@@ -110,14 +110,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection(session: pytest.Session) -> None:
     """Each worker imports a part of the files before the others: what one has compiled, the others read."""
-    name, workers = (
-        os.environ.get("PYTEST_XDIST_WORKER", ""),
-        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
-    )
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers == 1:
         return
-    files = sorted(TESTS.rglob("test_*.py"))
-    start = int(name.removeprefix("gw")) * len(files) // workers
+    worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    asked = [Path(argument.partition("::")[0]).resolve() for argument in session.config.args]
+    files = [path for path in sorted(TESTS.rglob("test_*.py")) if {path, *path.parents} & {*asked}]
+    start = worker * len(files) // workers
     for path in files[start:] + files[:start]:
         if not pytest_ignore_collect(path, session.config):
             with suppress(pytest.Collector.CollectError):  # told when it is collected
