@@ -28,9 +28,12 @@ class Attendance:
     @property
     def agree(self) -> bool:
         """Whether every stage is linked to the owners that have joined: one that still has a link to the owner before
-        will lose it, and with it whatever had begun."""
+        will lose it, and with it whatever had begun. A link to a stage that the job has not holds nobody up."""
         return all(
-            self.join_ids[partner][0] == term for links in self.links.values() for partner, term in links
+            self.join_ids[partner][0] == term
+            for links in self.links.values()
+            for partner, term in links
+            if partner in self.join_ids
         )
 
     def replaced(self, stage: int, join_id: JoinId) -> bool:

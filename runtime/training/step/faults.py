@@ -124,9 +124,9 @@ def merged(faults: Faults, others: Faults) -> Faults:
 
 
 def is_finite(reports: Sequence[Report]) -> bool:
-    """Whether a step may be committed."""
+    """Whether a step may be committed. A squared norm below zero is no more a number than NaN is: it has no root."""
     return all(
-        math.isfinite(report.squared_norm) and (report.loss is None or math.isfinite(report.loss))
+        0.0 <= report.squared_norm < math.inf and (report.loss is None or math.isfinite(report.loss))
         for report in reports
     )
 

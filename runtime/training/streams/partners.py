@@ -22,6 +22,7 @@ from fusion.runtime.training.step.messages import (
     Discard,
     Hello,
     Hold,
+    Join,
     Message,
     Restore,
     decode,
@@ -188,6 +189,9 @@ class Partners:
         ):
             # A higher one would be heard of here, and the attempts of the leads that follow would count for nothing.
             raise StaleTerm(f"an attempt of term {message.attempt[0]} on a stream of term {hello.term}")
+        if isinstance(message, Join) and message.join_id[0] != hello.term:
+            # After a higher one the joins of the owners that follow would count for nothing.
+            raise StaleTerm(f"a join of term {message.join_id[0]} on a stream of term {hello.term}")
         self._receive(hello.source, message)
         return None
 

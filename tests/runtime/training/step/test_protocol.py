@@ -20,6 +20,7 @@ from fusion.runtime.training.step.run_statistics import RunStatistics
 from fusion.runtime.training.step.snapshot_books import LACKS, SnapshotBooks
 from fusion.runtime.training.step.stage import StageState, stage
 from fusion.swarm.directory.records import Digest
+from fusion.swarm.transport import PeerId
 
 DIGEST = Digest("0" * 64)
 CONFIG = TrainConfig(
@@ -195,6 +196,22 @@ def test_a_peer_that_starts_anew_under_the_term_it_had_is_another_host_and_a_los
     state, actions = lead(state, join(0, (1, 55, 1)), 1)
     assert [type(a) for a in actions] == [m.Discard, m.Begin] and state.statistics.losses == 1
     assert lead(state, m.Suspect((1, 0, 1)), 1) == (state, ())
+
+
+def test_a_link_to_a_stage_that_the_job_has_not_holds_nobody_up() -> None:
+    state = LeadState(config=CONFIG, stages=2, term=7)
+    state, _ = lead(state, join(0, links=((1, 1),)), 0)
+    _, actions = lead(state, join(0, links=((0, 1), (99, 3))), 1)
+    assert isinstance(actions[-1], m.Begin)
+
+
+def test_a_squared_norm_below_zero_is_a_fault_of_the_stage_that_says_so() -> None:
+    state = gathered(3, peers={stage: PeerId(f"peer {stage}") for stage in range(3)})
+    for _ in range(2):  # once more with a look at every tensor
+        for i in range(3):
+            state, actions = lead(state, ready(state, squared_norm=-9.0 if i == 1 else 1.0), i)
+    (discard,) = actions
+    assert isinstance(discard, m.Discard) and discard.give_up == ((1, 1, 0),) and state.step == 0
 
 
 def test_stages_at_unlike_steps_all_go_back_to_the_newest_snapshot_that_any_of_them_knows() -> None:

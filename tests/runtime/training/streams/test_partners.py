@@ -10,7 +10,7 @@ from support.instant_loop import run
 from support.stages import JOB, Node, linked, linked_pair, now, swarm, until
 
 from fusion.runtime.job.size_text import needs
-from fusion.runtime.training.step.messages import After, Begin
+from fusion.runtime.training.step.messages import After, Begin, Join
 from fusion.runtime.training.streams.fence import Overtaken
 from fusion.runtime.training.streams.partner import PATIENCE_SECONDS
 from fusion.swarm.directory.records import ClaimRecord
@@ -292,6 +292,20 @@ def test_a_lead_speaks_of_attempts_of_its_own_term_alone(
             one.neighbours.send(1, Begin(attempt, 0, After()))
             await asyncio.sleep(0.01)
             assert [state for _, state in two.linked][:2] == ([True] if linked_after else [True, False])
+
+    run(main())
+
+
+@pytest.mark.parametrize(("term", "linked_after"), [(1, True), (1 << 40, False), (0, False)])
+def test_a_stage_joins_under_the_term_that_it_is_held_under_alone(term: int, linked_after: bool) -> None:
+    """A lead goes by the highest join of a stage: that of the next owner would count for nothing."""
+
+    async def main() -> None:
+        async with linked_pair() as (_, one, two):
+            assert two.neighbours is not None and two.neighbours.term == 1
+            two.neighbours.send(0, Join(step=0, join_id=(term, 0, 1)))
+            await asyncio.sleep(0.01)
+            assert [state for _, state in one.linked][:2] == ([True] if linked_after else [True, False])
 
     run(main())
 
