@@ -65,9 +65,9 @@ class StageSnapshots:
         """Copy the state, which is that of `version`. It is saved, and the lead told of it, beside the steps that follow;
         a save before it that does not succeed is given up."""
         state, seconds = await self._compute.run(self._timed_state)
+        self._asked = None  # also a save of the very same state: a full disk must not hold up the steps
+        await self._saved()
         self._asked = version
-        if self._saving is not None:
-            await self._saving
         self._saving = self._spawn(self._save(version, state, seconds))
 
     async def store(self, version: Version) -> Digest:
@@ -75,7 +75,7 @@ class StageSnapshots:
         state = await self._compute.run(self._state_now)
         if self._saving is not None:  # the others may be waiting for it
             self._asked = version
-            await self._saving
+            await self._saved()
         try:
             return await self._files.save(version, state)
         except (SwarmError, OSError) as error:
@@ -155,6 +155,12 @@ class StageSnapshots:
                 continue
             self._tell(m.Shard(step, digest, seconds, version.history, snapshot.FURTHEST))
             return
+
+    async def _saved(self) -> None:
+        """Until no save is under way. Whoever waits may be cancelled, with the step that it is about to run: a save that ended
+        with it would be the end of each later one that waits for it."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
 
     def _timed_state(self) -> tuple[Mapping[str, torch.Tensor], float]:
         began = self._clock()

@@ -55,10 +55,13 @@ class Files:
         self.lost: set[int | Digest] = set()
         self.saved: dict[int, dict[str, float]] = {}
         self.tried = asyncio.Event()
+        self.slow: asyncio.Event | None = None  # what every save waits for
 
     async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
         step = version.step
         self._try(step)
+        if self.slow is not None:
+            await self.slow.wait()
         self.saved[step] = {name: float(tensor) for name, tensor in state.items()}
         return D[step]
 
@@ -147,6 +150,44 @@ def test_a_save_of_one_history_is_given_up_for_that_of_the_same_step_in_another(
                 await stand.snapshots.take(Version(1, "b"))
             assert stand.files.saved == {1: {"variable/w": 2.0, "codec/edge": 0.5}}
             assert [t.history for t in stand.told if isinstance(t, m.Shard)] == ["b"]
+
+    asyncio.run(main())
+
+
+def test_a_step_that_is_dropped_behind_a_save_takes_no_later_snapshot_along() -> None:
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            stand.files.slow = asyncio.Event()
+            await stand.snapshots.take(Version(1, "a"))
+            await stand.files.tried.wait()
+            dropped = group.create_task(stand.snapshots.take(Version(2, "a")))
+            while stand.snapshots._asked == Version(1, "a"):  # until it waits for the save of step 1
+                await asyncio.sleep(0)
+            dropped.cancel()
+            await asyncio.wait([dropped])
+            stand.files.slow.set()
+            await stand.snapshots.take(Version(3, "a"))
+            await stand.snapshots._saved()
+            assert stand.heard == [(1, D[1]), (3, D[3])]
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_holds_up_no_step_that_asks_for_the_same_snapshot_again() -> None:
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            stand.files.lost = {1}
+            await stand.snapshots.take(Version(1, "a"))
+            await stand.files.tried.wait()
+            again = group.create_task(stand.snapshots.take(Version(1, "a")))
+            for _ in range(1000):
+                if again.done():
+                    break
+                await asyncio.sleep(0)
+            assert again.done()
+            stand.files.lost = set()
 
     asyncio.run(main())
 
