@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place
+from fusion.swarm.errors import RecordError
 from fusion.swarm.transport import PeerId
 
 
@@ -56,6 +58,15 @@ def whole(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**31:
         raise ValueError(f"a stage or a term is a number below 2**31, not {value!r:.20}")
     return value
+
+
+def credited(leases: Leases, place: Place, data: bytes) -> ClaimRecord:
+    """The sealed claim of whoever owns that stage now, as another peer shows it. Raises RecordError for any other claim: one
+    that counts elsewhere says nothing here."""
+    claim = leases.credit(data)
+    if (claim.job, claim.stage) != place:
+        raise RecordError(f"a claim of stage {claim.stage} of job {claim.job[:12]} in place of another")
+    return claim
 
 
 def claim_bytes(value: object) -> bytes:

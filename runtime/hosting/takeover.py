@@ -20,7 +20,15 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from fusion.runtime.hosting.hold_frames import SuspectReply, claim_bytes, peer_of, place_of, refused, whole
+from fusion.runtime.hosting.hold_frames import (
+    SuspectReply,
+    claim_bytes,
+    credited,
+    peer_of,
+    place_of,
+    refused,
+    whole,
+)
 from fusion.runtime.hosting.jurors import PATIENCE_SECONDS, Jurors
 from fusion.runtime.hosting.owner_probe import GONE, OwnerProbe, Sign
 from fusion.runtime.hosting.single_flight import SingleFlight
@@ -139,14 +147,14 @@ class Takeovers:
             async with asyncio.timeout(ANSWER_SECONDS):
                 header["word"] = await self._jurors.word_soon(place, Holding(peer, term), heir)
                 reply = await call(self._transport, heir, HOLD.name, "suspect", header)
-            return self._answer(reply)
+            return self._answer(place, reply)
         except (SwarmError, ValueError, TimeoutError) as error:
             return refused(one_line(str(error)) or "no answer")
 
-    def _answer(self, reply: Frame) -> SuspectReply:
+    def _answer(self, place: Place, reply: Frame) -> SuspectReply:
         if reply.kind == "owner":
             sealed = claim_bytes(reply.header.get("claim"))
-            claim = self._leases.credit(sealed)
+            claim = credited(self._leases, place, sealed)
             return SuspectReply("owner", claim.term, claim, sealed)
         if reply.kind == "alive":
             return SuspectReply("alive", whole(reply.header.get("term")))

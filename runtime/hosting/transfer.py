@@ -10,14 +10,14 @@ from typing import Any
 
 import msgpack
 
-from fusion.runtime.hosting.hold_frames import claim_bytes
+from fusion.runtime.hosting.hold_frames import claim_bytes, credited
 from fusion.runtime.job.context import StageHolder
 from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place
-from fusion.swarm.errors import SwarmError
+from fusion.swarm.errors import RecordError, SwarmError
 from fusion.swarm.printable import one_line
 from fusion.swarm.transport import PeerId, Transport, call
 
@@ -49,7 +49,10 @@ class Transfer:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     reply = await call(self._transport, peer, HOLD.name, "take", header)
                 if reply.kind == "taking":
-                    return leases.credit(claim_bytes(reply.header.get("claim")))
+                    claim = credited(leases, (job, stage), claim_bytes(reply.header.get("claim")))
+                    if claim.peer != peer:
+                        raise RecordError(f"it shows the claim of {claim.peer}")
+                    return claim
                 reason = str(reply.header.get("message", "refused"))
             except (SwarmError, ValueError, TimeoutError) as error:
                 reason = str(error) or "no answer"

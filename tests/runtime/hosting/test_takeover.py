@@ -253,6 +253,33 @@ def test_standbys_asked_at_the_same_moment_leave_one_owner_and_never_two_of_one_
 # --- reports that are wrong
 
 
+def answering(peer: Peer, kind: str, header: dict[str, Any]) -> None:
+    """From now on the peer says that to whatever it is asked of a stage."""
+
+    async def answer(stream: Stream) -> None:
+        frame = await stream.receive()
+        if frame.kind == "holds":
+            await stream.send("holds", {"term": 0})
+        else:
+            await stream.send(kind, header)
+
+    peer.context.transport.handlers._handlers[HOLD.name] = answer  # type: ignore[attr-defined]
+
+
+def test_a_standby_that_answers_with_a_claim_of_another_stage_takes_nobodys_place(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (liar, heir) = await one_job(made, 2, alone=False)
+            witness = await onlooker(made, job)
+            answering(liar, "owner", {"claim": NEIGHBOURS[job].sealed(job, 1)})
+            vanish(made, owner)
+            assert witness.context.succession is not None
+            claim = await witness.context.succession.suspect(job, 0, owner.id, 1)
+            assert claim is not None and (claim.job, claim.stage, claim.peer) == (job, 0, heir.id)
+
+    run(main())
+
+
 def test_an_owner_that_lives_keeps_its_stage(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
@@ -501,6 +528,22 @@ def test_only_the_owner_can_hand_a_stage_over(tmp_path: Path) -> None:
             )
             assert reply.kind == "no" and "16384" in reply.header["message"]
             assert first.service.begun == []
+
+    run(main())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_who_takes_a_stage_with_a_claim_of_another_or_of_its_owner_has_not_taken_it(
+    tmp_path: Path, own: bool
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first, second) = await one_job(made, 2, alone=False)
+            await owner.context.leases.claims(job, 1)
+            leases, stage = (owner.context.leases, 0) if own else (NEIGHBOURS[job], 1)
+            answering(first, "taking", {"claim": leases.sealed(job, stage)})
+            await owner.hosting.leave()
+            assert (job, 0) in second.service.running and (job, 0) not in owner.service.running
 
     run(main())
 
