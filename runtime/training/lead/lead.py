@@ -108,8 +108,7 @@ class Lead:
 
     def learn(self, checkpoint: Checkpoint) -> None:
         """The snapshot that our stage was loaded from, now with its ledger; before anything is received."""
-        books = replace(self._state.snapshots, newest=checkpoint)
-        self._state = replace(self._state, snapshots=books)
+        self._state = replace(self._state, snapshots=self._state.snapshots.begin(checkpoint))
         if self._handed_over is None:
             self._state = replace(self._state, ledger=checkpoint.ledger, history=checkpoint.version.history)
         self._period = SnapshotPeriod(began=self._clock(), taken=self._clock(), cost_seconds=self._first_cost)
@@ -254,7 +253,7 @@ class Lead:
                 self._period = self._period.restored(self._clock())
                 self._away = m.NEXT_STAGE  # whose copies everybody makes anew (`StageSnapshots.hold_again`)
                 self._everyone(action)
-                self.tell(snapshot=checkpoint.digest, snapshot_step=checkpoint.step)
+                self._tell_books()
             case e.Committed():
                 self._committed(action)
             case e.FellBack(lost):
@@ -280,17 +279,17 @@ class Lead:
         self._state, self._watched = self._state.count_on(statistics), now
 
     def _books(self) -> dict[str, object]:
-        ledger, statistics = self.books
+        (ledger, statistics), held = self.books, self._state.snapshots.held
         recent = tuple(pair for pair in statistics.recent if pair[0] < ledger.steps)
         return {
             "samples": ledger.samples, "ledger": ledger.head, "discarded": statistics.discarded,
             "replayed": statistics.replayed, "losses": statistics.losses, "recoveries": statistics.recoveries,
             "recent": recent, "loss": recent[-1][1] if recent else None,
+            "snapshot": held.digest, "snapshot_step": held.step,
         }  # fmt: skip
 
     def _tell_books(self) -> None:
-        checkpoint = self._state.snapshots.newest
-        self.tell(snapshot=checkpoint.digest, snapshot_step=checkpoint.step, **self._books())
+        self.tell(**self._books())
 
     def _everyone(self, message: m.Message) -> None:
         # The others first: our own stage starts to compute at once, theirs have a link to cross.

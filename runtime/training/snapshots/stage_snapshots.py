@@ -131,9 +131,7 @@ class StageSnapshots:
             log.warning(
                 "stage %d goes back beyond the newest snapshot, to step %d", self._stage, checkpoint.step
             )
-        self.newest = checkpoint
         self._asked = None  # what is not saved by now is of a history that may not go on
-        self.hold_again()
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to `checkpoint`. JobError where it cannot be had."""
@@ -143,6 +141,10 @@ class StageSnapshots:
             raise JobError(str(error)) from None
         await self._compute.run(self._plane.load_state, state)
         self._codecs.load(snapshot.residuals(state))
+        if checkpoint.rank > self.newest.rank:
+            self.before = self.newest
+        self.newest = checkpoint  # and not before: who told the lead of it may have made it up
+        self.hold_again()
 
     async def _save(self, version: Version, state: Mapping[str, torch.Tensor], seconds: float) -> None:
         step = version.step

@@ -49,7 +49,7 @@ def join(state: LeadState, stage: int, join: m.Join) -> Result:
     state = replace(
         state,
         here=state.here.join(stage, join),
-        snapshots=state.snapshots.learn(join.newest).learn(join.before),
+        snapshots=state.snapshots.learn(join.newest, stage).learn(join.before, stage),
         interruptions=interruptions,
         dismissed={s: owner for s, owner in state.dismissed.items() if s != stage},
     )
@@ -91,7 +91,7 @@ def gather(state: LeadState) -> Result:
         phase="running",
         count=state.count + 1,
         codecs_changed=False,
-        snapshots=replace(snapshots, saving=False),
+        snapshots=replace(snapshots.arrive(), saving=False),
         interruptions=state.interruptions.recover(),
     )
     state = asked(state, following)
@@ -111,6 +111,7 @@ def restore(state: LeadState) -> Result:
         state,
         here=replace(state.here, joined={}),
         count=state.count + 1,
+        snapshots=state.snapshots.go_back(),
         ledger=checkpoint.ledger,
         history=checkpoint.version.history,
         interruptions=replace(state.interruptions, broken=True),

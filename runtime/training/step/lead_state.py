@@ -117,7 +117,7 @@ def first_state(
         faults=faults,
         ledger=newest.ledger,
         history=newest.version.history,
-        snapshots=SnapshotBooks(newest=newest),
+        snapshots=SnapshotBooks.begin(newest),
     )
     if handover is None:
         return begun

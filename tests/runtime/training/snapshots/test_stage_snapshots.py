@@ -220,6 +220,22 @@ def test_a_state_is_stored_behind_the_snapshot_under_way_or_not_at_all() -> None
     asyncio.run(main())
 
 
+def test_a_stage_knows_the_snapshot_that_it_has_gone_back_to_and_the_one_before() -> None:
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            known, told = Checkpoint(step=4, digest=D[4]), Checkpoint(step=9, digest=D[9])
+            stand.snapshots.newest = known
+            stand.snapshots.go_back(told)
+            assert stand.snapshots.newest == known  # nobody has seen that one yet
+            await stand.snapshots.restore(told)
+            assert (stand.snapshots.newest, stand.snapshots.before) == (told, known)
+            await stand.snapshots.restore(known)
+            assert stand.snapshots.newest == known
+
+    asyncio.run(main())
+
+
 def test_a_restored_stage_has_its_parameters_and_what_its_codecs_left_out() -> None:
     async def main() -> None:
         async with Worker() as compute, asyncio.TaskGroup() as group:

@@ -219,7 +219,7 @@ def test_stages_at_unlike_steps_all_go_back_to_the_newest_snapshot_that_any_of_t
     state, _ = lead(state, join(3, newest=snapshot(2), before=snapshot(1)), 0)
     state, actions = lead(state, join(2), 1)
     assert actions == (m.Restore((7, 1), snapshot(2)),) and state.missing == (0, 1)
-    assert state.ledger.steps == 2 and state.snapshots.before == snapshot(1)
+    assert state.ledger.steps == 2 and state.snapshots.told[0] == (snapshot(2), snapshot(1))
 
 
 def test_stages_of_one_step_and_two_histories_go_back_to_one_snapshot() -> None:
@@ -259,7 +259,7 @@ def test_alike_steps_that_the_ledger_is_not_of_go_back_too() -> None:
 
 
 def test_a_snapshot_that_nobody_holds_is_given_up_for_the_one_before_and_stays_given_up() -> None:
-    books = SnapshotBooks(newest=snapshot(4, "b"), before=snapshot(2))
+    books = SnapshotBooks.begin(snapshot(2)).learn(snapshot(4, "b"))
     state = LeadState(config=CONFIG, stages=1, term=7, snapshots=books)
     state, (restore,) = lead(state, join(-1), 0)
     for _ in range(LACKS - 1):
@@ -270,6 +270,24 @@ def test_a_snapshot_that_nobody_holds_is_given_up_for_the_one_before_and_stays_g
     assert isinstance(restore, m.Restore) and restore.checkpoint == snapshot(2) and state.ledger.steps == 2
     state, (begin,) = lead(state, join(2, (1, 0, 2), newest=snapshot(4, "b")), 0)
     assert isinstance(begin, m.Begin) and begin.step == 2 and state.snapshots.newest == snapshot(2)
+
+
+def test_snapshots_that_one_stage_makes_up_crowd_out_none_that_others_know() -> None:
+    state = LeadState(config=CONFIG, stages=3, term=7)
+    state, _ = lead(state, join(4, newest=snapshot(4), before=snapshot(2)), 0)
+    state, _ = lead(state, join(3, newest=snapshot(90), before=snapshot(80)), 1)
+    state, actions = lead(state, join(4), 2)
+    told = []
+    assert state.snapshots.held.step == 0  # nor is the swarm told of what nobody has gone back to
+    for _ in range(2 * LACKS + 1):
+        restore = actions[-1]
+        assert isinstance(restore, m.Restore)
+        told.append(restore.checkpoint.step)
+        state, actions = lead(state, m.Lack(restore.attempt, ""), 2)
+    assert told == [90] * LACKS + [80] * LACKS + [4] and restore.checkpoint == snapshot(4)
+    for i in range(3):
+        state, actions = lead(state, join(4, (1, 0, 2)), i)
+    assert isinstance(actions[-1], m.Begin) and state.snapshots.held == snapshot(4)
 
 
 def test_a_stage_that_lacks_its_shard_is_asked_again_though_another_was_handed_over_meanwhile() -> None:
