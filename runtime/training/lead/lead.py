@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 SPEED_STEPS = 8  # the speed shown is that of so many steps
 MAX_HANDOVER_CODECS = 8192  # characters of a table that is handed on; the next lead can choose anew
+MOST_BYTES = 1 << 50  # that one stage may say it has sent
 PACE_STEPS = 2  # committed in a row, before it is known how fast the job is
 
 
@@ -308,8 +309,8 @@ class Lead:
             step=committed.step + 1,
             tokens_per_second=tokens * (len(self._times) - 1) / seconds if seconds > 0 else 0.0,
             busy=tuple(round(report.busy, 4) for report in reports),
-            sent_bytes=sum(report.sent_bytes for report in reports),
-            received_bytes=sum(report.received_bytes for report in reports),
+            sent_bytes=sum(_payload(report.sent_bytes) for report in reports),
+            received_bytes=sum(_payload(report.received_bytes) for report in reports),
             **self._books(),
         )
 
@@ -374,3 +375,8 @@ class Lead:
 def _share(said: float) -> float:
     """What another peer said of itself, as a number from 0 to 1."""
     return said if 0 <= said <= 1 else 0.0
+
+
+def _payload(said: int) -> int:
+    """What another peer said of itself, as a number of bytes: those of all stages together have to fit a message."""
+    return said if 0 <= said < MOST_BYTES else 0

@@ -12,6 +12,9 @@ import math
 from dataclasses import dataclass, replace
 
 PRIOR_SECONDS = 60.0  # one loss in so many seconds is believed before anything was seen
+LONGEST_SECONDS = (
+    86400.0  # between two losses that are expected: stages say for how long the job was quiet, and may lie
+)
 OVERHEAD = 0.05  # share of the time that snapshots may cost at most
 FIRST_COST_SECONDS = 0.2  # believed before the first was measured, of a small state
 # The same, of a large one: copied, hashed, written, and held twice, beside the steps.
@@ -54,7 +57,7 @@ class SnapshotPeriod:
     def period(self, now: float) -> float:
         """Seconds from one snapshot to the next, by what was seen until now."""
         between = (max(0.0, now - self.began) + PRIOR_SECONDS) / (self.losses + 1)
-        return period_seconds(self.cost_seconds, between)
+        return period_seconds(self.cost_seconds, min(between, LONGEST_SECONDS))
 
     def due(self, now: float) -> bool:
         """Whether the next step should be preceded by a snapshot: never while one is under way."""
@@ -88,13 +91,13 @@ class SnapshotPeriod:
         return replace(self, asked=None)
 
     def durable(self, now: float, computing_seconds: float) -> SnapshotPeriod:
-        """It is whole, and held twice; `computing_seconds`: the longest that it kept a stage's device busy."""
+        """It is whole, and held twice; `computing_seconds`: the longest that it kept a stage's device busy, as the stages say."""
         if self.asked is None:
             return self
         took = max(0.0, now - self.asked)
         # What saving and sending beside the steps cost shows in the steps; a stall for another reason must not count
         # as more than the time that the snapshot took.
-        cost = max(computing_seconds, min(self.delay_seconds, took))
+        cost = min(max(computing_seconds, self.delay_seconds), took)
         return replace(
             self,
             taken=self.asked,

@@ -7,7 +7,7 @@ it here; the others keep their state of that step and wait. The successor loads 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
@@ -46,4 +46,4 @@ class HandoverState:
             raise JobError(str(error)) from None
         if handover.step < 0 or not is_digest(handover.shard):
             raise JobError("handover: a step of at least 0 and the digest of a blob")
-        return handover
+        return replace(handover, statistics=CLEAN.merge(handover.statistics))

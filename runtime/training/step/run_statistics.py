@@ -13,6 +13,8 @@ from fusion.runtime.job.progress import RECENT
 
 Attempt = tuple[int, int]  # (term of the lead, how many it had begun)
 NO_ATTEMPT: Attempt = (0, 0)
+# Of what is counted. No job gets there, and whoever counts on from what another peer says stays within the 64 bits of a message.
+MOST = 1 << 53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +50,15 @@ class RunStatistics:
         return replace(self, recoveries=self.recoveries + 1)
 
     def merge(self, other: RunStatistics) -> RunStatistics:
-        """The highest of both, field by field."""
+        """The highest of both, field by field, and MOST at most."""
         return RunStatistics(
-            high=max(self.high, other.high),
-            discarded=max(self.discarded, other.discarded),
-            replayed=max(self.replayed, other.replayed),
-            losses=max(self.losses, other.losses),
-            recoveries=max(self.recoveries, other.recoveries),
+            high=min(MOST, max(self.high, other.high)),
+            discarded=min(MOST, max(self.discarded, other.discarded)),
+            replayed=min(MOST, max(self.replayed, other.replayed)),
+            losses=min(MOST, max(self.losses, other.losses)),
+            recoveries=min(MOST, max(self.recoveries, other.recoveries)),
             last_discard=max(self.last_discard, other.last_discard),
-            seconds=max(self.seconds, other.seconds),
+            seconds=min(float(MOST), max(self.seconds, other.seconds)),
             recent=_last(dict(sorted({*self.recent, *other.recent}))),
         )
 

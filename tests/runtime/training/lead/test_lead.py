@@ -116,3 +116,13 @@ def test_a_move_is_asked_of_the_stage_alone() -> None:
     table.join()
     table.lead.move(1, PeerId("idle"))
     assert table.said[-1] == (1, m.Move(peer=PeerId("idle")))
+
+
+def test_whatever_stages_say_of_their_traffic_the_figures_of_the_job_can_be_told() -> None:
+    table = Table(trained())
+    table.join()
+    begin = table.last(m.Begin)
+    for stage, said in enumerate((2**63 - 1, -5)):
+        table.lead.receive(stage, m.Ready(begin.attempt, 0, fed="", sent_bytes=said, received_bytes=7))
+    progress = table.lead.progress
+    assert (progress.sent_bytes, progress.received_bytes, progress.step) == (0, 14, 1)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fusion.runtime.training.snapshots.snapshot_period import (
     FIRST_COST_SECONDS,
     GIVE_UP,
+    LONGEST_SECONDS,
     OVERHEAD,
     PRIOR_SECONDS,
     USUAL_SECONDS,
@@ -51,6 +52,14 @@ def test_more_losses_never_make_snapshots_rarer(one: int, more: int) -> None:
 
 def test_quiet_hours_make_snapshots_rarer() -> None:
     assert NEW.period(3700.0) > 4 * NEW.period(100.0)
+
+
+@pytest.mark.parametrize("seconds", [1e18, math.inf])
+def test_no_word_of_a_stage_makes_snapshots_much_rarer(seconds: float) -> None:
+    quiet = NEW.seen(100.0, seconds, 0)
+    assert quiet.period(100.0) == period_seconds(FIRST_COST_SECONDS, LONGEST_SECONDS)
+    slow = NEW.ask(200.0).durable(203.0, seconds)
+    assert slow.cost_seconds == pytest.approx((FIRST_COST_SECONDS + 3.0) / 2)
 
 
 def test_none_is_begun_while_one_is_under_way_until_it_is_given_up() -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion.runtime.job.fields import build, plain
 from fusion.runtime.job.progress import RECENT
 from fusion.runtime.training.step.run_statistics import CLEAN, RunStatistics
 
@@ -55,3 +58,12 @@ def test_an_attempt_is_discarded_once() -> None:
     counts = CLEAN.discard((1, 2)).discard((1, 2)).discard((1, 1))
     assert counts.discarded == 1
     assert counts.discard((2, 1)).discarded == 2
+
+
+def test_who_counts_on_from_what_another_says_can_still_tell_it() -> None:
+    most = 2**63 - 1
+    said = RunStatistics(
+        high=most, discarded=most, replayed=most, losses=most, recoveries=most, seconds=math.inf
+    )
+    counts = CLEAN.merge(said).commit(0).discard((1, 1)).lose().recover()
+    assert build(RunStatistics, plain(counts)) == counts and math.isfinite(counts.seconds)
