@@ -67,7 +67,7 @@ class TrainingHost:
         if stage == 0:
             self._leading = Leading(
                 context, here, config, loaded, self.partners,
-                send=outbox.send, spawn=self._spawn, changed=changed,
+                send=outbox.send, spawn=self._spawn, put=self._work.snapshots.store_index, changed=changed,
             )  # fmt: skip
             outbox.lead = self._leading.lead
         self.lead = outbox.lead  # of the job, where our stage is the first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from fusion.runtime.training.snapshots.loaded_stage import Loaded
 from fusion.runtime.training.step.messages import Message
 from fusion.runtime.training.streams.partner import Held
 from fusion.runtime.training.streams.partners import Partners
-from fusion.swarm.directory.records import PeerRecord
+from fusion.swarm.directory.records import Digest, PeerRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
 
@@ -25,7 +25,7 @@ PEERS_SECONDS = 4.0  # how often it is looked who works in the swarm
 
 
 class Leading:
-    """`send`, `spawn` and `changed` as `Lead` has them."""
+    """`send`, `spawn`, `put` and `changed` as `Lead` has them."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Leading:
         *,
         send: Callable[[int, Message], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        put: Callable[[bytes], Awaitable[Digest]],
         changed: Callable[[], None],
     ) -> None:
         self._context, self._job = context, here.job
@@ -45,7 +46,7 @@ class Leading:
         self.lead = Lead(
             here.job, config, plan.stages, here.term, loaded.start, loaded.handover,
             samples=loaded.batches.samples, edges=[edge.name for edge in job.edges], send=send, spawn=spawn,
-            put=loaded.files.put, changed=changed, clock=clock, owners=partners.holders, able=self._able,
+            put=put, changed=changed, clock=clock, owners=partners.holders, able=self._able,
             faults=loaded.faults, state_bytes=max(job.state_bytes, default=0),
         )  # fmt: skip
         self._stages = plan.stages

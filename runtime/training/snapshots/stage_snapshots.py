@@ -81,6 +81,15 @@ class StageSnapshots:
         except (SwarmError, OSError) as error:
             raise JobError(f"stage {self._stage} could not store its state: {error}") from None
 
+    async def store_index(self, data: bytes) -> Digest:
+        """The blob of a snapshot's index, once this disk takes it: without that of the last one the job could not end."""
+        while True:
+            try:
+                return await self._files.put(data)
+            except SwarmError as error:
+                log.warning("the index of a snapshot could not be stored: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+
     async def replicate(self, step: int, index: Digest, away: int = m.NEXT_STAGE) -> None:
         """Until it is done, or a newer snapshot is asked for: without the last one the job could not end."""
         self._replica = index
