@@ -173,6 +173,8 @@ class BlobStore:
         except BaseException:
             with self._lock:
                 self._reserved -= index.size_bytes
+            with contextlib.suppress(BlobError, QuotaExceeded):
+                self._forget_partial(digest)  # nobody counts it any more
             raise
 
     def delete(self, digest: Digest) -> None:
@@ -215,26 +217,32 @@ class BlobStore:
 
     def _end_partial(self, partial: PartialBlob, complete: bool) -> None:
         digest, size = partial.index.digest, partial.index.size_bytes
+        adopted = False
         try:
             if complete:
                 with _disk_errors(f"cannot write blob {digest[:8]}"):
                     self._adopt(partial.index, partial.path, partial.job)
+                    adopted = True
                     (self._partial / f"{digest}.index").unlink(missing_ok=True)
         finally:
             with self._lock:
                 self._reserved -= size
-                if not complete:
+                if not adopted:
                     self._resumable[digest] = size
 
     def _adopt(self, index: BlobIndex, data: Path, job: str | None) -> Digest:
         digest = index.digest
-        self._label(digest, job)
-        os.replace(data, self.root / digest)
         scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
-        with scratch.open("wb") as file:
-            file.write(index.encode())
-            _settle(file.fileno())
-        os.replace(scratch, self.root / f"{digest}.index")
+        try:
+            # Before the data leaves its place: a full disk would leave a blob there that nobody counts.
+            with scratch.open("wb") as file:
+                file.write(index.encode())
+                _settle(file.fileno())
+            self._label(digest, job)
+            os.replace(data, self.root / digest)
+            os.replace(scratch, self.root / f"{digest}.index")
+        finally:
+            scratch.unlink(missing_ok=True)
         self._use(digest, index.size_bytes)
         return digest
 
@@ -303,8 +311,14 @@ class BlobStore:
             if is_digest(file.name.removesuffix(".jobs")) and file.stem not in self._held:
                 file.unlink(missing_ok=True)
         for file in self._partial.iterdir():
-            digest = Digest(file.name)
-            if is_digest(digest):
+            digest = Digest(file.name.removesuffix(".index"))
+            if not is_digest(digest):
+                continue
+            if not (
+                self._partial / digest
+            ).exists():  # the crash came before its data, or once that was in its place
+                file.unlink(missing_ok=True)
+            elif file.name == digest:
                 if self._now() - file.stat().st_mtime >= KEPT_SECONDS:
                     self._forget_partial(digest)
                 else:

@@ -195,6 +195,60 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert store.used_bytes == 0 and not list((tmp_path / "partial").iterdir())
 
 
+@pytest.mark.parametrize("fetched", [False, True])
+def test_a_disk_that_is_full_at_the_index_keeps_nothing_that_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetched: bool
+) -> None:
+    store, settled = BlobStore(tmp_path, QUOTA), 0
+
+    def full(_: int) -> None:
+        nonlocal settled
+        settled += 1
+        if settled == 2:  # the data was the first
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fusion.swarm.blobs.store._settle", full)
+    index = index_of([b"data"])
+    with pytest.raises(QuotaExceeded, match="the disk is full"):
+        if fetched:
+            partial = store.begin(index.encode(), index.digest)
+            partial.write(0, b"data")
+            partial.close()
+        else:
+            store.put(b"data")
+    left = {path.name for path in (tmp_path / "partial").iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["partial"]
+    assert left == ({index.digest, f"{index.digest}.index"} if fetched else set())
+    assert store.used_bytes == (4 if fetched else 0)
+    if fetched:
+        store.begin(index.encode(), index.digest).close()  # all of it is here
+    else:
+        store.put(b"data")
+    assert store.has(index.digest) and store.used_bytes == 4
+
+
+def test_a_fetch_that_cannot_begin_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_file(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("fusion.swarm.blobs.store.PartialBlob", no_file)
+    store, index = BlobStore(tmp_path, QUOTA), index_of([b"data"])
+    with pytest.raises(BlobError, match="Too many open files"):
+        store.begin(index.encode(), index.digest)
+    assert not list((tmp_path / "partial").iterdir()) and store.used_bytes == 0
+
+
+def test_an_index_whose_blob_is_not_on_its_way_is_swept(tmp_path: Path) -> None:
+    """What is left of a process that was killed before the first byte of the data, or after the last."""
+    index, other = index_of([b"data"]), index_of([b"other"])
+    store = BlobStore(tmp_path, QUOTA)
+    store.begin(other.encode(), other.digest).close()
+    (tmp_path / "partial" / f"{index.digest}.index").write_bytes(index.encode())
+    BlobStore(tmp_path, QUOTA)
+    left = {path.name for path in (tmp_path / "partial").iterdir()}
+    assert left == {other.digest, f"{other.digest}.index"}
+
+
 def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(BlobError, match="cannot use"):
