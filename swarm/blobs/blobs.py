@@ -243,12 +243,12 @@ class Blobs:
     ) -> Fetch:
         """Raises BlobError where none of the holders has the blob, TooLarge, QuotaExceeded."""
         request = {"digest": digest, **self._leave(job)}
-        data = await ask_index(self._transport, holders, request, patience_seconds)
+        giver, data = await ask_index(self._transport, holders, request, patience_seconds)
         size = decode_index(data, digest).size_bytes
         if max_bytes is not None and size > max_bytes:
             raise TooLarge(f"blob {digest[:8]} has {size} bytes; at most {max_bytes} allowed")
         partial = await asyncio.to_thread(self.store.begin, data, digest, job)
-        return Fetch(self._transport, partial, self._config.chunk_seconds, request)
+        return Fetch(self._transport, partial, self._config.chunk_seconds, request, giver)
 
     def _look_up(self, digest: Digest, hints: Sequence[PeerId]) -> asyncio.Task[list[PeerId]]:
         return asyncio.create_task(self._holders(digest, hints), name=f"holders of {digest[:8]}")

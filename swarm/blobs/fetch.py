@@ -17,7 +17,8 @@ from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call, check
 
 logger = logging.getLogger(__name__)
 
-HEDGE_SECONDS = 0.3  # of silence before the next holder is asked for an index, too
+HEDGE_SECONDS = 0.3  # of silence before further holders are asked for an index, too
+CROWD_SECONDS = 3.0  # of silence before a holder is left, where not all can be asked at once
 # Without a chunk from anybody: those who were asked keep no other from being asked then.
 SILENT_SECONDS = 10.0
 MOST_ASKED = 64  # holders at once, silent ones included
@@ -27,25 +28,29 @@ PATIENCE = 100  # times that a holder may ask us to wait for one chunk
 
 async def ask_index(
     transport: Transport, holders: Sequence[PeerId], request: Mapping[str, Any], timeout_seconds: float
-) -> bytes:
-    """The index of the blob that `request` names, from whichever holder answers first; another one is asked whenever those before it are silent
-    for a moment. Raises BlobError if none has it."""
+) -> tuple[PeerId, bytes]:
+    """The index of the blob that `request` names, from whichever holder answers first, and who that is. Whenever those that were
+    asked are silent for a moment or have none, twice as many others are asked: anybody may say that he holds a blob, and a
+    thousand of them must not take a thousand moments. Raises BlobError if none has it."""
     trouble, refused = "nobody announces it", False
-    waiting: set[asyncio.Task[bytes]] = set()
-    left = deque(holders)
+    waiting: dict[asyncio.Task[bytes], PeerId] = {}
+    left, more = deque(holders), 1
+    if len(left) > MOST_ASKED:
+        timeout_seconds = min(timeout_seconds, CROWD_SECONDS)
     try:
         while left or waiting:
-            if left:
-                waiting.add(
-                    asyncio.create_task(_index_from(transport, left.popleft(), request, timeout_seconds))
-                )
-            done, waiting = await asyncio.wait(
+            for _ in range(min(more, len(left), MOST_ASKED - len(waiting))):
+                holder = left.popleft()
+                asking = asyncio.create_task(_index_from(transport, holder, request, timeout_seconds))
+                waiting[asking] = holder
+            more = min(2 * more, MOST_ASKED)
+            done, _ = await asyncio.wait(
                 waiting, timeout=HEDGE_SECONDS if left else None, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                error = task.exception()
+                holder, error = waiting.pop(task), task.exception()
                 if error is None:
-                    return task.result()
+                    return holder, task.result()
                 if not isinstance(error, BlobError):
                     raise error
                 if not refused:  # of all reasons the one that somebody can do something about
@@ -95,10 +100,17 @@ class Fetch:
     """
 
     def __init__(
-        self, transport: Transport, partial: PartialBlob, chunk_seconds: float, request: Mapping[str, Any]
+        self,
+        transport: Transport,
+        partial: PartialBlob,
+        chunk_seconds: float,
+        request: Mapping[str, Any],
+        giver: PeerId,
     ) -> None:
-        """`request`: what names the blob, and says why we may read it."""
+        """`request`: what names the blob, and says why we may read it; `giver` gave us the index: of all that say that they hold
+        the blob it has shown something of it, and is asked first."""
         self._request = request
+        self._giver = giver
         self.partial = partial
         self.trouble = ""  # of the last holder that failed us
         self._transport = transport
@@ -127,7 +139,7 @@ class Fetch:
         waiting: set[asyncio.Future[Any]] = {more}
         try:
             while waiting and self.partial.missing:
-                known = dict.fromkeys([*holders, *(more.result() if more.done() else ())])
+                known = dict.fromkeys([self._giver, *holders, *(more.result() if more.done() else ())])
                 unasked = [peer for peer in known if peer not in workers and peer not in shunned]
                 running = [peer for peer, task in workers.items() if not task.done()]
                 busy = len(running) - sum(map(self._silent, running))

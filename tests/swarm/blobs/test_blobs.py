@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.instant_loop import run
 
 from fusion.swarm.blobs.announce import ANNOUNCED_AT_ONCE
 from fusion.swarm.blobs.blobs import Blobs
@@ -414,6 +415,33 @@ def test_false_holders_that_send_nothing_do_not_keep_others_from_being_asked(
                 assert await ours.read(digest, len(BIG), false) == BIG
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("has_none", [False, True])
+def test_hundreds_of_false_holders_cost_seconds_and_not_one_moment_each(
+    tmp_path: Path, has_none: bool
+) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer(config=BlobConfig())
+            digest = await holder.put(b"data")
+
+            async def silent(stream: Stream) -> None:
+                await stream.receive()
+                await asyncio.sleep(0.2 if has_none else 3600)
+                await stream.send("error", {"message": "it is not here"})
+
+            false = [await room.hostile(digest, silent) for _ in range(300)]
+            now = asyncio.get_running_loop().time
+            began = now()
+            ours._directory.providers = nobody  # type: ignore[method-assign]
+            assert await ours.read(digest, 4, [*false[:200], id_of(holder), *false[200:]]) == b"data"
+            assert now() - began < 20  # of the loop's clock
+
+    async def nobody(_: Digest) -> tuple[ProviderRecord, ...]:
+        return ()
+
+    run(scenario())
 
 
 @pytest.mark.parametrize("answer", ["index", "chunk", "nothing"])
