@@ -165,9 +165,10 @@ class Blobs:
         """Wait for the one fetch of the blob for that job, started if there is none, stopped when nobody waits any longer."""
         while True:
             task = self._fetches.get(digest)
-            if task is None or self._fetched_for.get(digest) == job:
+            if task is None or (self._fetched_for.get(digest) == job and not task.cancelling()):
                 break
-            await asyncio.wait([task])  # who may read it is the other job's to say
+            # Who may read it is the other job's to say; and one that those who waited for it have left comes to nothing.
+            await asyncio.wait([task])
             if self.store.usable(digest, job):
                 return
         if task is None:

@@ -504,6 +504,22 @@ def test_two_who_want_the_same_blob_share_one_fetch(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_who_asks_while_a_fetch_that_nobody_waits_for_stops_gets_the_blob(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer()
+            digest = await holder.put(BIG)
+            first = asyncio.create_task(ours.fetch(digest))
+            while digest not in ours._under_way:
+                await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.wait([first])
+            assert ours._fetches[digest].cancelling()
+            assert await ours.read(digest, len(BIG)) == BIG
+
+    asyncio.run(scenario())
+
+
 def test_a_fetch_stops_when_nobody_waits_and_goes_on_later(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with Room(tmp_path) as room:
