@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 from fusion.runtime.belief.reading import by_job, manifest_of, weigh
+from fusion.runtime.belief.shared_work import SharedWork
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.authority.belief import Belief
@@ -55,69 +55,23 @@ async def look_into(context: Context, job: JobId, said: Sequence[JobRecord]) -> 
 Look = Callable[[JobId, Sequence[JobRecord]], Awaitable[Known]]
 
 
-@dataclass(eq=False)
-class _Shared:
-    job: JobId
-    began: float
-    task: asyncio.Task[Known]
-    askers: int = 0
-    over: asyncio.Event = field(default_factory=asyncio.Event)  # once another may begin
-
-
 class SharedLooks:
-    """`look_into` for many that ask: one at a time for each job, and what came of it, a failure too, does for those that ask
-    within `pause_seconds` after it. Strangers may ask for any name, and publish jobs of that name. The look is a task of its own: a
-    single flight that one of those who ask leads ends with it, and strangers that hang up would keep others waiting."""
+    """`look_into` for many that ask: strangers may ask for any name, and publish jobs of that name."""
 
     def __init__(self, context: Context, pause_seconds: float) -> None:
         self._context = context
-        self._pause_seconds = pause_seconds
-        self._clock = context.clock.monotonic
-        self._shared: dict[JobId, _Shared] = {}
+        self._looks: SharedWork[JobId, Known] = SharedWork(context.clock.monotonic, pause_seconds)
 
     async def aclose(self) -> None:
-        tasks = [shared.task for shared in self._shared.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._looks.aclose()
 
     def since(self, moment: float = -math.inf) -> Look:
         """By looks that began then or later."""
 
         async def look(job: JobId, said: Sequence[JobRecord]) -> Known:
-            while (shared := self._shared.get(job)) is not None and shared.began < moment:
-                await shared.over.wait()
-            return await self._join(shared or self._begin(job, said))
+            return await self._looks.get(job, lambda: look_into(self._context, job, said), moment)
 
         return look
-
-    def _begin(self, job: JobId, said: Sequence[JobRecord]) -> _Shared:
-        task = asyncio.create_task(look_into(self._context, job, said))
-        shared = self._shared[job] = _Shared(job, self._clock(), task)
-        task.add_done_callback(partial(self._done, shared))
-        return shared
-
-    async def _join(self, shared: _Shared) -> Known:
-        shared.askers += 1
-        try:
-            return await asyncio.shield(shared.task)
-        finally:
-            shared.askers -= 1
-            if not shared.askers and not shared.task.done():  # nobody looks for those that are gone
-                shared.task.cancel()
-                self._end(shared)
-
-    def _done(self, shared: _Shared, task: asyncio.Task[Known]) -> None:
-        if task.cancelled():
-            self._end(shared)
-        else:
-            task.exception()  # whoever waits for it has it
-            asyncio.get_running_loop().call_later(self._pause_seconds, self._end, shared)
-
-    def _end(self, shared: _Shared) -> None:
-        if self._shared.get(shared.job) is shared:
-            del self._shared[shared.job]
-        shared.over.set()
 
 
 async def candidates(

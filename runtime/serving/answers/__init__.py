@@ -3,6 +3,7 @@
 failover          whose fault it is, and what to do; pure
 pace              whether tokens come clearly slower; pure
 route_choice      which holder of each stage; pure
+served_model      a model as a gateway has it: its manifest and its tokenizer
 catalog           which models are served, and by whom
 task              what is to be answered, and what the model reads of it; pure
 gateway_session   sessions as a gateway holds them

@@ -17,27 +17,26 @@ from functools import partial
 from cachetools import FIFOCache, LRUCache
 
 from fusion.runtime.belief.naming import Known, SharedLooks, candidates, find
-from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
-from fusion.runtime.job.manifest import Manifest, ServeConfig
+from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.size_text import needs
-from fusion.runtime.job.text import MAX_TOKENIZER_BYTES, ByteText, NoText, Text, TokenizerText
 from fusion.runtime.serving.answers.route_choice import (
-    Costs,
     Layers,
     RemainingWork,
     RouteOptions,
-    costs_of,
     holders,
 )
+from fusion.runtime.serving.answers.served_model import ModelLoader, ServedModel
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.claims.election import stands_by
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
-from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
 from fusion.swarm.errors import NotAdmitted, SwarmError
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import MAX_ASK, PeerId
+
+__all__ = ["Catalog", "NoOwner", "ServedModel"]
 
 # Models whose holders are remembered: whoever asks names the model, and anybody may publish one.
 MAX_LOOKS = 256
@@ -57,19 +56,6 @@ class NoOwner(NoRoute):
     def __init__(self, stage: int, message: str) -> None:
         super().__init__(message)
         self.stage = stage
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    job: JobId
-    manifest: Manifest
-    text: Text
-    costs: Costs
-
-    @property
-    def serve(self) -> ServeConfig:
-        assert self.manifest.serve is not None  # `Catalog` makes no others
-        return self.manifest.serve
 
 
 @dataclass(frozen=True)
@@ -99,6 +85,7 @@ class Catalog:
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())  # and when we began to look
         self._reading = asyncio.Lock()
         self._judging = SharedLooks(context, REFRESH_SECONDS)
+        self._loader = ModelLoader(context, self.check_admitted, REFRESH_SECONDS)
         self._meant: FIFOCache[str, tuple[JobId, float]] = FIFOCache(MAX_NAMES)  # and when we looked
         self._linking: asyncio.Task[None] | None = None  # reads what is said of links
         self._linked_at = float("-inf")  # when that was last done
@@ -114,7 +101,7 @@ class Catalog:
         looking = [*self._looking.values(), *self._forgotten, *self._finding.values(), *linking]
         for task in looking:
             task.cancel()
-        await asyncio.gather(*looking, self._judging.aclose(), return_exceptions=True)
+        await asyncio.gather(*looking, self._judging.aclose(), self._loader.aclose(), return_exceptions=True)
 
     async def find(self, name: str) -> ServedModel:
         """The model served under `name` (or `name@author`, or with that job id); "" where there is only one. A name means
@@ -158,7 +145,7 @@ class Catalog:
 
     async def _model(self, record: JobRecord) -> ServedModel:
         found = self._models.get(record.job)
-        return await self._load(record) if found is None else found
+        return await self._loader.load(record) if found is None else found
 
     async def _is_held(self, model: ServedModel) -> bool:
         """Whether a session would find all of its stages in memory."""
@@ -390,24 +377,6 @@ class Catalog:
                 records = tuple(r for r in words if r.job in serving)
                 self._jobs = (began, records)
             return self._jobs[1]
-
-    async def _load(self, record: JobRecord) -> ServedModel:
-        hints = [record.author]  # the launcher, who stored it, or the lead
-        manifest = manifests.decode(
-            await self._context.blobs.read(Digest(record.job), manifests.MAX_MANIFEST_BYTES, hints)
-        )
-        self._context.leases.know(manifest.law(record.job))
-        blobs = self._context.blobs.of(record.job)
-        if manifest.serve is None:
-            raise JobError(f"model: {record.name} is not a served model")
-        await self.check_admitted(record.job, manifest)
-        costs = costs_of(manifest)
-        if manifest.byte_level:
-            return ServedModel(record.job, manifest, ByteText(), costs)
-        if manifest.tokenizer is None:
-            return ServedModel(record.job, manifest, NoText(), costs)
-        data = await blobs.read(manifest.tokenizer, MAX_TOKENIZER_BYTES, hints)
-        return ServedModel(record.job, manifest, await asyncio.to_thread(TokenizerText, data), costs)
 
 
 def _held(model: ServedModel, stage: int, claims: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:

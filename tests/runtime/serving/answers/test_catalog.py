@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.instant_loop import run
 
 from fusion.runtime.belief.naming import CANDIDATES
 from fusion.runtime.job.errors import JobError
@@ -20,7 +21,7 @@ from fusion.runtime.serving.answers.catalog import (
 )
 from fusion.swarm.clock import Clock
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
-from fusion.swarm.errors import SwarmError
+from fusion.swarm.errors import BlobError, SwarmError
 from fusion.swarm.transport import PeerId
 
 
@@ -204,6 +205,40 @@ class _Directory:
                 job=job, stage=stage, peer=peer, role="owner", term=1, score=1.0, step=0, load=0.0, ready=True
             ),
         )
+
+
+@pytest.mark.parametrize("error", [JobError("its tokenizer cannot be read"), BlobError("nobody has it")])
+def test_however_many_ask_for_a_model_that_cannot_be_loaded_it_is_tried_now_and_then(
+    error: JobError | BlobError,
+) -> None:
+    async def main() -> None:
+        context: Any = SimpleNamespace(clock=SimpleNamespace(monotonic=asyncio.get_running_loop().time))
+        catalog, tried = Catalog(context), 0
+
+        async def load(record: JobRecord) -> Any:
+            nonlocal tried
+            tried += 1
+            await asyncio.sleep(0.1)
+            raise type(error)(str(error))
+
+        catalog._loader._load = load  # type: ignore[method-assign]
+        record: Any = SimpleNamespace(job=JobId("0" * 64))
+
+        async def ask() -> None:
+            with pytest.raises(type(error), match=str(error)):
+                await catalog._model(record)
+
+        await asyncio.gather(*(ask() for _ in range(20)))
+        for _ in range(20):
+            await ask()
+        assert tried == 1
+        await asyncio.sleep(1.0)
+        await ask()
+        # Whether a blob can be had may change; what is in it does not.
+        assert tried == (1 if isinstance(error, JobError) else 2)
+        await catalog.aclose()
+
+    run(main())
 
 
 def test_a_session_begins_by_what_was_seen_last_while_we_look_again() -> None:
