@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion.runtime.belief.reading import by_job, manifest_of, weigh
 from fusion.runtime.belief.shared_work import SharedWork
+from fusion.runtime.device.accounts import speaker
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.authority.belief import Belief
@@ -100,6 +101,30 @@ async def find(
     `words` speak of, as `look` or else `look_into` judges each. Raises Ambiguous, SwarmError."""
     told = tuple(await context.directory.words() if words is None else words)
     jobs = {record.job for record in told if may_mean(wanted, record.name, record.job)}
+    if len(jobs) > CANDIDATES:
+        said = by_job(record for record in told if record.job in jobs)
+        jobs = set(_likely(context, said, wanted, known)[:CANDIDATES])
     fitting = [record for record in told if record.job in jobs]
     found = {each.record.job: each for each in await candidates(context, fitting, look)}
     return tuple(found[each.job] for each in meant([each.named for each in found.values()], wanted, known))
+
+
+def _likely(
+    context: Context, said: Mapping[JobId, Sequence[JobRecord]], wanted: str, known: Collection[PeerId]
+) -> list[JobId]:
+    """These jobs, those first of which an author says so whom `wanted` names or the reader knows, then of each other author in turn
+    one: a stranger may call any number of jobs so, and chooses how their ids begin."""
+    name, _, author = wanted.rpartition("@")
+    author = author if name else ""
+    by_author: dict[PeerId, list[JobId]] = {}
+    for job, records in said.items():
+        for speaks in {speaker(record, context.directory.verify) for record in records}:
+            by_author.setdefault(speaks, []).append(job)
+    authors = list(by_author)
+    context.random.shuffle(authors)
+    turns: list[tuple[bool, int, JobId]] = []
+    for each in authors:
+        stranger = each not in known and not (author and each.startswith(author))
+        turns += [(stranger, turn, job) for turn, job in enumerate(by_author[each])]
+    turns.sort(key=lambda entry: entry[:2])
+    return list(dict.fromkeys(job for *_, job in turns))

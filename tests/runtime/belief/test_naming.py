@@ -1,0 +1,61 @@
+"""Which jobs are looked into for a name that strangers use too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.instant_loop import run
+
+from fusion.runtime.belief import naming
+from fusion.runtime.belief.naming import CANDIDATES, find
+from fusion.swarm.authority.statements import seal_statement, stated
+from fusion.swarm.directory.records import JobId, JobRecord
+from fusion.swarm.identity import Identity, verify
+from fusion.swarm.transport import PeerId
+
+ALICE, MALLORY = Identity.generate(), Identity.generate()
+
+
+def launched(number: int, author: Identity) -> JobRecord:
+    record = JobRecord(
+        job=JobId(f"{number:064x}"), name="tiny", kind="serve", state="running", term=1, step=0, lead=None,
+        stages=1, snapshot=None, snapshot_step=-1, author=author.peer_id,
+    )  # fmt: skip
+    said = stated(replace(record, state="launching"), author.peer_id, 0)
+    return replace(record, proof=(seal_statement(said, author.sign),))
+
+
+@pytest.mark.parametrize("asked", ["its author", "known", "nobody's"])
+def test_a_stranger_who_calls_hundreds_of_jobs_so_hides_nobodys(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """Ids are looked into in their order, and a stranger chooses how those of its jobs begin."""
+    honest = launched(1 << 200, ALICE)
+    words = [*(launched(number, MALLORY) for number in range(3 * CANDIDATES)), honest]
+    looked: list[JobId] = []
+
+    async def look_into(context: Any, job: JobId, said: Any) -> Any:
+        looked.append(job)
+        author = ALICE.peer_id if job == honest.job else MALLORY.peer_id
+        named = naming.Named(job=job, name="tiny", author=author, owned=True)
+        return SimpleNamespace(record=said[0], named=named)
+
+    monkeypatch.setattr(naming, "look_into", look_into)
+    context: Any = SimpleNamespace(directory=SimpleNamespace(verify=verify), random=Random(7))
+    wanted = f"tiny@{ALICE.peer_id}" if asked == "its author" else "tiny"
+    known: tuple[PeerId, ...] = (ALICE.peer_id,) if asked == "known" else ()
+
+    async def main() -> None:
+        if asked == "nobody's":
+            with pytest.raises(ValueError, match="2 authors"):
+                await find(context, wanted, known, words)
+        else:
+            (found,) = await find(context, wanted, known, words)
+            assert found.record.job == honest.job
+        assert honest.job in looked and len(looked) == CANDIDATES
+
+    run(main())
