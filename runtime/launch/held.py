@@ -11,7 +11,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import StageLoading, stages_loading
 from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.launch.prepared import Prepared
-from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.election import stands_by, winner
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, call
@@ -43,7 +43,7 @@ class Held:
     claimed: int  # stages with a live owner
     ready: int  # stages that are loaded
     stages: int
-    copied: int  # blobs that some other peer holds too
+    copied: int  # blobs that another peer with a stage of the job holds too
     blobs: int
     waiting: tuple[Waiting, ...] = ()  # the stages that are not ready
 
@@ -63,9 +63,10 @@ class Held:
 
 
 async def look_held(context: Context, prepared: Prepared) -> Held:
-    """As the directory and the owners of what is not ready say now. Raises SwarmError."""
+    """As the directory and the owners of what is not ready say now. Anybody may claim a stage or say that he holds a blob: what
+    counts is the claims that count (`fusion.swarm.claims.tenure`), and blobs at those who make them. Raises SwarmError."""
     stages = range(prepared.manifest.stages)
-    claims = await asyncio.gather(*(context.directory.claims(prepared.job, stage) for stage in stages))
+    claims = await asyncio.gather(*(context.leases.claims(prepared.job, stage) for stage in stages))
     winners = [winner(found) for found in claims]
     owners = [owner for owner in winners if owner is not None]
     late = {
@@ -77,12 +78,16 @@ async def look_held(context: Context, prepared: Prepared) -> Held:
         *(_loading(context, prepared.job, stage, peer) for stage, peer in late.items())
     )
     awaited = [digest for digest in prepared.blobs if digest not in _unasked(prepared)]
+    takers = {owner.peer for owner in owners}
+    if context.peer_id in takers:  # others come to hold what is for our own stage as they stand by for it
+        takers |= {claim.peer for found in claims for claim in found if stands_by(claim)}
+    takers.discard(context.peer_id)
     providers = await asyncio.gather(*(context.directory.providers(digest) for digest in awaited))
     return Held(
         claimed=len(owners),
         ready=sum(owner.ready for owner in owners),
         stages=len(stages),
-        copied=sum(any(p.peer != context.peer_id for p in found) for found in providers),
+        copied=sum(any(provider.peer in takers for provider in found) for found in providers),
         blobs=len(awaited),
         waiting=tuple(
             Waiting(stage=stage, owner=peer, loading=loading)

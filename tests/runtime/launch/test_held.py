@@ -1,0 +1,62 @@
+"""When a launcher may leave: what counts as held by the swarm."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from support.instant_loop import run
+
+from fusion.runtime.launch.held import look_held
+from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, ProviderRecord
+from fusion.swarm.identity import Identity
+from fusion.swarm.memory.clock import ManualClock
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
+
+JOB = JobId("a" * 64)
+BLOBS = (Digest("b" * 64), Digest("c" * 64))
+
+
+class Somebody:
+    def __init__(self, network: MemoryNetwork, clock: ManualClock) -> None:
+        identity = Identity.generate()
+        self.peer = identity.peer_id
+        self.directory = MemoryDirectory(network, identity, clock)
+        self.leases = Leases(self.peer, self.directory, LeaseConfig(confirm_seconds=0.0))
+
+    async def claim(self, term: int = 1) -> None:
+        claim = ClaimRecord(
+            job=JOB, stage=0, peer=self.peer, role="owner", term=term, score=1.0, step=0, load=0.0, ready=True
+        )  # fmt: skip
+        await self.directory.publish(claim, ttl_seconds=6.0)
+
+    async def offer(self) -> None:
+        for digest in BLOBS:
+            await self.directory.publish(ProviderRecord(digest=digest, peer=self.peer, size_bytes=1))
+
+
+def test_what_a_stranger_says_that_he_holds_lets_no_launcher_leave() -> None:
+    async def main() -> None:
+        network, clock = MemoryNetwork(), ManualClock()
+        launcher, owner, stranger = (Somebody(network, clock) for _ in range(3))
+        launched = int(launcher.directory.now())
+        law = JobLaw(job=JOB, author=launcher.peer, stages=1, proposed=(owner.peer,), launched_at=launched)
+        launcher.leases.know(law)
+        manifest = SimpleNamespace(stages=1, serve=None)
+        prepared: Any = SimpleNamespace(job=JOB, manifest=manifest, blobs=BLOBS)
+        context: Any = SimpleNamespace(
+            peer_id=launcher.peer, leases=launcher.leases, directory=launcher.directory, transport=None
+        )
+        await launcher.offer()
+        await owner.claim()
+        await stranger.offer()
+        await stranger.claim(term=5)
+        held = await look_held(context, prepared)
+        assert (held.claimed, held.copied) == (1, 0) and not held.complete
+        await owner.offer()
+        assert (await look_held(context, prepared)).complete
+
+    run(main())
