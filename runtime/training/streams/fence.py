@@ -118,7 +118,9 @@ class Fence:
         owner = await self._leases.owner(self._job, self._partner)
         self.check(peer, hello)  # somebody may have said hello under a higher term while we looked
         held = self._leases.tenure(self._job, self._partner)
-        if held is not None and held.claim.peer != peer and held.claim.term >= hello.term:
+        # A peer may have been killed, and have forgotten its own term: then nobody else would tell it.
+        lowest = 0 if held is None else held.claim.term + (held.claim.peer != peer)
+        if held is not None and hello.term < lowest:
             raise Overtaken(self._partner, hello.term, held.claim.term, held.claim.peer)
         if owner is None or (owner.peer, owner.term) != (peer, hello.term):
             other = None if owner is None or owner.peer == peer else Holding(owner.peer, owner.term)

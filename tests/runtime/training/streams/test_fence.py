@@ -15,6 +15,7 @@ from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.step.messages import Hello
 from fusion.runtime.training.streams.fence import Overtaken
 from fusion.runtime.training.streams.partner import PASSED_OVER_SECONDS
+from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import CONTEST_SECONDS
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import Stream
@@ -46,6 +47,36 @@ def test_who_claims_a_stage_under_a_term_that_was_used_is_told_and_goes_above(fr
             await linked(one, new)
             assert one.neighbours is not None and one.neighbours.owners == {1: new.peer}
             assert await say_hello(old, one) == "stale: 2"
+
+    run(main())
+
+
+def test_who_has_forgotten_its_own_term_is_told_and_goes_above() -> None:
+    """It was killed before it had said hello: nobody but the reader of its claim knows of the term."""
+
+    async def main() -> None:
+        async with swarm(2) as made:
+            one, two = made.nodes
+            leases = two.context.leases
+            assert await leases.claim(JOB, 1, 0.5) is not None
+            await leases.release(JOB, 1)
+            assert (claim := await leases.claim(JOB, 1, 0.5)) is not None and claim.term == 2
+            two.frozen.clear()
+            await one.host(0, [1])
+            await asyncio.sleep(1.0)
+            made.clock.advance(60.0)
+            anew = Leases(two.peer, two.directory, LeaseConfig(confirm_seconds=0.0))
+            two.context = replace(two.context, leases=anew)
+            two.frozen.set()
+            assert await two.host(1, [0]) == 1
+            assert two.task is not None
+            with pytest.raises(BaseExceptionGroup) as raised:
+                async with asyncio.timeout(60):
+                    await two.task
+            assert raised.group_contains(Overtaken, match="held under term 2")
+            await anew.release(JOB, 1)
+            assert await two.host(1, [0]) == 3
+            await linked(one, two)
 
     run(main())
 
