@@ -214,6 +214,7 @@ def _more(names: list[str]) -> str:
 
 
 UNASKED = Ledger(steps=-1)
+SAVED_ANEW = 8  # times in one snapshot: the index is written, and asked of everybody, for each
 FURTHEST = 2  # stages away, the owner that holds the second copy of a shard
 
 
@@ -235,6 +236,7 @@ class Collector:
     history: str = UNKNOWN  # of its state: a save of that step in another history is no part of it
     shards: Mapping[int, Digest] = field(default_factory=dict)
     holders: frozenset[int] = frozenset()
+    saved_anew: int = 0  # times that a stage has named another shard than before
     seconds: float = 0.0  # the longest that it kept a stage's device
     furthest: int = FURTHEST  # stages away, that every stage can be asked to hold a shard from
 
@@ -250,13 +252,14 @@ class Collector:
         self, stage: int, saved: Version, digest: Digest, seconds: float = 0.0, furthest: int = FURTHEST
     ) -> Collector:
         """`stage` has saved its shard of that state."""
-        if not saved.matches(self.version):
+        another = self.shards.get(stage, digest) != digest
+        if not saved.matches(self.version) or (another and self.saved_anew >= SAVED_ANEW):
             return self
-        held = self.holders if self.shards.get(stage, digest) == digest else frozenset()
         return replace(
             self,
             shards={**self.shards, stage: digest},
-            holders=held,
+            holders=frozenset() if another else self.holders,
+            saved_anew=self.saved_anew + another,
             seconds=max(self.seconds, seconds),
             furthest=min(self.furthest, furthest),
         )

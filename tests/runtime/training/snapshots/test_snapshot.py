@@ -188,3 +188,12 @@ def test_a_shard_that_is_saved_anew_must_be_held_anew() -> None:
     books = collecting(4).shard(0, at(4), D[0]).shard(1, at(4), D[1]).held(0, 4)
     assert books.shard(1, at(4), D[1]) == books
     assert books.shard(1, at(4), D[2]).holders == frozenset()
+
+
+def test_a_stage_that_names_another_shard_again_and_again_is_heard_so_many_times() -> None:
+    books = collecting(4).shard(0, at(4), D[0]).shard(1, at(4), D[1])
+    heard = 0
+    for number in range(100):
+        before, books = books, books.shard(1, at(4), D[2 + number % 2])
+        heard += books.shards != before.shards
+    assert heard == snapshot.SAVED_ANEW and books.held(0, 4).held(1, 4).durable
