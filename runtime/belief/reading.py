@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 READ_STAGES = 256  # of one job, by whoever has no part in it
 MANIFEST_SECONDS = 5.0
 HINTS = 8
-LISTED_STAGES = 16  # of each job, where all are listed
+UNKNOWN_STAGES = 16  # of a job whose manifest is not here
 
 
 def by_job(records: Iterable[JobRecord]) -> dict[JobId, tuple[JobRecord, ...]]:
@@ -97,11 +97,12 @@ async def weigh(
     job: JobId,
     words: Sequence[JobRecord],
     manifest: Manifest | None,
-    most_stages: int = READ_STAGES,
 ) -> Belief | None:
     """What to believe of these words, by the claims of the job's stages, which are read. Raises SwarmError."""
-    stages = manifest.stages if manifest is not None else max((record.stages for record in words), default=0)
-    numbers = range(min(stages, most_stages))
+    if manifest is not None:
+        numbers = range(min(manifest.stages, READ_STAGES))
+    else:  # it has as many as whoever speaks of it says
+        numbers = range(min(max((record.stages for record in words), default=0), UNKNOWN_STAGES))
     claims = await asyncio.gather(*(context.leases.claims(job, stage) for stage in numbers))
     return judged(context, job, words, manifest, dict(zip(numbers, claims, strict=True)))
 
@@ -109,7 +110,7 @@ async def weigh(
 async def overview(context: Context) -> tuple[Belief, ...]:
     """What to believe of all jobs, as far as the claims of their first stages tell; no manifest is read."""
     words = by_job(await context.directory.words())
-    found = await asyncio.gather(*(weigh(context, job, words[job], None, LISTED_STAGES) for job in words))
+    found = await asyncio.gather(*(weigh(context, job, words[job], None) for job in words))
     return tuple(belief for belief in found if belief is not None)
 
 

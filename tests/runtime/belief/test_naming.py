@@ -12,6 +12,7 @@ from support.instant_loop import run
 
 from fusion.runtime.belief import naming
 from fusion.runtime.belief.naming import CANDIDATES, find
+from fusion.runtime.belief.reading import UNKNOWN_STAGES
 from fusion.swarm.authority.statements import seal_statement, stated
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.identity import Identity, verify
@@ -59,3 +60,22 @@ def test_a_stranger_who_calls_hundreds_of_jobs_so_hides_nobodys(
         assert honest.job in looked and len(looked) == CANDIDATES
 
     run(main())
+
+
+def test_of_a_job_whose_manifest_nobody_gives_few_stages_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever speaks of it says how many it has, and each costs a look into the directory."""
+    read: list[int] = []
+
+    async def none(*_: object) -> None:
+        return None
+
+    async def claims(_: JobId, stage: int) -> tuple[()]:
+        read.append(stage)
+        return ()
+
+    monkeypatch.setattr(naming, "manifest_of", none)
+    monkeypatch.setattr("fusion.runtime.belief.reading.judged", lambda *_: SimpleNamespace())
+    context: Any = SimpleNamespace(leases=SimpleNamespace(claims=claims))
+    record = replace(launched(1, MALLORY), stages=4096)
+    assert run(naming.look_into(context, record.job, [record])).manifest is None
+    assert len(read) == UNKNOWN_STAGES
