@@ -314,10 +314,8 @@ class BlobStore:
             digest = Digest(file.name.removesuffix(".index"))
             if not is_digest(digest):
                 continue
-            if not (
-                self._partial / digest
-            ).exists():  # the crash came before its data, or once that was in its place
-                file.unlink(missing_ok=True)
+            if not (self._partial / digest).exists():
+                file.unlink(missing_ok=True)  # the crash came before its data, or once that was in its place
             elif file.name == digest:
                 if self._now() - file.stat().st_mtime >= KEPT_SECONDS:
                     self._forget_partial(digest)

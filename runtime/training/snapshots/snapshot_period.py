@@ -12,9 +12,8 @@ import math
 from dataclasses import dataclass, replace
 
 PRIOR_SECONDS = 60.0  # one loss in so many seconds is believed before anything was seen
-LONGEST_SECONDS = (
-    86400.0  # between two losses that are expected: stages say for how long the job was quiet, and may lie
-)
+# Between two losses that are expected: stages say for how long the job was quiet, and may lie.
+LONGEST_SECONDS = 86400.0
 OVERHEAD = 0.05  # share of the time that snapshots may cost at most
 FIRST_COST_SECONDS = 0.2  # believed before the first was measured, of a small state
 # The same, of a large one: copied, hashed, written, and held twice, beside the steps.
