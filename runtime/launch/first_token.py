@@ -10,11 +10,15 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.serving.requests.client import complete
-from fusion.runtime.serving.requests.request import GenerateRequest
-from fusion.swarm.errors import NotAdmitted, SwarmError
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.swarm.claims.election import winner
+from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.errors import NotAdmitted, StreamBroken, SwarmError
 from fusion.swarm.printable import error_line
+from fusion.swarm.transport import PeerId
 
 RETRY_SECONDS = 0.5
+LOOK_SECONDS = 2.0  # from one look at whose the first stage is to the next, while its owner is asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +42,42 @@ async def first_token(context: Context, prepared: Prepared, patience_seconds: fl
     try:
         async with asyncio.timeout(patience_seconds):
             while True:
-                claims = await context.directory.claims(prepared.job, 0)
-                for peer in [claim.peer for claim in claims if claim.ready]:
+                owner = await _first_owner(context, prepared.job)
+                if owner is not None and owner.ready:
                     began = loop.time()
                     try:
-                        answer = await complete(context.transport, peer, request)
+                        answer = await _ask(context, owner.peer, request)
                     except NotAdmitted:
                         return None
                     except (SwarmError, JobError, JobFailed) as error:
                         trouble = error_line(error)
-                        continue
-                    if not answer.tokens:
+                    else:
+                        if answer.tokens:
+                            seconds = loop.time() - began
+                            return FirstToken(token=answer.tokens[0], seconds=seconds, route=answer.route)
                         trouble = "an answer without a token"
-                        continue
-                    seconds = loop.time() - began
-                    return FirstToken(token=answer.tokens[0], seconds=seconds, route=answer.route)
                 await asyncio.sleep(RETRY_SECONDS)
     except TimeoutError:
         raise JobFailed(
             f"the swarm holds {prepared.manifest.name}, and no token came around in {patience_seconds:.0f} s: {trouble}"
         ) from None
+
+
+async def _first_owner(context: Context, job: JobId) -> ClaimRecord | None:
+    """Of those who claim the first stage the one whose claim counts."""
+    return winner(await context.leases.claims_or_recent(job, 0))
+
+
+async def _ask(context: Context, owner: PeerId, request: GenerateRequest) -> Answer:
+    """Its answer, for which it has as long as the stage is its own: one that is frozen is silent, and another takes over.
+    Raises as `complete`."""
+    asking = asyncio.ensure_future(complete(context.transport, owner, request))
+    try:
+        while not (await asyncio.wait([asking], timeout=LOOK_SECONDS))[0]:
+            now = await _first_owner(context, JobId(request.model))
+            if now is None or now.peer != owner:
+                raise StreamBroken("whoever had the first stage was silent and has it no more")
+        return asking.result()
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
