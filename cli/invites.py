@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +16,13 @@ from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
 
 if TYPE_CHECKING:
+    from fusion.runtime.job.context import Context
     from fusion.swarm.authority.grants import Role
+    from fusion.swarm.directory.records import JobId
+    from fusion.swarm.transport import PeerId
 
 LONGEST_HOURS = 24.0 * 365 * 10
+TELL_SECONDS = 10.0  # for an owner to take what it is told
 
 Who = Annotated[str, typer.Argument(metavar="PEER", help="A peer id, as `fusion-peer start` prints it.")]
 
@@ -116,10 +122,9 @@ def revoke(
 
 
 async def _revoke(job: str, who: str, way: client.Way, output: Output) -> None:
-    from fusion.runtime.job.protocol import JOB
     from fusion.swarm.authority.revocation import mark, seal_revocation
     from fusion.swarm.errors import SwarmError
-    from fusion.swarm.transport import PeerId, call
+    from fusion.swarm.transport import PeerId
 
     async with client.connect(way) as context:
         law = await grants.law_of(context, job)
@@ -127,16 +132,30 @@ async def _revoke(job: str, who: str, way: client.Way, output: Output) -> None:
         before = context.access.revoked_by(law.job, issuer.peer_id)
         marks = {mark(PeerId(who)), *(before.marks if before is not None else ())}
         data = seal_revocation(law.job, marks, time.time(), issuer)
-        owners = [await context.leases.owner(law.job, stage) for stage in range(law.stages)]
-        heard = 0
-        for owner in dict.fromkeys(owner.peer for owner in owners if owner is not None):
-            with suppress(SwarmError):
-                await call(context.transport, owner, JOB.name, "revoke", {"job": law.job, "revocation": data})
-                heard += 1
+        owners = await asyncio.gather(*(context.leases.owner(law.job, stage) for stage in range(law.stages)))
+        heard = await tell(context, {owner.peer for owner in owners if owner is not None}, law.job, data)
     if not heard:
         raise SwarmError(f"no owner of a stage of {law.name} could be told; try again in a moment")
     output.emit({"job": law.job, "name": law.name, "revoked": who, "told": heard})
     output.say(f"{who} takes no part in {law.name} any more: {heard} peers have heard, and tell the others")
+
+
+async def tell(context: Context, owners: Iterable[PeerId], job: JobId, revocation: bytes) -> int:
+    """How many of them have heard of it. All are told at once: whoever is revoked may be one of them, and say nothing."""
+    from fusion.runtime.job.protocol import JOB
+    from fusion.swarm.errors import SwarmError
+    from fusion.swarm.transport import call
+
+    async def has_heard(owner: PeerId) -> bool:
+        with suppress(SwarmError, TimeoutError):
+            async with asyncio.timeout(TELL_SECONDS):
+                await call(
+                    context.transport, owner, JOB.name, "revoke", {"job": job, "revocation": revocation}
+                )
+                return True
+        return False
+
+    return sum(await asyncio.gather(*map(has_heard, owners)))
 
 
 def checked_roles(roles: list[str] | tuple[str, ...]) -> tuple[Role, ...]:
@@ -151,10 +170,13 @@ def checked_roles(roles: list[str] | tuple[str, ...]) -> tuple[Role, ...]:
 
 def checked_stages(text: str) -> tuple[int, int]:
     """E.g. "2-5", or "3". ValueError."""
+    from fusion.swarm.directory.records import MAX_STAGES
+
     first, _, last = text.partition("-")
-    if not first.isdecimal() or not (last or first).isdecimal() or int(first) > int(last or first):
+    numbers = [int(part) for part in (first, last or first) if part.isdecimal() and len(part) < 10]
+    if len(numbers) < 2 or not numbers[0] <= numbers[1] <= MAX_STAGES:
         raise ValueError(f"--stages: a first and a last stage, such as 2-5, not {text!r:.40}")
-    return int(first), int(last or first)
+    return numbers[0], numbers[1]
 
 
 def checked_id(text: str) -> None:

@@ -1,0 +1,51 @@
+"""Who is told of a revocation, and which stages an invite can be for."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.instant_loop import run
+
+from fusion.cli import invites
+from fusion.runtime.job.protocol import JOB
+from fusion.swarm.directory.records import MAX_STAGES, JobId
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
+from fusion.swarm.transport import Handler, PeerId, Stream
+
+OWNERS = tuple(map(PeerId, ("silent", "gone", "one", "two")))
+
+
+def test_an_owner_that_says_nothing_keeps_no_other_from_hearing_of_a_revocation() -> None:
+    told: list[PeerId] = []
+
+    def owner(peer: PeerId) -> Handler:
+        async def answer(stream: Stream) -> None:
+            frame = await stream.receive()
+            assert (frame.kind, frame.header["revocation"]) == ("revoke", b"list")
+            if peer == "silent":
+                await asyncio.Event().wait()
+            told.append(peer)
+            await stream.send("done")
+
+        return answer
+
+    async def main() -> int:
+        network = MemoryNetwork()
+        for peer in OWNERS:
+            if peer != "gone":
+                await MemoryTransport(network, peer).serve(JOB.name, owner(peer))
+        context: Any = SimpleNamespace(transport=MemoryTransport(network, PeerId("user")))
+        return await invites.tell(context, OWNERS, JobId("ab" * 32), b"list")
+
+    assert run(main()) == 2 and told == ["one", "two"]
+
+
+def test_stages_of_an_invite() -> None:
+    assert invites.checked_stages("2-5") == (2, 5) and invites.checked_stages("3") == (3, 3)
+    for text in ("", "-", "5-2", "a-b", "1-2-3", f"0-{MAX_STAGES + 1}", "9" * 5000):
+        with pytest.raises(ValueError, match="--stages"):
+            invites.checked_stages(text)
