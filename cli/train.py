@@ -18,7 +18,10 @@ from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
 
 if TYPE_CHECKING:
+    from fusion.runtime.job.context import Context
+    from fusion.runtime.job.progress import Progress
     from fusion.runtime.job.spec import JobSpec
+    from fusion.runtime.launch.prepared import Prepared
 
 
 def train(
@@ -69,16 +72,28 @@ async def _train(spec: JobSpec, detach: bool, way: client.Way, output: Output) -
             await until_held(context, prepared, output)
             output.say(f"the swarm holds it; watch it with: fusion-peer jobs watch {job[:12]}")
             return
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                # It trains while its last blobs are still being copied.
-                holding = tasks.create_task(until_held(context, prepared, output), name="handing over")
-                last = await follow(context, job, output)
-        except asyncio.CancelledError:
-            after = "goes on" if holding.done() else "may not go on: the swarm does not hold all of it yet"
-            output.note(f"the job {after}; watch it with: fusion-peer jobs watch {job[:12]}")
-            raise
+        last = await _watch(context, prepared, output)
         output.emit({"event": "done", "job": job, "state": last.state, "step": last.step})
         output.say(
             f"{last.state} after {last.step} steps; take the model with: fusion-peer jobs export {job[:12]} DIR"
         )
+
+
+async def _watch(context: Context, prepared: Prepared, output: Output) -> Progress:
+    """Hand the job over and show it until it has ended; its last word."""
+    job, held = prepared.job, False
+
+    async def hand_over() -> None:
+        nonlocal held
+        await until_held(context, prepared, output)
+        held = True
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            # It trains while its last blobs are still being copied.
+            tasks.create_task(hand_over(), name="handing over")
+            return await follow(context, job, output)
+    except asyncio.CancelledError:
+        after = "goes on" if held else "may not go on: the swarm does not hold all of it yet"
+        output.note(f"the job {after}; watch it with: fusion-peer jobs watch {job[:12]}")
+        raise
