@@ -14,7 +14,8 @@ from fusion.cli.client import RETRY_SECONDS
 from fusion.cli.terminal.options import home_folder
 from fusion.swarm.directory.job_order import ENDED, JOB_TTL_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord
-from fusion.swarm.errors import SwarmError, TransportError
+from fusion.swarm.errors import FrameError, SwarmError, TransportError
+from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import PeerId
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 SILENCE_SECONDS = 30.0
 STOP_SECONDS = 10.0
 ANSWER_SECONDS = 3.0  # for a lead that is there to say how its job stands
+QUIET_SECONDS = 30.0  # without news of a job it is looked anew who leads it: a step may take longer, or the lead be frozen
 ASKED_STAGES = 16  # whose owners are asked how a job ended whose lead is gone
 
 
@@ -161,8 +163,9 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
                 with suppress(TransportError):  # it is gone, or the lead has moved: another will tell
                     async for progress in _ask(context, peer, job):
                         heard = time.monotonic()
+                        if progress != last:
+                            yield progress
                         last = progress
-                        yield progress
                         if progress.finished:
                             return
             if record.state in ENDED:
@@ -187,18 +190,30 @@ async def _tellers(context: Context, record: JobRecord) -> AsyncIterator[PeerId]
 
 
 async def _ask(context: Context, peer: PeerId, job: JobId) -> AsyncGenerator[Progress, None]:
+    """What the peer says of the job, until it has nothing more to say, or says nothing. SwarmError for nonsense."""
     from fusion.runtime.job.progress import Progress
     from fusion.runtime.job.protocol import JOB
     from fusion.swarm.transport import checked
 
-    stream = await context.transport.open(peer, JOB.name)
+    stream, patience_seconds = await context.transport.open(peer, JOB.name), ANSWER_SECONDS
     try:
         await stream.send("watch", {"job": job})
         while True:
-            frame = checked(await stream.receive())
+            try:
+                async with asyncio.timeout(patience_seconds):
+                    frame = checked(await stream.receive())
+            except TimeoutError:
+                return
             if frame.kind != "progress":
                 return
-            yield Progress.from_header(frame.header)
+            try:
+                progress = Progress.from_header(frame.header)
+            except ValueError as error:
+                raise FrameError(
+                    f"{friendly_name(peer)} says of the job what makes no sense: {error}"
+                ) from None
+            patience_seconds = QUIET_SECONDS
+            yield progress
     finally:
         stream.abort()
 

@@ -78,10 +78,11 @@ def test_one_job_is_meant_or_it_is_said_which_there_are() -> None:
 
 
 class Lead:
-    """A stream to a peer that says its frames and then ends."""
+    """A stream to a peer that says its frames and then ends, or is `silent`."""
 
-    def __init__(self, frames: list[Frame]) -> None:
+    def __init__(self, frames: list[Frame], *, silent: bool = False) -> None:
         self._frames = iter(frames)
+        self._silent = silent
         self.aborted = False
 
     async def send(self, kind: str, header: dict[str, Any]) -> None:
@@ -90,6 +91,8 @@ class Lead:
     async def receive(self) -> Frame:
         for frame in self._frames:
             return frame
+        if self._silent:
+            await asyncio.Event().wait()
         raise StreamClosed("it ended")
 
     def abort(self) -> None:
@@ -124,7 +127,7 @@ def watched(swarm: Swarm) -> list[Progress]:
     async def collect() -> list[Progress]:
         return [progress async for progress in job_client.watch(swarm, JOB)]  # type: ignore[arg-type]
 
-    return asyncio.run(collect())
+    return run(collect())
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +196,25 @@ def test_watch_hears_how_a_job_went_from_who_outlived_its_lead() -> None:
         [record(), record(state="done", step=9)], {"lead-1": iter([Lead([said(RUNNING)])]), **stages}
     )
     assert watched(swarm) == [RUNNING, DONE]
+
+
+def test_watch_goes_on_where_a_lead_says_nothing_any_more() -> None:
+    """It is frozen, or means to hold us up; the directory names another one meanwhile. A slow step is no end."""
+    frozen = Lead([said(RUNNING)], silent=True)
+    leads = {
+        "lead-1": iter([frozen, Lead([said(RUNNING)], silent=True), Lead([], silent=True)]),
+        "lead-2": iter([Lead([said(DONE)])]),
+    }
+    records: list[JobRecord | None] = [record(), record(), record(), record(lead=PeerId("lead-2"))]
+    assert watched(Swarm(records, leads)) == [RUNNING, DONE] and frozen.aborted
+
+
+def test_watch_takes_nonsense_for_no_word() -> None:
+    leads = {
+        "lead-1": iter([Lead([Frame("progress", {"job": JOB, "state": "running", "step": "many"})])]),
+        "lead-2": iter([Lead([said(DONE)])]),
+    }
+    assert watched(Swarm([record(), record(lead=PeerId("lead-2"))], leads)) == [DONE]
 
 
 def test_watch_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
