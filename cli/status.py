@@ -128,8 +128,14 @@ def stage_of(job: JobRecord, number: int, claims: Sequence[ClaimRecord]) -> Stag
 async def _claims(
     context: Context, jobs: Sequence[JobRecord]
 ) -> list[tuple[JobRecord, int, tuple[ClaimRecord, ...]]]:
-    """The live claims of every stage of every job that has not ended."""
-    places = [(job, stage) for job in jobs if job.state not in ENDED for stage in range(job.stages)]
+    """The live claims of the stages of every job that has not ended. Of one that says it has thousands only the first are
+    looked at: anybody may say so, of as many jobs as they like."""
+    places = [
+        (job, stage)
+        for job in jobs
+        if job.state not in ENDED
+        for stage in range(min(job.stages, client.READ_STAGES))
+    ]
     found = await asyncio.gather(*(context.directory.claims(job.job, stage) for job, stage in places))
     return [(job, stage, claims) for (job, stage), claims in zip(places, found, strict=True)]
 

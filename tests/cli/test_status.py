@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
-from fusion.cli.status import Stage, holdings_of, stage_line, stage_of, standby_text
+from fusion.cli.client import READ_STAGES
+from fusion.cli.status import Stage, _claims, holdings_of, stage_line, stage_of, standby_text
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.transport import PeerId
 
@@ -69,3 +73,15 @@ def test_what_a_peer_holds_is_told_by_job_and_author() -> None:
     ]  # fmt: skip
     for nonsense in ({}, {"holds": None}, {"holds": {"a": 1}}, {"holds": "text"}):
         assert holdings_of("peer", nonsense, [JOB]) == []
+
+
+def test_of_a_job_that_says_it_has_thousands_of_stages_few_are_looked_at() -> None:
+    looked: list[tuple[str, int]] = []
+
+    async def claims(job: str, stage: int) -> tuple[ClaimRecord, ...]:
+        looked.append((job, stage))
+        return ()
+
+    context: Any = SimpleNamespace(directory=SimpleNamespace(claims=claims))
+    jobs = [replace(JOB, stages=4096), replace(JOB, job=JobId("b" * 64), stages=3)]
+    assert len(asyncio.run(_claims(context, jobs))) == len(looked) == READ_STAGES + 3
