@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from fusion.cli import job_client
 from fusion.cli.terminal.output import Output, bytes_text, seconds_text
+from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import friendly_name
 
 if TYPE_CHECKING:
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from fusion.runtime.launch.held import Held
     from fusion.runtime.launch.prepared import Prepared
     from fusion.swarm.directory.records import JobId
+    from fusion.swarm.identity import Identity
 
 STALL_SECONDS = 180.0  # without a stage loaded or a blob copied, handing a job over has failed
 
@@ -105,3 +109,13 @@ async def until_answering(context: Context, prepared: Prepared, output: Output) 
         output.say(
             f"its first token came around {len(found.route)} peer{'s' * (len(found.route) != 1)} in {seconds_text(found.seconds)}"
         )
+
+
+async def take_back(context: Context, prepared: Prepared, author: Identity) -> None:
+    """End what does not come to answer: names mean the newest job of their author, and the model before is to stay."""
+    from fusion.runtime.belief.reading import look
+
+    with suppress(SwarmError):
+        belief = await look(context, prepared.job, manifest=prepared.manifest)
+        if belief is not None and not belief.over:
+            await job_client.stop(context, belief.record, author)

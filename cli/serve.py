@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fusion.cli import client, job_client
-from fusion.cli.launch_progress import offer, until_answering, until_held
+from fusion.cli.launch_progress import offer, take_back, until_answering, until_held
 from fusion.cli.plan import ServingAsked, plan_serving
 from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
@@ -199,8 +199,13 @@ async def _hand_over(
         say=output.status,
     )
     job = await offer(context, prepared, output)
-    await until_held(context, prepared, output)
-    await until_answering(context, prepared, output)
+    try:
+        await until_held(context, prepared, output)
+        await until_answering(context, prepared, output)
+    except BaseException:
+        if step is not None:
+            await take_back(context, prepared, author)
+        raise
     output.emit(
         {"event": "serving", "job": job, "name": asked.name, **({} if step is None else {"step": step})}
     )

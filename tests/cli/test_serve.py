@@ -1,0 +1,55 @@
+"""A snapshot that the swarm does not come to serve is taken back: the model before keeps the name."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusion.cli import client, job_client, serve
+from fusion.cli.terminal.output import Output
+from fusion.runtime.belief import reading
+from fusion.runtime.job.admission import AdmissionSpec
+from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.launch import launch
+from fusion.swarm.errors import SwarmError
+
+ASKED = serve.Asked("gpt", None, AdmissionSpec(), None, None, None)
+
+
+@pytest.mark.parametrize("error", [JobFailed, SwarmError, asyncio.CancelledError])
+@pytest.mark.parametrize("step", [40, None])
+def test_what_does_not_come_to_answer_is_taken_back(
+    step: int | None, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, stopped = object(), list[object]()
+
+    async def nothing(*_: object, **__: object) -> tuple[()]:
+        return ()
+
+    async def fails(*_: object) -> None:
+        raise error("nothing moved for 180 s")
+
+    async def look(*_: object, **__: object) -> Any:
+        return SimpleNamespace(over=False, record=record)
+
+    async def stop(context: object, given: object, author: object) -> None:
+        stopped.append(given)
+
+    monkeypatch.setattr(client, "working_peers", nothing)
+    monkeypatch.setattr(serve, "offer", nothing)
+    monkeypatch.setattr(serve, "until_held", fails)
+    monkeypatch.setattr(reading, "look", look)
+    monkeypatch.setattr(job_client, "stop", stop)
+    prepared = SimpleNamespace(job="ab" * 32, manifest=None)
+    monkeypatch.setattr(launch, "prepare_serving", lambda *_, **__: prepared)
+    context: Any = SimpleNamespace(
+        directory=SimpleNamespace(links=nothing), blobs=SimpleNamespace(store=None), home=Path()
+    )
+    author: Any = None
+    with pytest.raises(error):
+        asyncio.run(serve._hand_over(context, Path(), ASKED, author, Output(as_json=True), step))
+    assert stopped == ([] if step is None else [record])
