@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -44,14 +45,24 @@ async def export(context: Context, job: JobId, directory: Path, known: Known | N
     if manifest.tokenizer is not None:
         files[TOKENIZER_FILE] = await blobs.fetch(manifest.tokenizer, hints)
 
-    def write() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(_write, directory, files, tensors)
+    return step
+
+
+def _write(directory: Path, files: Mapping[str, Path], tensors: Mapping[str, torch.Tensor]) -> None:
+    """All of it, or where the disk is full nothing: half a model would be in the way of the next try. Raises OSError."""
+    there = directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
         for name, path in files.items():
             shutil.copyfile(path, directory / name)
         snapshot.save(tensors, directory / WEIGHTS_FILE, {"format": "pt"})
-
-    await asyncio.to_thread(write)
-    return step
+    except OSError:
+        for name in (*files, WEIGHTS_FILE):
+            (directory / name).unlink(missing_ok=True)
+        if not there:
+            directory.rmdir()
+        raise
 
 
 async def _tensors(
