@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ from fusion.cli import client, grants, job_client
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run as run_loop
 from fusion.cli.terminal.output import Output, seconds_text
-from fusion.swarm.errors import NotAdmitted, RemoteError
+from fusion.swarm.errors import FrameError, NotAdmitted, RemoteError
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.lean_imports import is_installed
 
@@ -46,6 +46,8 @@ def run(
         raise ValueError("--input needs numpy: pip install 'fusion-peer[peer]'")
     if not made.resolve().parent.is_dir():
         raise ValueError(f"--output: there is no folder {made.resolve().parent}")
+    if made.is_dir():
+        raise ValueError(f"--output: {made} is a folder")
     arrays = _read(given)
     way = client.Way(home, bootstrap, peer, swarm_key)
     run_loop(_run(model, arrays, made, batch, way, Output(as_json=json)), debug=debug)
@@ -54,7 +56,6 @@ def run(
 async def _run(
     model: str, arrays: Mapping[str, Any], path: Path, batch: int, way: client.Way, output: Output
 ) -> None:
-    import numpy as np
 
     found: dict[str, list[Any]] = {}
     last: Made | None = None
@@ -65,7 +66,7 @@ async def _run(
             for array in last.arrays:
                 found.setdefault(array.name, []).append(_numbers(array))
     assert last is not None
-    whole = {name: np.concatenate(parts) if batch else parts[0] for name, parts in found.items()}
+    whole = {name: _joined(name, parts) for name, parts in found.items()}
     _write(path, whole)
     shapes = {name: list(value.shape) for name, value in whole.items()}
     output.emit({"event": "made", "outputs": shapes, "route": list(last.route), "seconds": last.seconds})
@@ -97,6 +98,17 @@ def _parts(arrays: Mapping[str, Any], batch: int) -> Iterator[Mapping[str, Any]]
     samples = max(len(value) for value in arrays.values())
     for first in range(0, samples, batch or samples):
         yield {name: value[first : first + (batch or samples)] for name, value in arrays.items()}
+
+
+def _joined(name: str, parts: Sequence[Any]) -> Any:
+    """What came of an output for one batch after the other. FrameError where the parts do not go together."""
+    import numpy as np
+
+    if len(parts) == 1:
+        return parts[0]
+    if len({(part.dtype, part.shape[1:]) for part in parts}) > 1 or not all(part.ndim for part in parts):
+        raise FrameError(f"the peer gives {name!r:.80} another shape or dtype from one batch to the next")
+    return np.concatenate(parts)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,0 +1,26 @@
+"""What comes of a model for one batch after the other is put together, unless a peer made it up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusion.cli import main
+from fusion.cli.run import _joined
+from fusion.swarm.errors import FrameError
+
+
+def test_outputs_of_batches_are_put_together() -> None:
+    one, two = np.zeros((2, 3), np.float32), np.ones((1, 3), np.float32)
+    assert _joined("y", [one, two]).tolist() == [[0.0] * 3] * 2 + [[1.0] * 3]
+    assert _joined("y", [one]) is one
+    for other in (np.ones((1, 4), np.float32), np.ones((1, 3), np.int64), np.float32(1)):
+        with pytest.raises(FrameError, match="'y' another shape or dtype"):
+            _joined("y", [one, other])
+
+
+def test_a_folder_is_no_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["run", "digits", "--input", "x.npz", "--output", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
