@@ -183,17 +183,17 @@ class Lending:
         loop = asyncio.get_running_loop()
         config, pause, ran = self._config, FIRST_PAUSE_SECONDS, False
         while True:
-            began = loop.time()
+            began, runs = loop.time(), False
             try:
                 async with open_peer(config) as peer:
-                    ran, self._peer = True, peer
+                    ran, runs, self._peer = True, True, peer
                     ports = same_ports(self._config.listen, peer.network.transport.all_addresses)
                     config = replace(self._config, listen=ports, http=_same_http(peer))
                     await self._attend(peer)
             except DaemonDied as error:
                 reason = str(error)
-            except TransportError as error:
-                if not ran:
+            except (TransportError, OSError) as error:
+                if not ran or (runs and isinstance(error, OSError)):
                     raise
                 reason, config = str(error), self._config  # perhaps a port was taken meanwhile
             finally:

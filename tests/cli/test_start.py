@@ -104,8 +104,13 @@ def test_a_dead_p2pd_is_started_again_at_the_same_port_ever_more_rarely(
     assert lending.hand_over_seconds == 0.0
 
 
-def test_a_port_taken_meanwhile_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = Script(monkeypatch, DaemonDied("p2pd ended"), TransportError("port 4001 is taken"), None)
+@pytest.mark.parametrize(
+    "taken", [TransportError("port 4001 is taken"), OSError("--http: 127.0.0.1:8080: Address already in use")]
+)
+def test_a_port_taken_meanwhile_is_given_up(
+    taken: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = Script(monkeypatch, DaemonDied("p2pd ended"), taken, None)
     script.run(tmp_path)
     assert [config.listen for config in script.configs] == [LISTEN, ("/ip4/0.0.0.0/tcp/4001",), LISTEN]
 
