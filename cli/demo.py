@@ -6,17 +6,16 @@ import asyncio
 import sys
 import sysconfig
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from fusion.cli.local.fleet import Fleet, FleetError, LocalPeer, Record, open_fleet
+from fusion.cli.local.fleet import Fleet, LocalPeer, Record, open_fleet, while_parent_lives
 from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
-from fusion.cli.terminal.loop import run, wait_until_orphaned
+from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output, busy_text, bytes_text, rate_text
 
 DEFAULT_STEPS = 600
@@ -70,24 +69,6 @@ class Figures:
             "tokens_per_s": round(self.tokens_per_second, 2),
             "seconds": round(self.seconds, 1),
         }
-
-
-async def while_parent_lives(parent: int | None, work: Coroutine[Any, Any, Figures]) -> Figures:
-    """Run `work`; once the process `parent`, which started us, is gone, cancel it (so that it clears up) and raise
-    FleetError."""
-    task = asyncio.ensure_future(work)
-    tasks: set[asyncio.Future[Any]] = {task}
-    if parent is not None:
-        tasks.add(asyncio.ensure_future(wait_until_orphaned(parent)))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return await task
-        raise FleetError("the demo was stopped: the process that started it is gone")
-    finally:
-        for each in tasks:
-            each.cancel()
-        await asyncio.wait(tasks)
 
 
 async def _demo(count: int, steps: int, output: Output) -> Figures:

@@ -20,11 +20,11 @@ from fusion.cli.local.chaos_plan import ChaosConfig, fault_plan, parse_seconds
 from fusion.cli.local.chaos_report import ChaosReport, Run, show
 from fusion.cli.local.chaos_swarm import Swarm
 from fusion.cli.local.chaos_timeline import Timeline
-from fusion.cli.local.fleet import FleetError, open_fleet
+from fusion.cli.local.fleet import FleetError, open_fleet, while_parent_lives
 from fusion.cli.terminal import options
 from fusion.cli.terminal.errors import FAILED
 from fusion.cli.terminal.extras import need_peer_extra
-from fusion.cli.terminal.loop import run, wait_until_orphaned
+from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output, bytes_text
 
 if TYPE_CHECKING:
@@ -78,23 +78,11 @@ def chaos(
         seed=secrets.randbelow(1 << 31) if seed is None else seed,
     )
     # Progress goes to stderr when the last line of stdout is for a program.
-    report = run(_while_parent_lives(config, Output(stdout=sys.stderr if json else sys.stdout), stop_with),
-                 debug=debug)  # fmt: skip
+    output = Output(stdout=sys.stderr if json else sys.stdout)
+    report = run(while_parent_lives(stop_with, _chaos(config, output)), debug=debug)
     Output(as_json=json).emit(report.record())
     if not report.exact:
         raise typer.Exit(FAILED)
-
-
-async def _while_parent_lives(config: ChaosConfig, output: Output, parent: int | None) -> ChaosReport:
-    work = asyncio.ensure_future(_chaos(config, output))
-    if parent is None:
-        return await work
-    watcher = asyncio.ensure_future(wait_until_orphaned(parent))
-    watcher.add_done_callback(lambda ended: ended.cancelled() or work.cancel())
-    try:
-        return await work
-    finally:
-        watcher.cancel()
 
 
 async def _chaos(config: ChaosConfig, output: Output) -> ChaosReport:

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import psutil
 
 from fusion.cli.local import janitor
+from fusion.cli.terminal.loop import wait_until_orphaned
 
 COMMAND = (sys.executable, "-m", "fusion.cli.main")
 TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -251,3 +252,21 @@ async def _close(fleet: Fleet, keeper: asyncio.subprocess.Process) -> None:
     assert keeper.stdin is not None
     keeper.stdin.close()
     await keeper.wait()
+
+
+async def while_parent_lives(parent: int | None, work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work`; once the process `parent`, which started us, is gone, cancel it (so that it clears up) and raise
+    FleetError."""
+    task = asyncio.ensure_future(work)
+    tasks: set[asyncio.Future[Any]] = {task}
+    if parent is not None:
+        tasks.add(asyncio.ensure_future(wait_until_orphaned(parent)))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return await task
+        raise FleetError("stopped: the process that started it is gone")
+    finally:
+        for each in tasks:
+            each.cancel()
+        await asyncio.wait(tasks)
