@@ -124,14 +124,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = typer.main.get_command(program(words)).main(
             args=words, prog_name=PROGRAM, standalone_mode=False
         )
-    except BrokenPipeError:  # whoever read our output has had enough
-        sys.stderr.close()
-        return errors.FAILED
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else errors.FAILED
     except (typer.Abort, KeyboardInterrupt):
         return errors.report(KeyboardInterrupt(), debug=debug)
     except (Exception, BaseExceptionGroup) as error:  # the process boundary: one line, never a traceback
+        if isinstance(errors.first(error), BrokenPipeError):  # whoever read our output has had enough
+            sys.stderr.close()
+            return errors.FAILED
         return errors.report(error, debug=debug)
     if code == errors.INTERRUPTED:  # newer versions of typer say so with a code
         return errors.report(KeyboardInterrupt(), debug=debug)

@@ -30,12 +30,16 @@ class Verdict:
     code: int
 
 
+def first(error: BaseException) -> BaseException:
+    """The first of those in a group, however deep; else the error itself."""
+    return first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
 def explain(error: BaseException) -> Verdict:
     """What to tell the user about `error`. Our own trees (`SwarmError`, `JobFailed`, `NoRoute`: known by their
     module, so that nothing heavy is imported here) and the operating system speak for themselves; anything else
     is a mistake of ours and says how to see more of it."""
-    if isinstance(error, BaseExceptionGroup):
-        return explain(error.exceptions[0])
+    error = first(error)
     if isinstance(error, KeyboardInterrupt):
         return Verdict("interrupted", INTERRUPTED)
     if isinstance(error, USAGE_ERROR):

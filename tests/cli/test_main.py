@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
@@ -246,6 +247,14 @@ def test_debug_shows_the_traceback(
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error", [BrokenPipeError(), ExceptionGroup("many", [BrokenPipeError()])])
+def test_a_reader_who_has_had_enough_hears_no_more(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(status, "run", raising(error))
+    assert main.main(["status"]) == 1 and stderr.closed
+
+
 def raising(error: BaseException) -> Callable[..., None]:
     def run(work: object, **_: object) -> None:
         work.close()  # type: ignore[attr-defined]
@@ -264,7 +273,11 @@ def test_text_from_elsewhere_is_one_printable_line(text: str) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("interrupts", "number"),
-    [("SIG_DFL", signal.SIGINT), ("SIG_DFL", signal.SIGTERM), ("SIG_IGN", signal.SIGTERM)],
+    [
+        ("SIG_DFL", signal.SIGINT),
+        ("SIG_DFL", signal.SIGTERM),
+        ("SIG_IGN", signal.SIGTERM),
+    ],
     ids=["Ctrl-C", "SIGTERM", "SIGTERM, in a shell's background"],
 )
 def test_the_installed_command_and_interruption(interrupts: str, number: signal.Signals) -> None:
