@@ -120,6 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = options.debug_asked(words)
     # SIGTERM ends a command as Ctrl-C does: whatever it opened is closed in order.
     signal.signal(signal.SIGTERM, _interrupt)
+    # So does a terminal that is closed, unless `nohup` has that ignored. Windows has no such signal.
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _hang_up)
     try:
         code = typer.main.get_command(program(words)).main(
             args=words, prog_name=PROGRAM, standalone_mode=False
@@ -136,6 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == errors.INTERRUPTED:  # newer versions of typer say so with a code
         return errors.report(KeyboardInterrupt(), debug=debug)
     return code if isinstance(code, int) else errors.DONE
+
+
+def _hang_up(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # shell and kernel may both send it: it is one request
+    _interrupt(number, frame)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -39,8 +39,8 @@ def run_until_stopped(
     debug: bool = False,
     extra_seconds: Callable[[], float] = lambda: 0.0,
 ) -> None:
-    """Run `main` until it ends or is asked to stop: by SIGINT, SIGTERM, or the end of the process `parent`, which
-    started us. It is then cancelled and has STOP_BUDGET_SECONDS, and what `extra_seconds` says at that moment, to hand
+    """Run `main` until it ends or is asked to stop: by SIGINT, SIGTERM, a terminal that is closed, or the end of the process
+    `parent`, which started us. It is then cancelled and has STOP_BUDGET_SECONDS, and what `extra_seconds` says at that moment, to hand
     over and close; a second signal, or the end of that time, ends the process at once."""
     configure_logging(debug)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
@@ -170,8 +170,14 @@ async def _until_stopped(
         deadline.start()
         work.cancel()
 
+    def hang_up() -> None:
+        if not asked:  # shell and kernel may both say that the terminal is gone: it asks for no haste
+            stop()
+
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` leaves it
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
     watcher = asyncio.ensure_future(wait_until_orphaned(parent)) if parent is not None else None
     if watcher is not None:
         watcher.add_done_callback(lambda ended: None if ended.cancelled() or asked else stop())

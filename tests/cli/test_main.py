@@ -277,8 +277,9 @@ def test_text_from_elsewhere_is_one_printable_line(text: str) -> None:
         ("SIG_DFL", signal.SIGINT),
         ("SIG_DFL", signal.SIGTERM),
         ("SIG_IGN", signal.SIGTERM),
+        ("SIG_DFL", signal.SIGHUP),
     ],
-    ids=["Ctrl-C", "SIGTERM", "SIGTERM, in a shell's background"],
+    ids=["Ctrl-C", "SIGTERM", "SIGTERM, in a shell's background", "a terminal that is closed"],
 )
 def test_the_installed_command_and_interruption(interrupts: str, number: signal.Signals) -> None:
     """A real process: a signal in the middle of a command ends it with 130 and one line."""

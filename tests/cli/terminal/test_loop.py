@@ -38,7 +38,7 @@ def peer(
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_one_signal_hands_over(number: int) -> None:
     process = peer()
     process.send_signal(number)
@@ -53,6 +53,26 @@ def test_a_second_signal_does_not_wait() -> None:
     assert process.stdout.readline() == "handing over\n"
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
+
+
+def test_a_terminal_that_is_closed_may_say_so_twice() -> None:
+    process = peer(handover="await asyncio.sleep(0.5)")
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "handing over\n"
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "handed over\nstopped\n")
+
+
+def test_a_peer_that_ignores_its_terminal_outlives_it() -> None:
+    process = peer(
+        "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)",
+        before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)",  # as nohup does
+    )
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert out == "handing over\nTrue\nhanded over\nstopped\n"
 
 
 @pytest.mark.parametrize(
