@@ -57,12 +57,19 @@ class LoopThread:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._loop = self._running.result()
+        try:
+            self._loop = self._running.result()
+        except BaseException:  # Ctrl-C: nobody would end the thread, and Python waits for it
+            self._running.add_done_callback(self._end)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._ending.set)
+        self._end(self._running)
         self._thread.join()
+
+    def _end(self, running: futures.Future[asyncio.AbstractEventLoop]) -> None:
+        running.result().call_soon_threadsafe(self._ending.set)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run it there. Whatever interrupts the wait for it (Ctrl-C) cancels it, and is raised once it has ended."""

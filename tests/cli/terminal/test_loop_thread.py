@@ -32,6 +32,25 @@ def test_work_runs_there_and_its_outcome_comes_here() -> None:
     assert not thread.is_alive()
 
 
+def test_an_interruption_of_its_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would wait for it, and the user for Python."""
+    loop = LoopThread()
+    result, interrupted = loop._running.result, False
+
+    def interrupt_once(timeout: float | None = None) -> asyncio.AbstractEventLoop:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+        return result(timeout)
+
+    monkeypatch.setattr(loop._running, "result", interrupt_once)
+    with pytest.raises(KeyboardInterrupt):
+        loop.__enter__()
+    loop._thread.join(30)
+    assert not loop._thread.is_alive()
+
+
 def to_the_process() -> None:
     os.kill(os.getpid(), signal.SIGINT)  # which the main thread takes, and ends its wait for
 
