@@ -124,7 +124,10 @@ def job_file(path: Path) -> Path:
 
 def home_folder(home: Path) -> Path:
     """The home folder, absolute. ValueError where its name belongs to something else than a folder."""
-    path = home.expanduser().absolute()
+    try:
+        path = home.expanduser().absolute()
+    except RuntimeError:
+        raise ValueError(f"--home: {home} is in the home of a user who has none here") from None
     if path.exists() and not path.is_dir():
         raise ValueError(f"--home: {path} is not a folder")
     return path

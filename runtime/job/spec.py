@@ -252,7 +252,7 @@ def _model(table: Any, base: Path, sequence: int) -> GPTConfig | HuggingFaceConf
                 raise JobError("model.path must be the directory that holds config.json")
             if not isinstance(weights, bool):
                 raise JobError("model.weights must be true or false")
-            directory = base / Path(path).expanduser()
+            directory = base / _expanded(path, "model.path")
             try:
                 check_huggingface(directory, weights=weights)
             except JobError as error:
@@ -276,7 +276,7 @@ def _python(table: Mapping[str, Any], base: Path) -> PythonConfig:
     if not isinstance(arguments, dict):
         raise JobError("model.arguments must be a table: arguments of the function by name")
     given = build(_PythonTable, {k: v for k, v in table.items() if k != "arguments"}, "model")
-    path = base / Path(given.path).expanduser()
+    path = base / _expanded(given.path, "model.path")
     if not path.is_file():
         raise JobError(f"model.path must be a Python file: there is no {path}")
     for name in (given.function, given.loss or "loss"):
@@ -329,7 +329,7 @@ def _dataset(kind: Literal["npz", "images", "jsonl"], table: Mapping[str, Any], 
 
 
 def _dataset_path(kind: str, text: str, base: Path, where: str) -> Path:
-    path = base / Path(text).expanduser()
+    path = base / _expanded(text, where)
     if kind == "images" and not path.is_dir():
         raise JobError(f"{where} must be a folder with a folder of images for each class: there is no {path}")
     if kind != "images" and not path.is_file():
@@ -368,7 +368,7 @@ def _data(table: Any, base: Path) -> DataSpec | DatasetSpec:
 
 
 def _tokenizer(text: str, base: Path) -> Path | None:
-    path = None if text == "bytes" else base / Path(text).expanduser()
+    path = None if text == "bytes" else base / _expanded(text, "data.tokenizer")
     if path is not None and not path.is_file():
         raise JobError(f'data.tokenizer must be "bytes" or a tokenizer.json: there is no {path}')
     return path
@@ -389,7 +389,7 @@ def spread(total: int, part: float) -> tuple[int, ...]:
 def _expand(patterns: tuple[str, ...], base: Path, where: str) -> tuple[Path, ...]:
     found: set[Path] = set()
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        path = _expanded(pattern, where)
         root, parts = (Path(path.anchor), path.parts[1:]) if path.is_absolute() else (base, path.parts)
         if not parts:
             raise JobError(f"{where}: an empty pattern")
@@ -400,3 +400,11 @@ def _expand(patterns: tuple[str, ...], base: Path, where: str) -> tuple[Path, ..
     if not found:
         raise JobError(f"{where} must name at least one file or pattern")
     return tuple(sorted(found))
+
+
+def _expanded(text: str, where: str) -> Path:
+    """With the home of a user in the place of ~ or ~name."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise JobError(f"{where}: {text!r:.200} is in the home of a user who has none here") from None

@@ -92,6 +92,11 @@ def test_not_listen(address: str) -> None:
         options.checked_listen(address)
 
 
+def test_a_home_is_that_of_a_user_who_is_there() -> None:
+    with pytest.raises(ValueError, match=r"--home: ~nobody-is-called-so/x is in the home of a user"):
+        options.home_folder(Path("~nobody-is-called-so/x"))
+
+
 def test_home_must_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--home"):

@@ -90,6 +90,11 @@ def test_held_out_files_by_pattern_are_not_trained_on(base: Path) -> None:
         ('name = "small"', "", "name is missing"),
         ('name = "small"', 'name = "small"\nstray = 1', "'stray' is not known"),
         ('name = "small"', "name = ", "not TOML"),
+        (
+            '"src/*.py"',
+            '"~nobody-is-called-so/*.py"',
+            "data.files: '~nobody-is-called-so/*.py' is in the home of",
+        ),
     ],
 )
 def test_a_mistake_is_named_in_one_line(base: Path, old: str, new: str, says: str) -> None:
