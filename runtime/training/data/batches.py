@@ -37,7 +37,8 @@ def pack_text(
     left = limit_bytes
     for path in files:
         try:
-            data = path.read_bytes()[:left]
+            with path.open("rb") as file:
+                data = file.read(left)  # no more of it: a corpus may be larger than the memory
         except OSError as error:
             raise JobError(f"data.files: {path}: {error.strerror or error}") from None
         left -= len(data)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,15 @@ def test_a_mistake_is_named_in_one_line(base: Path, old: str, new: str, says: st
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="No such file"):
         spec.load(tmp_path / "job.toml")
+
+
+def test_a_file_that_is_no_job_is_not_read_whole(tmp_path: Path) -> None:
+    """A model, say, of more bytes than there is memory."""
+    path = tmp_path / "model.gguf"
+    path.touch()
+    os.truncate(path, 1 << 42)
+    with pytest.raises(JobError, match="larger than"):
+        spec.load(path)
 
 
 @pytest.mark.parametrize(

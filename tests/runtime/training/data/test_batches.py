@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,13 @@ def test_bytes_are_packed_with_a_separator_under_the_limit(tmp_path: Path) -> No
         pack_text(files, None, 100, 100)
     with pytest.raises(JobError, match="No such file"):
         pack_text([tmp_path / "c"], None, 100, 256)
+
+
+def test_of_a_corpus_that_is_larger_than_the_memory_the_beginning_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "corpus"
+    path.touch()
+    os.truncate(path, 1 << 42)
+    assert pack_text([path], None, 4, 256).tobytes() == bytes(5)
 
 
 def test_a_tokenizer_and_the_width_of_ids(tmp_path: Path) -> None:
