@@ -106,7 +106,10 @@ _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def _scalar(hint: Any, value: object, where: str) -> Any:
     right = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value, right = float(value), True
+        try:
+            value, right = float(value), True
+        except OverflowError:
+            raise ValueError(f"{where} does not fit a number of 64 bits") from None
     if not right:
         raise ValueError(f"{where} must be {_NAMES.get(hint, hint)}, not {_kind(value)}")
     if hint is int and not -(2**63) <= value < 2**63:  # type: ignore[operator]

@@ -30,7 +30,7 @@ def tables(text: str, what: str) -> dict[str, Any]:
     """The tables of a TOML text that should be `what` ("a job"). JobError if it is no TOML."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # a number of thousands of digits, too
         raise JobError(f"not TOML: {error}") from None
     except RecursionError:
         raise JobError(f"not {what}: tables or lists nested too deep") from None

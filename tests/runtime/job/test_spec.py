@@ -91,6 +91,8 @@ def test_held_out_files_by_pattern_are_not_trained_on(base: Path) -> None:
         ('name = "small"', "", "name is missing"),
         ('name = "small"', 'name = "small"\nstray = 1', "'stray' is not known"),
         ('name = "small"', "name = ", "not TOML"),
+        ("learning_rate = 3e-3", f"learning_rate = 1{'0' * 400}", "optimizer.learning_rate does not fit"),
+        ("steps = 10", f"steps = 1{'0' * 5000}", "not TOML: Exceeds the limit"),
         (
             '"src/*.py"',
             '"~nobody-is-called-so/*.py"',
