@@ -100,6 +100,10 @@ class JsonLines:
         value = self._field(index, field)
         if not isinstance(value, str):
             raise JobError(f"{self._path}:{self._number(index)}: {field!r:.80} is no text")
+        if not _is_whole(value):
+            raise JobError(
+                f"{self._path}:{self._number(index)}: {field!r:.80} holds half of a character (\\ud800 to \\udfff)"
+            )
         return value
 
     def _field(self, index: int, field: str) -> Any:
@@ -112,6 +116,15 @@ class JsonLines:
 
     def _number(self, index: int) -> int:
         return self._lines[index][0]
+
+
+def _is_whole(text: str) -> bool:
+    """Whether UTF-8 can say it: JSON can name each half of a pair that stands for one character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:

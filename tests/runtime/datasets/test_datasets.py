@@ -18,6 +18,7 @@ from fusion.runtime.datasets.dataset import Dataset, parted, told
 from fusion.runtime.datasets.image_folders import ImageFolders
 from fusion.runtime.datasets.jsonl import JsonLines
 from fusion.runtime.datasets.npz import Npz
+from fusion.runtime.datasets.sources import encoder
 from fusion.runtime.job.errors import JobError
 
 LIMIT = 1 << 20
@@ -189,6 +190,14 @@ def test_text_needs_a_length_and_json_a_syntax(tmp_path: Path) -> None:
     path.write_text('{"text": 1}\n{"text"\n')
     with pytest.raises(JobError, match=r"data\.jsonl:2: not JSON"):
         lines(path)
+
+
+def test_half_of_a_character_is_no_text(tmp_path: Path) -> None:
+    """JSON can say it, and what cuts texts at a length writes it; UTF-8 cannot, and no tokenizer takes it."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "whole \\ud83d\\ude00"}\n{"text": "half \\ud83d"}\n')
+    with pytest.raises(JobError, match=r"data\.jsonl:2: 'text' holds half of a character"):
+        JsonLines(path, (), encoder(None), 8).read(["text"], LIMIT, silent)
 
 
 # --- held out
