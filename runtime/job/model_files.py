@@ -124,7 +124,7 @@ def indexed_files(directory: Path) -> dict[str, Path] | None:
 def json_object(path: Path) -> dict[str, Any]:
     """JobError for a file that holds no JSON object."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())  # UTF-8, whatever the locale is
     except (OSError, ValueError, RecursionError) as error:
         raise JobError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,17 @@ def test_where_a_template_stands(files: dict[str, Any], tmp_path: Path) -> None:
     found = chat_files(tmp_path)
     assert found.keys() == CHAT_FILES.keys()
     assert found["chat_template.jinja"].decode() == TEMPLATE
+
+
+@pytest.mark.process
+def test_a_file_is_utf_8_whatever_the_locale_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes('{"begins": "<\uff5cUser\uff5c>"}'.encode())
+    code = "from pathlib import Path; from fusion.runtime.job.model_files import json_object as f; print(ascii(f(Path('config.json'))))"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **locale}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == "{'begins': '<\\uff5cUser\\uff5c>'}\n", done.stderr
 
 
 def test_the_special_tokens_that_it_may_name(tmp_path: Path) -> None:
