@@ -275,7 +275,10 @@ def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
         found = json_object(path).get("eos_token_id", found)
     if found is None:
         return ()
-    return tuple(int(token) for token in (found if isinstance(found, list) else [found]))
+    tokens = found if isinstance(found, list) else [found]
+    if not all(type(token) is int for token in tokens):
+        raise JobError(f"{directory}: eos_token_id is a token's number, or a list of them, not {found!r:.80}")
+    return tuple(tokens)
 
 
 def _loading(module: Any) -> Loading:

@@ -68,7 +68,7 @@ class About:
     def from_json(cls, data: bytes, where: str) -> About:
         try:
             about = build(cls, json.loads(data))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise JobError(f"{where}: {error}") from None
         if about.format != FORMAT:
             raise JobError(f"{where}: format {about.format}; this software knows {FORMAT}")

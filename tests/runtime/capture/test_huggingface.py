@@ -321,6 +321,14 @@ def test_a_config_that_makes_no_model_is_refused_in_one_line(tmp_path: Path) -> 
         open_model(tmp_path)
 
 
+@pytest.mark.parametrize("said", ["</s>", {"id": 3}, [None], 2.5])
+def test_an_end_token_that_is_no_number_is_refused(said: Any, tmp_path: Path) -> None:
+    saved(tmp_path, gpt2())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    with pytest.raises(JobError, match="eos_token_id is a token's number"):
+        open_model(tmp_path)
+
+
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
     def refused(match: str) -> None:
         with pytest.raises(JobError, match=match) as error:

@@ -186,6 +186,9 @@ def test_a_directory_as_export_writes_it_is_served(job_file: Path, store: BlobSt
     (directory / "fusion.json").write_text("{}")
     with pytest.raises(JobError, match="vocabulary is missing"):
         prepare_serving(directory, "small", [peer("A")], store)
+    (directory / "fusion.json").write_text("[" * 100_000)
+    with pytest.raises(JobError, match=r"fusion\.json"):
+        prepare_serving(directory, "small", [peer("A")], store)
 
 
 def test_an_export_runs_in_the_dtype_of_its_graph_alone(tmp_path: Path, store: BlobStore) -> None:
