@@ -55,7 +55,7 @@ class Npz:
             raise JobError(f"{self._path} is not an .npz file: {error}") from None
         except JobError:
             raise
-        except (zlib.error, tokenize.TokenError, KeyError) as error:
+        except (zlib.error, tokenize.TokenError, KeyError, TypeError, OverflowError) as error:
             raise JobError(f"{self._path} is damaged: {error}") from None
         except (ValueError, RuntimeError) as error:
             # Encrypted, or packed in a way that zipfile does not know.

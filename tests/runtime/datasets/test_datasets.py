@@ -85,6 +85,22 @@ def test_a_file_that_is_no_npz(tmp_path: Path, content: bytes) -> None:
         Npz(path)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (True,)}",
+        f"{{'descr': '|V0', 'fortran_order': False, 'shape': ({10**20},)}}",
+        "{1: 2, 'a': 3}",
+    ],
+)
+def test_an_array_whose_header_makes_no_sense(tmp_path: Path, header: str) -> None:
+    path, said = tmp_path / "data.npz", header.encode() + b"\n"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", b"\x93NUMPY\x01\0" + len(said).to_bytes(2, "little") + said + bytes(64))
+    with pytest.raises(JobError, match=r"data\.npz is damaged"):
+        Npz(path).read(["x"], LIMIT, silent)
+
+
 def test_an_array_that_is_shorter_than_it_says(tmp_path: Path) -> None:
     whole = io.BytesIO()
     np.lib.format.write_array(whole, np.zeros((8, 8)))
