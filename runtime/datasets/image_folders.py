@@ -12,6 +12,8 @@ from fusion.runtime.job.errors import JobError
 
 IMAGES, LABELS = "images", "labels"
 CHANNELS = 3
+# Modes of Pillow's, of which it makes RGB by cutting off what is above 255.
+_WIDE = ("I", "F")
 
 
 class ImageFolders:
@@ -57,8 +59,12 @@ class ImageFolders:
         height, width = self._size
         try:
             with Image.open(file) as opened:
+                if opened.mode.startswith(_WIDE):
+                    raise JobError(f"{file} has more than 8 bits a pixel and channel: save its images with 8")
                 upright = ImageOps.exif_transpose(opened).convert("RGB")
                 scaled = upright.resize((width, height), Image.Resampling.BILINEAR)
+        except JobError:
+            raise
         except UnidentifiedImageError:
             raise JobError(f"{file} is not an image") from None
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

@@ -134,6 +134,14 @@ def test_a_folder_is_a_class(tmp_path: Path) -> None:
     assert (found["images"][0, 1:] == 0).all()
 
 
+def test_an_image_of_more_than_8_bits_is_refused(tmp_path: Path) -> None:
+    """Pillow would cut what is above 255 off, and so make most of it white."""
+    folder = images(tmp_path)
+    Image.fromarray(np.full((4, 4), 4000, np.uint16)).save(folder / "cat" / "scan.png")
+    with pytest.raises(JobError, match=r"cat/scan\.png has more than 8 bits"):
+        ImageFolders(folder, (4, 4)).read(["images"], LIMIT, silent)
+
+
 def test_what_is_no_image_is_named(tmp_path: Path) -> None:
     folder = images(tmp_path)
     (folder / "dog" / "notes.txt").write_text("woof")
