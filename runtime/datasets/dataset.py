@@ -28,6 +28,10 @@ class Source(Protocol):
     def names(self) -> tuple[str, ...]:
         """Of the arrays that there are."""
 
+    @property
+    def classes(self) -> Mapping[str, Sequence[str]]:
+        """Of each array of labels that was read the names that these are the places of."""
+
     def read(self, names: Sequence[str], limit_bytes: int, say: Say) -> dict[str, Array]:
         """These of them, all of one length of at least 1, together at most so large."""
 

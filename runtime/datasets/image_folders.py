@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +17,25 @@ _WIDE = ("I", "F")
 
 
 class ImageFolders:
-    """`size`: height and width that every image is scaled to. Hidden files and folders are passed over."""
+    """`size`: height and width that every image is scaled to; `classes`: what labels are the places of, if that is known. Hidden
+    files and folders are passed over."""
 
     names = (IMAGES, LABELS)
 
-    def __init__(self, path: Path, size: tuple[int, int]) -> None:
+    def __init__(
+        self, path: Path, size: tuple[int, int], classes: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
         self._path = path
         self._size = size
         folders = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
-        self.classes = tuple(folder.name for folder in folders)
+        self.classes = classes or {LABELS: tuple(folder.name for folder in folders)}
+        places = {name: label for label, name in enumerate(self.classes[LABELS])}
+        for folder in folders:
+            if folder.name not in places:
+                raise JobError(f"{folder} is of a class that is not trained on")
         self._files = [
-            (file, label)
-            for label, folder in enumerate(folders)
+            (file, places[folder.name])
+            for folder in folders
             for file in sorted(folder.rglob("*"))
             if file.is_file() and not file.name.startswith(".")
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,20 @@ Encode = Callable[[str], Sequence[int]]
 
 
 class JsonLines:
-    """`classes`: fields whose texts are the names of classes; `encode`: a text as token ids, of which a sample has `sequence`.
-    Reads the file whole."""
+    """`classes`: fields whose texts are the names of classes; `encode`: a text as token ids, of which a sample has `sequence`;
+    `known`: what the labels of these fields are the places of, if that is known. Reads the file whole."""
 
-    def __init__(self, path: Path, classes: Sequence[str], encode: Encode, sequence: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        classes: Sequence[str],
+        encode: Encode,
+        sequence: int,
+        known: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self._path = path
         self._classes = tuple(classes)
+        self.classes = dict(known or {})
         self._encode = encode
         self._sequence = sequence
         self._lines = _lines(path)
@@ -67,7 +75,13 @@ class JsonLines:
 
     def _labels(self, field: str) -> Array:
         texts = list(self.texts(field))
-        places = {name: i for i, name in enumerate(sorted(set(texts)))}
+        names = self.classes.setdefault(field, sorted(set(texts)))
+        places = {name: i for i, name in enumerate(names)}
+        for i, text in enumerate(texts):
+            if text not in places:
+                raise JobError(
+                    f"{self._path}:{self._number(i)}: {field!r:.80} is {text!r:.80}, a class that is not trained on"
+                )
         return np.array([places[text] for text in texts], dtype=np.int64)
 
     def _tokens(self, field: str, say: Say) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -21,6 +21,8 @@ SUFFIX = ".npy"
 
 class Npz:
     """Reads nothing but the names at first."""
+
+    classes: Mapping[str, Sequence[str]] = {}  # its labels are numbers already
 
     def __init__(self, path: Path) -> None:
         self._path = path

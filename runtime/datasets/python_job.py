@@ -29,7 +29,7 @@ def python_job(spec: JobSpec, tokenizer: Tokenizer | None, say: Say) -> tuple[Py
     arrays = samples.read(model.inputs, data.limit_bytes, say)
     if not isinstance(data.held_out, Path):
         return model, parted(arrays, data.held_out, str(data.path))
-    others = source(data, data.held_out, tokenizer, sequence)
+    others = source(data, data.held_out, tokenizer, sequence, samples.classes)
     for name in model.inputs:
         if name not in others.names:
             raise JobError(

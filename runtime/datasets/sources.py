@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -27,20 +28,32 @@ def read_tokenizer(source: Path | bytes | None) -> Tokenizer | None:
         raise JobError(f"data.tokenizer: {where} cannot be read: {str(error)[:200]}") from None
 
 
-def source(spec: DatasetSpec, path: Path, tokenizer: Tokenizer | None, sequence: int) -> Source:
-    """Of the samples at `path`. Raises JobError."""
+def source(
+    spec: DatasetSpec,
+    path: Path,
+    tokenizer: Tokenizer | None,
+    sequence: int,
+    classes: Mapping[str, Sequence[str]] | None = None,
+) -> Source:
+    """Of the samples at `path`. `classes`: those of another source, of which its labels are the places too. Raises JobError."""
     match spec.kind:
         case "npz":
             return Npz(path)
         case "images":
-            return ImageFolders(path, spec.size)
+            return ImageFolders(path, spec.size, classes)
         case "jsonl":
-            return json_lines(spec, path, tokenizer, sequence)
+            return json_lines(spec, path, tokenizer, sequence, classes)
 
 
-def json_lines(spec: DatasetSpec, path: Path, tokenizer: Tokenizer | None, sequence: int) -> JsonLines:
-    """Raises JobError."""
-    return JsonLines(path, spec.classes, encoder(tokenizer), sequence)
+def json_lines(
+    spec: DatasetSpec,
+    path: Path,
+    tokenizer: Tokenizer | None,
+    sequence: int,
+    classes: Mapping[str, Sequence[str]] | None = None,
+) -> JsonLines:
+    """As `source`."""
+    return JsonLines(path, spec.classes, encoder(tokenizer), sequence, classes)
 
 
 def encoder(tokenizer: Tokenizer | None) -> Encode:

@@ -126,7 +126,7 @@ def images(folder: Path) -> Path:
 
 def test_a_folder_is_a_class(tmp_path: Path) -> None:
     source = ImageFolders(images(tmp_path), (4, 5))
-    assert source.classes == ("cat", "dog")
+    assert source.classes == {"labels": ("cat", "dog")}
     found = source.read(["images", "labels"], LIMIT, silent)
     assert found["labels"].tolist() == [0, 0, 1, 1, 1]
     assert found["images"].shape == (5, 3, 4, 5) and found["images"].dtype == np.uint8
@@ -244,6 +244,29 @@ def test_held_out_samples_are_like_the_others() -> None:
         JobError, match=r"data\.held_out: x is float32 \(3,\) a sample, and in data\.path float32 \(2,\)"
     ):
         parted(arrays, {"x": np.ones((1, 3), np.float32)}, "data")
+
+
+def test_labels_of_held_out_samples_are_places_among_the_same_classes(tmp_path: Path) -> None:
+    """Also where a class is not among them: the places of the others are no lower for it."""
+    folder, held = images(tmp_path / "all"), tmp_path / "held"
+    (held / "dog").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(held / "dog" / "0.png")
+    known = ImageFolders(folder, (4, 4)).classes
+    assert ImageFolders(held, (4, 4), known).read(["labels"], LIMIT, silent)["labels"].tolist() == [1]
+    (held / "fox").mkdir()
+    with pytest.raises(JobError, match=r"held/fox is of a class that is not trained on"):
+        ImageFolders(held, (4, 4), known)
+
+    rows = [{"label": "cat", "x": 1}, {"label": "dog", "x": 2}]
+    lines = JsonLines(jsonl(tmp_path, rows), ("label",), encoder(None), 0)
+    assert lines.read(["label"], LIMIT, silent)["label"].tolist() == [0, 1]
+    others = JsonLines(jsonl(tmp_path, rows[1:]), ("label",), encoder(None), 0, lines.classes)
+    assert others.read(["label"], LIMIT, silent)["label"].tolist() == [1]
+    strange = JsonLines(
+        jsonl(tmp_path, [{"label": "fox", "x": 3}]), ("label",), encoder(None), 0, lines.classes
+    )
+    with pytest.raises(JobError, match=r":1: 'label' is 'fox', a class that is not trained on"):
+        strange.read(["label"], LIMIT, silent)
 
 
 def test_two_samples_stand_for_all() -> None:
