@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -151,9 +152,10 @@ async def working_peers(
 
 
 async def gateway(context: Context, address: str | None) -> PeerId:
-    """The peer to ask for text: the one at `address`, else the one that runs with this home, else any."""
+    """The peer to ask for text: the one at `address`, else the one that runs with this home, else any: not the first, or who
+    has the lowest id of all would be asked by everybody."""
     if isinstance(context.transport, Guided):
         return await context.transport.gateway()
     if address is not None:
         return await context.transport.connect(address)
-    return (await working_peers(context))[0].peer
+    return random.choice(await working_peers(context)).peer
