@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,15 +122,25 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, arrays: Mapping[str, Any]) -> None:
-    """As `np.savez`, whatever the arrays are called: it has arguments of its own."""
+    """As `np.savez`, whatever the arrays are called: it has arguments of its own. Where the disk is full what was there stays."""
     import zipfile
 
     import numpy as np
 
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, value in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, np.ascontiguousarray(value), allow_pickle=False)
+    path = path.resolve()  # a link stays one
+    # Into a pipe or a device there is no other way than at once.
+    scratch = path.with_name(f".{path.name}.{os.getpid()}") if path.is_file() or not path.exists() else path
+    try:
+        with zipfile.ZipFile(scratch, "w") as archive:
+            for name, value in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, np.ascontiguousarray(value), allow_pickle=False)
+        if scratch != path:
+            scratch.replace(path)
+    except BaseException:
+        if scratch != path:
+            scratch.unlink(missing_ok=True)
+        raise
 
 
 def _numbers(array: Any) -> Any:

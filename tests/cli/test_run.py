@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fusion.cli import main
-from fusion.cli.run import _joined
+from fusion.cli.run import _joined, _write
 from fusion.swarm.errors import FrameError
 
 
@@ -19,6 +19,21 @@ def test_outputs_of_batches_are_put_together() -> None:
     for other in (np.ones((1, 4), np.float32), np.ones((1, 3), np.int64), np.float32(1)):
         with pytest.raises(FrameError, match="'y' another shape or dtype"):
             _joined("y", [one, other])
+
+
+def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "y.npz"
+    _write(path, {"y": np.arange(3), "file": np.arange(2)})
+    assert np.load(path)["file"].tolist() == [0, 1]
+    before = path.read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "write_array", full)
+    with pytest.raises(OSError, match="No space left"):
+        _write(path, {"y": np.arange(4)})
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_is_no_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
