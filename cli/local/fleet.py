@@ -230,7 +230,12 @@ async def open_fleet(prefix: str = "fusion-demo-") -> AsyncIterator[Fleet]:
     root = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         keeper = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", janitor.__file__, str(root)),
+            *(
+                sys.executable,
+                "-P",
+                janitor.__file__,
+                str(root),
+            ),  # with the packages that we have, wherever they are
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             start_new_session=True,

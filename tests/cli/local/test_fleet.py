@@ -76,6 +76,22 @@ def test_a_fleet_starts_asks_and_clears_up() -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_who_clears_up_has_the_packages_that_we_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are in no folder of the interpreter's own, but in the user's or on PYTHONPATH."""
+    (tmp_path / "psutil.py").write_text(
+        f"import pathlib; pathlib.Path({str(tmp_path / 'found')!r}).touch()\n"
+        "Error, STATUS_STOPPED, Process = OSError, 'stopped', object\n"
+        "def wait_procs(processes, timeout): return [], []\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def main() -> Path:
+        async with open_fleet("fusion-test-") as fleet:
+            return fleet.root
+
+    assert not asyncio.run(main()).exists() and (tmp_path / "found").exists()
+
+
 def test_torch_leaves_its_folder_with_the_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> bool:
         async with open_fleet("fusion-test-") as fleet:
