@@ -205,6 +205,8 @@ async def _hand_over(
     except BaseException:
         if step is not None:
             await take_back(context, prepared, author)
+        else:
+            output.note(f"the swarm keeps what it has of it; end that with: fusion-peer jobs stop {job[:12]}")
         raise
     output.emit(
         {"event": "serving", "job": job, "name": asked.name, **({} if step is None else {"step": step})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,9 @@ def test_what_does_not_come_to_answer_is_taken_back(
     async def nothing(*_: object, **__: object) -> tuple[()]:
         return ()
 
+    async def offer(*_: object) -> str:
+        return "ab" * 32
+
     async def fails(*_: object) -> None:
         raise error("nothing moved for 180 s")
 
@@ -40,7 +44,7 @@ def test_what_does_not_come_to_answer_is_taken_back(
         stopped.append(given)
 
     monkeypatch.setattr(client, "working_peers", nothing)
-    monkeypatch.setattr(serve, "offer", nothing)
+    monkeypatch.setattr(serve, "offer", offer)
     monkeypatch.setattr(serve, "until_held", fails)
     monkeypatch.setattr(reading, "look", look)
     monkeypatch.setattr(job_client, "stop", stop)
@@ -50,6 +54,8 @@ def test_what_does_not_come_to_answer_is_taken_back(
         directory=SimpleNamespace(links=nothing), blobs=SimpleNamespace(store=None), home=Path()
     )
     author: Any = None
+    stderr = io.StringIO()
     with pytest.raises(error):
-        asyncio.run(serve._hand_over(context, Path(), ASKED, author, Output(as_json=True), step))
+        asyncio.run(serve._hand_over(context, Path(), ASKED, author, Output(stderr=stderr), step))
     assert stopped == ([] if step is None else [record])
+    assert ("end that with: fusion-peer jobs stop abababababab" in stderr.getvalue()) == (step is None)
