@@ -124,8 +124,10 @@ def serve(
             raise ValueError(f"--draft: {error}") from None
     if plan and job is not None:
         raise ValueError("--plan: goes with a model's files, not with a job")
-    if not name.strip() and not plan:
-        raise ValueError("--name: a name, such as my-model")
+    from fusion.runtime.job.manifest_wire import NAME_RULE, is_name
+
+    if not plan and not is_name(name):
+        raise ValueError(f"--name: {NAME_RULE}; such as my-model")
     try:
         admitted = AdmissionSpec(kind=(admission or Who.open).value, peers=tuple(admit or ()))
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgpack
@@ -33,6 +34,7 @@ MAX_STEP_SAMPLES = 1 << 15  # in a step, and in an evaluation: whoever leads kno
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,99}")
+NAME_RULE = "letters, digits and _.:/@+- only, at most 100, a letter or digit first"
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -72,9 +74,14 @@ def decode(data: bytes) -> Manifest:
     return manifest
 
 
+def is_name(text: str) -> bool:
+    """Whether a job can be called so."""
+    return _NAME.fullmatch(text) is not None
+
+
 def validate(manifest: Manifest) -> None:
     """Raises JobError naming the first field that breaks a rule."""
-    _require(bool(_NAME.fullmatch(manifest.name)), "name", "letters, digits and _.:/@+- only, at most 100")
+    _require(is_name(manifest.name), "name", NAME_RULE)
     _require(manifest.stages <= MAX_STAGES, "cuts", f"at most {MAX_STAGES - 1}")
     ascending = all(a < b for a, b in zip((0, *manifest.cuts), manifest.cuts, strict=False))
     _require(ascending, "cuts", "ascending node indices above 0")
@@ -140,17 +147,24 @@ def _validate_law(manifest: Manifest) -> None:
     _require(0 <= manifest.launched_at < 2**40, "launched_at", "unix seconds")
 
 
-def _validate_train(train: TrainConfig) -> None:
+def validate_amounts(train: Mapping[str, Any]) -> None:
+    """Of the fields of a training, as its job file or its manifest has them. Raises JobError naming the first that is out of range."""
     for name, low, high in (
         ("steps", 1, 10**9), ("microbatches", 1, 4096), ("microbatch_size", 1, MAX_STEP_SAMPLES), ("sequence", 0, 1 << 24),
         ("seed", 0, 2**63 - 1), ("snapshot_every", 0, 10**9), ("evaluate_every", 0, 10**9),
-        ("evaluate_batches", 1, 4096), ("depth", 1, 64),
+        ("evaluate_batches", 1, 4096),
     ):  # fmt: skip
-        _require(low <= getattr(train, name) <= high, f"train.{name}", f"from {low} to {high}")
-    most = MAX_STEP_SAMPLES // train.microbatch_size
+        _require(low <= train[name] <= high, f"train.{name}", f"from {low} to {high}")
+    size = train["microbatch_size"]
+    most = MAX_STEP_SAMPLES // size
     for name in ("microbatches", "evaluate_batches"):
-        rule = f"at most {most} of {train.microbatch_size} samples each ({MAX_STEP_SAMPLES} in all)"
-        _require(getattr(train, name) <= most, f"train.{name}", rule)
+        rule = f"at most {most} of {size} samples each ({MAX_STEP_SAMPLES} in all)"
+        _require(train[name] <= most, f"train.{name}", rule)
+
+
+def _validate_train(train: TrainConfig) -> None:
+    validate_amounts(vars(train))
+    _require(1 <= train.depth <= 64, "train.depth", "from 1 to 64")
     for name, digest in (("train", train.data.train), ("held_out", train.data.held_out)):
         _require(digest is None or bool(_DIGEST.fullmatch(digest)), f"train.data.{name}", "a SHA-256 in hex")
     _require(train.data.token_bytes in (1, 2, 4), "train.data.token_bytes", "1, 2 or 4")

@@ -44,7 +44,13 @@ from fusion.runtime.job.admission import AdmissionSpec, LimitsSpec
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build
 from fusion.runtime.job.manifest import CompressionConfig, OptimizerConfig, Precision
-from fusion.runtime.job.manifest_wire import validate_compression, validate_optimizer
+from fusion.runtime.job.manifest_wire import (
+    NAME_RULE,
+    is_name,
+    validate_amounts,
+    validate_compression,
+    validate_optimizer,
+)
 from fusion.runtime.job.model_files import check_huggingface
 
 MAX_SPEC_BYTES = 1 << 20
@@ -184,10 +190,11 @@ def parse(text: str, base: Path) -> JobSpec:
     for key in ("name", "model", "data", "train"):
         if key not in table:
             raise JobError(f"{key} is missing")
-    if not isinstance(table["name"], str) or not table["name"]:
-        raise JobError("name must be text")
+    if not isinstance(table["name"], str) or not is_name(table["name"]):
+        raise JobError(f"name must be {NAME_RULE}")
     try:
         train = build(TrainSpec, table["train"], "train")
+        validate_amounts(vars(train))
         model, data = _model(table["model"], base, train.sequence), _data(table["data"], base)
         _check_together(model, data, train)
         return JobSpec(

@@ -148,6 +148,7 @@ sequence = 8
         ("serve good.toml --name x", "not a GGUF file"),
         ("serve cut.gguf --name x", "it is not whole"),
         ("serve empty --name x --once", "--once"),
+        ("serve job --name my+model!", "--name: letters, digits"),
         ("generate x --top-p 3", "top_p"),
         ("generate x --peer foo", "--peer"),
         ("chat x --top-p 3", "top_p"),

@@ -91,6 +91,9 @@ def test_held_out_files_by_pattern_are_not_trained_on(base: Path) -> None:
         ('name = "small"', "", "name is missing"),
         ('name = "small"', 'name = "small"\nstray = 1', "'stray' is not known"),
         ('name = "small"', "name = ", "not TOML"),
+        ('name = "small"', 'name = "my job"', "name must be letters, digits and"),
+        ("steps = 10", "steps = 10\nmicrobatches = 5000", "train.microbatches must be from 1 to 4096"),
+        ("steps = 10", "steps = 10\nmicrobatch_size = 9000", "train.microbatches must be at most 3"),
         ("learning_rate = 3e-3", f"learning_rate = 1{'0' * 400}", "optimizer.learning_rate does not fit"),
         ("steps = 10", f"steps = 1{'0' * 5000}", "not TOML: Exceeds the limit"),
         (
