@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -133,6 +134,9 @@ def export(
     output = Output(as_json=json)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ValueError(f"{directory} is not an empty directory")
+    near = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
+    if not near.is_dir() or not os.access(near, os.W_OK):
+        raise ValueError(f"{directory} cannot be made: {near} is no folder that we can write to")
     run(_export(job, directory, client.Way(home, bootstrap, peer, swarm_key), output), debug=debug)
 
 

@@ -161,6 +161,7 @@ sequence = 8
         ("jobs watch x --peer foo", "--peer"),
         ("jobs stop x --bootstrap nofile", "--bootstrap"),
         ("jobs export x .", "not an empty directory"),
+        ("jobs export x job.toml/model", "job.toml is no folder"),
     ],
 )
 def test_bad_input_is_found_before_anything_slow_is_loaded(words: str, said: str, tmp_path: Path) -> None:
