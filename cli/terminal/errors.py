@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ def explain(error: BaseException) -> Verdict:
     if isinstance(error, OSError) and error.strerror:
         said = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
         line = one_line(said, LINE_CHARACTERS)
-        if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
+        kinds = FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError
+        if isinstance(error, kinds) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             return Verdict(line, BAD_INPUT)
     ours = type(error).__module__.startswith("fusion.")
     if isinstance(error, ValueError) and (ours or type(error) is ValueError) and line:

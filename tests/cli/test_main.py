@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import signal
 import subprocess
@@ -215,6 +216,7 @@ def test_export_does_not_write_over_anything(capsys: pytest.CaptureFixture[str],
         (JobFailed("stage 2: out of memory"), 1, "stage 2: out of memory"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),
         (FileNotFoundError(2, "No such file or directory", "a/b"), 2, "No such file or directory: a/b"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "aa"), 2, "File name too long: aa"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (
             KeyError("secret"),
