@@ -135,7 +135,8 @@ def home_folder(home: Path) -> Path:
 
 def checked_listen(address: str) -> str:
     """ValueError for what cannot be a place to listen at; the transport knows the rest."""
-    if not re.fullmatch(r"/(ip4|ip6|dns4|dns6|dns)/[^/\s]+/(tcp|udp)/\d+(/[^\s]*)?", address):
+    right = re.fullmatch(r"/(ip4|ip6|dns4|dns6|dns)/[^/\s]+/(tcp|udp)/(\d{1,5})(/[^\s]*)?", address, re.ASCII)
+    if right is None or int(right[3]) > 65535:
         raise ValueError(f"--listen: {address!r} is not a multiaddr such as /ip4/0.0.0.0/tcp/31337")
     return address
 

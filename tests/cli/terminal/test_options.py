@@ -85,7 +85,8 @@ def test_listen(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "0.0.0.0:80", "/tcp/80", "/ip4/0.0.0.0/tcp/x", "/ip4/0.0.0.0/tcp/0\n/x"]
+    "address",
+    ["", "0.0.0.0:80", "/tcp/80", "/ip4/0.0.0.0/tcp/x", "/ip4/0.0.0.0/tcp/0\n/x", "/ip4/0.0.0.0/tcp/65536"],
 )
 def test_not_listen(address: str) -> None:
     with pytest.raises(ValueError, match="--listen"):
