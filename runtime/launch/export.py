@@ -45,8 +45,19 @@ async def export(context: Context, job: JobId, directory: Path, known: Known | N
     if manifest.tokenizer is not None:
         files[TOKENIZER_FILE] = await blobs.fetch(manifest.tokenizer, hints)
 
-    await asyncio.to_thread(_write, directory, files, tensors)
+    await _written(directory, files, tensors)
     return step
+
+
+async def _written(directory: Path, files: Mapping[str, Path], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Once all is there; whoever is cancelled waits for that too: the writing would go on behind whoever removes the directory,
+    or end with the process, in the middle."""
+    writing = asyncio.ensure_future(asyncio.to_thread(_write, directory, files, tensors))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing])
+        raise
 
 
 def _write(directory: Path, files: Mapping[str, Path], tensors: Mapping[str, torch.Tensor]) -> None:

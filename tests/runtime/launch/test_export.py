@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,29 @@ def test_a_full_disk_leaves_no_half_of_a_model(
     assert out.exists() == there and not (there and list(out.iterdir()))
     export._write(out, {"config.json": config}, tensors)
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_who_is_interrupted_waits_until_all_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end = threading.Event(), threading.Event()
+
+    def save(tensors: object, path: Path, metadata: object) -> None:
+        began.set()
+        may_end.wait()
+        path.write_bytes(b"whole")
+
+    async def main() -> None:
+        writing = asyncio.create_task(export._written(tmp_path, {}, {}))
+        await asyncio.to_thread(began.wait)
+        writing.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not writing.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert (tmp_path / "model.safetensors").read_bytes() == b"whole"
+
+    monkeypatch.setattr(snapshot, "save", save)
+    asyncio.run(main())
