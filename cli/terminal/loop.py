@@ -14,6 +14,7 @@ from concurrent import futures
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Generic, Self, TypeVar
 
+from fusion.cli.terminal import errors
 from fusion.cli.terminal.logs import configure_logging
 
 T = TypeVar("T")
@@ -23,13 +24,23 @@ PARENT_POLL_SECONDS = 0.5
 _LOOK_SECONDS = 0.2  # for signals: one that comes just before Python begins to wait does not end the wait
 # A peer with nothing to hand over that was asked to stop is gone in 5 s, whatever blocks it.
 STOP_BUDGET_SECONDS = 4.8
+THREAD_SECONDS = 2.0
 
 
 def run(main: Coroutine[Any, Any, T], *, debug: bool = False) -> T:
-    """Run `main` to its end. The first Ctrl-C cancels it and raises KeyboardInterrupt once it has ended."""
+    """Run `main` to its end. The first Ctrl-C cancels it and raises KeyboardInterrupt once it has ended; what it had a thread
+    compute, for which nobody waits any more, keeps the process for THREAD_SECONDS at most."""
     configure_logging(debug)
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
+    runner, deadline = asyncio.Runner(loop_factory=_new_loop), threading.Timer(THREAD_SECONDS, _leave)
+    deadline.daemon = True
+    try:
         return runner.run(main)
+    except KeyboardInterrupt:
+        deadline.start()
+        raise
+    finally:
+        runner.close()  # waits for threads
+        deadline.cancel()
 
 
 def run_until_stopped(
@@ -45,6 +56,10 @@ def run_until_stopped(
     configure_logging(debug)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         runner.run(_until_stopped(main, parent, extra_seconds))
+
+
+def _leave() -> None:
+    os._exit(errors.report(KeyboardInterrupt(), debug=False))
 
 
 class LoopThread:

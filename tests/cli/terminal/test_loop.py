@@ -85,6 +85,29 @@ def test_what_blocks_does_not_keep_it_alive(handover: str) -> None:
     assert process.wait(timeout=30) == 1
 
 
+def test_a_command_that_is_interrupted_waits_for_no_thread() -> None:
+    """One that captures a model, say, for minutes."""
+    code = (
+        "import asyncio, time\n"
+        "from fusion.cli.terminal import loop\n"
+        "async def main():\n"
+        "    try:\n"
+        "        print('up', flush=True)\n"
+        "        await asyncio.to_thread(time.sleep, 600)\n"
+        "    finally:\n"
+        "        print('closed', flush=True)\n"
+        "loop.run(main())\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "closed\n", "fusion-peer: interrupted\n")
+
+
 def test_what_is_to_be_handed_over_has_its_time() -> None:
     process = peer(
         "await asyncio.sleep(0.5)",
