@@ -57,7 +57,6 @@ def run(
 async def _run(
     model: str, arrays: Mapping[str, Any], path: Path, batch: int, way: client.Way, output: Output
 ) -> None:
-
     found: dict[str, list[Any]] = {}
     last: Made | None = None
     async with client.connect(way) as context:

@@ -235,7 +235,7 @@ async def open_fleet(prefix: str = "fusion-demo-") -> AsyncIterator[Fleet]:
                 "-P",
                 janitor.__file__,
                 str(root),
-            ),  # with the packages that we have, wherever they are
+            ),  # not -I: it needs the packages that we have
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             start_new_session=True,
