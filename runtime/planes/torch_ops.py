@@ -110,6 +110,20 @@ def _slice(args: Args) -> Call:
     return torch.ops.aten.slice.Tensor, args, {}
 
 
+def _div_trunc(x: torch.Tensor, other: Any) -> torch.Tensor:
+    """The quotient of the least whole number and -1 wraps around, as sums do: the library leaves it to the processor, to which it is
+    an error that ends the process."""
+    if torch.result_type(x, other).is_floating_point:
+        return torch.div(x, other, rounding_mode="trunc")
+    if not isinstance(other, torch.Tensor):
+        turns = other == -1 and x.dtype.is_signed
+        found = torch.div(x, 1 if turns else other, rounding_mode="trunc")
+        return -found if turns else found
+    turned = other == -1
+    found = torch.div(x, other.masked_fill(turned, 1), rounding_mode="trunc")
+    return torch.where(turned, -found, found)
+
+
 def _copied(like: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """What torch's own `copy` gives, which has no gradient."""
     return source.to(like.dtype).expand(like.shape)
@@ -129,7 +143,7 @@ _SPELLINGS: dict[str, Spelling] = {
     "aten.gelu": _plain(torch._C._nn.gelu),
     "fusion.gelu_tanh": lambda args: (torch._C._nn.gelu, args, {"approximate": "tanh"}),
     "fusion.div_floor": lambda args: (torch.div, args, {"rounding_mode": "floor"}),
-    "fusion.div_trunc": lambda args: (torch.div, args, {"rounding_mode": "trunc"}),
+    "fusion.div_trunc": _plain(_div_trunc),
     "fusion.linear_int8": _plain(linear),
     "fusion.linear_int4": _plain(linear),
     "fusion.embedding_int8": _plain(embedding),

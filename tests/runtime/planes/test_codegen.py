@@ -146,3 +146,17 @@ def test_sizes_are_read_from_the_inputs() -> None:
         program.run([torch.zeros(2, 3), torch.zeros(6, 2)], [], None)
     with pytest.raises(GraphError, match="tells the size"):
         compile_graph(replace(g, inputs=g.inputs[1:]), CPU, training=False)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
+def test_the_least_integer_over_minus_one_wraps_around(dtype: str) -> None:
+    """As sums do: the processor's own division would end the process."""
+    kind = TensorType((BATCH,), dtype)
+    for other in (Ref("w"), -1):
+        nodes = (Node("y", "fusion.div_trunc", (Ref("x"), other), (kind,)),)
+        g = Graph((Input("x", kind), Input("w", kind)), (), nodes, (Ref("y"),))
+        program = compile_graph(g, CPU, training=False)
+        least = torch.iinfo(getattr(torch, dtype)).min
+        x = torch.tensor([least, -7, 7] * 20).to(getattr(torch, dtype))
+        (found,) = program.run([x, torch.full_like(x, -1)], [], None)
+        assert found.dtype == x.dtype and found.tolist() == [least, 7, -7] * 20
