@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from fusion.dag.ir.dims import Dim, Poly
 from fusion.dag.ir.graph import TensorType
-from fusion.dag.ir.opset_shapes import divide, dtype_or, promote, volume
+from fusion.dag.ir.opset_shapes import MAX_ELEMENTS, divide, dtype_or, promote, volume
 from fusion.dag.ir.opset_spec import MAX_RANK, Call, Infer, OpSpec, Types, op
 
 
@@ -16,11 +18,12 @@ def arange(call: Call) -> Types:
         raise call.fail("needs numbers, and a step that is not zero")
     dtype = dtype_or(call["dtype"], "float32" if any(isinstance(b, float) for b in bounds) else "int64")
     if any(isinstance(b, float) for b in bounds):
-        if any(isinstance(b, Poly) for b in bounds) or any(
-            b != b or b in (float("inf"), -float("inf")) for b in bounds
-        ):
-            raise call.fail("needs finite numbers")
-        count: Dim = int(-((end - start) // -step))
+        if any(isinstance(b, Poly) for b in bounds) or not all(map(isfinite, (*bounds, end - start))):
+            raise call.fail("needs finite numbers, and bounds that are no further apart")
+        steps = -((end - start) // -step)
+        if steps > MAX_ELEMENTS:
+            raise call.fail("the size is too large")
+        count: Dim = int(steps)
     else:
         span = end - start
         count = -(span // -step) if isinstance(span, int) else divide(call, span, step)
