@@ -146,10 +146,15 @@ def _roll(x: Array, shifts: Sequence[int], dims: Sequence[int]) -> Array:
 
 def _diff(x: Array, n: int, dim: int, prepend: Array | None, append: Array | None) -> Array:
     x = jnp.concatenate([each for each in (prepend, x, append) if each is not None], dim)
-    for _ in range(min(n, x.shape[dim])):
-        after, before = _slice(x, dim, 1, None, 1), _slice(x, dim, 0, -1, 1)
-        x = jnp.logical_xor(after, before) if x.dtype == jnp.bool_ else after - before
-    return x
+    left = max(0, x.shape[dim] - n)
+
+    def less(x: Array, _: None) -> tuple[Array, None]:
+        after = jnp.roll(x, -1, dim)  # what comes round to the end is cut away
+        return jnp.logical_xor(after, x) if x.dtype == jnp.bool_ else after - x, None
+
+    if left:
+        x, _ = lax.scan(less, x, length=n)
+    return lax.slice_in_dim(x, 0, left, axis=dim % x.ndim)
 
 
 def _pad(x: Array, pad: Sequence[int], value: Any) -> Array:
@@ -168,19 +173,24 @@ def _pixel_shuffle(x: Array, factor: int) -> Array:
     return x.transpose(order).reshape(*lead, kept, height * factor, width * factor)
 
 
+def shrinking_first(had: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """Dimensions that get other sizes one after the other, in an order in which nothing between is larger than both ends."""
+    return sorted(range(len(had)), key=lambda at: wanted[at] / max(1, had[at]))
+
+
 def _upsample_nearest(x: Array, size: Sequence[int], *scales: float | None) -> Array:
-    for at, (wanted, scale) in enumerate(zip(size, scales, strict=True), 2):
-        had = x.shape[at]
+    for at in shrinking_first(x.shape[2:], size):
+        wanted, scale, had = size[at], scales[at], x.shape[at + 2]
         step = np.float32(1 / scale if scale is not None and scale > 0 else had / wanted)
         sources = np.floor(np.arange(wanted, dtype=np.float32) * step).astype(np.int64)
-        x = jnp.take(x, np.minimum(sources, had - 1), axis=at)
+        x = jnp.take(x, np.minimum(sources, had - 1), axis=at + 2)
     return x
 
 
 def _upsample_bilinear(x: Array, size: Sequence[int], corners: bool, *scales: float | None) -> Array:
-    """Along one dimension after the other, as a product with what each place takes of two neighbours."""
-    for axis, (wanted, scale) in enumerate(zip(size, scales, strict=True), 2):
-        had = x.shape[axis]
+    """Along one dimension after the other, each place from two neighbours."""
+    for at in shrinking_first(x.shape[2:], size):
+        wanted, scale, had = size[at], scales[at], x.shape[at + 2]
         places = np.arange(wanted)
         if corners:
             sources = places * ((had - 1) / (wanted - 1) if wanted > 1 else 0.0)
@@ -188,16 +198,15 @@ def _upsample_bilinear(x: Array, size: Sequence[int], corners: bool, *scales: fl
             step = 1 / scale if scale is not None and scale > 0 else had / wanted
             sources = np.maximum(0.0, (places + 0.5) * step - 0.5)
         first = np.minimum(sources.astype(np.int64), had - 1)
-        share = sources - first
-        shares = np.zeros((had, wanted))
-        np.add.at(shares, (first, places), 1 - share)
-        np.add.at(shares, (np.minimum(first + 1, had - 1), places), share)
-        x = jnp.moveaxis(jnp.moveaxis(x, axis, -1) @ jnp.asarray(shares, x.dtype), -1, axis)
+        share = jnp.asarray((sources - first).reshape(-1, *[1] * (1 - at)), x.dtype)
+        near, next_one = (jnp.take(x, each, axis=at + 2) for each in (first, np.minimum(first + 1, had - 1)))
+        x = near * (1 - share) + next_one * share
     return x
 
 
-def _arange(start: Any, end: Any, step: Any, dtype: Any) -> Array:
-    return jnp.asarray(np.arange(start, end, step))
+def _arange(start: Any, end: Any, step: Any, _: Any) -> Array:
+    """As many as the op-set says, from their numbers: as a constant they would be in the program."""
+    return start + step * jnp.arange(int(-((end - start) // -step)))
 
 
 def _filled(size: Sequence[int], value: Any) -> Array:
@@ -255,7 +264,7 @@ MOVING: Mapping[str, Function] = {
     "aten.arange": lambda end, dtype: _arange(0, end, 1, dtype),
     "aten.arange.start": lambda start, end, dtype: _arange(start, end, 1, dtype),
     "aten.arange.start_step": _arange,
-    "aten.linspace": lambda start, end, steps, _: jnp.asarray(np.linspace(start, end, steps)),
+    "aten.linspace": lambda start, end, steps, _: jnp.linspace(float(start), float(end), steps),
     "aten.full": lambda size, value, _: _filled(size, value),
     "aten.zeros": lambda size, _: _filled(size, 0),
     "aten.ones": lambda size, _: _filled(size, 1),

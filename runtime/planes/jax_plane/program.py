@@ -25,7 +25,7 @@ from fusion.runtime.planes.jax_plane.contracting import CONTRACTING, batch_norm
 from fusion.runtime.planes.jax_plane.moving import MOVING
 from fusion.runtime.planes.jax_plane.pointwise import POINTWISE
 from fusion.runtime.planes.jax_plane.reducing import REDUCING
-from fusion.runtime.planes.jax_plane.windows import WINDOWS
+from fusion.runtime.planes.jax_plane.windows import WINDOWS, require_few_places
 from fusion.runtime.planes.torch_ops import evaluation
 
 TABLE = {**POINTWISE, **MOVING, **REDUCING, **CONTRACTING, **WINDOWS}
@@ -58,6 +58,7 @@ class Program:
         for node in graph.nodes:
             if node.op not in TABLE and node.op not in STATEFUL:
                 raise GraphError(f"the JAX plane does not run {node.op:.100}")
+            require_few_places(node)
         self.graph = graph
         self.inputs = tuple(i.name for i in graph.inputs)
         self._drawn = (

@@ -9,11 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from fusion.dag.ir.errors import GraphError
+from fusion.dag.ir.graph import Node
+from fusion.runtime.planes.jax_plane.moving import shrinking_first
+
 Function = Callable[..., Any]
+MOST_PLACES = 256  # of a window with holes, along all of its dimensions; models have 3 along each
+_MAX_POOLS = {"aten.max_pool1d": 1, "aten.max_pool2d": 2}
 _NAMES = "DHW"
 
 
-def _spread(values: Sequence[int], n: int) -> tuple[int, ...]:
+def _spread(values: Sequence[Any], n: int) -> tuple[Any, ...]:
     return tuple(values) * n if len(values) == 1 else tuple(values)
 
 
@@ -127,23 +133,37 @@ def _max_pool(n: int) -> Function:
                 (1,) * lead + steps,
                 [(0, 0)] * lead + around,
             )
-        # JAX has no gradient of windows with holes: each place of the window is a slice, and the first of the largest counts.
-        padded = lax.pad(
-            x, jnp.asarray(-jnp.inf, x.dtype), [(0, 0, 0)] * lead + [(*each, 0) for each in around]
-        )
-        places = []
-        for offset in np.ndindex(*window):
-            starts = [o * g for o, g in zip(offset, apart, strict=True)]
-            ends = [
-                s + (count - 1) * step + 1 for s, (count, _), step in zip(starts, sizes, steps, strict=True)
-            ]
-            places.append(
-                lax.slice(padded, (*[0] * lead, *starts), (*x.shape[:lead], *ends), (*[1] * lead, *steps))
+        # JAX has no gradient of windows with holes: along one dimension after the other each place of the window is a slice, and
+        # the first of the largest counts.
+        for at in reversed(range(n)):
+            count, _ = sizes[at]
+            before, after = around[at]
+            padded = lax.pad(
+                x,
+                jnp.asarray(-jnp.inf, x.dtype),
+                [(before, after, 0) if axis == lead + at else (0, 0, 0) for axis in range(x.ndim)],
             )
-        stacked = jnp.stack(places)
-        return jnp.take_along_axis(stacked, jnp.argmax(stacked, 0, keepdims=True), 0)[0]
+            for place in range(window[at]):
+                start = place * apart[at]
+                end = start + (count - 1) * steps[at] + 1
+                seen = lax.slice_in_dim(padded, start, end, steps[at], lead + at)
+                x = seen if not place else jnp.where((seen > x) | jnp.isnan(seen), seen, x)
+        return x
 
     return pool
+
+
+def require_few_places(node: Node) -> None:
+    """GraphError for a window that JAX would take too long to compile."""
+    n = _MAX_POOLS.get(node.op)
+    if n is not None:
+        kernel, dilation = node.args[1], node.args[4]
+        assert isinstance(kernel, tuple) and isinstance(dilation, tuple)
+        places = sum(k for k in _spread(kernel, n) if isinstance(k, int))
+        if set(dilation) != {1} and places > MOST_PLACES:
+            raise GraphError(
+                f"the JAX plane does not run a window of {places} places with holes: {MOST_PLACES} at most"
+            )
 
 
 def _average_pool(n: int) -> Function:
@@ -187,13 +207,17 @@ def _average_pool(n: int) -> Function:
 
 def _adaptive(n: int) -> Function:
     def pool(x: Array, size: Sequence[int]) -> Array:
-        for axis, wanted in zip(range(x.ndim - n, x.ndim), _spread(size, n), strict=True):
-            had = x.shape[axis]
-            shares = np.zeros((wanted, had))
-            for at in range(wanted):
-                start, end = at * had // wanted, -(-(at + 1) * had // wanted)
-                shares[at, start:end] = 1 / (end - start)
-            x = jnp.moveaxis(jnp.moveaxis(x, axis, -1) @ jnp.asarray(shares.T, x.dtype), -1, axis)
+        wanted = _spread(size, n)
+        for at in shrinking_first(x.shape[-n:], wanted):
+            axis = x.ndim - n + at
+            had, windows = x.shape[axis], np.arange(wanted[at])
+            starts, ends = windows * had // wanted[at], -(-(windows + 1) * had // wanted[at])
+            # A place more than the shortest window at most, which does not count there.
+            places = starts[:, None] + np.arange((ends - starts).max(initial=0))
+            inside = (places < ends[:, None]).reshape(*places.shape, *[1] * (n - 1 - at))
+            seen = jnp.take(x, np.minimum(places, had - 1), axis=axis)
+            counts = jnp.asarray(ends - starts, x.dtype).reshape(-1, *[1] * (n - 1 - at))
+            x = jnp.sum(jnp.where(inside, seen, 0), axis + 1) / counts
         return x
 
     return pool
