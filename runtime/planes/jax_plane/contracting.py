@@ -35,8 +35,8 @@ def _embedding(weight: Array, ids: Array, padding: int, by_frequency: bool) -> A
     return jnp.where((ids == padding)[..., None], fixed, rows) if padding >= 0 else rows
 
 
-def _wide(x: Array) -> Array:
-    """In which norms are computed: float32 at least."""
+def wide(x: Array) -> Array:
+    """In which norms, softmaxes and running sums are computed: float32 at least."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -46,15 +46,15 @@ def _normed(x: Array, axes: Sequence[int], eps: float) -> Array:
 
 
 def _layer_norm(x: Array, over: Sequence[int], weight: Array | None, bias: Array | None, eps: float) -> Array:
-    made = _normed(_wide(x), range(x.ndim - len(over), x.ndim), eps)
+    made = _normed(wide(x), range(x.ndim - len(over), x.ndim), eps)
     made = made if weight is None else made * weight
     return made if bias is None else made + bias
 
 
 def _rms_norm(x: Array, over: Sequence[int], weight: Array | None, eps: float | None) -> Array:
-    wide = _wide(x)
-    mean = jnp.mean(wide * wide, range(x.ndim - len(over), x.ndim), keepdims=True)
-    made = wide * lax.rsqrt(mean + (jnp.finfo(x.dtype).eps if eps is None else eps))
+    given = wide(x)
+    mean = jnp.mean(given * given, range(x.ndim - len(over), x.ndim), keepdims=True)
+    made = given * lax.rsqrt(mean + (jnp.finfo(x.dtype).eps if eps is None else eps))
     return made if weight is None else made * weight
 
 
@@ -68,7 +68,7 @@ def _affine(x: Array, weight: Array | None, bias: Array | None) -> Array:
 
 
 def _group_norm(x: Array, groups: int, weight: Array | None, bias: Array | None, eps: float) -> Array:
-    parts = _wide(x).reshape(x.shape[0], groups, -1)
+    parts = wide(x).reshape(x.shape[0], groups, -1)
     return _affine(_normed(parts, (2,), eps).reshape(x.shape), weight, bias)
 
 
@@ -83,17 +83,17 @@ def batch_norm(
     eps: float,
 ) -> tuple[Array, Array | None, Array | None]:
     """The result, and the running statistics after it, None where there are none or they stay."""
-    wide = _wide(x)
+    given = wide(x)
     if not training:
         assert mean is not None and variance is not None
-        scaled = (wide - _by_channel(mean, x.ndim)) * lax.rsqrt(_by_channel(variance, x.ndim) + eps)
+        scaled = (given - _by_channel(mean, x.ndim)) * lax.rsqrt(_by_channel(variance, x.ndim) + eps)
         return _affine(scaled, weight, bias), None, None
     axes = (0, *range(2, x.ndim))
-    made = _affine(_normed(wide, axes, eps), weight, bias)
+    made = _affine(_normed(given, axes, eps), weight, bias)
     if mean is None or variance is None:
         return made, None, None
     count = prod(x.shape[axis] for axis in axes)
-    seen = lax.stop_gradient(wide)
+    seen = lax.stop_gradient(given)
     spread = jnp.var(seen, axes) * (count / max(1, count - 1))
     return (
         made,
@@ -104,9 +104,9 @@ def batch_norm(
 
 def attention_weights(scores: Array) -> Array:
     """A softmax in float32 at least, whose row is zeros where nothing may be seen, as PyTorch has it."""
-    wide = _wide(scores)
-    most = jnp.max(wide, -1, keepdims=True)
-    seen = jnp.exp(wide - lax.stop_gradient(jnp.where(jnp.isfinite(most), most, 0)))
+    scores = wide(scores)
+    most = jnp.max(scores, -1, keepdims=True)
+    seen = jnp.exp(scores - lax.stop_gradient(jnp.where(jnp.isfinite(most), most, 0)))
     total = jnp.sum(seen, -1, keepdims=True)
     return seen / jnp.where(total == 0, 1, total)
 
@@ -114,6 +114,13 @@ def attention_weights(scores: Array) -> Array:
 def grouped(values: Array, heads: int) -> Array:
     """Keys or values (..., key heads, length, width), each head as often as queries share it."""
     return values if values.shape[-3] == heads else jnp.repeat(values, heads // values.shape[-3], -3)
+
+
+def plain_scores(query: Array, key: Array, scale: float | None) -> Array:
+    """Of each query with each key, in float32 at least: before they are scaled, float16 does not hold them."""
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    products = jnp.matmul(query, jnp.swapaxes(key, -1, -2), preferred_element_type=dtype)
+    return products * (query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def attention(
@@ -128,7 +135,7 @@ def attention(
 ) -> Array:
     if groups:
         key, value = grouped(key, query.shape[-3]), grouped(value, query.shape[-3])
-    scores = query @ jnp.swapaxes(key, -1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = plain_scores(query, key, scale)
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], jnp.bool_)), scores, -jnp.inf)
     if mask is not None:

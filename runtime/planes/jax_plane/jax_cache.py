@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fusion.dag.ir.graph import Node
-from fusion.runtime.planes.jax_plane.contracting import attention_weights, grouped
+from fusion.runtime.planes.jax_plane.contracting import attention_weights, grouped, plain_scores
 from fusion.runtime.planes.jax_plane.program import Arguments
 from fusion.runtime.planes.kv_cache import BLOCK_POSITIONS, KeptShape
 
@@ -124,11 +124,14 @@ class Attending:
         if node.op == "fusion.cached_attention":
             query, key, value, slot, scale, window = args
             held = self._written(slot, (key, value))
-            scores = self._scores(query, held[0], query.shape[-1] ** -0.5 if scale is None else scale)
+            scores = plain_scores(query, grouped(held[0], query.shape[1]), scale)
             return self._seen(scores, held[1], window)
         query, key, value, bias, sinks, slot, scale, window, softcap, slopes = args
         held = self._written(slot, (key, value) if bias is None else (key, value, bias))
-        scores = self._scores(query, held[0], scale)
+        # Each step in the dtype of the scores, as models write it out.
+        scores = (
+            query @ jnp.swapaxes(grouped(held[0], query.shape[1]), -1, -2) * scale
+        )  # (1, heads, rows, room)
         if softcap is not None:
             scores = jnp.tanh(scores / softcap) * softcap
         if bias is not None:
@@ -151,10 +154,6 @@ class Attending:
             return lax.dynamic_update_slice_in_dim(held, values, self._start, 2)
         # Of rows that only fill up, those beyond the memory are dropped; the others have no meaning until they are written anew.
         return held.at[:, :, self._start + jnp.arange(rows)].set(values, mode="drop", unique_indices=True)
-
-    def _scores(self, query: Array, keys: Array, scale: float) -> Array:
-        """(1, heads, rows, room)."""
-        return query @ jnp.swapaxes(grouped(keys, query.shape[1]), -1, -2) * scale
 
     def _positions(self, scores: Array) -> Array:
         """Of the rows."""

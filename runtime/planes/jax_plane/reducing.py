@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fusion.runtime.planes.jax_plane.contracting import wide
+
 Function = Callable[..., Any]
 Dims = int | Sequence[int] | None
 
@@ -39,7 +41,7 @@ def _mean(x: Array, dims: Dims, keepdim: bool, dtype: Any) -> Array:
 
 
 def _var(x: Array, dims: Dims, correction: Any, keepdim: bool) -> Array:
-    axes = _axes(x, dims)
+    x, axes = wide(x), _axes(x, dims)
     count = prod(x.shape[axis] for axis in axes)
     far = x - jnp.mean(x, axes, keepdims=True)
     less = 1 if correction is None else correction
@@ -48,7 +50,7 @@ def _var(x: Array, dims: Dims, correction: Any, keepdim: bool) -> Array:
 
 
 def _vector_norm(x: Array, order: Any, dims: Dims, keepdim: bool, dtype: Any) -> Array:
-    x = x if dtype is None else x.astype(dtype)
+    x = wide(x if dtype is None else x.astype(dtype))
     axes = _axes(x, dims)
     far = jnp.abs(x)
     if order == float("inf"):
@@ -91,14 +93,16 @@ def _truth(of: Function) -> Function:
 
 def _scan(add_up: Function) -> Function:
     def scan(x: Array, dim: int, dtype: Any) -> Array:
-        return add_up(_as(x, dtype), dim) if x.ndim else _as(x, dtype)
+        x = _as(x, dtype)
+        x = wide(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return add_up(x, dim) if x.ndim else x
 
     return scan
 
 
 def _softmax(of: Function) -> Function:
     def softmax(x: Array, dim: int, dtype: Any) -> Array:
-        x = x if dtype is None else x.astype(dtype)
+        x = wide(x if dtype is None else x.astype(dtype))
         return of(x[None], 0)[0] if not x.ndim else of(x, dim)
 
     return softmax
