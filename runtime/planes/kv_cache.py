@@ -72,8 +72,8 @@ class SessionCache:
         self._start = 0
         self._end = 0
         self._singly = False
-        self._masks: dict[int | None, torch.Tensor] = {}
-        self._slopes: dict[tuple[Sequence[float], int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}  # by first key and window
+        self._slopes: dict[tuple[Sequence[float], int, int, torch.dtype], torch.Tensor] = {}
         # Of recurrences, by slot: positions and what those before came to, ascending. What is kept of positions says it too.
         self._states: dict[int, list[tuple[int, torch.Tensor]]] = {}
 
@@ -316,26 +316,27 @@ class SessionCache:
     def _far(self, slopes: Sequence[float], first: int, end: int, query: torch.Tensor) -> torch.Tensor:
         """(1, heads, 1, end - first): slope * (j - last position). From the query's own position it differs by a number a
         row, which a softmax does not see; from the last one it is the same for all rows, and exact near by."""
-        found = self._slopes.get((slopes, first, end))
+        found = self._slopes.get((slopes, first, end, query.dtype))
         if found is None:
             each = torch.tensor(slopes, dtype=torch.float32, device=query.device)
             distance = torch.arange(first + 1 - end, 1, dtype=torch.float32, device=query.device)
             found = (each[:, None] * distance)[None, :, None].to(query.dtype)
             if len(self._slopes) == KEPT_SLOPES:
                 self._slopes.clear()
-            self._slopes[slopes, first, end] = found
+            self._slopes[slopes, first, end, query.dtype] = found
         return found
 
     def _mask(self, first: int, window: int | None, device: torch.device) -> torch.Tensor:
-        """(count, end - first) booleans, True where a query may look; one for all the slots of a run."""
-        found = self._masks.get(window)
+        """(count, end - first) booleans, True where a query may look; one for all the slots of a run that read
+        from the same key on."""
+        found = self._masks.get((first, window))
         if found is None:
             queries = torch.arange(self._start, self._end, device=device)[:, None]
             positions = torch.arange(first, self._end, device=device)[None, :]
             found = positions <= queries
             if window is not None:
                 found &= positions > queries - window
-            self._masks[window] = found
+            self._masks[first, window] = found
         return found
 
 

@@ -95,6 +95,30 @@ def test_scores_that_are_not_plain_are_those_of_the_whole(
     assert other.copy(cache, 13) == 13 and other.bytes == cache.bytes
 
 
+def test_attentions_of_several_kinds_with_one_window_see_the_same_positions() -> None:
+    """In half precision more keys are read than are seen, in whole blocks; in float32, or with a cap, no more than these."""
+    torch.manual_seed(0)
+    x, window = torch.randn(1, 2, 604, 8), 7
+    kinds = {0: (torch.bfloat16, None), 1: (torch.float32, None), 2: (torch.bfloat16, Scored(softcap=2.0))}
+    kinds |= {3: (torch.float32, Scored(slopes=(0.1, 0.3))), 4: (torch.bfloat16, Scored(slopes=(0.1, 0.3)))}
+
+    def run(slots: tuple[int, ...]) -> dict[int, torch.Tensor]:
+        shapes = {slot: (KeptShape(2, 8, kinds[slot][0]),) * 2 for slot in slots}
+        cache, found = SessionCache(shapes, 604, torch.device("cpu")), dict[int, torch.Tensor]()
+        for start, end in ((0, 600), (600, 604)):
+            cache.begin(start, end - start)
+            for slot in slots:
+                dtype, scored = kinds[slot]
+                part = x[:, :, start:end].to(dtype)
+                found[slot] = cache.attend(part, (part, part), slot, 0.3, window, scored)
+            cache.commit()
+        return found
+
+    for order in ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0)):
+        for slot, seen in run(order).items():
+            assert torch.equal(seen, run((slot,))[slot])
+
+
 def test_a_gap_or_too_many_positions_is_an_error() -> None:
     cache = SessionCache({0: SLOT}, 4, torch.device("cpu"))
     with pytest.raises(ValueError, match="cannot go on at position 1"):
