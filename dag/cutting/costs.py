@@ -16,13 +16,27 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import bind
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import spec
+from fusion.dag.ir.opset_contract import leads
 from fusion.dag.ir.opset_spec import Call, Family, OpSpec, elements, plain
 
 # Views that change the order of elements in memory: a reshape of what they give has to copy.
 _REORDER = frozenset(
     {"aten.transpose.int", "aten.permute", "aten.t", "aten.numpy_T", "aten.expand", "aten.expand_as"}
 )
-_COPY_IF_REORDERED = frozenset({"aten.reshape", "aten.flatten.using_ints", "aten.contiguous"})
+_COPY_IF_REORDERED = frozenset(
+    {"aten.reshape", "aten.view", "aten._unsafe_view", "aten.flatten.using_ints", "aten.contiguous"}
+)
+# Families that want what they read in full, one number after the other: an expanded tensor is copied for them.
+_READ_IN_FULL = frozenset({"contraction", "attention", "convolution", "norm", "reduction"})
+_ATTENTION = frozenset({
+    "aten.scaled_dot_product_attention", "fusion.source_attention", "fusion.dropout_attention",
+})  # fmt: skip
+_RECURRENCES = frozenset({"fusion.recurrence", "fusion.cached_recurrence"})
+_SCORES, _STATES = (
+    2,
+    3,
+)  # times that they are there at once: with the softmax; with what is read of a state and added to it
+_FLOAT32_BYTES = DTYPE_BYTES["float32"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +184,8 @@ def stashed(
     if not wanting or not found.differentiable:
         return 0, frozenset()
     own, values = 0, set[Ref]()
+    if node.op == "aten.scaled_dot_product_attention":
+        own += _scores_bytes(found.call(node.args, types), types[Ref(node.name)])
     for name in found.saves:
         if name == "copy":
             own += type_bytes(types[next(node.refs())])
@@ -184,6 +200,37 @@ def stashed(
         elif not found.bilinear or (wanting & set(found.saves)) - {name}:
             values.update(storage[ref] for ref in given.get(name, []))
     return own, frozenset(values)
+
+
+def scratch_bytes(node: Node, types: Mapping[Ref, TensorType], storage: Mapping[Ref, Ref]) -> int:
+    """What a node takes while it runs, beside what it reads and gives: expanded tensors in full, scores of attention, states."""
+    found = spec(node.op)
+    if found.family not in _READ_IN_FULL and not node.op.startswith("aten.upsample"):
+        return 0
+    copied = sum(
+        type_bytes(types[ref])
+        for name, refs in _given(found, node).items()
+        for ref in refs
+        if name != "attn_mask" and type_bytes(types[ref]) > type_bytes(types[storage[ref]])
+    )
+    if node.op in _ATTENTION:
+        return copied + _SCORES * _scores_bytes(found.call(node.args, types), types[Ref(node.name)])
+    if node.op in _RECURRENCES:
+        call = found.call(node.args, types)
+        (batch, heads, _, read), width = call["value"].shape, call["key"].shape[3]
+        return copied + _STATES * _FLOAT32_BYTES * plain(batch) * plain(heads) * plain(width) * plain(read)
+    return copied
+
+
+def _scores_bytes(call: Call, result: TensorType) -> int:
+    """Of attention that no kernel computes piece by piece: with dropout, or of tensors that do not fit one."""
+    query, key, value = (call[name].shape for name in ("query", "key", "value"))
+    if call.op != "fusion.dropout_attention" and {len(query), len(key), len(value)} == {4}:
+        alike = len(set(leads(call, call.values.get("enable_gqa", True)))) == 1
+        if alike and query[3] == value[3]:
+            return 0
+    rows = elements(TensorType(result.shape[:-1], result.dtype))
+    return rows * plain(key[-2]) * max(_FLOAT32_BYTES, DTYPE_BYTES[result.dtype])
 
 
 def _given(found: OpSpec, node: Node) -> dict[str, list[Ref]]:

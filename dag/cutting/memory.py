@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fusion.dag.cutting.costs import bound_types, cast_once, differentiable, stashed, storages, type_bytes
+from fusion.dag.cutting.costs import (
+    bound_types,
+    cast_once,
+    differentiable,
+    scratch_bytes,
+    stashed,
+    storages,
+    type_bytes,
+)
 from fusion.dag.cutting.crossing import crossing
 from fusion.dag.ir.graph import Graph, Ref, TensorType
 from fusion.dag.ir.opset import kept
@@ -172,8 +180,8 @@ class _Measure:
         return self._between(own)
 
     def working(self, types: Types) -> Matrix:
-        """At most, of values alive at once when each is dropped after its last use: exactly that, but for a value from
-        outside the stage that stages after it read too, which counts to its end."""
+        """At most, of values alive at once when each is dropped after its last use, and of what the node that runs takes: exactly
+        that, but for a value from outside the stage that stages after it read too, which counts to its end."""
         graph = self._graph
         touches: dict[Ref, list[int]] = {Ref(i.name): [-1] for i in graph.inputs}
         for i, node in enumerate(graph.nodes):
@@ -196,6 +204,10 @@ class _Measure:
                 if there is not None and there > here + 1:
                     skips.add((here + 1, there), 0, bytes_)
                     skips.add((here + 1, there), there + 1, -bytes_)
+        for i, node in enumerate(graph.nodes):
+            bytes_ = scratch_bytes(node, types, self._storages)
+            alive[i] += bytes_
+            alive[i + 1] -= bytes_
         peaks = np.maximum.reduceat(np.cumsum(alive), self._bounds[:-1])
         found = np.zeros((self._size, self._size))
         for first in range(self._size - 1):

@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +102,51 @@ def test_a_value_that_skips_a_stage_is_not_in_it() -> None:
     assert [found.working_bytes[i, i + 1] for i in range(4)] == [2 * row, 2 * row, 2 * row, 3 * row]
     assert found.working_bytes[2, 3] == 2 * row and found.working_bytes[0, 4] == 3 * row
     assert found.working_bytes[1, 3] == 3 * row  # read by this stage and a later one: it counts to the end
+
+
+def working(graph: Graph, *, training: bool = False) -> float:
+    return float(tables(graph, (), training=training).working_bytes[0, 1])
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        ("y", "aten.matmul", Ref("wide"), Ref("x")),
+        ("y", "aten.logsumexp", Ref("wide"), (0, 1), False),
+        ("y", "aten.argmax", Ref("wide"), None, False),
+        ("y", "aten.view", Ref("wide"), (64 * 64,)),
+        ("y", "aten._unsafe_view", Ref("wide"), (64 * 64,)),
+        ("y", "aten.reshape", Ref("wide"), (64 * 64,)),
+    ],
+)
+def test_what_an_operator_copies_to_its_whole_size_counts(reads: tuple[Any, ...]) -> None:
+    """An expanded tensor is a view, and takes no memory until something reads it as if it were none."""
+    graph = built({"x": f(64)}, {}, ("wide", "aten.expand", Ref("x"), (64, 64)), reads)
+    assert 4 * 64 * 64 <= working(graph) <= 4 * 64 * 64 + 4 * (64 + 64 * 64)
+    same = built(
+        {"x": f(64)}, {}, ("wide", "aten.expand", Ref("x"), (64, 64)), ("y", "aten.relu", Ref("wide"))
+    )
+    assert working(same) == 4 * (64 + 64 * 64)
+
+
+def test_scores_count_where_no_kernel_takes_attention_piece_by_piece() -> None:
+    def attention(width: int, *lead: int) -> Graph:
+        q, v = f(*lead, 512, 8), f(*lead, 512, width)
+        op = "aten.scaled_dot_product_attention"
+        args = (Ref("q"), Ref("q"), Ref("v"), None, 0.0, True, None, False)
+        return built({"q": q, "v": v}, {}, ("y", op, *args))
+
+    scores = 2 * 4 * 2 * 512 * 512
+    assert working(attention(8, 1, 2)) == 4 * 2 * 512 * (8 + 8 + 8)
+    assert working(attention(9, 1, 2)) == 4 * 2 * 512 * (8 + 9 + 9) + scores
+    assert working(attention(8, 2)) == 4 * 2 * 512 * (8 + 8 + 8) + scores
+
+
+def test_states_of_a_recurrence_count() -> None:
+    x, decay = f(16, 1, 2, 64), f(16, 1, 2, 1)
+    args = (Ref("x"), Ref("x"), Ref("x"), Ref("decay"), None, None)
+    graph = built({"x": x, "decay": decay}, {}, ("y", "fusion.recurrence", *args))
+    assert working(graph) >= 3 * 4 * 16 * 64 * 64
 
 
 def test_a_cache_is_as_long_as_a_session_and_a_run_no_longer_than_a_chunk() -> None:
