@@ -150,8 +150,8 @@ def _drawn(found: OpSpec, call: Call, results: Sequence[TensorType]) -> int:
     if found.name == "fusion.dropout":
         return elements(results[0])
     if found.name == "fusion.dropout_attention":
-        query, key = call["query"], call["key"]
-        return elements(query) // plain(query.shape[-1]) * plain(key.shape[-2])
+        rows = TensorType(results[0].shape[:-1], results[0].dtype)
+        return elements(rows) * plain(call["key"].shape[-2])
     return 0
 
 

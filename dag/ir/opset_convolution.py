@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from fusion.dag.ir.dims import Dim
 from fusion.dag.ir.graph import TensorType
 from fusion.dag.ir.opset_contract import one_dtype
 from fusion.dag.ir.opset_shapes import divide, is_float, same
-from fusion.dag.ir.opset_spec import Call, Infer, Mixed, Mixes, OpSpec, Types, elements, op
+from fusion.dag.ir.opset_spec import Call, Flops, Infer, Mixed, Mixes, OpSpec, Types, elements, op
 
 MAX_WINDOW = 64  # positions that `fusion.cached_convolution` sees; models have 3 or 4
 
@@ -149,19 +151,19 @@ def _c(name: str, n: int, transposed: bool = False) -> OpSpec:
     )  # fmt: skip
 
 
-def _pool_flops(call: Call, results: Types) -> int:
-    if "kernel_size" not in call.values:
-        return elements(call["self"])
-    window = 1
-    for k in call["kernel_size"]:
-        window *= k
-    return elements(results[0]) * window
+def _pool_flops(n: int) -> Flops:
+    def flops(call: Call, results: Types) -> int:
+        if "kernel_size" not in call.values:
+            return max(elements(call["self"]), elements(results[0]))
+        return elements(results[0]) * prod(spread(call, "kernel_size", n))
+
+    return flops
 
 
 def _p(name: str, n: int, parameters: str, infer: Infer, saves: tuple[str, ...]) -> OpSpec:
     return op(
         name, f"self: tensor, {parameters}", infer, "reduction",
-        mixes=_pool_mixes(n), flops=_pool_flops, saves=saves, backward={"self": 1.0},
+        mixes=_pool_mixes(n), flops=_pool_flops(n), saves=saves, backward={"self": 1.0},
     )  # fmt: skip
 
 

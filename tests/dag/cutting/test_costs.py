@@ -153,6 +153,28 @@ def test_attention_by_hand() -> None:
     assert node_costs(graph, SIZES)[0].forward_flops == B * 4 * 6 * 6 * (2 * 8 + 2 * 8 + 5)
 
 
+@pytest.mark.parametrize("kernel", [(3,), (3, 3)])
+def test_a_window_that_is_said_once_is_as_wide_in_each_dimension(kernel: tuple[int, ...]) -> None:
+    pool = ("y", "aten.avg_pool2d", Ref("x"), kernel, (1,), (0,), False, True, None)
+    (found,) = node_costs(graph_of({"x": f(BATCH, 4, 10, 10)}, {}, pool), SIZES)
+    assert found.forward_flops == B * 4 * 8 * 8 * 9
+
+
+def test_a_pool_to_more_places_than_there_were_has_a_sum_for_each() -> None:
+    for size, sums in ((20, 20), (2, 10)):
+        pool = ("y", "aten.adaptive_avg_pool1d", Ref("x"), (size,))
+        (found,) = node_costs(graph_of({"x": f(BATCH, 4, 10)}, {}, pool), SIZES)
+        assert found.forward_flops == B * 4 * sums
+
+
+@pytest.mark.parametrize(("batch", "width"), [(1, 8), (BATCH, 0)])
+def test_masks_of_attention_have_an_element_for_each_score(batch: Any, width: int) -> None:
+    query, key = f(batch, 4, 6, width), f(BATCH, 4, 5, width)
+    args = (Ref("q"), Ref("k"), Ref("k"), None, 0.5, False, 1.0, False)
+    graph = graph_of({"q": query, "k": key}, {}, ("y", "fusion.dropout_attention", *args))
+    assert node_costs(graph, SIZES)[0].drawn_elements == B * 4 * 6 * 5
+
+
 def test_a_missing_size_is_an_error() -> None:
     with pytest.raises(GraphError, match="batch"):
         node_costs(perceptron(), {"sequence": 3})
