@@ -18,7 +18,7 @@ from fusion.compression.encoding import (
     elements_of,
 )
 from fusion.compression.spec import Spec
-from fusion.compression.values import BFloat16, Blocks, Half, Packer
+from fusion.compression.values import BFloat16, Blocks, Half, Packer, in_dtype
 
 PACKERS: Mapping[str, Packer] = {"fp16": Half(), "bf16": BFloat16(), "int8": Blocks(8), "int4": Blocks(4)}
 
@@ -48,7 +48,7 @@ class Packed:
             return NONE.decode(payload, header, shape, dtype)
         check_size(payload, self.cost(elements, dtype), shape, dtype)
         values = self._packer.unpack(byte_tensor(payload), elements)
-        return values.to(DTYPES[dtype]).reshape(tuple(shape))
+        return in_dtype(values, DTYPES[dtype]).reshape(tuple(shape))
 
 
 def goes_dense(spec: Spec, elements: int, dtype: str) -> bool:

@@ -29,6 +29,7 @@ from fusion.compression.encoding import (
 )
 from fusion.compression.packed import PACKERS, flat_floats, goes_dense, payload_bytes
 from fusion.compression.spec import Spec
+from fusion.compression.values import in_dtype
 
 
 class TopK:
@@ -120,4 +121,4 @@ def _scatter(
 ) -> torch.Tensor:
     flat = np.zeros(elements_of(shape), np.float32)
     flat[where] = values.numpy()
-    return torch.from_numpy(flat).to(DTYPES[dtype]).reshape(tuple(shape))
+    return in_dtype(torch.from_numpy(flat), DTYPES[dtype]).reshape(tuple(shape))

@@ -151,6 +151,17 @@ class Blocks:
         return scale_bits.to(torch.int16), codes.to(torch.int8).view(-1)[:count]
 
 
+def in_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 numbers in the dtype of the tensor. A scale that was rounded up brings the largest one of a block above what that
+    holds: no number becomes infinite for it."""
+    if dtype == torch.float32 or not len(values):
+        return values.to(dtype)
+    most = torch.finfo(dtype).max
+    if not _peak(values) <= most:  # also where it is NaN
+        values = torch.where(values.isinf(), values, values.clamp(-most, most))
+    return values.to(dtype)
+
+
 def _chunks(count: int) -> Iterator[slice]:
     for start in range(0, count, CHUNK):
         yield slice(start, min(count, start + CHUNK))

@@ -122,6 +122,17 @@ def test_the_range_of_float32_is_kept(name: str, scale: float) -> None:
     assert torch.equal(decoded.sign() * decoded.abs(), decoded) and not (decoded * tensor < 0).any()
 
 
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "topk:0.1", "topk:0.1:int8"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("share", [1.0, 0.995, -1.0])
+def test_the_largest_number_of_a_half_dtype_arrives_as_a_number(name: str, dtype: str, share: float) -> None:
+    tensor = values([300], dtype, 1)
+    tensor[217] = share * torch.finfo(DTYPES[dtype]).max
+    decoded = codec(name).decode(payload_of(codec(name).encode(tensor)), {}, (300,), dtype)
+    assert decoded.isfinite().all()
+    assert float(decoded[217]) == pytest.approx(float(tensor[217]), rel=0.01)
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_what_is_sent_is_a_function_of_the_values_alone(name: str) -> None:
     tensor = values([40, 30], "float32", 3).t()
