@@ -284,8 +284,6 @@ def _everything_along(call: Call) -> Mixed:
                 dims.add(i)
     if "source" in mixed:
         mixed["index"] = {0}
-    if call.op == "aten.gather":  # each element of the result reads its own of the index
-        mixed["index"] = set()
     return mixed
 
 
