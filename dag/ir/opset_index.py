@@ -11,7 +11,6 @@ from fusion.dag.ir.opset_shapes import (
     broadcast,
     divide,
     is_float,
-    is_int,
     promote,
     splice,
     volume,
@@ -29,6 +28,8 @@ from fusion.dag.ir.opset_spec import (
     op,
 )
 from fusion.dag.ir.opset_views import along, select, slice_
+
+_INDICES = ("int32", "int64")  # to torch uint8 is a mask, and others are no index
 
 
 def _like(t: TensorType, shape: Shape) -> Types:
@@ -81,8 +82,10 @@ def index(call: Call) -> Types:
     used = [i for i, entry in enumerate(given) if entry is not None]
     if not used or len(given) > len(t.shape):
         raise call.fail(f"{len(given)} indices of {t}")
-    if any(not is_int(given[i].dtype) for i in used):
-        raise call.fail("indices must be integers (the size of a boolean look-up depends on data)")
+    if any(given[i].dtype not in _INDICES for i in used):
+        raise call.fail(
+            "indices must be integers, of 32 or 64 bits (the size of a boolean look-up depends on data)"
+        )
     found = broadcast(call, *(given[i].shape for i in used))
     rest = [d for i, d in enumerate(t.shape) if i not in used]
     together = used == list(range(used[0], used[-1] + 1))
@@ -95,7 +98,7 @@ def index(call: Call) -> Types:
 def index_select(call: Call) -> Types:
     t, i = call["self"], call["index"]
     at = axis(call, call["dim"], len(t.shape))
-    if not t.shape or len(i.shape) != 1 or i.dtype not in ("int32", "int64"):
+    if not t.shape or len(i.shape) != 1 or i.dtype not in _INDICES:
         raise call.fail("needs a row of integers and a dimension")
     return _like(t, splice(t.shape, at, i.shape[0]))
 
@@ -124,8 +127,8 @@ def scatter(call: Call) -> Types:
 def index_add(call: Call) -> Types:
     t, i, source = call["self"], call["index"], call["source"]
     at = axis(call, call["dim"], len(t.shape))
-    if not t.shape or len(i.shape) != 1 or not is_int(i.dtype) or source.dtype != t.dtype:
-        raise call.fail("needs a row of integers and a source of the same dtype")
+    if not t.shape or len(i.shape) != 1 or i.dtype not in _INDICES or source.dtype != t.dtype:
+        raise call.fail("needs a row of integers, of 32 or 64 bits, and a source of the same dtype")
     if source.shape != splice(t.shape, at, i.shape[0]):
         raise call.fail(f"source {source} does not fit {t}")
     return (t,)

@@ -43,6 +43,8 @@ _TYPES = {
     Ref("rows"): TensorType((3, 2), "float32"),
     Ref("few"): TensorType((symbol("batch"), 2, 5, 8), "float32"),
     Ref("q"): TensorType((symbol("batch"), 2, symbol("sequence"), 8), "float32"),
+    Ref("bytes"): TensorType((4,), "uint8"),
+    Ref("short"): TensorType((4,), "int16"),
 }
 _Q = Ref("q")
 
@@ -113,6 +115,10 @@ _X, _W, _N, _BIG = Ref("x"), Ref("w"), Ref("n"), Ref("big")
         ("aten.dropout", (_X, 0.5, True), "fusion.dropout"),
         ("fusion.dropout", (_X, 1.5), "probability"),
         ("aten.index.Tensor", (_X, (None, _X)), "integers"),
+        ("aten.index.Tensor", (_W, (Ref("bytes"),)), "integers"),
+        ("aten.index.Tensor", (_W, (Ref("short"),)), "integers"),
+        ("aten.index_put", (_W, (Ref("bytes"),), _W, False), "integers"),
+        ("aten.index_add", (_W, 0, Ref("bytes"), _W, 1), "integers"),
         ("aten.cross_entropy_loss", (_W, Ref("n"), None, 1, -100, 0.0), "target"),
         ("aten.mse_loss", (_W, _W, 3), "reduction"),
         ("fusion.expert_linear", (_W, _N, Ref("experts"), None, 0, 3, False), "id for each row"),
