@@ -32,10 +32,8 @@ _ATTENTION = frozenset({
     "aten.scaled_dot_product_attention", "fusion.source_attention", "fusion.dropout_attention",
 })  # fmt: skip
 _RECURRENCES = frozenset({"fusion.recurrence", "fusion.cached_recurrence"})
-_SCORES, _STATES = (
-    2,
-    3,
-)  # times that they are there at once: with the softmax; with what is read of a state and added to it
+_SCORES = 2  # times that they are there at once: with their softmax
+_STATES = 3  # the same: with what is read of a state, and what is added to it
 _FLOAT32_BYTES = DTYPE_BYTES["float32"]
 
 

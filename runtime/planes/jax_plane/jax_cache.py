@@ -128,10 +128,8 @@ class Attending:
             return self._seen(scores, held[1], window)
         query, key, value, bias, sinks, slot, scale, window, softcap, slopes = args
         held = self._written(slot, (key, value) if bias is None else (key, value, bias))
-        # Each step in the dtype of the scores, as models write it out.
-        scores = (
-            query @ jnp.swapaxes(grouped(held[0], query.shape[1]), -1, -2) * scale
-        )  # (1, heads, rows, room)
+        # (1, heads, rows, room), and each step in the dtype of the scores, as models write it out.
+        scores = query @ jnp.swapaxes(grouped(held[0], query.shape[1]), -1, -2) * scale
         if softcap is not None:
             scores = jnp.tanh(scores / softcap) * softcap
         if bias is not None:
