@@ -70,9 +70,11 @@ os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 # While modules load there is nothing to collect, and what they leave is never to be looked at again.
 gc.disable()
 
-# A shell has what runs in its background ignore SIGINT, and whatever that starts: tests interrupt processes.
+# A shell has what runs in its background ignore SIGINT, `nohup` SIGHUP, and whatever those start: tests send both to processes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _fast: str | None = None  # the test that runs, if it may start no process
 
