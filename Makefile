@@ -128,6 +128,7 @@ $(BIN)/python:
 	@[ -n "$(PYTHON)" ] || { echo "Fusion Peer needs Python 3.11, 3.12 or 3.13 (PYTHON=... names one)." >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || { echo "python -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; \
 		rm -rf $(VENV); exit 2; }
+	@$(PIP) --upgrade pip || true  # that of an older Python takes half a minute more to choose versions
 
 .typing/fusion:
 	@mkdir -p .typing && ln -sfn .. $@
