@@ -1,6 +1,6 @@
 """The client side of `/fusion/generate/1` and `/2`: ask any peer for text, get pieces as they are made.
 
-Where the peer that was asked vanishes another one goes on: it is told the tokens so far and gives the same rest.
+Where the peer that was asked vanishes or falls silent another one goes on: it is told the tokens so far and gives the same rest.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fusion.runtime.serving.requests.request import (
     number,
     whole,
 )
+from fusion.runtime.serving.requests.silence import listening
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import (
@@ -53,7 +54,7 @@ async def generate(
     """Ask `peer`, which need not serve the model itself. Pieces, then one Answer. `grants`: what we can show of why we may
     prompt the model of a job that is not for everybody.
 
-    Raises RemoteError with the gateway's one line; PeerUnreachable, StreamBroken or StreamClosed where it vanished
+    Raises RemoteError with the gateway's one line; PeerUnreachable, StreamBroken or StreamClosed where it vanished, or is silent,
     and `another` knows of no other. Close the iterator (`contextlib.aclosing`) to stop early: the swarm then frees
     the session.
     """
@@ -119,28 +120,33 @@ async def _ask(
     try:
         header, prompt = request.to_frame()
         await stream.send("generate", header, [prompt])
-        while True:
-            frame = checked(await stream.receive())
-            if frame.kind == "done":
-                yield _answer(frame, tokens)
-                return
-            if frame.kind != "token":
-                raise FrameError(f"gateways send token and done, not {frame.kind!r:.40}")
-            text = frame.header.get("text", "")
-            count = request.top_logprobs
-            probable = None if count is None else Logprobs.from_header(frame.header, count)
-            piece = Piece(
-                index=len(tokens),
-                id=whole(frame.header, "id", -1),
-                text=text if isinstance(text, str) else "",
-                logits=bytes(frame.payload),
-                logprob=None if probable is None else probable.chosen,
-                top_logprobs=() if probable is None else probable.top,
-            )
-            tokens.append(piece.id)
-            yield piece
+        async with listening(transport, peer, stream) as heard:
+            while True:
+                frame = checked(await stream.receive())
+                heard()
+                if frame.kind == "done":
+                    yield _answer(frame, tokens)
+                    return
+                if frame.kind != "token":
+                    raise FrameError(f"gateways send token and done, not {frame.kind!r:.40}")
+                piece = _piece(frame, len(tokens), request.top_logprobs)
+                tokens.append(piece.id)
+                yield piece
     finally:
         stream.abort()
+
+
+def _piece(frame: Frame, index: int, top_logprobs: int | None) -> Piece:
+    text = frame.header.get("text", "")
+    probable = None if top_logprobs is None else Logprobs.from_header(frame.header, top_logprobs)
+    return Piece(
+        index=index,
+        id=whole(frame.header, "id", -1),
+        text=text if isinstance(text, str) else "",
+        logits=bytes(frame.payload),
+        logprob=None if probable is None else probable.chosen,
+        top_logprobs=() if probable is None else probable.top,
+    )
 
 
 def _answer(frame: Frame, tokens: list[int]) -> Answer:
