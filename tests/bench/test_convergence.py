@@ -53,6 +53,7 @@ def dense(folder: Path) -> dict[str, Any]:
     return trained(folder, CompressionConfig())
 
 
+@pytest.mark.slow
 def test_four_stages_learn_what_one_learns(folder: Path, dense: dict[str, Any]) -> None:
     plan = small()
     graph = convergence.graph_of(plan)
@@ -67,6 +68,7 @@ def test_four_stages_learn_what_one_learns(folder: Path, dense: dict[str, Any]) 
     assert whole.sent_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(convergence.codecs(512)))
 def test_every_codec_of_the_study_trains(folder: Path, dense: dict[str, Any], name: str) -> None:
     found = trained(folder, convergence.codecs(512)[name])

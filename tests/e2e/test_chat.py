@@ -39,6 +39,7 @@ def chat(*words: str, said: Sequence[str] = ()) -> tuple[int, str, str]:
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_a_conversation_through_any_peer(peers: Any, tmp_path: Path) -> None:
     first, second = peers.swarm(2)
     home, made = str(first.home), tokenizer()
