@@ -166,6 +166,36 @@ def outlived(peers: Peers, thin: Thin, first: Any, second: Any, model: Any, made
     assert json.loads(out)["tokens"] == greedy(model, made.encode("def run(").ids, count)[0]
 
 
+@pytest.mark.slow
+def test_a_peer_that_is_frozen_in_the_middle_of_an_answer_is_left_for_another(
+    peers: Peers, thin: Thin, tmp_path: Path
+) -> None:
+    swarm = peers.swarm(3)
+    made = tokenizer()
+    model = save_model(tmp_path / "model", made, POSITIONS)
+    peers.run(
+        *("serve", str(tmp_path / "model"), "--name", "small", "--stages", "2", "--home", str(swarm[0].home))
+    )
+    (seen,) = thin.records("status", "--peer", swarm[0].address)
+    owners = {stage["peer"] for stage in seen["stages"]}
+    gateway = next(peer for peer in swarm if peer.peer_id not in owners)
+    asked = ("generate", "def run(", "--max-tokens", "3000")
+    (whole,) = thin.records(*asked, "--peer", swarm[0].address)
+    assert whole["tokens"] == greedy(model, made.encode("def run(").ids, 3000)[0]
+    process = thin.start(*asked, "--peer", gateway.address)
+    assert process.stdout is not None
+    came = b""
+    while len(came) < 40:
+        came += os.read(process.stdout.fileno(), 64)
+    time.sleep(2.0)  # by then a client has looked for other peers
+    gateway.process.send_signal(signal.SIGSTOP)
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    finally:
+        gateway.process.send_signal(signal.SIGCONT)
+    assert (process.returncode, (came + out).decode()) == (0, f"def run({whole['text']}\n"), err
+
+
 def test_what_needs_the_extra_says_so(thin: Thin, tmp_path: Path) -> None:
     for words in (
         ("start",), ("train", "job.toml"), ("plan", "job.toml", "--swarm", "s.toml"), ("demo",), ("chaos",),
