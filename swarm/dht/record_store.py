@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fusion.swarm.dht.values import MAX_SUBKEYS
 
@@ -69,13 +69,47 @@ def displaces(subkey: str, new: Kept, old: Kept) -> bool:
     return new.until > old.until and (new.account == OWN or new.sender == author or old.sender != author)
 
 
+@dataclass(slots=True)
+class _AtKey:
+    """What is kept under one key, and what of it is whose: counted as it comes, since strangers write to full keys."""
+
+    records: dict[str, Kept] = field(default_factory=dict)  # by subkey
+    shares: Counter[str] = field(default_factory=Counter)  # bytes by account
+    subkeys: dict[str, dict[str, None]] = field(default_factory=dict)  # by account, renewed longest ago first
+    of_author: Counter[str] = field(default_factory=Counter)  # records
+    bytes: int = 0
+
+    def insert(self, subkey: str, kept: Kept) -> None:
+        self.records[subkey] = kept
+        self.subkeys.setdefault(kept.account, {})[subkey] = None
+        self._count(subkey, kept, 1)
+
+    def drop(self, subkey: str) -> Kept:
+        kept = self.records.pop(subkey)
+        del self.subkeys[kept.account][subkey]
+        if not self.subkeys[kept.account]:
+            del self.subkeys[kept.account]
+        self._count(subkey, kept, -1)
+        return kept
+
+    def _count(self, subkey: str, kept: Kept, records: int) -> None:
+        size, author = records * size_of(subkey, kept), author_in(subkey)
+        self.bytes += size
+        for counter, name, added in ((self.shares, kept.account, size), (self.of_author, author, records)):
+            counter[name] += added
+            if not counter[name]:
+                del counter[name]
+
+
+_NOTHING = _AtKey()
+
+
 class RecordStore:
     def __init__(self, limits: StoreLimits | None = None) -> None:
         self.limits = limits or StoreLimits()
-        self._keys: dict[int, dict[str, Kept]] = {}  # renewed longest ago first
+        self._keys: dict[int, _AtKey] = {}
         self._slots: dict[str, dict[Slot, None]] = {}  # of each account, renewed longest ago first
         self._shares: Counter[str] = Counter()
-        self._bytes_at: Counter[int] = Counter()
         self._largest: list[tuple[int, str]] = []  # a heap, -bytes first; what is no longer so is passed over
         self._ends: list[tuple[float, Slot]] = []  # a heap as well
         self._records = 0
@@ -99,12 +133,12 @@ class RecordStore:
     def at(self, key: int, now: float) -> Mapping[str, Kept]:
         """What is kept under a key, by subkey."""
         self._expire(now)
-        return self._keys.get(key, {})
+        return self._keys.get(key, _NOTHING).records
 
     def put(self, key: int, subkey: str, kept: Kept, now: float) -> bool:
         """Keep a record until it ends; whether it is kept now."""
         self._expire(now)
-        old = self._keys.get(key, {}).get(subkey)
+        old = self._keys.get(key, _NOTHING).records.get(subkey)
         if kept.until <= now or (old is not None and not displaces(subkey, kept, old)):
             return False
         if old is not None:
@@ -120,18 +154,16 @@ class RecordStore:
         if kept.account == OWN:  # what we say about ourselves can always be had from us
             return True
         size, limits = size_of(subkey, kept), self.limits
-        beside = self._keys.get(key, {})
+        beside = self._keys.get(key, _NOTHING)
         author, several, _ = subkey.partition("/")
-        if several and sum(other.startswith(author) for other in beside) >= MAX_OF_AN_AUTHOR:
+        if several and beside.of_author[author] >= MAX_OF_AN_AUTHOR:
             return False
-        while beside and (len(beside) >= limits.subkeys or self._bytes_at[key] + size > limits.key_bytes):
-            shares: Counter[str] = Counter()
-            for other, each in beside.items():
-                shares[each.account] += size_of(other, each)
-            if (account := loser(shares, kept.account, size)) is None:
+        while beside.records and (
+            len(beside.records) >= limits.subkeys or beside.bytes + size > limits.key_bytes
+        ):
+            if (account := loser(beside.shares, kept.account, size)) is None:
                 return False
-            oldest = next(other for other, each in beside.items() if each.account == account)
-            self._drop((key, oldest))
+            self._drop((key, next(iter(beside.subkeys[account]))))
         return self._fits_in_all(kept.account, size)
 
     def _fits_in_all(self, account: str, size: int) -> bool:
@@ -152,28 +184,25 @@ class RecordStore:
 
     def _insert(self, slot: Slot, kept: Kept) -> None:
         key, subkey = slot
-        self._keys.setdefault(key, {})[subkey] = kept
+        self._keys.setdefault(key, _AtKey()).insert(subkey, kept)
         self._slots.setdefault(kept.account, {})[slot] = None
         self._records += 1
-        self._charge(slot, kept.account, size_of(subkey, kept))
+        self._charge(kept.account, size_of(subkey, kept))
         self._push(self._ends, (kept.until, slot), lambda: [(k.until, s) for s, k in self._each()])
 
     def _drop(self, slot: Slot) -> None:
         key, subkey = slot
-        kept = self._keys[key].pop(subkey)
-        if not self._keys[key]:
+        kept = self._keys[key].drop(subkey)
+        if not self._keys[key].records:
             del self._keys[key]
         del self._slots[kept.account][slot]
         if not self._slots[kept.account]:
             del self._slots[kept.account]
         self._records -= 1
-        self._charge(slot, kept.account, -size_of(subkey, kept))
+        self._charge(kept.account, -size_of(subkey, kept))
 
-    def _charge(self, slot: Slot, account: str, size: int) -> None:
+    def _charge(self, account: str, size: int) -> None:
         self._total += size
-        self._bytes_at[slot[0]] += size
-        if not self._bytes_at[slot[0]]:
-            del self._bytes_at[slot[0]]
         self._shares[account] += size
         if not self._shares[account]:
             del self._shares[account]
@@ -193,11 +222,11 @@ class RecordStore:
     def _expire(self, now: float) -> None:
         while self._ends and self._ends[0][0] < now:
             until, (key, subkey) = heapq.heappop(self._ends)
-            kept = self._keys.get(key, {}).get(subkey)
+            kept = self._keys.get(key, _NOTHING).records.get(subkey)
             if kept is not None and kept.until == until:
                 self._drop((key, subkey))
 
     def _each(self) -> Iterator[tuple[Slot, Kept]]:
-        for key, values in self._keys.items():
-            for subkey, kept in values.items():
+        for key, at in self._keys.items():
+            for subkey, kept in at.records.items():
                 yield (key, subkey), kept
