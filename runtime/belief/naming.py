@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fusion.runtime.belief.reading import by_job, manifest_of, weigh
 from fusion.runtime.belief.shared_work import SharedWork
-from fusion.runtime.device.accounts import speaker
+from fusion.runtime.device.accounts import launches_of
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.authority.belief import Belief
@@ -20,6 +20,7 @@ from fusion.swarm.transport import PeerId
 
 LOOKS = 8  # at once
 CANDIDATES = 64  # jobs that one name may mean
+CHECKS = 256  # signatures of who is meant, of which strangers may show false ones, for one name
 
 
 @dataclass(frozen=True)
@@ -112,19 +113,32 @@ async def find(
 def _likely(
     context: Context, said: Mapping[JobId, Sequence[JobRecord]], wanted: str, known: Collection[PeerId]
 ) -> list[JobId]:
-    """These jobs, those first of which an author says so whom `wanted` names or the reader knows, then of each other author in turn
-    one: a stranger may call any number of jobs so, and chooses how their ids begin."""
+    """These jobs, those first that an author launched whom `wanted` names or the reader knows, in each class one of everybody who
+    speaks of some in turn: a stranger may call any number of jobs so, and chooses how their ids begin."""
     name, _, author = wanted.rpartition("@")
-    author = author if name else ""
-    by_author: dict[PeerId, list[JobId]] = {}
-    for job, records in said.items():
-        for speaks in {speaker(record, context.directory.verify) for record in records}:
-            by_author.setdefault(speaks, []).append(job)
-    authors = list(by_author)
-    context.random.shuffle(authors)
-    turns: list[tuple[bool, int, JobId]] = []
-    for each in authors:
-        stranger = each not in known and not (author and each.startswith(author))
-        turns += [(stranger, turn, job) for turn, job in enumerate(by_author[each])]
-    turns.sort(key=lambda entry: entry[:2])
-    return list(dict.fromkeys(job for *_, job in turns))
+    by_speaker: dict[PeerId, list[JobRecord]] = {}
+    for records in said.values():
+        for record in records:
+            by_speaker.setdefault(record.author, []).append(record)
+    speakers = list(by_speaker)
+    context.random.shuffle(speakers)
+    checks = 0
+
+    def is_meant(peer: PeerId) -> bool:
+        return peer in known or bool(name and author and peer.startswith(author))
+
+    def is_checked(signer: PeerId) -> bool:
+        nonlocal checks
+        checks += is_meant(signer)
+        return is_meant(signer) and checks <= CHECKS
+
+    turns = sorted(
+        ((turn, record) for peer in speakers for turn, record in enumerate(by_speaker[peer])),
+        key=lambda entry: entry[0],
+    )
+    first = [
+        record.job
+        for _, record in turns
+        if is_meant(record.author) or launches_of(record, context.directory.verify, is_checked)
+    ]
+    return list(dict.fromkeys([*first, *(record.job for _, record in turns)]))

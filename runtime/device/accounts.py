@@ -10,7 +10,7 @@ how the job stands: that it was launched once must not count beside what became 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from cachetools import LRUCache
@@ -40,7 +40,7 @@ class Accounts:
         if known[0] == author and known[1]:
             return
         for record in words:
-            signed = [data for said, data in _launches(record, verify) if said.signer == author]
+            signed = [data for said, data in launches_of(record, verify) if said.signer == author]
             if signed:
                 self._signed[job] = author, (MARK + signed[0],)
                 return
@@ -65,12 +65,14 @@ class Accounts:
 
 def speaker(record: JobRecord, verify: Verify) -> PeerId:
     """Who answers for a word on a job whose manifest is not here: whoever signed that it was launched, if anybody did."""
-    launches = _launches(record, verify)
+    launches = launches_of(record, verify)
     return launches[0][0].signer if launches else record.author
 
 
-def _launches(record: JobRecord, verify: Verify) -> list[tuple[Statement, bytes]]:
-    """That the job was launched, as the record carries it. Nothing else counts: a manifest may name a peer that runs the job,
-    and signs words on it for that reason."""
+def launches_of(
+    record: JobRecord, verify: Verify, matters: Callable[[PeerId], bool] = lambda signer: True
+) -> list[tuple[Statement, bytes]]:
+    """That the job was launched, as the record carries it; signatures are checked only of who `matters`. Nothing else counts: a
+    manifest may name a peer that runs the job, and signs words on it for that reason."""
     plain = [data.removeprefix(MARK) for data in record.proof]
-    return opened(plain, record.job, verify, lambda said: said.state == "launching")
+    return opened(plain, record.job, verify, lambda said: said.state == "launching" and matters(said.signer))

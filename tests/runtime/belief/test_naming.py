@@ -11,8 +11,8 @@ import pytest
 from support.instant_loop import run
 
 from fusion.runtime.belief import naming
-from fusion.runtime.belief.naming import CANDIDATES, find
-from fusion.runtime.belief.reading import UNKNOWN_STAGES
+from fusion.runtime.belief.naming import CANDIDATES, CHECKS, find
+from fusion.runtime.belief.reading import UNKNOWN_STAGES, by_job
 from fusion.swarm.authority.statements import seal_statement, stated
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.identity import Identity, verify
@@ -60,6 +60,33 @@ def test_a_stranger_who_calls_hundreds_of_jobs_so_hides_nobodys(
         assert honest.job in looked and len(looked) == CANDIDATES
 
     run(main())
+
+
+def test_a_leads_word_counts_for_the_author_that_launched_the_job_and_forgeries_cost_no_more_than_a_bound() -> (
+    None
+):
+    checked = 0
+
+    def counted(peer: str, signature: bytes, data: bytes) -> bool:
+        nonlocal checked
+        checked += 1
+        return verify(peer, signature, data)
+
+    lead, forger = Identity.generate().peer_id, Identity.generate().peer_id
+    honest = replace(launched(1 << 200, ALICE), author=lead)
+    forged = [replace(launched(number, MALLORY), author=forger) for number in range(2 * CHECKS)]
+    statements = [stated(replace(each, state="launching"), ALICE.peer_id, 0) for each in forged]
+    words = [
+        honest,
+        *(
+            replace(each, proof=(seal_statement(said, MALLORY.sign),))
+            for each, said in zip(forged, statements, strict=True)
+        ),
+    ]
+    context: Any = SimpleNamespace(directory=SimpleNamespace(verify=counted), random=Random(7))
+    found = naming._likely(context, by_job(words), "tiny", (ALICE.peer_id,))
+    assert found[0] == honest.job and len(found) == len(words)
+    assert 0 < checked <= CHECKS
 
 
 def test_of_a_job_whose_manifest_nobody_gives_few_stages_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
