@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from fusion.swarm.directory.job_order import ENDED
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
     from fusion.swarm.authority.belief import Belief
+    from fusion.swarm.directory.records import ClaimRecord, JobId
 
 RETRY_SECONDS = 0.5
 
@@ -81,20 +83,18 @@ async def served(context: Context) -> list[Model]:
         for belief in await overview(context)
         if belief.record.kind == "serve" and belief.record.state not in ENDED
     ]
-    found = await asyncio.gather(*(_model(context, belief) for belief in beliefs))
+    claims: dict[JobId, list[tuple[ClaimRecord, ...]]] = {belief.record.job: [] for belief in beliefs}
+    for job, _, of_stage in await client.stage_claims(context, [belief.record for belief in beliefs]):
+        claims[job.job].append(of_stage)
+    found = [_model(belief, claims[belief.record.job]) for belief in beliefs]
     return sorted(found, key=lambda model: (model.name, model.job))
 
 
-async def _model(context: Context, belief: Belief) -> Model:
+def _model(belief: Belief, claims: Sequence[tuple[ClaimRecord, ...]]) -> Model:
+    """`claims`: of each of its stages."""
     from fusion.swarm.claims.election import winner
 
     record = belief.record
-    claims = await asyncio.gather(
-        *(
-            context.directory.claims(record.job, stage)
-            for stage in range(min(record.stages, client.READ_STAGES))
-        )
-    )
     owners = [winner(each) for each in claims]
     return Model(
         name=record.name,

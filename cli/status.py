@@ -53,7 +53,10 @@ async def _status(way: client.Way, output: Output) -> None:
     async with client.connect(way) as context:
         peers, beliefs = await asyncio.gather(client.working_peers(context), overview(context))
         jobs = tuple(belief.record for belief in beliefs)
-        claims, answers = await asyncio.gather(_claims(context, jobs), _answers(context, peers))
+        claims, answers = await asyncio.gather(
+            client.stage_claims(context, [job for job in jobs if job.state not in ENDED]),
+            _answers(context, peers),
+        )
         http = client.http_url(context, way)
     stages = [stage_of(job, number, found) for job, number, found in claims]
     said = {peer: answer for peer, answer in answers.items() if answer is not None}
@@ -123,21 +126,6 @@ def stage_of(job: JobRecord, number: int, claims: Sequence[ClaimRecord]) -> Stag
         replicas=tuple(claim for claim in claims if claim.role in ("owner", "replica") and claim != owner),
         standbys=tuple(standbys),
     )
-
-
-async def _claims(
-    context: Context, jobs: Sequence[JobRecord]
-) -> list[tuple[JobRecord, int, tuple[ClaimRecord, ...]]]:
-    """The live claims of the stages of every job that has not ended. Of one that says it has thousands only the first are
-    looked at: anybody may say so, of as many jobs as they like."""
-    places = [
-        (job, stage)
-        for job in jobs
-        if job.state not in ENDED
-        for stage in range(min(job.stages, client.READ_STAGES))
-    ]
-    found = await asyncio.gather(*(context.directory.claims(job.job, stage) for job, stage in places))
-    return [(job, stage, claims) for (job, stage), claims in zip(places, found, strict=True)]
 
 
 async def _answers(context: Context, peers: Sequence[PeerRecord]) -> dict[PeerId, Mapping[str, Any] | None]:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from fusion.cli.client import READ_STAGES
-from fusion.cli.status import Stage, _claims, holdings_of, stage_line, stage_of, standby_text
+from fusion.cli.client import MOST_STAGES, READ_STAGES, stage_claims
+from fusion.cli.status import Stage, holdings_of, stage_line, stage_of, standby_text
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.transport import PeerId
 
@@ -84,4 +84,9 @@ def test_of_a_job_that_says_it_has_thousands_of_stages_few_are_looked_at() -> No
 
     context: Any = SimpleNamespace(directory=SimpleNamespace(claims=claims))
     jobs = [replace(JOB, stages=4096), replace(JOB, job=JobId("b" * 64), stages=3)]
-    assert len(asyncio.run(_claims(context, jobs))) == len(looked) == READ_STAGES + 3
+    assert len(asyncio.run(stage_claims(context, jobs))) == len(looked) == READ_STAGES + 3
+    looked.clear()
+    many = [replace(JOB, job=JobId(f"{number:064x}"), stages=4096) for number in range(100)]
+    found = asyncio.run(stage_claims(context, [*many, *jobs]))
+    assert len(found) == len(looked) == MOST_STAGES
+    assert [stage for job, stage, _ in found if job == jobs[1]] == [0, 1, 2]
