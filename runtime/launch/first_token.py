@@ -10,15 +10,13 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.serving.requests.client import complete
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.runtime.serving.requests.request import GenerateRequest
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.records import ClaimRecord, JobId
-from fusion.swarm.errors import NotAdmitted, StreamBroken, SwarmError
+from fusion.swarm.errors import NotAdmitted, SwarmError
 from fusion.swarm.printable import error_line
-from fusion.swarm.transport import PeerId
 
 RETRY_SECONDS = 0.5
-LOOK_SECONDS = 2.0  # from one look at whose the first stage is to the next, while its owner is asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,7 @@ async def first_token(context: Context, prepared: Prepared, patience_seconds: fl
                 if owner is not None and owner.ready:
                     began = loop.time()
                     try:
-                        answer = await _ask(context, owner.peer, request)
+                        answer = await complete(context.transport, owner.peer, request)
                     except NotAdmitted:
                         return None
                     except (SwarmError, JobError, JobFailed) as error:
@@ -66,18 +64,3 @@ async def first_token(context: Context, prepared: Prepared, patience_seconds: fl
 async def _first_owner(context: Context, job: JobId) -> ClaimRecord | None:
     """Of those who claim the first stage the one whose claim counts."""
     return winner(await context.leases.claims_or_recent(job, 0))
-
-
-async def _ask(context: Context, owner: PeerId, request: GenerateRequest) -> Answer:
-    """Its answer, for which it has as long as the stage is its own: one that is frozen is silent, and another takes over.
-    Raises as `complete`."""
-    asking = asyncio.ensure_future(complete(context.transport, owner, request))
-    try:
-        while not (await asyncio.wait([asking], timeout=LOOK_SECONDS))[0]:
-            now = await _first_owner(context, JobId(request.model))
-            if now is None or now.peer != owner:
-                raise StreamBroken("whoever had the first stage was silent and has it no more")
-        return asking.result()
-    finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
