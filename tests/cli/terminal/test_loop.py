@@ -46,20 +46,23 @@ def test_one_signal_hands_over(number: int) -> None:
     assert (process.returncode, out) == (0, "handing over\nhanded over\nstopped\n")
 
 
-def test_a_second_signal_does_not_wait() -> None:
-    process = peer(handover="await asyncio.sleep(600)")
-    process.send_signal(signal.SIGINT)
+def handing_over(seconds: float, number: int) -> subprocess.Popen[str]:
+    """A peer that was sent the signal, and hands over for so long."""
+    process = peer(handover=f"await asyncio.sleep({seconds})")
+    process.send_signal(number)
     assert process.stdout is not None
     assert process.stdout.readline() == "handing over\n"
+    return process
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    process = handing_over(600, signal.SIGINT)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
 
 
 def test_a_terminal_that_is_closed_may_say_so_twice() -> None:
-    process = peer(handover="await asyncio.sleep(0.5)")
-    process.send_signal(signal.SIGHUP)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "handing over\n"
+    process = handing_over(0.5, signal.SIGHUP)
     process.send_signal(signal.SIGHUP)
     out, _ = process.communicate(timeout=30)
     assert (process.returncode, out) == (0, "handed over\nstopped\n")
