@@ -15,6 +15,7 @@ from fusion.swarm.dht.record_store import (
     Kept,
     RecordStore,
     StoreLimits,
+    author_in,
     displaces,
     loser,
     size_of,
@@ -58,8 +59,16 @@ def test_it_never_holds_more_than_it_may_and_its_books_are_right(steps: list[tup
                 assert sum(size_of(s, k) for s, k in values.items()) <= SMALL.key_bytes
             assert all(k.until >= now for k in values.values())
             records += len(values)
+            of_key: Counter[str] = Counter()
             for subkey, value in values.items():
-                held[value.account] += size_of(subkey, value)
+                of_key[value.account] += size_of(subkey, value)
+            held += of_key
+            counted = store._keys[each]
+            assert (counted.shares, counted.bytes) == (of_key, of_key.total())
+            assert counted.of_author == Counter(map(author_in, values))
+            assert {account: list(subkeys) for account, subkeys in counted.subkeys.items()} == {
+                account: [s for s, k in values.items() if k.account == account] for account in of_key
+            }
         assert held == Counter(store.shares) and store.total_bytes == held.total() and len(store) == records
         if not held[OWN]:
             assert store.total_bytes <= SMALL.total_bytes
