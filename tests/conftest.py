@@ -45,6 +45,11 @@ HEAVY = (
     *("runtime/serving/answers/test_prefix_reuse.py", "families/", "runtime/capture/test_rope.py"),
     *("runtime/serving/test_drafts.py", "runtime/planes/products/", "runtime/planes/jax_plane/"),
     *("runtime/planes/test_batch.py", "runtime/planes/test_retained_families.py"),
+    *("runtime/planes/test_torch_plane.py", "runtime/capture/test_capture.py"),
+    *("runtime/serving/answers/test_generation.py", "runtime/serving/answers/test_gateway_faults.py"),
+    *("runtime/serving/answers/test_early_answers.py", "runtime/serving/ring/test_guesses.py"),
+    *("runtime/serving/test_replicas.py", "runtime/serving/test_serving.py"),
+    *("runtime/serving/requests/test_client.py", "runtime/serving/answers/test_gateway_shares.py"),
 )
 # Of those that start processes the longest: first, so that no worker is left with one of them in the end.
 LONG = (
