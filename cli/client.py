@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from fusion.cli.terminal.extras import has_peer_extra
 from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.cli.terminal.options import home_folder
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
-from fusion.swarm.directory.records import ClaimRecord, JobRecord, PeerRecord
+from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.errors import PeerUnreachable, SwarmError
 from fusion.swarm.transport import Guided, PeerId
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from fusion.swarm.transport import Transport
 
 RETRY_SECONDS = 0.5
-READ_STAGES = 256  # of one job, by whoever only looks
-MOST_STAGES = 2048  # of all jobs together
 
 
 @dataclass(frozen=True)
@@ -151,19 +148,6 @@ async def working_peers(
             raise SwarmError("no peer answers; start one with: fusion-peer start")
         last = set(seen)
         await asyncio.sleep(RETRY_SECONDS)
-
-
-async def stage_claims(
-    context: Context, jobs: Sequence[JobRecord]
-) -> list[tuple[JobRecord, int, tuple[ClaimRecord, ...]]]:
-    """The live claims of the stages of these jobs: READ_STAGES of each, MOST_STAGES of all, the first ones of each
-    before later ones of any. Anybody may speak of jobs by the hundred, with thousands of stages each."""
-    in_turn = (
-        (at, stage) for stage in range(READ_STAGES) for at, job in enumerate(jobs) if stage < job.stages
-    )
-    places = [(jobs[at], stage) for at, stage in sorted(islice(in_turn, MOST_STAGES))]
-    found = await asyncio.gather(*(context.directory.claims(job.job, stage) for job, stage in places))
-    return [(job, stage, claims) for (job, stage), claims in zip(places, found, strict=True)]
 
 
 async def gateway(context: Context, address: str | None) -> PeerId:

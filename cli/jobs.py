@@ -55,7 +55,7 @@ async def _list(way: client.Way, output: Output) -> None:
     async with client.connect(way) as context:
         await client.working_peers(context)
         found = sorted(
-            (belief.record for belief in await overview(context)), key=lambda job: (job.name, job.job)
+            (seen.belief.record for seen in await overview(context)), key=lambda job: (job.name, job.job)
         )
     output.emit({"jobs": [shown(job) for job in found]})
     output.table(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,10 @@ from fusion.cli import client
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
-from fusion.swarm.directory.job_order import ENDED
 
 if TYPE_CHECKING:
+    from fusion.runtime.belief.reading import Seen
     from fusion.runtime.job.context import Context
-    from fusion.swarm.authority.belief import Belief
-    from fusion.swarm.directory.records import ClaimRecord, JobId
 
 RETRY_SECONDS = 0.5
 
@@ -78,29 +75,24 @@ async def served(context: Context) -> list[Model]:
     """By name."""
     from fusion.runtime.belief.reading import overview
 
-    beliefs = [
-        belief
-        for belief in await overview(context)
-        if belief.record.kind == "serve" and belief.record.state not in ENDED
+    found = [
+        _model(seen)
+        for seen in await overview(context)
+        if seen.belief.record.kind == "serve" and not seen.belief.over
     ]
-    claims: dict[JobId, list[tuple[ClaimRecord, ...]]] = {belief.record.job: [] for belief in beliefs}
-    for job, _, of_stage in await client.stage_claims(context, [belief.record for belief in beliefs]):
-        claims[job.job].append(of_stage)
-    found = [_model(belief, claims[belief.record.job]) for belief in beliefs]
     return sorted(found, key=lambda model: (model.name, model.job))
 
 
-def _model(belief: Belief, claims: Sequence[tuple[ClaimRecord, ...]]) -> Model:
-    """`claims`: of each of its stages."""
+def _model(seen: Seen) -> Model:
     from fusion.swarm.claims.election import winner
 
-    record = belief.record
-    owners = [winner(each) for each in claims]
+    record = seen.belief.record
+    owners = [winner(claims) for claims in seen.claims.values()]
     return Model(
         name=record.name,
         job=record.job,
         author=record.author,
         stages=record.stages,
         held=sum(owner is not None and owner.ready for owner in owners),
-        vouched=belief.vouched,
+        vouched=seen.belief.vouched,
     )

@@ -16,7 +16,6 @@ from fusion.cli.jobs import shown
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output, bytes_text, flops_text
-from fusion.swarm.directory.job_order import ENDED
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
@@ -51,14 +50,16 @@ async def _status(way: client.Way, output: Output) -> None:
     from fusion.runtime.belief.reading import overview
 
     async with client.connect(way) as context:
-        peers, beliefs = await asyncio.gather(client.working_peers(context), overview(context))
-        jobs = tuple(belief.record for belief in beliefs)
-        claims, answers = await asyncio.gather(
-            client.stage_claims(context, [job for job in jobs if job.state not in ENDED]),
-            _answers(context, peers),
-        )
+        peers, seen = await asyncio.gather(client.working_peers(context), overview(context))
+        answers = await _answers(context, peers)
         http = client.http_url(context, way)
-    stages = [stage_of(job, number, found) for job, number, found in claims]
+    jobs = tuple(each.belief.record for each in seen)
+    stages = [
+        stage_of(each.belief.record, number, claims)
+        for each in seen
+        if not each.belief.over
+        for number, claims in each.claims.items()
+    ]
     said = {peer: answer for peer, answer in answers.items() if answer is not None}
     links = [link for peer, answer in said.items() for link in links_of(peer, answer)]
     loading = [entry for peer, answer in said.items() for entry in loading_of(peer, answer, jobs)]
@@ -104,7 +105,7 @@ class Stage:
     job: JobRecord
     number: int
     owner: ClaimRecord | None
-    replicas: tuple[ClaimRecord, ...]  # who runs it beside its owner, or believes to own it
+    replicas: tuple[ClaimRecord, ...]  # who runs it beside its owner
     standbys: tuple[ClaimRecord, ...]  # the one that would take over first comes first
 
     def behind(self, standby: ClaimRecord) -> int:
@@ -113,7 +114,7 @@ class Stage:
 
 
 def stage_of(job: JobRecord, number: int, claims: Sequence[ClaimRecord]) -> Stage:
-    """What the live claims of a stage say."""
+    """What the live claims of a stage say, one of which at most is an owner's."""
     from fusion.swarm.claims.election import winner
 
     owner = winner(claims)
@@ -123,7 +124,7 @@ def stage_of(job: JobRecord, number: int, claims: Sequence[ClaimRecord]) -> Stag
         job=job,
         number=number,
         owner=owner,
-        replicas=tuple(claim for claim in claims if claim.role in ("owner", "replica") and claim != owner),
+        replicas=tuple(claim for claim in claims if claim.role == "replica"),
         standbys=tuple(standbys),
     )
 
@@ -320,8 +321,6 @@ def standby_text(stage: Stage, standby: ClaimRecord) -> str:
     """E.g. "ready", "ready, 12 steps behind", "loading", "serves it too, 2 sessions"."""
     if standby.role == "replica":
         return f"serves it too, {standby.load:.0f} session{'' if standby.load == 1 else 's'}"
-    if standby.role == "owner":
-        return "believes to own it"
     if not standby.ready:
         return "loading"
     behind = stage.behind(standby)

@@ -4,15 +4,16 @@ stages, remembers who owned them, and judges all words by that, anew whenever ei
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from fusion.runtime.job.errors import JobError
 from fusion.swarm.authority.belief import Belief, Sight, believe
 from fusion.swarm.claims.owners_seen import Claims
-from fusion.swarm.directory.records import Digest, JobId, JobRecord
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
     from fusion.runtime.job.manifest import Manifest
 
 READ_STAGES = 256  # of one job, by whoever has no part in it
+READ_IN_ALL = (
+    2048  # stages, where all jobs are looked at: anybody may speak of hundreds, with thousands of stages each
+)
 MANIFEST_SECONDS = 5.0
+ALL_MANIFESTS_SECONDS, MANIFESTS_AT_ONCE, MANIFESTS_IN_ALL = 1.0, 16, 64
 HINTS = 8
 UNKNOWN_STAGES = 16  # of a job whose manifest is not here
 
@@ -107,11 +112,51 @@ async def weigh(
     return judged(context, job, words, manifest, dict(zip(numbers, claims, strict=True)))
 
 
-async def overview(context: Context) -> tuple[Belief, ...]:
-    """What to believe of all jobs, as far as the claims of their first stages tell; no manifest is read."""
+@dataclass(frozen=True)
+class Seen:
+    """A job in a look at all of them. `claims`: the live ones of its stages, of those to own one the one that counts."""
+
+    belief: Belief
+    claims: Claims
+
+
+async def overview(context: Context) -> tuple[Seen, ...]:
+    """All jobs, in the order of their ids, by the claims of READ_STAGES of each, READ_IN_ALL in all, the first ones of each
+    before later ones of any; and by their manifests, as far as these are given to us at once. Raises SwarmError."""
     words = by_job(await context.directory.words())
-    found = await asyncio.gather(*(weigh(context, job, words[job], None) for job in words))
-    return tuple(belief for belief in found if belief is not None)
+    manifests = await _manifests(context, words)
+    for job, manifest in manifests.items():
+        context.leases.know(manifest.law(job))
+    stages = {job: max(record.stages for record in said) for job, said in words.items()}
+    stages |= {job: manifest.stages for job, manifest in manifests.items()}
+    in_turn = ((job, stage) for stage in range(READ_STAGES) for job in words if stage < stages[job])
+    places = tuple(islice(in_turn, READ_IN_ALL))
+    found = await asyncio.gather(*(context.leases.claims(job, stage) for job, stage in places))
+    claims: dict[JobId, dict[int, Sequence[ClaimRecord]]] = {job: {} for job in words}
+    for (job, stage), live in zip(places, found, strict=True):
+        claims[job][stage] = live
+    beliefs = {job: judged(context, job, words[job], manifests.get(job), claims[job]) for job in words}
+    return tuple(Seen(belief, claims[job]) for job, belief in beliefs.items() if belief is not None)
+
+
+async def _manifests(
+    context: Context, words: Mapping[JobId, Sequence[JobRecord]]
+) -> Mapping[JobId, Manifest]:
+    """Those that somebody gives us in ALL_MANIFESTS_SECONDS, of MANIFESTS_IN_ALL jobs."""
+    jobs, found, busy = list(words), dict[JobId, "Manifest"](), asyncio.Semaphore(MANIFESTS_AT_ONCE)
+    context.random.shuffle(jobs)  # a stranger chooses how the ids of its own begin
+
+    async def read(job: JobId) -> None:
+        async with busy:
+            manifest = await manifest_of(context, job, words[job])
+        if manifest is not None:
+            found[job] = manifest
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ALL_MANIFESTS_SECONDS), asyncio.TaskGroup() as group:
+            for job in jobs[:MANIFESTS_IN_ALL]:
+                group.create_task(read(job))
+    return found
 
 
 async def manifest_of(context: Context, job: JobId, words: Sequence[JobRecord]) -> Manifest | None:

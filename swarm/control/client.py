@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,6 +170,7 @@ class ControlDirectory:
 
     def __init__(self, transport: ControlTransport) -> None:
         self._transport = transport
+        self._ahead = 0.0  # of our clock, the swarm's as the peer knows it
 
     async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
         raise PeerUnreachable("a command publishes nothing through its peer")
@@ -186,7 +188,7 @@ class ControlDirectory:
         return verify(peer, signature, data)
 
     def now(self) -> float:
-        return time.time()
+        return time.time() + self._ahead
 
     async def peers(self, *, max_age_seconds: float = 0.0) -> tuple[PeerRecord, ...]:
         return await self._read(
@@ -231,11 +233,16 @@ class ControlDirectory:
         elsewhere: Callable[[Directory], Awaitable[tuple[R, ...]]],
     ) -> tuple[R, ...]:
         try:
-            payload = (await self._transport.ask(question, header)).payload
-            found = [sealing.decode(body) for body in msgpack.unpackb(payload)]
+            answer = await self._transport.ask(question, header)
+            found = [sealing.decode(body) for body in msgpack.unpackb(answer.payload)]
+            self._ahead = float(answer.header.get("now", time.time())) - time.time()
+            for at, end in enumerate(answer.header.get("ends", ())):
+                claim = found[at]
+                if isinstance(claim, ClaimRecord):
+                    found[at] = replace(claim, expires_at=float(end))
         except Gone:
             return await elsewhere((await self._transport.moved())[1])
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
             raise FrameError(f"the running peer's answer makes no sense: {error}") from error
         return tuple(record for record in found if isinstance(record, kind))
 

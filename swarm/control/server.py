@@ -7,8 +7,9 @@ the protocol, both ways, in the form of p2pd's messages; then come frames, the f
 /fusion/control/1
     hello                    -> hello {peer, addresses}
     connect {address}        -> connected {peer}
-    peers, links, jobs       -> records, the payload a msgpack list of encoded records
-    job {job}, claims {job, stage}, providers {digest}      -> records, likewise
+    peers, links, jobs       -> records {now}, the payload a msgpack list of encoded records
+    job {job}, providers {digest}      -> records {now}, likewise
+    claims {job, stage}      -> records {now, ends}, likewise; the unix seconds at which each ends
     open {peer, protocol}    -> opened, and from then on every frame is passed on, both ways
 
 or `error` {message}. What cannot be answered in time is the command's to give up on: it hangs up.
@@ -27,7 +28,7 @@ import msgpack
 
 from fusion.swarm.directory import sealing
 from fusion.swarm.directory.api import Directory
-from fusion.swarm.directory.records import Digest, JobId, Record, is_digest
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, Record, is_digest
 from fusion.swarm.errors import FrameError, StreamClosed, TransportError
 from fusion.swarm.protocol import CONTROL
 from fusion.swarm.streams.frame_parser import delimited
@@ -140,7 +141,9 @@ class ControlServer:
                     far.abort()
             case kind if kind in self._questions:
                 found = await self._questions[kind](header)
-                await stream.send("records", {}, [msgpack.packb([sealing.encode(each) for each in found])])
+                ends = [each.expires_at for each in found if isinstance(each, ClaimRecord)]
+                said = {"now": self._directory.now(), **({"ends": ends} if ends else {})}
+                await stream.send("records", said, [msgpack.packb([sealing.encode(each) for each in found])])
             case kind:
                 raise FrameError(f"{CONTROL.name} knows no {kind!r:.40}")
 

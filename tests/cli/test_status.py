@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
-from fusion.cli.client import MOST_STAGES, READ_STAGES, stage_claims
 from fusion.cli.status import Stage, holdings_of, stage_line, stage_of, standby_text
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.transport import PeerId
@@ -32,11 +28,11 @@ def claim(peer: str, **changes: object) -> ClaimRecord:
 
 
 def test_whoever_would_take_over_first_comes_first() -> None:
-    owner, frozen = claim("owner", role="owner", term=3), claim("frozen", role="owner", term=2)
+    owner, beside = claim("owner", role="owner", term=3), claim("beside", role="replica")
     late, loading, best = claim("late", step=30), claim("loading", step=42, ready=False), claim("best")
     gone = claim("gone", role="released")
-    stage = stage_of(JOB, 0, [loading, frozen, late, gone, owner, best])
-    assert (stage.owner, stage.replicas, stage.standbys) == (owner, (frozen,), (best, late, loading))
+    stage = stage_of(JOB, 0, [loading, beside, late, gone, owner, best])
+    assert (stage.owner, stage.replicas, stage.standbys) == (owner, (beside,), (best, late, loading))
     assert [stage.behind(each) for each in stage.standbys] == [2, 12, 0]
     texts = [standby_text(stage, each) for each in stage.standbys]
     assert texts == ["ready, 2 steps behind", "ready, 12 steps behind", "loading"]
@@ -73,20 +69,3 @@ def test_what_a_peer_holds_is_told_by_job_and_author() -> None:
     ]  # fmt: skip
     for nonsense in ({}, {"holds": None}, {"holds": {"a": 1}}, {"holds": "text"}):
         assert holdings_of("peer", nonsense, [JOB]) == []
-
-
-def test_of_a_job_that_says_it_has_thousands_of_stages_few_are_looked_at() -> None:
-    looked: list[tuple[str, int]] = []
-
-    async def claims(job: str, stage: int) -> tuple[ClaimRecord, ...]:
-        looked.append((job, stage))
-        return ()
-
-    context: Any = SimpleNamespace(directory=SimpleNamespace(claims=claims))
-    jobs = [replace(JOB, stages=4096), replace(JOB, job=JobId("b" * 64), stages=3)]
-    assert len(asyncio.run(stage_claims(context, jobs))) == len(looked) == READ_STAGES + 3
-    looked.clear()
-    many = [replace(JOB, job=JobId(f"{number:064x}"), stages=4096) for number in range(100)]
-    found = asyncio.run(stage_claims(context, [*many, *jobs]))
-    assert len(found) == len(looked) == MOST_STAGES
-    assert [stage for job, stage, _ in found if job == jobs[1]] == [0, 1, 2]

@@ -6,7 +6,8 @@ import asyncio
 import os
 import stat
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import uvloop
 from support.directory_records import claim_record, job_record, link_record, peer_record, provider_record
 
 from fusion.runtime.job.protocol import PROTOCOLS
+from fusion.swarm.claims.leases import Leases
 from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
 from fusion.swarm.control.server import LIMITS, ControlConfig, ControlServer, splice
 from fusion.swarm.directory.api import Directory
@@ -53,7 +55,9 @@ class World:
 
 
 @asynccontextmanager
-async def world(config: ControlConfig | None = None) -> AsyncIterator[World]:
+async def world(
+    config: ControlConfig | None = None, clock: Callable[[], float] = time.time
+) -> AsyncIterator[World]:
     network, one, two = MemoryNetwork(), Identity.generate(), Identity.generate()
     # Not pytest's folder, whose name may be too long for a socket.
     with tempfile.TemporaryDirectory(prefix="fc-") as folder:
@@ -61,7 +65,7 @@ async def world(config: ControlConfig | None = None) -> AsyncIterator[World]:
             MemoryTransport(network, one.peer_id) as here,
             MemoryTransport(network, two.peer_id) as there,
         ):
-            directory = MemoryDirectory(network, one)
+            directory = MemoryDirectory(network, one, clock)
             async with ControlServer(here, directory, Path(folder) / "c.sock", config) as server:
                 for transport in (here, there):
                     await transport.serve(ECHO, echo)
@@ -107,6 +111,22 @@ def test_whatever_a_peer_may_be_told_and_answer_goes_to_a_command_too(protocol: 
     )
 
 
+def test_a_command_goes_by_the_clock_of_its_peer_and_sees_who_holds_a_stage() -> None:
+    """A claim that ends at no time would be nobody's, and whoever judges by owners would go by strangers."""
+
+    async def main() -> None:
+        async with world(clock=lambda: time.time() + 1000.0) as w:
+            me = w.identities[0]
+            claim = claim_record(me, role="owner")
+            await w.directory.publish(claim)
+            directory = ControlDirectory(await w.attach())
+            leases = Leases(PeerId(""), directory)
+            assert await leases.owner(claim.job, claim.stage) == claim
+            assert abs(directory.now() - time.time() - 1000.0) < 5.0
+
+    asyncio.run(main())
+
+
 def test_only_this_user_may_use_the_socket() -> None:
     async def main() -> None:
         async with world() as w:
@@ -130,7 +150,9 @@ def test_the_directory_is_the_peers_own() -> None:
             assert await directory.jobs() == (job,) and await directory.job(job.job) == job
             assert await directory.words() == (job,) == await directory.words(job.job)
             assert await directory.words(JobId("0" * 64)) == ()
-            assert await directory.claims(claim.job, claim.stage) == (claim,)
+            (found,) = await directory.claims(claim.job, claim.stage)
+            (there,) = await w.directory.claims(claim.job, claim.stage)
+            assert found == claim and found.expires_at == there.expires_at > directory.now()
             assert await directory.links() == (link,)
             assert await directory.providers(provider.digest) == (provider,)
             with pytest.raises(PeerUnreachable):
