@@ -23,10 +23,6 @@ def is_float(dtype: str) -> bool:
     return dtype in FLOATS
 
 
-def is_int(dtype: str) -> bool:
-    return dtype != "bool" and not is_float(dtype)
-
-
 def terms(dim: Dim) -> int:
     return len(dim.terms) if isinstance(dim, Poly) else 1
 

@@ -142,8 +142,12 @@ def _validate_law(manifest: Manifest) -> None:
         _require(all(map(is_peer_id, peers)), f"admission.{name}", "peer ids")
     _require(not admission.peers or admission.kind == "listed", "admission.peers", "for kind = listed only")
     _require(not admission.roots or admission.kind == "granted", "admission.roots", "for kind = granted only")
-    for name in ("stages_per_owner", "stages_per_subnet"):
-        _require(0 <= getattr(limits, name) <= MAX_STAGES, f"limits.{name}", f"from 0 to {MAX_STAGES}")
+    _require(0 <= limits.stages_per_owner <= MAX_STAGES, "limits.stages_per_owner", f"from 0 to {MAX_STAGES}")
+    _require(
+        limits.stages_per_subnet == 0,
+        "limits.stages_per_subnet",
+        "0: readers see unlike addresses, so none holds it",
+    )
     _require(0 <= manifest.launched_at < 2**40, "launched_at", "unix seconds")
 
 

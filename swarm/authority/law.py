@@ -27,7 +27,7 @@ class Limits:
     """How much of a job one party may hold; 0: as much as it likes."""
 
     stages_per_owner: int = 0
-    stages_per_subnet: int = 0  # of one /24 (IPv4) or /48 (IPv6), where addresses are known
+    stages_per_subnet: int = 0  # of the wire form only: always 0, see SECURITY.md, "Closed jobs"
 
 
 @dataclass(frozen=True, kw_only=True)

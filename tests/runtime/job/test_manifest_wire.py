@@ -147,6 +147,8 @@ def _with(path: str, value: object) -> dict[str, Any]:
         ("files", [["a/b", DIGEST]], "files"),
         ("files", [[".profile", DIGEST]], "files"),
         ("files", [["config.json"]], "files[0]"),
+        ("limits.stages_per_owner", -1, "limits.stages_per_owner"),
+        ("limits.stages_per_subnet", 1, "limits.stages_per_subnet must be 0"),
         ("train", None, "train"),
         ("kind", "serve", "serve"),
         ("kind", "mine", "kind"),
