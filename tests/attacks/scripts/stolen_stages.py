@@ -197,9 +197,13 @@ async def used_up_terms(one: Stranger) -> dict[str, Any]:
 
 
 async def nobody_was_deposed(ground: Ground, verdict: Verdict) -> None:
-    """Every stage runs where it ran, under the same term; nobody was welcomed or believed; a client that looks now believes
-    in both jobs."""
+    """Every stage runs where it ran, under the same term, and is shown so by a command; nobody was welcomed or believed; a client
+    that looks now believes in both jobs."""
     before = dict(ground.held)
+    told = await ground.fleet.run("status", "status", "--home", str(ground.peers[0].home))
+    shown = {(each["job"], each["stage"]): (each["peer"], each["term"]) for each in told[-1]["stages"]}
+    if shown != before:
+        verdict.notes["fault: status"] = f"shows {shown}, and not {before}"
     after = await ground.look()
     for place, owner in before.items():
         if after.get(place) != owner:
