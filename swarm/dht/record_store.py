@@ -1,9 +1,9 @@
 """What a node keeps for others: bounded in all, by key and by record, and shared out fairly. Knows no signatures.
 
 Everything is charged to whoever sent it: its author as a rule, who is connected to us under the key it signs with, so
-that a thousand authors made up by one peer share what is one peer's. Where there is no room, whoever takes most loses
-what it renewed longest ago; a sender that takes most itself loses its own. So a node that is full of one stranger's
-records has room for everybody else's, however late they end.
+that a thousand authors made up by one peer share what is one peer's, under each key as well. Where there is no room, whoever
+takes most loses what it renewed longest ago; a sender that takes most itself loses its own. So a node that is full of one
+stranger's records has room for everybody else's, however late they end.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ Slot = tuple[int, str]  # a key and a subkey
 class StoreLimits:
     total_bytes: int = 64 << 20
     key_bytes: int = 768 << 10  # an answer carries at least one key
+    # Of these what one peer has sent, or one network: whoever works under a key reads all of it at every heartbeat.
+    peer_key_bytes: int = 96 << 10
+    network_key_bytes: int = 384 << 10
     subkeys: int = MAX_SUBKEYS
 
     def __post_init__(self) -> None:
-        for name in ("total_bytes", "key_bytes", "subkeys"):
+        for name in ("total_bytes", "key_bytes", "peer_key_bytes", "network_key_bytes", "subkeys"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
 
@@ -158,6 +161,11 @@ class RecordStore:
         author, several, _ = subkey.partition("/")
         if several and beside.of_author[author] >= MAX_OF_AN_AUTHOR:
             return False
+        most = limits.peer_key_bytes if kept.account == kept.sender else limits.network_key_bytes
+        if size > most:
+            return False
+        while beside.shares[kept.account] + size > most:
+            self._drop((key, next(iter(beside.subkeys[kept.account]))))
         while beside.records and (
             len(beside.records) >= limits.subkeys or beside.bytes + size > limits.key_bytes
         ):

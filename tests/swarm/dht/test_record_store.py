@@ -21,7 +21,10 @@ from fusion.swarm.dht.record_store import (
     size_of,
 )
 
-SMALL = StoreLimits(total_bytes=20_000, key_bytes=6000, subkeys=6)
+SMALL = StoreLimits(
+    total_bytes=20_000, key_bytes=6000, peer_key_bytes=4000, network_key_bytes=5000, subkeys=6
+)
+NETWORK = "d"  # the account of a network, from which "c" sends as well
 
 
 def kept(sender: str, until: float = 100.0, size: int = 100) -> Kept:
@@ -43,7 +46,8 @@ def test_it_never_holds_more_than_it_may_and_its_books_are_right(steps: list[tup
     store, now = RecordStore(SMALL), 0.0
     for key, author, sender, until, size, passed in steps:
         now += passed
-        data = Kept(b"x" * size, until, sender, sender)
+        account = NETWORK if sender == "c" else sender
+        data = Kept(b"x" * size, until, sender, account)
         before = dict(store.at(key, now))
         if store.put(key, author, data, now):
             assert store.at(key, now)[author] == data
@@ -63,6 +67,10 @@ def test_it_never_holds_more_than_it_may_and_its_books_are_right(steps: list[tup
             for subkey, value in values.items():
                 of_key[value.account] += size_of(subkey, value)
             held += of_key
+            for account, taken in of_key.items():
+                senders = {value.sender for value in values.values() if value.account == account}
+                most = SMALL.network_key_bytes if senders - {account} else SMALL.peer_key_bytes
+                assert account == OWN or taken <= most
             counted = store._keys[each]
             assert (counted.shares, counted.bytes) == (of_key, of_key.total())
             assert counted.of_author == Counter(map(author_in, values))
@@ -102,11 +110,19 @@ def test_many_authors_of_one_sender_leave_room_under_a_key() -> None:
     store = RecordStore()
     for n in range(2000):
         store.put(1, f"made up {n}", kept("stranger"), 0.0)
-    assert len(store.at(1, 0.0)) == store.limits.subkeys
+    assert 0 < store.shares["stranger"] <= store.limits.peer_key_bytes
     assert store.put(1, "honest", kept("honest"), 0.0)
     for n in range(2000, 4000):
         store.put(1, f"made up {n}", kept("stranger"), 0.0)
     assert "honest" in store.at(1, 0.0)
+
+
+def test_peers_of_one_network_have_more_under_a_key_than_one_peer_and_not_all_of_it() -> None:
+    store = RecordStore()
+    for n in range(2000):
+        store.put(1, f"author {n}", Kept(b"x" * 300, 100.0, f"author {n}", "198.51.100.0/24"), 0.0)
+    assert len(store.at(1, 0.0)) > 256
+    assert store.shares["198.51.100.0/24"] <= store.limits.network_key_bytes < store.limits.key_bytes
 
 
 def test_an_author_has_so_many_records_under_a_key() -> None:
