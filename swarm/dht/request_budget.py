@@ -6,7 +6,7 @@ Knows neither requests nor what they cost: costs are in tokens, about a tenth of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cachetools import LRUCache
@@ -41,9 +41,18 @@ class RequestBudget:
 
     def spend(self, account: str, tokens: float) -> bool:
         """Whether `account` can pay; if so, it has. What costs more than the burst never can be paid."""
-        now = self._clock()
-        left, then = self._left.get(account, (self._config.burst, now))
-        left = refilled(left, now - then, self._config)
-        paid = tokens <= left
-        self._left[account] = (left - tokens if paid else left, now)
-        return paid
+        return spend_all([(self, account)], tokens)
+
+    def _has(self, account: str) -> float:
+        left, then = self._left.get(account, (self._config.burst, self._clock()))
+        return refilled(left, self._clock() - then, self._config)
+
+
+def spend_all(accounts: Sequence[tuple[RequestBudget, str]], tokens: float) -> bool:
+    """Whether each of these accounts can pay; if so, they all have. Where one cannot, none is charged: who has nothing left
+    would else use up, with requests that are refused, what it shares with others."""
+    left = [budget._has(account) for budget, account in accounts]
+    paid = all(tokens <= each for each in left)
+    for (budget, account), each in zip(accounts, left, strict=True):
+        budget._left[account] = (each - tokens if paid else each, budget._clock())
+    return paid

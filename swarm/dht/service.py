@@ -17,7 +17,7 @@ import msgpack
 from fusion.swarm.dht.guard import Offer, check_offer
 from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.record_store import OWN, Kept, RecordStore
-from fusion.swarm.dht.request_budget import BudgetConfig, RequestBudget
+from fusion.swarm.dht.request_budget import BudgetConfig, RequestBudget, spend_all
 from fusion.swarm.dht.routing_table import RoutingTable
 from fusion.swarm.dht.values import ID_BYTES, node_id, pack_values
 from fusion.swarm.dht.wire import MAX_NEIGHBOURS, MAX_OFFERS, FoundAt
@@ -40,7 +40,8 @@ _KEY = 0.25
 _ANSWERED_KIB = 0.05
 _NEWCOMER = 100.0
 
-Send = Callable[[Node, Sequence[Offer]], Awaitable[object]]
+# Which of the offers the node took; none of them where it did not answer.
+Send = Callable[[Node, Sequence[Offer]], Awaitable[Sequence[bool]]]
 
 
 class Busy(ValueError):
@@ -109,24 +110,28 @@ class DhtService:
         """Of as many of the keys as an answer has room for: the first ones."""
         self._pay(sender, _REQUEST + _KEY * len(keys))
         self._meet(sender, claimed)
-        found: list[FoundAt] = []
+        told: list[tuple[int, Mapping[str, Kept]]] = []
         total = 0
         for key in keys:
             values = self.values(key)
-            total += sum(len(subkey) + len(kept.data) for subkey, kept in values.items())
-            if found and total > ANSWER_BYTES:
+            size = sum(len(subkey) + len(kept.data) for subkey, kept in values.items())
+            if told and total + size > ANSWER_BYTES:
                 break
-            packed = pack_values((s, kept.data, kept.until) for s, kept in values.items()) if values else None
-            near = self.table.nearest(key, MAX_NEIGHBOURS + 1)
-            found.append(FoundAt(packed, [node for node in near if node.peer != sender][:MAX_NEIGHBOURS]))
+            told.append((key, values))
+            total += size
         self._pay(sender, _ANSWERED_KIB * total / 1024)
-        return found
+        return [self._found(sender, key, values) for key, values in told]
+
+    def _found(self, sender: PeerId, key: int, values: Mapping[str, Kept]) -> FoundAt:
+        packed = pack_values((s, kept.data, kept.until) for s, kept in values.items()) if values else None
+        near = self.table.nearest(key, MAX_NEIGHBOURS + 1)
+        return FoundAt(packed, [node for node in near if node.peer != sender][:MAX_NEIGHBOURS])
 
     def _pay(self, sender: PeerId, tokens: float) -> None:
-        subnet = self._subnet_of.get(sender)
-        if subnet is not None and not self._of_subnets.spend(subnet, tokens):
-            raise Busy(BUSY)
-        if not self._budget.spend(sender, tokens):
+        accounts = [(self._budget, sender)]
+        if (subnet := self._subnet_of.get(sender)) is not None:
+            accounts.append((self._of_subnets, subnet))
+        if not spend_all(accounts, tokens):
             raise Busy(BUSY)
 
     def _keep(self, sender: PeerId, offer: Offer) -> bool:
@@ -197,4 +202,5 @@ class DhtService:
                 break
             await asyncio.sleep(0)
         for at in range(0, min(len(handed), _HANDED_OVER), MAX_OFFERS):
-            await self._send(newcomer, handed[at : at + MAX_OFFERS])
+            if not await self._send(newcomer, handed[at : at + MAX_OFFERS]):
+                return  # it does not answer, and others wait to be let in

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgpack
 
-from fusion.swarm.dht.request_budget import BudgetConfig, RequestBudget
+from fusion.swarm.dht.request_budget import BudgetConfig, RequestBudget, spend_all
 from fusion.swarm.errors import FrameError
 from fusion.swarm.protocol import DIRECTORY
 from fusion.swarm.streams.frame_stream import FrameStream
@@ -63,13 +63,10 @@ class DirectoryServer:
         if frame.kind != "read":
             raise FrameError(f"{DIRECTORY.name} knows read, not {frame.kind!r:.40}")
         keys = _keys(frame)
-        subnet = stream.subnet if isinstance(stream, FrameStream) else None
-        paid = (
-            self._clients.spend(stream.remote, len(keys))
-            and (subnet is None or self._subnets.spend(subnet, len(keys)))
-            and self._everybody.spend("", len(keys))
-        )
-        if not paid:
+        accounts = [(self._clients, str(stream.remote)), (self._everybody, "")]
+        if isinstance(stream, FrameStream) and stream.subnet is not None:
+            accounts.append((self._subnets, stream.subnet))
+        if not spend_all(accounts, len(keys)):
             raise ValueError(BUSY)
         found = await self._directory.sealed_under(keys)
         total = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import msgpack
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.directory_records import claim_record, digest, provider_record
 
+from fusion.swarm.dht import service
 from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.record_store import Kept
@@ -50,8 +52,9 @@ class Desk:
     async def _subnets(self) -> Mapping[PeerId, str]:
         return self.subnets
 
-    async def _send(self, node: Node, offers: Sequence[Offer]) -> None:
+    async def _send(self, node: Node, offers: Sequence[Offer]) -> Sequence[bool]:
         self.sent.append((node, list(offers)))
+        return [True] * len(offers) if self.living else []
 
     async def _lives(self, node: Node) -> bool:
         return self.living
@@ -155,6 +158,41 @@ def test_a_network_shares_what_a_few_peers_have() -> None:
         except Busy:
             continue
     assert 3 * 150 <= served <= 4 * 150
+
+
+def test_a_peer_that_is_refused_uses_up_nothing_of_its_networks_share() -> None:
+    greedy, modest = (Identity.generate().peer_id for _ in range(2))
+    subnets = dict.fromkeys((greedy, modest), "203.0.114.0/24")
+    desk = Desk(BudgetConfig(per_second=0.001, burst=150.0), subnets)
+    meet(desk, lambda: desk.service.ping(greedy, claimed(greedy)))  # connections are looked at
+    for _ in range(1000):
+        with suppress(Busy):
+            desk.service.ping(greedy, b"")
+    for _ in range(100):
+        desk.service.ping(modest, b"")
+
+
+def test_an_answer_that_cannot_be_paid_for_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk, greedy = Desk(BudgetConfig(per_second=0.001, burst=60.0)), PeerId("anybody")
+    for n in range(150):
+        assert desk.service.records.put(7, f"p{n}", Kept(b"x" * 4000, NOW + 9, f"p{n}", f"p{n}"), NOW)
+    made: list[int] = []
+    monkeypatch.setattr(service, "pack_values", lambda items: bytes(made.append(1) or 1))
+    desk.service.find(greedy, b"", [7])
+    for _ in range(20):
+        with pytest.raises(Busy):
+            desk.service.find(greedy, b"", [7])
+    assert len(made) == 1
+
+
+def test_a_new_node_that_does_not_answer_keeps_others_waiting_for_one_request() -> None:
+    desk, author, newcomer = Desk(), Identity.generate(), Identity.generate().peer_id
+    for n in range(2000):
+        record = provider_record(author, digest=digest(str(n)))
+        desk.service.keep_own(key_id(key_of(record)), subkey_of(record), b"x", NOW + 60)
+    desk.living = False
+    meet(desk, lambda: desk.service.ping(newcomer, claimed(newcomer)))
+    assert len(desk.sent) == 1
 
 
 def test_a_new_node_is_offered_what_it_should_keep_once_and_not_all_there_is() -> None:
