@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 
 import msgpack
+from cachetools import TTLCache
 
 from fusion.swarm.dht.guard import Offer, check_offer
 from fusion.swarm.dht.lookup import Node
@@ -33,6 +34,11 @@ _NEWCOMERS = 64  # waiting to be let in
 _HANDED_OVER = 512  # records to one newcomer
 _WALKED_KEYS = 4096  # looked through for it
 _WALKED_AT_ONCE = 32
+_LOOK_SECONDS = (
+    1.0  # from an unknown sender to a look at who is connected from where, so that one look does for many
+)
+_WITHOUT_SECONDS = 60.0  # for which one that was then in no public network counts as such
+_WITHOUT = 4096
 # Tokens: tenths of a millisecond.
 _REQUEST = 1.0
 _OFFER = 2.0
@@ -89,13 +95,27 @@ class DhtService:
         )
         self._newcomers: dict[Node, None] = {}
         self._admitting: asyncio.Task[None] | None = None
+        self._without: TTLCache[PeerId, None] = TTLCache(_WITHOUT, _WITHOUT_SECONDS)  # a public network
+        self._looking: asyncio.Task[None] | None = None
 
     async def aclose(self) -> None:
-        if self._admitting is not None:
-            self._admitting.cancel()
-            await asyncio.gather(self._admitting, return_exceptions=True)
+        tasks = [task for task in (self._admitting, self._looking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # What others ask.
+
+    def place(self, sender: PeerId) -> None:
+        if sender in self._subnet_of or sender in self._without:
+            return
+        self._without[sender] = None
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(), name="networks of DHT clients")
+
+    async def _look(self) -> None:
+        await asyncio.sleep(_LOOK_SECONDS)
+        self._subnet_of = await self._subnets()
 
     def ping(self, sender: PeerId, claimed: bytes) -> None:
         self._pay(sender, _REQUEST)

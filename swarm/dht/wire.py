@@ -61,8 +61,10 @@ class NotOfThisSwarm(ValueError):
 
 class Server(Protocol):
     """Who answers. `sender` is who asks, `claimed` the node id it gives itself: empty for one that is no node. What they
-    raise goes to the sender as one line."""
+    raise goes to the sender as one line. `place` comes before each of the others, for the network that a request counts as one
+    of: peer ids are free."""
 
+    def place(self, sender: PeerId) -> None: ...
     def ping(self, sender: PeerId, claimed: bytes) -> None: ...
     def store(self, sender: PeerId, claimed: bytes, offers: Sequence[Offer]) -> list[bool]: ...
     def find(self, sender: PeerId, claimed: bytes, keys: Sequence[int]) -> list[FoundAt]: ...
@@ -93,17 +95,22 @@ class Wire:
         if self._client:
             return
 
+        def sender_of(request: Any, context: P2PContext) -> PeerId:
+            sender = self._member(request, context)
+            server.place(sender)
+            return sender
+
         async def ping(request: Any, context: P2PContext) -> Any:
-            server.ping(self._member(request, context), request.peer.node_id)
+            server.ping(sender_of(request, context), request.peer.node_id)
             return dht_pb2.PingResponse(peer=self._info, dht_time=self._now(), auth=self._answer_auth())
 
         async def store(request: Any, context: P2PContext) -> Any:
-            taken = server.store(self._member(request, context), request.peer.node_id, _offers(request))
+            taken = server.store(sender_of(request, context), request.peer.node_id, _offers(request))
             taken += [False] * (len(request.keys) - len(taken))
             return dht_pb2.StoreResponse(store_ok=taken, peer=self._info, auth=self._answer_auth())
 
         async def find(request: Any, context: P2PContext) -> Any:
-            sender = self._member(request, context)
+            sender = sender_of(request, context)
             if len(request.keys) > MAX_KEYS or any(len(key) != ID_BYTES for key in request.keys):
                 raise ValueError(f"at most {MAX_KEYS} keys of {ID_BYTES} bytes")
             keys = [int.from_bytes(key, "big") for key in request.keys]

@@ -160,6 +160,39 @@ def test_a_network_shares_what_a_few_peers_have() -> None:
     assert 3 * 150 <= served <= 4 * 150
 
 
+def test_clients_of_a_network_share_it_though_none_is_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_LOOK_SECONDS", 0.01)
+    crowd = [Identity.generate().peer_id for _ in range(20)]
+    desk = Desk(BudgetConfig(per_second=0.001, burst=150.0), dict.fromkeys(crowd, "203.0.114.0/24"))
+    looks = 0
+
+    async def subnets() -> Mapping[PeerId, str]:
+        nonlocal looks
+        looks += 1
+        return desk.subnets
+
+    desk.service._subnets = subnets
+
+    async def scenario() -> int:
+        served = 0
+        for peer in crowd:
+            desk.service.place(peer)
+        desk.service.place(PeerId("of no public network"))
+        await asyncio.sleep(0.1)
+        for peer in (*crowd, PeerId("of no public network")):
+            with suppress(Busy):
+                for _ in range(150):
+                    desk.service.place(peer)
+                    desk.service.ping(peer, b"")
+                    served += 1
+        await asyncio.sleep(0.05)
+        await desk.service.aclose()
+        return served
+
+    assert asyncio.run(scenario()) == 5 * 150
+    assert looks == 1
+
+
 def test_a_peer_that_is_refused_uses_up_nothing_of_its_networks_share() -> None:
     greedy, modest = (Identity.generate().peer_id for _ in range(2))
     subnets = dict.fromkeys((greedy, modest), "203.0.114.0/24")
