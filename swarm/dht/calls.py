@@ -23,11 +23,9 @@ from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-_BIG_ANSWER_BYTES = (
-    512 * 1024
-)  # hivemind's limit for one answer is 4 MiB, and nodes of former versions know no other
 _KEYS_PER_ASK = 32
 _CLOCK_SAMPLES = 16
+_STEP_SECONDS = 1.0  # by which our clock has to be set for what others' told of it to be void
 _SUSPENDED = 1024  # peers remembered
 _FAILURES = 3  # in a row, after which a node is left out of the routing table
 
@@ -52,7 +50,7 @@ class Calls:
         self._suspended: FIFOCache[PeerId, tuple[float, int]] = FIFOCache(_SUSPENDED)
         # Others' clocks less ours. Who has been there longest stays: newcomers do not outvote them.
         self._offsets: dict[PeerId, float] = {}
-        self._keys_per_ask = _KEYS_PER_ASK
+        self._since_start = _since_start()  # the machine's, as of when they were told
         self._batches = StoreBatches(self.store)
 
     async def aclose(self) -> None:
@@ -60,36 +58,45 @@ class Calls:
 
     def now(self) -> float:
         """Unix seconds, by our clock as the others' correct it."""
+        self._forget_if_set()
         return time.time() + correction(self._offsets.values())
 
     def knows_clock_of(self, peer: PeerId) -> bool:
+        self._forget_if_set()
         return peer in self._offsets
+
+    def _forget_if_set(self) -> None:
+        """What others' clocks are ahead of ours is asked anew once ours was set, or the machine has slept."""
+        since_start = _since_start()
+        if abs(since_start - self._since_start) > _STEP_SECONDS:
+            self._offsets.clear()
+            self._since_start = since_start
 
     async def ping(self, peer: PeerId) -> None:
         """Raises one of CALL_ERRORS."""
-        asked_at = time.time()
+        asked_at = time.monotonic()
         theirs = await self._wire.ping(peer, self._call_seconds)
-        answered_at = time.time()
+        took, answered_at = time.monotonic() - asked_at, time.time()
+        self._forget_if_set()
         await self._admit(Node(node_id(peer), peer))
         self._suspended.pop(peer, None)
         room = peer in self._offsets or len(self._offsets) < _CLOCK_SAMPLES
-        if theirs is not None and room and answered_at - asked_at < 1.0:
-            self._offsets[peer] = theirs - (asked_at + answered_at) / 2
+        if theirs is not None and room and took < 1.0:
+            self._offsets[peer] = theirs - (answered_at - took / 2)
             offset = middle(self._offsets.values())
             if abs(offset) > CLOCK_TOLERANCE_SECONDS:
                 logger.warning("this machine's clock is %.0f s off the swarm's: set it", -offset)
 
     async def ask(self, node: Node, keys: tuple[int, ...]) -> NodeReply | None:
-        """What a node says of the keys; None where it does not answer."""
+        """What a node says of the keys; None where it does not answer. It may tell of some of them at a time, for as long as one
+        call may take: what it has not told of by then it is not asked for."""
         values: dict[int, dict[str, bytes]] = {}
         nearest: dict[int, list[Node]] = {}
-        at = 0
+        at, until = 0, time.monotonic() + self._call_seconds
         try:
-            while at < len(keys):
-                part = keys[at : at + self._keys_per_ask]
-                answer, size = await self._wire.find(node.peer, part, self._call_seconds)
-                if size > _BIG_ANSWER_BYTES:
-                    self._keys_per_ask = max(1, self._keys_per_ask // 2)
+            while at < len(keys) and (not at or time.monotonic() < until):
+                part = keys[at : at + _KEYS_PER_ASK]
+                answer = await self._wire.find(node.peer, part, self._call_seconds)
                 for key, found in zip(part, answer, strict=False):
                     values[key] = _values(node, found.value)
                     nearest[key] = [other for other in found.nearest if not self.is_suspended(other.peer)]
@@ -140,6 +147,11 @@ class Calls:
 def offer_of(place: int, subkey: str, data: bytes, until: float) -> Offer:
     """A record of ours for the nodes near `place`; `until` in unix seconds."""
     return Offer(place.to_bytes(ID_BYTES, "big"), msgpack.packb(subkey), data, until)
+
+
+def _since_start() -> float:
+    """By how much the clock is ahead of the one that only rises: the same until somebody sets it."""
+    return time.time() - time.monotonic()
 
 
 def _values(node: Node, packed: bytes | None) -> dict[str, bytes]:

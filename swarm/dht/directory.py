@@ -272,7 +272,9 @@ class HivemindDirectory(DirectoryByKey):
             await ask_all(questions, self._ask, self._config.lookup.patience_seconds)
         ).items():
             for key in questions[node]:
-                values = answer.values.get(key, {})
+                if key not in answer.values:  # it told of others alone
+                    continue
+                values = answer.values[key]
                 await self._checked(ids[key], {subkey: (data,) for subkey, data in values.items()})
                 read.add(ids[key])
                 if not self._holders.of(key, answer.nearest.get(key, ()), now):
@@ -301,6 +303,11 @@ class HivemindDirectory(DirectoryByKey):
                     await asyncio.sleep(0)
                 if not future.done():
                     future.set_result(records)
+        except Exception as error:  # theirs who asked: to be cancelled would end their tasks without a word
+            for future in reads.values():
+                if not future.done():
+                    future.set_exception(error)
+                    future.exception()  # whoever asked may have gone
         finally:
             for future in reads.values():
                 future.cancel()

@@ -151,14 +151,14 @@ class Wire:
         response = await self._call(peer, "store", request, dht_pb2.StoreResponse, seconds)
         return list(response.store_ok)
 
-    async def find(self, peer: PeerId, keys: Sequence[int], seconds: float) -> tuple[list[FoundAt], int]:
-        """What it has of the first of the keys, as many as fitted into its answer, and how long that was in bytes."""
+    async def find(self, peer: PeerId, keys: Sequence[int], seconds: float) -> list[FoundAt]:
+        """What it has of the first of the keys, as many as fitted into its answer."""
         packed = [key.to_bytes(ID_BYTES, "big") for key in keys]
         request = dht_pb2.FindRequest(keys=packed, peer=self._info)
         response = await self._call(peer, "find", request, dht_pb2.FindResponse, seconds)
         if not 0 < len(response.results) <= len(keys):
             raise ValueError(f"{len(response.results)} results for {len(keys)} keys")
-        return [_found(result, self._peer) for result in response.results], response.ByteSize()
+        return [_found(result, self._peer) for result in response.results]
 
     async def subnets(self) -> Mapping[PeerId, str]:
         """Of the peers that are connected with us, those in public networks."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 import pytest
@@ -28,11 +29,11 @@ from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
 from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.lookup import LookupConfig, Node, NodeReply
 from fusion.swarm.dht.record_store import Kept, RecordStore
-from fusion.swarm.dht.values import key_id
+from fusion.swarm.dht.values import key_id, node_id
 from fusion.swarm.dht.wire import FoundAt
 from fusion.swarm.directory.api import PEER_KEYS
-from fusion.swarm.directory.keys import jobs_key, key_of, shard
-from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS
+from fusion.swarm.directory.keys import jobs_key, key_of, shard, subkey_of
+from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS, seal
 from fusion.swarm.errors import PeerUnreachable, RecordError
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PTransport
@@ -290,6 +291,49 @@ def test_a_glance_goes_past_nodes_that_are_gone(four: Four) -> None:
         assert await reader.jobs(max_age_seconds=1e-9) == (record,)
 
     four.runner.run(scenario())
+
+
+def test_a_search_that_fails_is_told_and_cancels_nobody() -> None:
+    async def scenario() -> None:
+        identity, peer = Identity.generate(), Identity.generate().peer_id
+        p2p: Any = None
+        directory = HivemindDirectory(p2p, identity, DhtConfig(client=True))
+        directory._service.table.seen(Node(node_id(peer), peer))
+
+        async def broken(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+            raise RuntimeError("a fault of ours")
+
+        directory._ask = broken  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            await directory.jobs()
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_does_not_tell_of_a_key_is_not_taken_at_its_word() -> None:
+    async def scenario() -> None:
+        identity = Identity.generate()
+        p2p: Any = None
+        directory = HivemindDirectory(p2p, identity, DhtConfig(client=True))
+        nodes = [Node(node_id(p), p) for p in (Identity.generate().peer_id for _ in range(2))]
+        for node in nodes:
+            directory._service.table.seen(node)
+        record = job_record(identity)
+        kept = {key_id(key_of(record)): {subkey_of(record): seal(record, identity, time.time() + 60)}}
+        short: list[Node] = []
+
+        async def told(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+            few = keys[: 1 if node in short else None]
+            return NodeReply({key: kept.get(key, {}) for key in few}, dict.fromkeys(few, nodes))
+
+        directory._ask = told  # type: ignore[method-assign]
+        assert await directory.jobs(max_age_seconds=60.0) == (record,)
+        for liar in nodes:
+            short[:] = [liar]
+            directory._seen.clear()
+            assert await directory.jobs(max_age_seconds=1e-9) == (record,)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.process

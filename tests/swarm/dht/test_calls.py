@@ -1,0 +1,104 @@
+"""What we make of nodes that answer oddly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusion.swarm.dht import calls
+from fusion.swarm.dht.calls import Calls
+from fusion.swarm.dht.lookup import Node
+from fusion.swarm.dht.values import node_id
+from fusion.swarm.dht.wire import MAX_KEYS, FoundAt
+from fusion.swarm.identity import Identity
+from fusion.swarm.transport import PeerId
+
+Find = Callable[[Sequence[int]], Awaitable[list[FoundAt]]]
+
+
+def calls_to(find: Find | None = None, **options: Any) -> Calls:
+    async def found(peer: PeerId, keys: Sequence[int], seconds: float) -> list[FoundAt]:
+        assert find is not None
+        return await find(keys)
+
+    async def admit(node: Node) -> None:
+        pass
+
+    wire: Any = SimpleNamespace(find=found, **options)
+    return Calls(wire, call_seconds=0.2, suspend_seconds=2.0, admit=admit, gone=lambda node: None)
+
+
+def node() -> Node:
+    peer = Identity.generate().peer_id
+    return Node(node_id(peer), peer)
+
+
+def test_large_answers_of_one_node_make_no_question_to_another_shorter() -> None:
+    asked: list[int] = []
+    value = bytes(1 << 15)
+
+    async def find(keys: Sequence[int]) -> list[FoundAt]:
+        asked.append(len(keys))
+        return [FoundAt(value, [])] * len(keys)
+
+    async def scenario() -> None:
+        ours = calls_to(find)
+        for _ in range(8):
+            assert await ours.ask(node(), tuple(range(MAX_KEYS))) is not None
+
+    asyncio.run(scenario())
+    assert asked == [32] * 16
+
+
+def test_a_node_that_tells_of_one_key_at_a_time_does_not_hold_up_a_search() -> None:
+    async def find(keys: Sequence[int]) -> list[FoundAt]:
+        await asyncio.sleep(0.05)
+        return [FoundAt(None, [])]
+
+    async def scenario() -> None:
+        ours, begun = calls_to(find), asyncio.get_running_loop().time()
+        reply = await ours.ask(node(), tuple(range(MAX_KEYS)))
+        assert asyncio.get_running_loop().time() - begun < 1.0
+        assert reply is not None and 0 < len(reply.nearest) < MAX_KEYS  # what it did tell counts
+
+    asyncio.run(scenario())
+
+
+class Clocks:
+    """The machine's two."""
+
+    def __init__(self) -> None:
+        self.wall, self.steady = 1e9, 50.0
+
+    def time(self) -> float:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.steady
+
+
+def test_what_others_clocks_said_of_ours_ends_when_ours_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks()
+    monkeypatch.setattr(calls, "time", clocks)
+    peers = [Identity.generate().peer_id for _ in range(3)]
+
+    async def ping(peer: PeerId, seconds: float) -> float:
+        return true
+
+    async def scenario() -> None:
+        ours = calls_to(ping=ping)
+        for peer in peers:
+            await ours.ping(peer)
+        assert ours.now() == true and ours.knows_clock_of(peers[0])
+        clocks.wall = true  # as the system does once it has found a time server
+        assert ours.now() == true and not ours.knows_clock_of(peers[0])
+        for peer in peers:
+            await ours.ping(peer)
+        assert ours.now() == true and ours.knows_clock_of(peers[0])
+
+    true = clocks.wall + 300.0
+    asyncio.run(scenario())
