@@ -10,6 +10,7 @@ A token is `msgpack([until, signature])`, `until` in unix seconds.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -40,13 +41,13 @@ class Authorizer:
         self._now = now
         self._own: tuple[int, bytes] = (0, b"")  # until when, and the token
         self._admitted: FIFOCache[PeerId, tuple[bytes, int]] = FIFOCache(REMEMBERED_PEERS)
-        self._refused: FIFOCache[PeerId, float] = FIFOCache(REMEMBERED_PEERS)
+        self._refused: FIFOCache[PeerId, float] = FIFOCache(REMEMBERED_PEERS)  # and when
 
     @property
     def token(self) -> bytes:
-        """What we show, renewed by the half of its time."""
+        """What we show, renewed by the half of its time, and where our clock has been set back."""
         now = self._now()
-        if self._own[0] < now + TOKEN_SECONDS / 2:
+        if not now + TOKEN_SECONDS / 2 <= self._own[0] <= now + TOKEN_SECONDS:
             until = int(now) + TOKEN_SECONDS
             self._own = until, msgpack.packb([until, self._key.sign(_signed(self._peer, until))])
         return self._own[1]
@@ -57,12 +58,14 @@ class Authorizer:
         shown, until = self._admitted.get(peer, (b"", 0))
         if shown and shown == token:
             return now < until + SKEW_SECONDS
-        if not isinstance(token, bytes) or len(token) > MAX_TOKEN_BYTES or self._refused.get(peer, 0.0) > now:
+        if not isinstance(token, bytes) or len(token) > MAX_TOKEN_BYTES:
+            return False
+        if 0.0 <= now - self._refused.get(peer, -math.inf) < REFUSED_SECONDS:
             return False
         until = self._checked(peer, token)
         if not now - SKEW_SECONDS < until <= now + TOKEN_SECONDS + SKEW_SECONDS:
             self._refused.pop(peer, None)
-            self._refused[peer] = now + REFUSED_SECONDS
+            self._refused[peer] = now
             return False
         self._admitted.pop(peer, None)
         self._admitted[peer] = token, until

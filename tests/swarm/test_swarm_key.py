@@ -81,6 +81,18 @@ def test_bad_tokens_of_one_peer_cost_a_signature_a_second(monkeypatch: pytest.Mo
     assert not ben.admits(ANN.peer_id, bad) and len(checked) == 2
 
 
+def test_a_clock_that_was_ahead_and_is_set_right_keeps_nobody_out() -> None:
+    ann, hers = member(at=1e9 + 3 * TOKEN_SECONDS)
+    ben, his = member(at=1e9 + 3 * TOKEN_SECONDS, who=BEN)
+    honest, _ = member()
+    assert not ben.admits(ANN.peer_id, honest.token), "long over, as it seems there"
+    assert ann.token
+    for clock in (hers, his):
+        clock.advance(-3 * TOKEN_SECONDS)
+    assert ben.admits(ANN.peer_id, honest.token)
+    assert member(who=BEN)[0].admits(ANN.peer_id, ann.token), "ours is of the right time too"
+
+
 @given(st.binary(max_size=2 * MAX_TOKEN_BYTES))
 def test_no_bytes_are_a_token_by_chance(data: bytes) -> None:
     assert not member()[0].admits(BEN.peer_id, data)
