@@ -192,7 +192,7 @@ def decode(body: bytes) -> Record:
 # Fields that are lists on the wire, and what their items become.
 _ITEMS: dict[type, dict[str, Callable[[Any], Any]]] = {
     PeerRecord: {name: lambda item: item for name in ("addresses", "coordinate", "lacks", "speeds")},
-    LinkRecord: {"pairs": lambda item: Pair(*item[: len(Pair._fields)])},
+    LinkRecord: {"pairs": lambda item: Pair(*item[: len(Pair._fields)]) if isinstance(item, list) else item},
     JobRecord: {"proof": lambda item: item},
     ClaimRecord: {"grants": lambda item: item, "proof": lambda item: item},
 }

@@ -287,6 +287,7 @@ def test_a_bad_field_is_refused(record: Record, values: dict[str, Any]) -> None:
         msgpack.packb([RECORD_VERSION, "claim", {"job": JOB}]),
         msgpack.packb([RECORD_VERSION, "claim", {1: 2}]),
         msgpack.packb([RECORD_VERSION, ["claim"], {}]),
+        msgpack.packb([RECORD_VERSION, "links", {"peer": ALICE.peer_id, "pairs": [{}]}]),
         msgpack.packb(msgpack.ExtType(5, b"x")),
     ],
 )
