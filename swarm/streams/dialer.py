@@ -8,6 +8,7 @@ make p2pd dial asks `reach` first, which knocks at the peer's known addresses it
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -63,9 +64,11 @@ class Dialer:
         self._shaken: dict[PeerId, float] = {}  # when a stream to it broke
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """The peer says, or we were told, that it listens at these multiaddrs (that end in /p2p/<peer id>)."""
-        where = [address for address in addresses if tcp_target(address) is not None]
-        if where:
+        """The peer says, or we were told, that it listens at these multiaddrs (that end in /p2p/<peer id>). Where none of them
+        is plain TCP, at which we could knock, p2pd is left to find it."""
+        # Over UDP nobody refuses: a peer that is gone would be waited for.
+        where = sorted((a for a in addresses if "/udp/" not in a), key=lambda a: tcp_target(a) is None)
+        if where and tcp_target(where[0]) is not None:
             self._book.pop(peer, None)
             self._book[peer] = (self._clock(), tuple(where[: self._config.addresses_per_peer]))
             while len(self._book) > self._config.peers:
@@ -124,7 +127,7 @@ class Dialer:
         connected = peer in await self.connected(max_age_seconds=max_age_seconds)
         if not connected and max_age_seconds > self._config.fresh_seconds:  # it may have dialled us since
             connected = peer in await self.connected(max_age_seconds=self._config.fresh_seconds)
-        if connected and self._clock() - self._shaken.get(peer, float("-inf")) >= self._config.shaken_seconds:
+        if connected and not self._is_shaken(peer):
             return
         learned_at, addresses = self._book.get(peer, (float("-inf"), ()))
         if self._clock() - learned_at > self._config.remember_seconds:
@@ -134,13 +137,21 @@ class Dialer:
             task = asyncio.create_task(self._knock_and_dial(peer, addresses), name=f"dial {peer}")
             self._dialling[peer] = task
             task.add_done_callback(lambda done: self._dialled(peer, done))
-        await asyncio.shield(task)
+        try:
+            await asyncio.shield(task)
+        except PeerUnreachable:
+            # A peer behind a router is connected with us though nobody can dial it.
+            if self._is_shaken(peer) or peer not in await self.connected():
+                raise
 
     async def aclose(self) -> None:
         dials, lists = list(self._dialling.values()), list(self._tasks)
         for task in (*dials, *lists):
             task.cancel()
         await asyncio.gather(*dials, *lists, return_exceptions=True)
+
+    def _is_shaken(self, peer: PeerId) -> bool:
+        return self._clock() - self._shaken.get(peer, float("-inf")) < self._config.shaken_seconds
 
     def _dialled(self, peer: PeerId, task: asyncio.Task[None]) -> None:
         self._dialling.pop(peer, None)
@@ -149,7 +160,8 @@ class Dialer:
             task.exception()  # whoever waited has it; perhaps nobody does any longer
 
     async def _knock_and_dial(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        knocks = [asyncio.create_task(accepts(address, self._config.knock_seconds)) for address in addresses]
+        doors = [address for address in addresses if tcp_target(address) is not None]
+        knocks = [asyncio.create_task(accepts(address, self._config.knock_seconds)) for address in doors]
         waiting = set(knocks)
         try:
             while waiting:
@@ -160,11 +172,12 @@ class Dialer:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*knocks, return_exceptions=True)
-        answered = [a for a, task in zip(addresses, knocks, strict=True) if _went_well(task)]
-        if not answered:
+        answered = [a for a, task in zip(doors, knocks, strict=True) if _went_well(task)]
+        others = [address for address in addresses if address not in doors]
+        if not answered and not others:
             reasons = [str(task.exception()) for task in knocks if not task.cancelled()]
             raise PeerUnreachable(f"cannot reach {peer}: {reasons[0] if reasons else 'nobody answers'}")
-        await self._dial(peer, answered)
+        await self._dial(peer, answered or others)
 
 
 async def accepts(address: str, seconds: float) -> None:
@@ -196,11 +209,15 @@ async def accepts(address: str, seconds: float) -> None:
 def tcp_target(address: str) -> tuple[str, int] | None:
     """Host and port of a plain TCP multiaddr, with or without its /p2p/<peer id>; None for other kinds."""
     where = address.rpartition("/p2p/")[0] or address
-    parts = where.split("/")
-    if len(parts) != 5 or parts[1] not in ("ip4", "ip6") or parts[3] != "tcp" or not parts[4].isdecimal():
-        return None
-    port = int(parts[4])
-    return (parts[2], port) if 0 < port < 65536 else None
+    match where.split("/"):
+        case ["", ("ip4" | "ip6") as kind, host, "tcp", port] if port.isascii() and port.isdecimal():
+            of_kind = ipaddress.IPv4Address if kind == "ip4" else ipaddress.IPv6Address
+            try:
+                of_kind(host)
+            except ValueError:  # a name, which would be looked up
+                return None
+            return (host, int(port)) if "%" not in host and 0 < int(port[:6]) < 65536 else None
+    return None
 
 
 def _went_well(task: asyncio.Task[None]) -> bool:

@@ -330,9 +330,12 @@ class P2PTransport:
             await self._connect_to(peer, addresses)
 
     async def _connect_to(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        request = p2pd_pb2.ConnectRequest(
-            peer=to_bytes(peer), addrs=[split_address(address)[0].to_bytes() for address in addresses]
-        )
+        request = p2pd_pb2.ConnectRequest(peer=to_bytes(peer))
+        for address in addresses:
+            with suppress(ValueError):  # anybody's record may name what is no address
+                request.addrs.append(split_address(address)[0].to_bytes())
+        if not request.addrs:
+            raise PeerUnreachable(f"cannot reach {peer}: none of its addresses is one")
         request.timeout = _whole_seconds(self._config.dial_seconds)
         await ask(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
 

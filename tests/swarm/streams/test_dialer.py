@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from fusion.swarm.errors import PeerUnreachable
-from fusion.swarm.streams.dialer import BANNER, Dialer, DialerConfig, accepts
+from fusion.swarm.streams.dialer import BANNER, Dialer, DialerConfig, accepts, tcp_target
 from fusion.swarm.transport import PeerId
 
 PEER = PeerId("peer")
@@ -89,6 +89,59 @@ def test_a_dead_peer_is_never_dialled_and_one_that_is_back_is_at_once() -> None:
         assert daemon.dialled == [(PEER, (again,))]
 
     asyncio.run(scenario())
+
+
+def test_where_no_tcp_address_answers_those_of_other_kinds_are_dialled() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        named = "/dns4/example.org/tcp/4001/p2p/peer"
+        daemon.contacts.learn(PEER, [f"{await free_address()}/p2p/peer", named])
+        await daemon.contacts.reach(PEER)
+        assert daemon.dialled == [(PEER, (named,))]
+        daemon.connected.clear()
+        async with host() as address:
+            daemon.contacts.learn(PEER, [named, address])
+            await daemon.contacts.reach(PEER)
+        assert daemon.dialled[1:] == [(PEER, (address,))]
+
+    asyncio.run(scenario())
+
+
+def test_a_connection_that_outlasts_the_doubt_is_good_though_no_address_answers() -> None:
+    """As with a peer behind a router, which dialled us."""
+
+    async def scenario() -> None:
+        daemon = Daemon()
+        daemon.connected.add(PEER)
+        contacts = Dialer(
+            daemon._list, daemon._dial, DialerConfig(knock_seconds=0.1), clock=lambda: daemon.now
+        )
+        async with host(None) as silent:
+            contacts.learn(PEER, [silent])
+            contacts.doubt(PEER)
+            reaching = asyncio.create_task(contacts.reach(PEER))
+            await asyncio.sleep(0.01)
+            daemon.now += 1.0
+            await reaching
+            contacts.doubt(PEER)
+            reaching = asyncio.create_task(contacts.reach(PEER))
+            await asyncio.sleep(0.01)
+            daemon.connected.clear()
+            daemon.now += 1.0
+            with pytest.raises(PeerUnreachable):
+                await reaching
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["/ip4/localhost/tcp/4001", "/ip4/999.0.0.1/tcp/4001", "/ip6/127.0.0.1/tcp/4001", "/ip6/fe80::1%eth0/tcp/4001",
+     "/ip4/127.0.0.1/tcp/\uff14\uff10"],
+)  # fmt: skip
+def test_what_is_no_ip_address_is_no_target(address: str) -> None:
+    """A name would be looked up for whoever wrote it into a record."""
+    assert tcp_target(address) is None and tcp_target(f"{address}/p2p/peer") is None
 
 
 def test_those_who_want_the_same_peer_share_a_dial() -> None:

@@ -148,6 +148,18 @@ def test_what_cannot_be_reached(ends: Ends) -> None:
     ends.with_handler(echo, main)
 
 
+def test_an_address_that_is_none_is_a_peer_that_cannot_be_reached(ends: Ends) -> None:
+    async def main(protocol: str) -> None:
+        one, address, bad = ends.one, ends.other.addresses[0], "/p2p/nobody"
+        where = address.rpartition("/p2p/")[0]
+        one.learn(NOBODY, [where + bad])  # somebody listens there
+        with pytest.raises(PeerUnreachable, match="address"):
+            await one.open(NOBODY, protocol)
+        await one._dial(ends.other.peer_id, [where + bad, address])  # beside a good one it does no harm
+
+    ends.with_handler(echo, main)
+
+
 def test_a_stream_to_ourselves_stays_here(ends: Ends) -> None:
     async def main(protocol: str) -> None:
         other = ends.other
