@@ -132,9 +132,12 @@ class ControlTransport:
             raise PeerUnreachable("the peer that ran with this home has stopped")
         if self._moved is None:
             self._moved = asyncio.ensure_future(self._elsewhere())
+        moved = self._moved
         try:
-            return await asyncio.shield(self._moved)
+            return await asyncio.shield(moved)
         except SwarmError as error:
+            if self._moved is moved:
+                self._moved = None  # the next one tries again
             raise PeerUnreachable(f"the peer that ran with this home has stopped, and {error}") from error
 
     async def serve(self, protocol: str, handler: Handler) -> None:

@@ -59,13 +59,16 @@ class Allowance:
 
     def take(self, amount: float) -> bool:
         """Whether there was that much left; if so it is spent."""
-        now = self._clock()
-        self._left = min(self._burst, self._left + (now - self._at) * self._per_second)
-        self._at = now
-        if amount > self._left:
+        if not self.has(amount):
             return False
         self._left -= amount
         return True
+
+    def has(self, amount: float) -> bool:
+        now = self._clock()
+        self._left = min(self._burst, self._left + (now - self._at) * self._per_second)
+        self._at = now
+        return amount <= self._left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +212,10 @@ class ProbeHost:
         others = [peer for peer in self._receive_log.peers(now - BUSY_SECONDS) if peer != stream.remote]
         if others and header.get("pressed") is not True:
             return 0
-        self._charge(stream.remote, wanted)
-        if not self._all.take(wanted):
+        if not self._all.has(wanted):
             return 0
+        self._charge(stream.remote, wanted)
+        self._all.take(wanted)
         self._testing = (stream, now + GRANT_SECONDS)
         return wanted
 

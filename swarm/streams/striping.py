@@ -59,13 +59,20 @@ class StripedStream:
         if not others:
             async with self._turn:
                 lane = await self._next()
-            await _send(lane, first)
+            try:
+                await lane.send_in_turn(first)
+            finally:
+                lane.turn.release()
             return
         leaving: list[asyncio.Task[None]] = []
         try:
             async with self._turn:
                 for message in (first, *others):
-                    leaving.append(asyncio.create_task(_send(await self._next(), message)))
+                    lane = await self._next()
+                    task = asyncio.create_task(lane.send_in_turn(message))
+                    # Not by the task itself: one that is cancelled before it begins does nothing.
+                    task.add_done_callback(partial(_left, lane))
+                    leaving.append(task)
             await asyncio.gather(*leaving)
         except BaseException:
             if leaving:
@@ -156,12 +163,10 @@ class _Pieces:
         return whole
 
 
-async def _send(lane: FrameStream, message: Message) -> None:
-    """For the holder of the lane's turn, which it gives back."""
-    try:
-        await lane.send_in_turn(message)
-    finally:
-        lane.turn.release()
+def _left(lane: FrameStream, piece: asyncio.Task[None]) -> None:
+    if piece.cancelled():
+        lane.abort()  # nothing may take its place
+    lane.turn.release()
 
 
 def _cut(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:

@@ -338,3 +338,25 @@ def test_a_command_whose_peer_ends_goes_on_elsewhere() -> None:
             await command.aclose()
 
     asyncio.run(main())
+
+
+def test_a_way_that_could_not_be_opened_is_tried_again() -> None:
+    async def main() -> None:
+        async with world() as w:
+            ways: list[Transport] = []
+
+            async def elsewhere() -> tuple[Transport, Directory]:
+                if not ways:
+                    raise PeerUnreachable("nobody is there yet")
+                return ways[0], MemoryDirectory(w.network, w.identities[1])
+
+            command = await w.attach(elsewhere)
+            await w.server.aclose()
+            for _ in range(2):
+                with pytest.raises(PeerUnreachable, match="nobody is there yet"):
+                    await command.open(w.there.peer_id, ECHO)
+            ways.append(w.there)
+            assert (await call(command, w.there.peer_id, ECHO, "hi")).kind == "hi"
+            await command.aclose()
+
+    asyncio.run(main())

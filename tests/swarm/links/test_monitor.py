@@ -278,6 +278,19 @@ def test_a_flood_is_refused_and_the_others_are_still_answered() -> None:
     swarm(3, work)
 
 
+def test_what_all_have_used_up_is_charged_to_nobody() -> None:
+    async def work(swarm: Swarm) -> None:
+        swarm.links[0]._host._all.clear()
+        line = ProbeLine(swarm.transports[1], swarm.ids[0], swarm.clock)
+        for _ in range(40):
+            assert await line.train(MOST_BYTES, 0.0, 1.0) is None
+        swarm.clock.advance(60.0)
+        assert await line.train(MOST_BYTES, 0.0, 1.0) is not None
+        line.drop()
+
+    swarm(2, work)
+
+
 def test_streams_per_peer_are_few() -> None:
     async def work(swarm: Swarm) -> None:
         streams = [

@@ -220,6 +220,21 @@ def test_a_send_that_is_cancelled_between_pieces_breaks_the_stream(ends: Ends) -
     ends.over(hold, work)
 
 
+def test_a_send_that_is_cancelled_at_once_leaves_no_other_waiting(ends: Ends) -> None:
+    async def work(stream: Stream) -> None:
+        first = asyncio.create_task(stream.send("x", {}, (bytes(400_000),)))
+        other = asyncio.create_task(stream.send("x"))
+        await asyncio.sleep(0)  # all lanes are the first one's, and nothing has left
+        first.cancel()
+        async with asyncio.timeout(5):
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            with pytest.raises(StreamClosed):
+                await other
+
+    ends.over(echo, work)
+
+
 Hostile = Sequence[tuple[str, dict[str, object], int]]
 
 
