@@ -99,6 +99,8 @@ def unseal(data: bytes, key: str, subkey: str, now: float) -> Sealed:
 def unseal_anywhere(data: bytes, now: float, *, grace_seconds: float = 0.0) -> Sealed:
     """`unseal` for a storing node, which checks the place itself: it knows only the hash of the key. With grace, what
     ended no longer ago still passes."""
+    if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
+        raise RecordError(f"a record is at most {MAX_RECORD_BYTES} bytes")
     record, author, expires_at, signature, signed = _opened(data)
     if not now - grace_seconds < expires_at <= now + longest_ttl(record) + CLOCK_TOLERANCE_SECONDS:
         raise RecordError("the record has expired or ends too far in the future")
@@ -151,8 +153,6 @@ def _unpack(data: bytes, what: str) -> Any:
 
 
 def _envelope(data: bytes) -> tuple[bytes, str, float, bytes]:
-    if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
-        raise RecordError(f"a record is at most {MAX_RECORD_BYTES} bytes")
     match _unpack(data, "the record"):
         case [bytes() as body, str() as author, float() as expires_at, bytes() as signature]:
             return body, author, expires_at, signature

@@ -130,13 +130,11 @@ class RemoteDirectory(DirectoryByKey):
                     f"{peer} is of an older release, which tells clients nothing of the swarm; ask another with --peer"
                 ) from None
             except (PeerUnreachable, StreamBroken, StreamClosed, TimeoutError) as error:
-                if failure is not None and str(failure) == str(error):
+                silent = isinstance(error, TimeoutError)
+                told = PeerUnreachable(f"{peer} does not answer") if silent else error
+                if failure is not None and str(failure) == str(told):
                     raise failure from None
-                failure = (
-                    error
-                    if not isinstance(error, TimeoutError)
-                    else PeerUnreachable(f"{peer} does not answer")
-                )
+                failure = told
                 self._doubt(peer)
 
     async def _ask_one(

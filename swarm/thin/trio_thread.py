@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOSE_SECONDS = 2.0
+ENDED = "the thread has ended"
 
 
 class TrioThread:
@@ -56,19 +57,22 @@ class TrioThread:
                 answer.set_result(result)  # type: ignore[arg-type]
 
         async def run() -> None:
-            result, error = None, None
-            with scope:
-                try:
-                    result = await work(*arguments)
-                except Exception as caught:  # for whoever waits for it, not for the thread
-                    error = caught
-            with suppress(RuntimeError):  # the other loop is closed: nobody waits
-                loop.call_soon_threadsafe(tell, result, error)
+            result: T | None = None
+            error: Exception | None = RuntimeError(ENDED)  # of what is cancelled from within
+            try:
+                with scope:
+                    try:
+                        result, error = await work(*arguments), None
+                    except Exception as caught:  # for whoever waits for it, not for the thread
+                        error = caught
+            finally:
+                with suppress(RuntimeError):  # the other loop is closed: nobody waits
+                    loop.call_soon_threadsafe(tell, result, error)
 
         try:
             self._token.run_sync_soon(self.nursery.start_soon, run)
         except trio.RunFinishedError:
-            raise RuntimeError("the thread has ended") from None
+            raise RuntimeError(ENDED) from None
         try:
             return await answer
         except asyncio.CancelledError:

@@ -26,7 +26,7 @@ from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.protocol import DIRECTORY
-from fusion.swarm.thin import directory_server
+from fusion.swarm.thin import directory_server, remote_directory
 from fusion.swarm.thin.directory_server import BUSY, CLIENT, MAX_KEYS, DirectoryServer
 from fusion.swarm.thin.remote_directory import RemoteDirectory
 from fusion.swarm.transport import Handler, PeerId, Stream, call
@@ -197,7 +197,7 @@ def test_whoever_asks_for_more_than_its_share_is_told_and_others_are_answered() 
     asyncio.run(main())
 
 
-def answering(*records: bytes, key: str, now: object = NOW, last: str = "done") -> Handler:
+def answering(*records: object, key: str, now: object = NOW, last: str = "done") -> Handler:
     async def attend(stream: Stream) -> None:
         await stream.receive()
         await stream.send("values", {"key": key, "now": now}, [msgpack.packb(list(records))])
@@ -219,7 +219,7 @@ def test_a_peer_that_lies_shows_nothing_that_was_not_signed() -> None:
             liar.peer_id.encode(), honest.peer_id.encode()
         )
         expired, elsewhere = seal(mine, honest, NOW - 1), seal(peer_record(honest), honest, NOW + 5)
-        lies = answering(forged, expired, elsewhere, b"", b"\xc1", good[:-1], good, key=key)
+        lies = answering(forged, expired, elsewhere, b"", b"\xc1", [], good[:-1], good, key=key)
         async with world(lies) as w:
             assert await w.directory.words(mine.job) == (mine,)
 
@@ -261,6 +261,30 @@ def test_a_peer_that_is_gone_is_doubted_and_one_of_an_older_release_says_so() ->
                 await old.peers()
 
     asyncio.run(main())
+
+
+def test_a_peer_that_is_there_and_tells_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_directory, "ANSWER_SECONDS", 0.05)
+    asked = 0
+
+    async def silent(stream: Stream) -> None:
+        nonlocal asked
+        asked += 1
+        await stream.receive()
+        await asyncio.sleep(60.0)
+
+    async def main() -> None:
+        async with world(silent) as w, asyncio.timeout(5.0):
+
+            async def gateway() -> PeerId:  # the only one there is
+                return w.peer.peer_id
+
+            w.directory._gateway = gateway
+            with pytest.raises(PeerUnreachable, match="does not answer"):
+                await w.directory.peers()
+
+    asyncio.run(main())
+    assert asked == 2
 
 
 def test_keys_of_all_kinds_can_be_asked_for() -> None:
