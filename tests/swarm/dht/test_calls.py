@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hivemind.proto import dht_pb2
 
 from fusion.swarm.dht import calls
 from fusion.swarm.dht.calls import Calls
 from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.values import node_id
-from fusion.swarm.dht.wire import MAX_KEYS, FoundAt
+from fusion.swarm.dht.wire import MAX_KEYS, FoundAt, Wire
 from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId
 
@@ -64,6 +66,36 @@ def test_a_node_that_tells_of_one_key_at_a_time_does_not_hold_up_a_search() -> N
         reply = await ours.ask(node(), tuple(range(MAX_KEYS)))
         assert asyncio.get_running_loop().time() - begun < 1.0
         assert reply is not None and 0 < len(reply.nearest) < MAX_KEYS  # what it did tell counts
+
+    asyncio.run(scenario())
+
+
+def test_others_run_while_an_answer_full_of_made_up_nodes_is_read() -> None:
+    async def scenario() -> None:
+        made_up = [
+            dht_pb2.FindResult(nearest_node_ids=[bytes(20)] * 20, nearest_peer_ids=ids(20)) for _ in range(32)
+        ]
+        turns = 0
+
+        async def answered(*_: object) -> object:
+            return dht_pb2.FindResponse(results=made_up)
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        p2p: Any = SimpleNamespace(call_protobuf_handler=answered)
+        beside = asyncio.create_task(others())
+        here = Identity.generate().peer_id
+        found = await Wire(p2p, here, client=True).find(here, range(32), 5.0)
+        assert [each.nearest for each in found] == [[]] * 32
+        assert turns >= 16  # 640 ids at 0.1 to 0.2 ms
+        beside.cancel()
+
+    def ids(count: int) -> list[bytes]:
+        return [b"\x00\x24\x08\x01\x12\x20" + os.urandom(32) for _ in range(count)]
 
     asyncio.run(scenario())
 
