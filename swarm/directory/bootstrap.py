@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED = 64
 _MAX_FILE_BYTES = 1 << 20
-_ADDRESS = re.compile(r"(/[A-Za-z0-9-]+/[^\s/]+|/quic|/quic-v1|/ws|/wss|/tls|/p2p-circuit)+")
+# Each part is read in one way alone, and none twice: strangers write these, and what can be read in two takes twice as long a part.
+_ADDRESS = re.compile(r"(?>/(?:quic|quic-v1|ws|wss|tls|p2p-circuit)(?=/|\Z)|/[A-Za-z0-9-]+/[^\s/]+)++")
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")
 
 
