@@ -148,7 +148,7 @@ class DhtService:
         return FoundAt(packed, [node for node in near if node.peer != sender][:MAX_NEIGHBOURS])
 
     def _pay(self, sender: PeerId, tokens: float) -> None:
-        accounts = [(self._budget, sender)]
+        accounts: list[tuple[RequestBudget, str]] = [(self._budget, sender)]
         if (subnet := self._subnet_of.get(sender)) is not None:
             accounts.append((self._of_subnets, subnet))
         if not spend_all(accounts, tokens):

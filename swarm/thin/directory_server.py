@@ -63,7 +63,7 @@ class DirectoryServer:
         if frame.kind != "read":
             raise FrameError(f"{DIRECTORY.name} knows read, not {frame.kind!r:.40}")
         keys = _keys(frame)
-        accounts = [(self._clients, str(stream.remote)), (self._everybody, "")]
+        accounts: list[tuple[RequestBudget, str]] = [(self._clients, stream.remote), (self._everybody, "")]
         if isinstance(stream, FrameStream) and stream.subnet is not None:
             accounts.append((self._subnets, stream.subnet))
         if not spend_all(accounts, len(keys)):
