@@ -97,6 +97,7 @@ def decode_counted(data: Buffer) -> tuple[str, Header, int]:
             strict_map_key=True,
             list_hook=containers,
             object_hook=containers,
+            ext_hook=_refused,
             max_ext_len=0,
             max_str_len=len(data),
             max_bin_len=len(data),
@@ -129,6 +130,10 @@ class _Containers:
         if self.count > MAX_CONTAINERS:
             raise FrameError(f"a header of more than {MAX_CONTAINERS} lists and maps")
         return made
+
+
+def _refused(code: int, data: bytes) -> Any:
+    raise FrameError("a header with an extension of msgpack's")  # of no bytes, as longer ones have no room
 
 
 def _check(header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:

@@ -89,6 +89,7 @@ def test_arbitrary_bytes_are_a_header_or_a_frame_error(data: bytes) -> None:
     "value",
     [
         ["k", {"a": msgpack.ExtType(5, b"x")}],
+        ["k", {"a": msgpack.ExtType(5, b"")}],
         ["k", {"a": msgpack.Timestamp(5, 0)}],
         ["k", {b"bytes": 1}],
         ["k", {"deep": {1: 2}}],
