@@ -13,6 +13,7 @@ from fusion.runtime.datasets.jsonl import Encode, JsonLines
 from fusion.runtime.datasets.npz import Npz
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.spec import DatasetSpec
+from fusion.runtime.job.text import of_any_length
 
 
 def read_tokenizer(source: Path | bytes | None) -> Tokenizer | None:
@@ -20,7 +21,7 @@ def read_tokenizer(source: Path | bytes | None) -> Tokenizer | None:
     if source is None:
         return None
     try:
-        return (
+        return of_any_length(
             Tokenizer.from_buffer(source) if isinstance(source, bytes) else Tokenizer.from_file(str(source))
         )
     except Exception as error:  # the library raises plain Exception for every kind of bad file

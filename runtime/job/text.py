@@ -97,12 +97,20 @@ def check_tokenizer(path: Path) -> None:
         raise JobError(f"{path}: {error}") from None
 
 
+def of_any_length(tokenizer: Tokenizer) -> Tokenizer:
+    """The same, for texts of any length: a file may repeat to what length its author cut and padded batches, which transformers
+    passes over unless it is asked for."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 class TokenizerText:
     """A Hugging Face `tokenizers` JSON file. JobError for bytes that are not one."""
 
     def __init__(self, data: bytes) -> None:
         try:
-            self._tokenizer = Tokenizer.from_buffer(data)
+            self._tokenizer = of_any_length(Tokenizer.from_buffer(data))
         except Exception as error:  # the library raises plain Exception for every kind of bad file
             raise JobError(f"the model's tokenizer cannot be read: {str(error)[:200]}") from None
         self._steps = _decoder_steps(self._tokenizer)

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fusion.runtime.datasets import dataset
 from fusion.runtime.datasets.dataset import Dataset, parted, told
 from fusion.runtime.datasets.image_folders import ImageFolders
 from fusion.runtime.datasets.jsonl import JsonLines
 from fusion.runtime.datasets.npz import Npz
-from fusion.runtime.datasets.sources import encoder
+from fusion.runtime.datasets.sources import encoder, read_tokenizer
 from fusion.runtime.job.errors import JobError
 
 LIMIT = 1 << 20
@@ -26,6 +27,14 @@ LIMIT = 1 << 20
 
 def silent(line: str) -> None:
     pass
+
+
+def test_a_tokenizer_neither_cuts_nor_pads_texts() -> None:
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<pad>": 2}, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.enable_truncation(2)
+    made.enable_padding(length=6, pad_id=2, pad_token="<pad>")
+    assert encoder(read_tokenizer(made.to_str().encode()))("a b a b") == [0, 1, 0, 1]
 
 
 # --- npz

@@ -153,3 +153,11 @@ def test_a_text_that_has_its_special_tokens_gets_no_more() -> None:
     text = TokenizerText(made.to_str().encode())
     assert text.encode("<s>a").count(begin) == 2
     assert text.encode("<s>a", plain=False) == [begin, *text.encode("a", plain=False)]
+
+
+def test_a_text_is_neither_cut_nor_padded_to_what_a_batch_once_was() -> None:
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<pad>": 2}, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.enable_truncation(2)
+    made.enable_padding(length=6, pad_id=2, pad_token="<pad>")
+    assert TokenizerText(made.to_str().encode()).encode("a b a b") == [0, 1, 0, 1]
