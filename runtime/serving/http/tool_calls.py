@@ -100,7 +100,17 @@ def _decoded(text: str) -> Any:
 def _call(value: Any) -> Call | None:
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # JSON already
-        return Call(name, arguments) if isinstance(_decoded(arguments), dict) else None
-    return Call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    given = value.get("arguments", value.get("parameters", {}))
+    arguments = _decoded(given) if isinstance(given, str) else given
+    if not isinstance(arguments, dict):
+        return None
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        call = Call(name, given if isinstance(given, str) else written)
+        f"{call.name}{call.arguments}".encode()
+    except (
+        ValueError,
+        RecursionError,
+    ):  # Python reads NaN, and half of a surrogate pair, which no answer can hold
+        return None
+    return call

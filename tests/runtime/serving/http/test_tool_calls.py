@@ -37,6 +37,19 @@ CASES = [
     ('{"answer": 42}', '{"answer": 42}', ()),
     ("{" * 5000, "{" * 5000, ()),
     ("<|python", "<|python", ()),
+    # What no JSON can say, or no UTF-8.
+    *(
+        (said, said, ())
+        for said in (
+            LLAMA.replace('"Köln"', "NaN"),
+            LLAMA.replace('"Köln"', "1e999"),
+            LLAMA.replace("Köln", "\\ud800"),
+            HERMES.replace("Köln", "\\ud800"),
+            HERMES.replace("weather", "\\ud800"),
+            '<tool_call>{"name": "weather", "arguments": "{\\"a\\": NaN}"}</tool_call>',
+            '<tool_call>{"name": "weather", "arguments": "{\\"\\ud800\\": 1}"}</tool_call>',
+        )
+    ),
 ]
 
 
