@@ -31,11 +31,13 @@ def schema_text(schema: object) -> str:
     if not isinstance(schema, dict):
         raise JobError("json_schema: a JSON object")
     _check(schema)
-    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     try:
+        text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         size = len(text.encode())
     except UnicodeEncodeError:
         raise JobError("json_schema: text that UTF-8 can hold") from None
+    except ValueError:  # 1e999, which JSON can say
+        raise JobError("json_schema: numbers that a computer can hold") from None
     if size > MAX_SCHEMA_BYTES:
         raise JobError(f"json_schema: at most {MAX_SCHEMA_BYTES >> 10} KiB, not {size} bytes")
     return text

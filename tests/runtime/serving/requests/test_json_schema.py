@@ -33,7 +33,18 @@ def test_it_travels_as_the_same_json_with_its_keys_in_order(schema: dict[str, ob
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[]", "true", "5", "{", "nul", '{"a": NaN}', '{"a": Infinity}', '{"a": "\\ud800"}'),
+        *(
+            "",
+            "[]",
+            "true",
+            "5",
+            "{",
+            "nul",
+            '{"a": NaN}',
+            '{"a": Infinity}',
+            '{"a": 1e999}',
+            '{"a": "\\ud800"}',
+        ),
         *("[" * 10**6, '{"a":' * 40_000, '{"enum": ["' + "x" * MAX_SCHEMA_BYTES + '"]}'),
         '{"a":' * MAX_LEVELS + "{}" + "}" * MAX_LEVELS,
         *(
