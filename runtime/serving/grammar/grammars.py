@@ -73,9 +73,11 @@ class _Model:
 
     @property
     def gone(self) -> bool:
-        """Whether its process has ended by itself."""
+        """Whether its process could not begin, or has ended by itself."""
         ready = self.ready
-        return ready.done() and not ready.cancelled() and ready.result().returncode is not None
+        if not ready.done() or ready.cancelled():
+            return False
+        return ready.exception() is not None or ready.result().returncode is not None
 
 
 class Grammars:
@@ -114,6 +116,8 @@ class Grammars:
         if not model.holders:
             self._seat(model, holder)
         model.holders[holder] += 1  # nobody ends it meanwhile for having none
+        if model.timer is not None:
+            model.timer.cancel()
         try:
             grammar = await self._grammar(model, schema, holder)
         except BaseException:
@@ -168,8 +172,6 @@ class Grammars:
             self._shares.take(grammar, holder)
             grammar.ready = asyncio.create_task(_compile(model.control, ours, theirs, schema))
         assert grammar.ready is not None
-        if model.timer is not None:
-            model.timer.cancel()
         grammar.users += 1  # nobody ends it meanwhile for having none
         try:
             await asyncio.shield(grammar.ready)
@@ -218,10 +220,8 @@ class Grammars:
             grammar.control.shutdown(socket.SHUT_RDWR)  # the process sees it
         grammar.ready.cancel()
         grammar.ready.add_done_callback(lambda _: grammar.control.close())
-        model = grammar.model
-        del model.grammars[grammar.key]
-        if not model.grammars and self._models.get(model.job) is model:
-            model.timer = _later(KEPT_SECONDS, self._end_model, model)
+        del grammar.model.grammars[grammar.key]
+        self._rests(grammar.model)
 
     # --- models
 
@@ -271,6 +271,12 @@ class Grammars:
             del model.holders[holder]
         if model.holders and model.holder not in model.holders:
             self._seat(model, next(iter(model.holders)))
+        self._rests(model)
+
+    def _rests(self, model: _Model) -> None:
+        """For a while, where it has neither answers nor schemas any more."""
+        if not model.holders and not model.grammars and self._models.get(model.job) is model:
+            model.timer = _later(KEPT_SECONDS, self._end_model, model)
 
     def _seat(self, model: _Model, holder: PeerId) -> None:
         """From now on it counts for this one."""

@@ -28,6 +28,7 @@ from fusion.runtime.serving.grammar.grammars import Grammars
 from fusion.runtime.serving.grammar.matcher import GrammarRefused, GrammarsBusy, GrammarSession
 from fusion.runtime.serving.requests.json_schema import JSON_OBJECT, checked_schema
 from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.errors import BlobError
 from fusion.swarm.transport import PeerId
 
 pytestmark = pytest.mark.process
@@ -355,5 +356,48 @@ def test_a_session_whose_process_died_says_so_and_the_next_gets_another(tmp_path
                 ):
                     follow(session, 300, 0)
                 await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_a_model_that_could_not_be_read_while_nobody_waited_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Grammars._start
+
+    async def failing(*_: object) -> None:
+        await asyncio.sleep(0)
+        raise BlobError("nobody has it now")
+
+    async def main() -> None:
+        async with opened(tmp_path) as (made, _):
+            monkeypatch.setattr(Grammars, "_start", failing)
+            asking = asyncio.create_task(session_of(made, GOOD["date"]))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
+            await asyncio.sleep(0.01)
+            monkeypatch.setattr(Grammars, "_start", start)
+            (await session_of(made, GOOD["date"])).close()
+
+    asyncio.run(main())
+
+
+def test_a_model_that_has_no_schema_is_not_kept_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its only client left while its tokenizer was read."""
+    monkeypatch.setattr(grammars, "KEPT_SECONDS", 0.1)
+
+    async def main() -> None:
+        async with opened(tmp_path) as (made, _):
+            asking = asyncio.create_task(session_of(made, GOOD["date"]))
+            async with asyncio.timeout(30):
+                while not workers():
+                    await asyncio.sleep(0.01)
+                asking.cancel()
+                await asyncio.wait([asking])
+                while workers():
+                    await asyncio.sleep(0.01)
 
     asyncio.run(main())
