@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from cachetools import LRUCache
@@ -10,6 +9,7 @@ from cachetools import LRUCache
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.http.body import parse
 from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.schema import ChatRequest, Message
 from fusion.runtime.serving.requests.chat_format import ChatFormat, NoTemplate, read_format
@@ -73,10 +73,10 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _arguments(given: str | dict[str, Any]) -> Any:
-    """As templates want them: an object, where OpenAI has its text."""
+    """As templates want them: an object, where OpenAI has its text. What a body may not hold stays text."""
     if isinstance(given, str):
         try:
-            return json.loads(given)
-        except (ValueError, RecursionError):
+            return parse(given.encode())
+        except ApiError:
             return given
     return given

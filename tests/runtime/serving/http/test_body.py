@@ -44,8 +44,9 @@ def test_json_is_what_it_is(value: Any) -> None:
         b'{"a":' * 100_000,
         b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1),
         b"[" + b"[]," * MAX_BRACKETS + b"[]]",
+        *(b'"' + bracket * (MAX_BRACKETS + 1) + b'"' for bracket in (rb"\u005b", rb"\u007B")),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_json_that_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError, match="JSON") as found:

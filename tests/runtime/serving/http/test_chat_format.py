@@ -1,0 +1,33 @@
+"""What a request says reaches the template as transformers has it, and no larger than the request was."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fusion.runtime.serving.http.chat_format import variables
+from fusion.runtime.serving.http.schema import ChatRequest
+from fusion.runtime.serving.requests.chat_format import ChatFormat
+
+
+def arguments(given: str | dict[str, Any]) -> Any:
+    """Of a call in the messages, as the template sees them."""
+    call = {"function": {"name": "f", "arguments": given}}
+    request = ChatRequest.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    said = variables(ChatFormat("", {}), request)
+    return said["messages"][0]["tool_calls"][0]["function"]["arguments"]
+
+
+def test_arguments_of_a_call_are_an_object() -> None:
+    assert arguments('{"city": "Köln"}') == arguments({"city": "Köln"}) == {"city": "Köln"}
+    assert arguments("sunny") == "sunny"
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a":' * 80 + "1" + "}" * 80, "[" * 900 + "]" * 900, '{"a": NaN}', '{"a": "\\ud800"}']
+)
+def test_arguments_beyond_what_a_request_may_hold_stay_text(text: str) -> None:
+    json.loads(text)
+    assert arguments(text) == text
