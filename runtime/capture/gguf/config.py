@@ -16,6 +16,7 @@ from fusion.runtime.capture.gguf.header import GGUFHeader, Value, shown
 from fusion.runtime.job.errors import JobError
 
 MAX_CONTEXT = 1 << 24  # positions
+LEAST_SCALE = 1e-3  # of queries: 1 by the root of a head's length, which then has a million numbers
 TOKENS = "tokenizer.ggml.tokens"
 ROPE_FACTORS = "rope_freqs.weight"  # by which Llama 3.1 divides the frequencies of its rotary embedding
 
@@ -323,8 +324,8 @@ def _query_scale(said: _Said, values: Values, largest: int) -> float:
     heads = values["num_attention_heads"]
     usual = values["hidden_size"] // heads if values["num_hidden_layers"] == largest else values["head_dim"]
     scale = said.real("attention.scale", usual**-0.5)
-    if scale <= 0:
-        raise said.bad("attention.scale", scale, "above 0")
+    if not LEAST_SCALE <= scale <= 1:
+        raise said.bad("attention.scale", scale, f"from {LEAST_SCALE:g} to 1")
     whole = round(scale**-2)  # what it was before it was rounded to 32 bits
     return whole if math.isclose(whole**-0.5, scale, rel_tol=1e-6) else scale**-2
 

@@ -210,6 +210,14 @@ def test_what_is_not_understood_is_refused_in_one_line(more: Any, message: str, 
     assert message in str(error.value) and str(error.value).isprintable()
 
 
+@pytest.mark.parametrize("scale", [0.0, 2.0, 1e30, 1e-300])
+def test_a_scale_of_queries_that_none_has_is_refused_in_one_line(scale: float, tmp_path: Path) -> None:
+    path, module = tmp_path / "model.gguf", build(transformers.Gemma2Config(**GROUPED, **SOFT))
+    gguf_files.write(path, module, "F16", more={"gemma2.attention.scale": scale})
+    with pytest.raises(JobError, match=r"gemma2\.attention\.scale"):
+        open_gguf(path)
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_not_whole(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     small(path)
