@@ -42,7 +42,10 @@ def source_config(config: Any, directory: Path, longest: int, vocabulary: int) -
     first = next((token for token in ways if token is not None), None)
     forced = setting("forced_bos_token_id")
     # (place, token): what speech models are told of language and task, from the second place on; None: the model says that.
-    told = [token for _, token in setting("forced_decoder_ids") or []]
+    pairs = setting("forced_decoder_ids") or []
+    if not isinstance(pairs, list) or not all(map(_is_forced, pairs)):
+        raise JobError(f"{directory}: forced_decoder_ids are a list of [place, token], not {pairs!r:.80}")
+    told = [token for _, token in pairs]
     known = told[: told.index(None)] if None in told else told
     last = setting("no_timestamps_token_id")
     if last is not None and last not in known and known == told and not setting("is_multilingual"):
@@ -56,7 +59,10 @@ def source_config(config: Any, directory: Path, longest: int, vocabulary: int) -
     length = _FRAMES_A_POSITION * int(config.max_source_positions) if channels else longest
 
     def withheld(name: str) -> tuple[int, ...]:
-        return tuple(token for token in setting(name) or () if 0 <= token < vocabulary)
+        tokens = setting(name) or []
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise JobError(f"{directory}: {name} are a list of tokens' numbers, not {tokens!r:.80}")
+        return tuple(token for token in tokens if 0 <= token < vocabulary)
 
     return SourceConfig(
         start=tuple(start),
@@ -65,6 +71,10 @@ def source_config(config: Any, directory: Path, longest: int, vocabulary: int) -
         suppress_tokens=withheld("suppress_tokens"),
         begin_suppress_tokens=withheld("begin_suppress_tokens"),
     )
+
+
+def _is_forced(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], int | None)
 
 
 def longest_answer(config: Any, longest: int) -> int:

@@ -146,11 +146,13 @@ def chat_files(directory: Path) -> dict[str, bytes]:
 
 
 def chat_contents(template: str, tokens: Mapping[str, str], model: Path) -> dict[str, bytes]:
-    """The contents of CHAT_FILES for a template and the special tokens that it may name. JobError for one that is too long."""
-    contents = {
-        CHAT_TEMPLATE_FILE: template.encode(),
-        SPECIAL_TOKENS_FILE: json.dumps(tokens).encode(),
-    }
+    """The contents of CHAT_FILES for a template and the special tokens that it may name. JobError for one that is too long,
+    or no text."""
+    try:
+        written = template.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can say
+        raise JobError(f"{model}: chat_template cannot be read: {error}") from None
+    contents = {CHAT_TEMPLATE_FILE: written, SPECIAL_TOKENS_FILE: json.dumps(tokens).encode()}
     for name, content in contents.items():
         if len(content) > CHAT_FILES[name]:
             raise JobError(f"{model}: {name} has {len(content)} bytes; the limit is {CHAT_FILES[name]}")
@@ -178,6 +180,6 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
         raise JobError(f"{path} cannot be read: {error}") from error
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = named[-1].get("template") if named else None
     return found if isinstance(found, str) else None

@@ -52,6 +52,21 @@ def test_answers_follow_what_the_files_say(
     assert (found.start, found.length, found.channels) == (start, 20, 0)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({"forced_decoder_ids": value} for value in (5, [5], [[1]], [[1, 2, 3]], [[1, "a"]])),
+        *({"suppress_tokens": value} for value in (5, ["a"], [[1]], {"a": 1})),
+        *({"begin_suppress_tokens": value} for value in (True, [None], [1.5])),
+    ],
+)
+def test_settings_that_are_none_are_named_in_one_line(said: dict[str, Any], tmp_path: Path) -> None:
+    generation(tmp_path, decoder_start_token_id=2, **said)
+    with pytest.raises(JobError, match=next(iter(said))) as error:
+        source_config(config(), tmp_path, 20, 50)
+    assert "\n" not in str(error.value)
+
+
 def test_without_settings_of_generation_the_configuration_counts(tmp_path: Path) -> None:
     assert source_config(config(decoder_start_token_id=4), tmp_path, 20, 50).start == (4,)
     with pytest.raises(JobError, match="decoder_start_token_id"):

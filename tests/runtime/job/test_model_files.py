@@ -64,7 +64,13 @@ def test_the_special_tokens_that_it_may_name(tmp_path: Path) -> None:
     assert said == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-@pytest.mark.parametrize("config", [{}, {"chat_template": None}, {"chat_template": [{"name": "rag"}]}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({}, {"chat_template": None}, {"chat_template": [{"name": "rag"}]}),
+        *({"chat_template": [{"name": []}]}, {"chat_template": {"default": "x"}}),
+    ],
+)
 def test_a_model_without_one(config: Any, tmp_path: Path) -> None:
     write(tmp_path, tokenizer_config__json=config)
     assert chat_files(tmp_path) == {}
@@ -79,6 +85,10 @@ def test_one_that_is_too_long_or_no_text(tmp_path: Path) -> None:
         chat_files(tmp_path)
     write(tmp_path, chat_template__jinja="x", tokenizer_config__json="{")
     with pytest.raises(JobError, match="cannot be read"):
+        chat_files(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    write(tmp_path, tokenizer_config__json={"chat_template": "\ud800"})
+    with pytest.raises(JobError, match="chat_template"):
         chat_files(tmp_path)
 
 
