@@ -121,7 +121,8 @@ def _wrong_field(errors: Sequence[Any]) -> ApiError:
     field = str(found["loc"][1]) if len(found["loc"]) > 1 else ""
     message = str(found["msg"]).removeprefix("Value error, ")
     if field:
-        return ApiError(400, f"{field}: {message}", param=field)
+        inner = ".".join(map(str, found["loc"][2:])) if found["type"] == "missing" else ""
+        return ApiError(400, f"{field}: {inner}{': ' if inner else ''}{message}", param=field)
     if found["type"] == "value_error":  # says itself which field
         return ApiError(400, message, param=message.partition(":")[0])
     return ApiError(400, f"the body: a JSON object with Content-Type application/json ({message})")

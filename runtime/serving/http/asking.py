@@ -10,6 +10,7 @@ from fusion.runtime.serving.http.schema import Settings
 from fusion.runtime.serving.requests.request import MAX_SEED, GenerateRequest, Sampling
 
 TEMPERATURE = 1.0  # where none is given, as with OpenAI
+LEAST_TOP_P = 1e-9  # in place of 0: it leaves the most probable token alone
 
 
 def requests(
@@ -45,7 +46,7 @@ def _sampling(body: Settings, seed: int) -> Sampling:
     return Sampling(
         temperature=TEMPERATURE if body.temperature is None else body.temperature,
         top_k=max(0, body.top_k or 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_p=1.0 if body.top_p is None else max(LEAST_TOP_P, body.top_p),
         min_p=body.min_p or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         frequency_penalty=body.frequency_penalty or 0.0,

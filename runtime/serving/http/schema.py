@@ -57,7 +57,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _has_a_schema(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("response_format: json_schema needs {name, schema}")
+            raise ValueError("json_schema needs {name, schema}")
         return self
 
 
@@ -231,7 +231,7 @@ class ChatRequest(Settings):
     def _unsupported(self) -> Self:
         if self.functions:
             raise ValueError("functions: say tools")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         if isinstance(self.tool_choice, ToolChoice) and not self.offered_tools:
             raise ValueError("tool_choice: names none of the tools")

@@ -17,3 +17,10 @@ def test_guesses_are_left_out_where_a_client_says_so(said: dict[str, bool | None
     body = CompletionRequest.model_validate({"prompt": "a", "n": 2, **said})
     found = asking.requests(body, "job", [(1, 2), (3,)], [4, 4], None, Random(1))
     assert [request.guesses for request in found] == [guesses] * 4
+
+
+@pytest.mark.parametrize(("said", "kept"), [(None, 1.0), (1, 1.0), (0.5, 0.5), (0, asking.LEAST_TOP_P)])
+def test_of_no_probability_the_most_probable_token_is_left(said: float | None, kept: float) -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", "top_p": said})
+    [asked] = asking.requests(body, "job", [(1, 2)], [4], None, Random(1))
+    assert asked.sampling.top_p == kept

@@ -118,3 +118,10 @@ def test_a_response_format_is_the_schema_that_is_asked_for() -> None:
     assert said({"type": "text"}) == said(None) == ""
     with pytest.raises(JobError, match=r"^json_schema: \$ref"):
         said({"type": "json_schema", "json_schema": {"schema": {"$ref": "file:///etc/passwd"}}})
+
+
+@pytest.mark.parametrize("said", [None, 0])
+def test_no_log_probabilities_may_be_asked_for_by_their_number(said: int | None) -> None:
+    for logprobs in (None, False):
+        request = ChatRequest.model_validate({**HI, "logprobs": logprobs, "top_logprobs": said})
+        assert not request.top_logprobs

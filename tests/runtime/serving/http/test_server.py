@@ -186,6 +186,7 @@ def test_models_health_and_metrics(tmp_path: Path) -> None:
             [model] = (await client.models.list()).data
             assert (model.id, model.owned_by) == ("llama", swarm.author.peer_id)
             assert (await client.models.retrieve("llama")).id == "llama"
+            assert json.loads((await ask(http, "GET", "/v1/models/"))[2])["id"] == "llama"
             assert (
                 await client.models.retrieve(f"llama@{swarm.author.peer_id}")
             ).owned_by == swarm.author.peer_id
@@ -219,7 +220,31 @@ def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
         ("/v1/completions", {**ok, "prompt": ""}, 400, "prompt", "at least one token"),
         ("/v1/completions", {**ok, "prompt": [200]}, 400, "prompt", "0 to 127"),
         ("/v1/completions", {**ok, "temperature": 101}, 400, "temperature", "less than"),
-        ("/v1/completions", {**ok, "top_p": 0}, 400, "top_p", "above 0"),
+        ("/v1/completions", {**ok, "top_p": -1}, 400, "top_p", "greater than"),
+        (
+            "/v1/completions",
+            {**ok, "response_format": {"type": "json_schema"}},
+            400,
+            "response_format",
+            "response_format: json_schema needs",
+        ),
+        *(
+            (
+                "/v1/completions",
+                {**ok, "response_format": {"type": "json_schema", "json_schema": form}},
+                400,
+                "response_format",
+                "response_format: json_schema.schema: Field required",
+            )
+            for form in ({}, {"name": "a"})
+        ),
+        (
+            "/v1/chat/completions",
+            {**hi, "messages": [{"content": "hi"}]},
+            400,
+            "messages",
+            "messages: 0.role: Field required",
+        ),
         ("/v1/completions", {**ok, "echo": True}, 400, "echo", "not repeated"),
         ("/v1/completions", {**ok, "prompt": [[]]}, 400, "prompt", "at least 1 item"),
         ("/v1/completions", b"{", 400, None, "JSON"),
@@ -238,7 +263,8 @@ def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
                 found, _, data = await ask(http, "POST", path, body)
                 error = json.loads(data)["error"]
                 assert (found, error["param"]) == (status, param), (path, body, error)
-                assert words in error["message"] and error["type"] == "invalid_request_error"
+                assert words in error["message"] and error["message"].count("response_format") < 2
+                assert error["type"] == "invalid_request_error"
             status, _, data = await ask(http, "POST", "/v1/completions", ok, Content_Type="text/plain")
             assert status == 400 and "application/json" in json.loads(data)["error"]["message"]
             await swarm.publish(*swarm.manifests, "llama", 1, state="stopped")
