@@ -21,7 +21,7 @@ from fusion.dag.ir.graph import Variable
 from fusion.dag.rewrites.expert_groups import Part, part_of
 from fusion.runtime.capture.model_dtype import spelled_dtypes
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.model_files import indexed_files
+from fusion.runtime.job.model_files import WEIGHTS_FILE, indexed_files
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})  # as the format spells dtypes
@@ -195,13 +195,13 @@ def no_weights(module: Any) -> StoredWeights:
 
 
 def weights_files(directory: Path) -> dict[str, Path]:
-    """The file of each tensor that a directory holds; they are looked into, not read. JobError for one that is no safetensors
-    file."""
+    """The file of each tensor of a directory's model: of what lies beside its one file, or its index, nothing counts. They are
+    looked into, not read. JobError for one that is no safetensors file."""
     found = indexed_files(directory)
     if found is not None:
         return found
-    files: dict[str, Path] = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    files, whole = dict[str, Path](), directory / WEIGHTS_FILE
+    for path in [whole] if whole.is_file() else sorted(directory.glob("*.safetensors")):
         files.update(dict.fromkeys(spelled_dtypes(path), path))
     return files
 

@@ -101,10 +101,10 @@ def _installed(package: str) -> bool:
 
 
 def indexed_files(directory: Path) -> dict[str, Path] | None:
-    """The file of each stored tensor as the directory's index has it; None where there is no index, and every
-    *.safetensors counts. JobError where files are missing."""
+    """The file of each stored tensor as the directory's index has it; None where it has none that counts: as to transformers,
+    WEIGHTS_FILE goes before it. JobError where files are missing."""
     index = directory / INDEX_FILE
-    if not index.is_file():
+    if (directory / WEIGHTS_FILE).is_file() or not index.is_file():
         if not any(directory.glob("*.safetensors")):
             raise JobError(
                 f"{directory} has no *.safetensors: other formats of weights can run code and are not read"

@@ -59,6 +59,21 @@ def test_weights_are_those_of_the_model_and_take_no_memory_before(tmp_path: Path
     assert nn_parameter_registration_is_restored()
 
 
+def test_of_several_files_those_are_read_that_transformers_reads(tmp_path: Path) -> None:
+    wanted = saved(tmp_path, gpt2())
+    others = {name: torch.zeros_like(value) for name, value in wanted.transformer.state_dict().items()}
+    shard = "model-00001-of-00001.safetensors"
+    for name in ("older.safetensors", shard):  # a checkpoint beside the model, or shards that it replaced
+        save_file(others, tmp_path / name, metadata={"format": "pt"})
+        if name == shard:
+            index = {"metadata": {}, "weight_map": dict.fromkeys(others, shard)}
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+        opened = open_model(tmp_path)
+        found = opened.read(opened.capture().variables)
+        assert all(torch.equal(found[key], theirs[key]) for key in found if is_exported(key))
+
+
 def nn_parameter_registration_is_restored() -> bool:
     return not torch.nn.Linear(1, 1).weight.is_meta
 
