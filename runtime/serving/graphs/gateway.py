@@ -72,6 +72,20 @@ class GraphGateway:
             await stream.send(*(("error", {"message": BUSY}) if frame.kind == "run" else ("busy", {})))
             return
         places.take(stream, stream.remote)
+        answering = asyncio.create_task(self._answer(stream, frame))
+        gone = asyncio.create_task(stream.receive())  # also where it gives way to another
+        try:
+            await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answering.cancel()
+            gone.cancel()
+            outcome, _ = await asyncio.gather(answering, gone, return_exceptions=True)
+            places.release(stream)
+        if isinstance(outcome, Exception):
+            raise outcome
+        await stream.aclose()
+
+    async def _answer(self, stream: Stream, frame: Frame) -> None:
         try:
             await (self._run if frame.kind == "run" else self._run_stage)(stream, frame)
         except NotAdmitted as error:
@@ -81,9 +95,6 @@ class GraphGateway:
             raise
         except (JobError, JobFailed, SwarmError) as error:
             await stream.send("error", {"message": error_line(error)})
-        finally:
-            places.release(stream)
-        await stream.aclose()
 
     async def _frame(self, stream: Stream) -> Frame:
         """The first frame. One of more than UNASKED_BYTES is read only while few such arrive."""

@@ -157,6 +157,39 @@ def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_run_whose_client_has_gone_or_gave_way_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusion.runtime.serving.graphs.gateway.AT_ONCE", 2)
+    begun, ended = asyncio.Semaphore(0), asyncio.Semaphore(0)
+
+    async def endless(*_: object) -> None:
+        begun.release()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.release()
+
+    monkeypatch.setattr(GraphGateway, "run", endless)
+
+    async def main() -> None:
+        async with served(tmp_path, 3) as model, asyncio.timeout(30):
+            gateway, one, other = (peer.context for peer in model.swarm.peers)
+            asking = []
+            for asker in (one, one, other):  # the last has fewer than the first, which gives way
+                asked = run_model(asker.transport, gateway.peer_id, "unet", [])
+                asking.append(asyncio.create_task(asked))
+                await begun.acquire()
+            await ended.acquire()
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+            for _ in range(2):
+                await ended.acquire()
+
+    asyncio.run(main())
+
+
 def test_what_several_stages_made_fits_one_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them sends no more; else an owner, or the client, hangs up on what is too large, and is asked again."""
 
