@@ -102,7 +102,8 @@ class _Reader:
             values[key] = self._value(self._whole(f"the type of {shown(key)}"), shown(key))
         split = values.get("split.count", 1)
         if not isinstance(split, int) or split > 1:
-            raise self._bad(f"is one of {split} parts: join them with llama-gguf-split --merge")
+            parts = split if isinstance(split, int) else shown(str(split))
+            raise self._bad(f"is one of {parts} parts: join them with llama-gguf-split --merge")
         found = [self._tensor() for _ in range(tensor_count)]
         return GGUFHeader(self._path, values, self._placed(found, self._alignment(values)))
 
@@ -155,7 +156,7 @@ class _Reader:
     def _alignment(self, values: Mapping[str, Value]) -> int:
         found = values.get("general.alignment", 32)
         if type(found) is not int or found < 8 or found & (found - 1) or found > MAX_ALIGNMENT:
-            raise self._bad(f"says general.alignment = {str(found)[:40]}; a power of two, at least 8")
+            raise self._bad(f"says general.alignment = {shown(str(found))}; a power of two, at least 8")
         return found
 
     def _value(self, kind: int, key: str) -> Value:

@@ -201,6 +201,9 @@ def small(path: Path, **more: Any) -> None:
         ({"general.type": "adapter"}, "not a model but 'adapter'"),
         ({"general.architecture": "rwkv7"}, "kind 'rwkv7'; llama, qwen2"),
         ({"tokenizer.ggml.model": "plamo2"}, "gpt2 and llama are read"),
+        ({"split.count": 3}, "is one of 3 parts"),
+        ({"split.count": "a\n" * 99}, "is one of 'a"),
+        ({"general.alignment": "a\n\x1b[1m"}, "a power of two"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused_in_one_line(more: Any, message: str, tmp_path: Path) -> None:
