@@ -32,6 +32,11 @@ def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _unless_false(value: Any) -> Any:
+    """None for the false of a client that asks as it does for a chat."""
+    return None if value is False else value
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -123,7 +128,9 @@ class CompletionRequest(Settings):
         ]
     )
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None, BeforeValidator(_unless_false)
+    ] = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None

@@ -125,3 +125,4 @@ def test_no_log_probabilities_may_be_asked_for_by_their_number(said: int | None)
     for logprobs in (None, False):
         request = ChatRequest.model_validate({**HI, "logprobs": logprobs, "top_logprobs": said})
         assert not request.top_logprobs
+    assert CompletionRequest.model_validate({"prompt": "a", "logprobs": False}).logprobs is None
