@@ -22,6 +22,8 @@ from fusion.runtime.serving.requests.request import Answer
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+# The ends of lines that JSON leaves in texts; clients that read events with `str.splitlines` would end one there.
+LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -30,7 +32,8 @@ class ClientGone(Exception):
 
 
 def event(value: object) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    said = json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
+    return b"data: " + said.encode() + b"\n\n"
 
 
 async def unless_gone(receive: Receive, closing: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:

@@ -118,7 +118,7 @@ class _Connection(H11Protocol):
         if self.flow.write_paused:
             return ("read", self.transport.get_write_buffer_size()), UNREAD_SECONDS
         if self.cycle is None or self.cycle.response_complete:
-            return ("head", id(self.cycle)), SILENT_SECONDS
+            return ("head", self.cycle), SILENT_SECONDS
         return "answer", float("inf")
 
 
