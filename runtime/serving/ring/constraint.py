@@ -119,9 +119,10 @@ class TokenConstraint:
 
     def push(self, token: int) -> bool:
         """The answer has one more, of those allowed. Whether nothing may follow."""
+        if token in self._ends:
+            return True
         self._allowed = None
-        if token not in self._ends:
-            self._session.push(token)
+        self._session.push(token)
         return self._session.complete
 
     def close(self) -> None:

@@ -7,13 +7,17 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.toy_ring import GREEDY, SHAPES, VOCABULARY, Refused, reference, ring_of
 
 from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.ring.constraint import TokenConstraint
 from fusion.runtime.serving.ring.guesses import (
     FIRST_GUESSES,
     LEAST_MATCH,
@@ -24,7 +28,9 @@ from fusion.runtime.serving.ring.guesses import (
     RepeatDrafter,
     Verdicts,
 )
-from fusion.runtime.serving.ring.session import Chunk, Feed
+from fusion.runtime.serving.ring.session import Chunk, Feed, Hop, Opening, SessionId
+from fusion.runtime.serving.ring.stage_session import StageSession, _choose
+from fusion.swarm.transport import PeerId
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -297,3 +303,34 @@ def test_guesses_that_are_none_end_the_link(header: dict[str, object]) -> None:
             assert await ring.generate([3], 5) == reference(SHAPES["two"], [3], 5)
 
     asyncio.run(main())
+
+
+class Masks:
+    """A grammar after which an answer may end or go on, that says what it allows once after each token."""
+
+    accepts, complete = True, False
+
+    def __init__(self) -> None:
+        self.told = False
+
+    def mask(self) -> bytes:
+        assert not self.told, "whoever asks again waits until the grammar is given up"
+        self.told = True
+        return b"\xff" * 8
+
+    def push(self, token: int) -> None:
+        self.told = False
+
+
+def test_a_guess_behind_the_end_of_a_constrained_answer_is_not_looked_at() -> None:
+    end, grammar = 3, Masks()
+    gateway: Any = SimpleNamespace(stream=SimpleNamespace(remote="gateway"))
+    route = (Hop(PeerId("p0"), 1),)
+    opening = Opening(
+        session=SessionId("s"), route=route, prompt_length=2, max_tokens=9, sampling=GREEDY, schema_bytes=2
+    )
+    session = StageSession(opening, gateway, constraint=TokenConstraint(grammar, VOCABULARY, (end,)))  # type: ignore[arg-type]
+    logits = torch.zeros(3, VOCABULARY)
+    logits[0, 4] = logits[1, end] = logits[2, 5] = 1.0
+    chosen = list(_choose(session, Chunk(1, 3, sample=True, guesses=(4, end), number=1), logits))
+    assert [(token.id, token.complete) for token in chosen] == [(4, False), (end, True)]
