@@ -119,8 +119,9 @@ class Schedule(Generic[Session]):
         return not self._bounded or self._positions < WAITING_POSITIONS
 
     def hold(self, session: Session) -> None:
-        """A chunk of it could not run: none behind it does until that one is added `again`."""
-        self._held.add(session.id)
+        """A chunk of it could not run: none behind it does until that one is added `again`. Harmless for one that has ended."""
+        if self.sessions.get(session.id) is session:
+            self._held.add(session.id)
 
     def add(self, work: Work[Session], *, again: bool = False) -> None:
         """Of a session that is one of `sessions`; others' chunks are dropped, and so are those that it goes back behind."""

@@ -261,3 +261,15 @@ def test_a_chunk_of_a_prompt_behind_the_tokens_of_the_user_with_fewest_sessions_
     assert [w.session for w in prompt] == [asks]
     schedule.add(work(asks, 2 * SHARED_POSITIONS, SHARED_POSITIONS))
     assert schedule.rest(3.0) == REST_TIMES, "the user with fewest sessions has had no turn since"
+
+
+def test_a_session_that_ended_while_its_chunk_ran_is_held_under_no_name() -> None:
+    schedule, (a,) = scheduled(1, "a")
+    schedule.add(work(a))
+    assert schedule.next_turn()
+    schedule.remove(a)
+    schedule.hold(a)  # there was no memory for the chunk
+    again = session("a")
+    assert schedule.admit(again)
+    schedule.add(work(again))
+    assert schedule.next_turn()
