@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from fusion.swarm.errors import FrameError
+from fusion.swarm.streams.frames import MAX_CONTAINERS
 from fusion.swarm.streams.queued_stream import QueuedStream
 from fusion.swarm.transport import Buffer, Frame
 
@@ -21,6 +22,7 @@ MAX_FRAMES = 1024  # in one
 # Of payload in one frame: what takes longer on its way is better begun by itself.
 MAX_BYTES = 32 << 10
 BY_ITSELF = MAX_BYTES + 1
+LISTS_AROUND = 3  # of what a frame's header may have: it, what it lies in, and `of`
 
 Header = Mapping[str, Any]
 
@@ -30,6 +32,7 @@ class _Waiting:
     headers: list[Header] = field(default_factory=list)
     payload: list[Buffer] = field(default_factory=list)
     size_bytes: int = 0
+    lists: int = LISTS_AROUND  # and maps, in the header of the frame
 
 
 class TurnFrames:
@@ -47,13 +50,16 @@ class TurnFrames:
     ) -> None:
         frames = self._frames.setdefault(link, [])
         joins = bool(frames) and link in self._taking
+        lists = _lists(header)
         if (
             not joins
             or frames[-1].size_bytes + size_bytes > MAX_BYTES
+            or frames[-1].lists + lists > MAX_CONTAINERS
             or len(frames[-1].headers) == MAX_FRAMES
         ):
             frames.append(_Waiting())
         last = frames[-1]
+        last.lists += lists
         last.headers.append(header)
         last.payload += payload
         last.size_bytes += size_bytes
@@ -74,6 +80,12 @@ class TurnFrames:
                     yield link, self._kind, each.headers[0], each.payload
                 else:
                     yield link, f"{self._kind}s", {"of": each.headers}, each.payload
+
+
+def _lists(header: Header) -> int:
+    """Lists and maps that it consists of: log-probabilities are a list for each token."""
+    lists = [value for value in header.values() if isinstance(value, list)]
+    return 1 + len(lists) + sum(isinstance(each, list) for value in lists for each in value)
 
 
 def frames_of(frame: Frame, size_of: Callable[[Header], int] = lambda header: 0) -> Iterator[Frame]:

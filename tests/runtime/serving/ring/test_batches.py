@@ -21,6 +21,7 @@ from fusion.runtime.serving.ring import batches
 from fusion.runtime.serving.ring.batches import BATCHES, BY_ITSELF, TurnFrames, frames_of
 from fusion.runtime.serving.ring.frames import Parcel
 from fusion.swarm.errors import FrameError
+from fusion.swarm.streams.frames import HEAD_BYTES, decode_header, encode
 from fusion.swarm.streams.queued_stream import QueuedStream
 from fusion.swarm.transport import Buffer, Frame
 
@@ -72,6 +73,21 @@ def test_rows_of_many_sessions_are_one_frame_and_a_prompts_chunk_is_one_by_itsel
         ("chunk", 1),
         ("chunks", 3),
     ]
+
+
+def test_log_probabilities_of_many_sessions_are_no_more_than_a_header_may_have() -> None:
+    probable = {"logprob": -1.0, "top_logprobs": [[token, -1.0] for token in range(20)]}
+    link: Any = Link()
+    frames = TurnFrames("token", WeakSet([link]))
+    for number in range(500):
+        frames.put(link, {"session": "s" * 16, "id": 1, "position": number, "finish": "", **probable})
+    frames.post()
+    assert 1 < len(link.sent) < 10
+    for frame in link.sent:
+        message, _, _ = encode(frame.kind, frame.header, ())
+        assert decode_header(message[HEAD_BYTES:]) == (frame.kind, frame.header)
+    arrived = [each.header["position"] for frame in link.sent for each in frames_of(frame)]
+    assert arrived == list(range(500))
 
 
 NONSENSE: list[tuple[object, int, str]] = [
