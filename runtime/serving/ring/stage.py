@@ -247,6 +247,8 @@ class RingStage:
             raise FrameError(f"token {token} is not in the vocabulary")
         position = whole(header, "position", -1)
         try:
+            if position + len(more) >= session.opening.capacity:
+                raise JobError(f"token for position {position}, which is not in the session")
             self._feed(session, position, [token, *more])
         except JobError as error:  # as of a chunk that does not fit
             self._sessions.broke(session, error)

@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.toy_ring import SHAPES, Refused, reference, ring_of
+from support.toy_ring import JOB, SHAPES, Refused, reference, ring_of
 
 from fusion.runtime.job.protocol import RING
+from fusion.runtime.serving.ring.links import LinkEnds
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId, Stream
@@ -130,6 +131,38 @@ def test_a_gateway_that_tells_stages_otherwise_ends_its_own_session_alone(told: 
                 await asyncio.sleep(0.1)  # for what was lied about to be come upon
                 await ring.prompt(ours, mine, [1])
                 assert await ring.tokens(ours[-1]) == reference(SHAPES["three"], [1], 40)
+
+    asyncio.run(main())
+
+
+def test_a_last_stage_that_never_ends_an_answer_does_not_make_it_longer() -> None:
+    async def endless(stream: Stream) -> None:
+        while True:
+            await stream.receive()
+
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            liar = MemoryTransport(ring.network, PeerId("liar"))
+            await liar.serve(RING.name, endless)
+            [stream, _] = await ring.connect()
+            opening = ring.opening([1], 3, session="s")
+            route = [["p0", 5], ["liar", 6]]
+            await stream.send("open", {**opening.to_header(), "route": route})
+            assert (await stream.receive()).kind == "opened"
+            await ring.prompt([stream], opening, [1])
+            back = await liar.open(PeerId("p0"), RING.name)
+            await back.send("hello", LinkEnds(JOB, 1, 0, PeerId("p0")).to_header())
+            session = ring.rings[0]._schedule.sessions[opening.session]
+            for position in range(1, 9):
+                while session.reached < position and not session.closed:
+                    await asyncio.sleep(0)
+                ring.planes[0].capacity["s"] = (
+                    10**9
+                )  # a stage without attention has no cache that would refuse
+                await back.send("token", {"session": "s", "id": 1, "position": position})
+            frame = await stream.receive()
+            assert (frame.kind, frame.header["reason"]) == ("failed", "broken")
+            assert session.reached <= opening.capacity
 
     asyncio.run(main())
 
