@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -192,6 +193,12 @@ class StageRunner:
                 raise
             self._account_all()
 
+    def _freed(self) -> None:
+        """There is less than before. Where that is still more than is set aside for us, another stage has just taken what was
+        loose here: we have yet to be told to free it."""
+        with suppress(MemoryError):
+            self._account_all()
+
     @property
     def guesses(self) -> bool:
         """Whether chunks may have guesses."""
@@ -239,14 +246,14 @@ class StageRunner:
         """How many positions there were of each, and their bytes."""
         found = [self._plane.retain(each.session, each.name, each.positions) for each in kept]
         self._end_drafts(each.session for each in kept)
-        self._account()
+        self._freed()
         return found
 
     def forget(self, names: Sequence[int]) -> None:
         """Free what was retained."""
         for name in names:
             self._plane.forget(name)
-        self._account()
+        self._freed()
 
     def clear(self) -> None:
         """Free everything."""
@@ -258,7 +265,7 @@ class StageRunner:
         for session in sessions:
             self._plane.close(session)
         self._end_drafts(sessions)
-        self._account()
+        self._freed()
 
     def _end_drafts(self, sessions: Iterable[SessionId]) -> None:
         if self.draft is not None:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from support.toy_ring import SHAPES, Refused, Ring, reference, ring_of
 
+from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.serving.requests.request import pack_tokens
 from fusion.runtime.serving.ring import stage_sessions
 from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, PrefixHash
 from fusion.runtime.serving.ring.retained import IDLE_SECONDS
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId, Stream
 
@@ -240,5 +242,36 @@ def test_nothing_is_kept_for_ever_nor_after_the_stage(monkeypatch: pytest.Monkey
             ring.tasks[0].cancel()
             await asyncio.wait(ring.tasks)
             assert not plane.retained and not plane.seen
+
+    asyncio.run(main())
+
+
+def test_a_session_may_end_before_what_another_stage_has_taken_is_free() -> None:
+    mine, theirs = (JobId("a" * 64), 0), (JobId("b" * 64), 0)
+
+    async def main() -> None:
+        async with ring_of(SHAPES["one"], **BIG) as ring:
+            plane, memory, taken = ring.planes[0], MemoryBudget(300), list[int]()
+
+            def account() -> None:
+                kept = plane.retained_bytes()
+                memory.resize(mine, 10 * len(plane.seen) + kept, kept, taken.append)
+
+            memory.hold(mine, 0)
+            memory.hold(theirs, 0)
+            ring.rings[0]._runner._account_all = account
+            streams = await ring.connect()
+            await turn(ring, streams, HISTORY)
+            await retained(ring, 192)
+            await ring.open(streams, ring.opening([1], 5, session="s"))
+            memory.resize(theirs, 290)
+            assert taken == [192]
+            await streams[0].send("close", {"session": "s"})
+            await ring.freed()
+            ring.rings[0].shed(taken.pop())
+            await retained(ring, 0)
+            assert not plane.seen and memory.by_place[mine] == 0
+            memory.release(theirs)
+            assert await ring.generate([1], 5) == reference(SHAPES["one"], [1], 5)
 
     asyncio.run(main())
