@@ -57,6 +57,7 @@ class GatewaySession:
     )  # stage -> chunks of this session that it has run, as it said
     held: dict[int, int] = field(default_factory=dict)  # stage -> positions that it had when it opened it
     reused: int = 0  # positions that no stage has to run, as all have them
+    reached: int = 0  # the position of the newest token that it gave: every stage has run what comes before
     unread_bytes: int = 0  # of logits among the events
 
     @property
@@ -245,11 +246,14 @@ class GatewaySessions:
                 fault = Fault.from_failed(frame.header, ends.stage, len(found.route))
                 found.tell(ends.stage, fault)
             case "token":
-                whole(frame.header, "position", -1), whole(frame.header, "id", -1)
+                position, token = whole(frame.header, "position", -1), whole(frame.header, "id", -1)
+                if not 0 <= token < found.model.serve.vocabulary:
+                    raise FrameError("a token that the model does not have")
                 logprobs_of(found, frame)
                 if frame.payload and not found.opening.logits:
                     raise FrameError("logits that nobody asked for")
                 found.tell(ends.stage, frame)
+                found.reached = max(found.reached, position)
                 found.unread_bytes += len(frame.payload)
                 if found.unread_bytes > UNREAD_BYTES:  # another session goes on once these have been read
                     found.tell(ends.stage, Fault("moved", "the client reads its answer too slowly"))

@@ -79,9 +79,10 @@ class SessionPair:
         self.route = self.current.route
 
     def drop_current(self) -> None:
-        if self.current is not None:
-            # Every stage has run what comes before the newest token.
-            self._sessions.close(self.current, self._chain(self.known[:-1]))
+        if (session := self.current) is not None:
+            # Where it is behind the session before it, its stages may have run wrong guesses in place of what is known.
+            reached = max(session.reached, session.opening.prompt_length)
+            self._sessions.close(session, self._chain(self.known[: min(reached, len(self.known) - 1)]))
             self.current = None
 
     def drop_next(self) -> None:

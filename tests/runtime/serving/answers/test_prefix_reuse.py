@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,18 @@ from support.served import Peer, Swarm, swarm_of
 
 from fusion.dag.cutting.cuts import legal_cuts, split
 from fusion.runtime.serving.answers.failover import FailoverConfig
+from fusion.runtime.serving.answers.gateway_session import GatewaySession
+from fusion.runtime.serving.answers.session_pair import SessionPair
+from fusion.runtime.serving.answers.task import Task
 from fusion.runtime.serving.requests.client import complete
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest
-from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, PrefixHash
+from fusion.runtime.serving.ring.session import Opening
+from fusion.swarm.transport import PeerId
 
 SERVE = {"vocabulary": 256, "max_sequence": POSITIONS, "prefill_chunk": 50}
 PATIENT = FailoverConfig(recover_seconds=20)
+HASH = PrefixHash(b"k", "")
 HISTORY = [(13 * i) % 256 for i in range(120)]
 
 
@@ -201,3 +208,43 @@ def test_memory_that_is_short_costs_the_reuse_and_no_answer(tmp_path: Path) -> N
                 assert (await chats[1].turn(transport)).cached_tokens == 128
 
     run(main)
+
+
+def test_a_session_that_took_over_and_is_behind_is_kept_as_far_as_it_got() -> None:
+    """Beyond that a stage may have guesses that were wrong, and the tokens are those of the session before."""
+    closed: list[bytes] = []
+
+    class Sessions:
+        def prefixes(self, *_: object) -> PrefixHash:
+            return HASH
+
+        async def open(self, opening: Opening, *_: object) -> GatewaySession:
+            return GatewaySession(opening, model, asyncio.Queue())
+
+        def close(self, session: GatewaySession, chain: bytes = b"") -> None:
+            closed.append(chain)
+
+    model: Any = None
+    task = Task(
+        model=model,
+        prompt=HISTORY,
+        answered=(),
+        max_tokens=200,
+        sampling=Sampling(),
+        logits=False,
+        holder=PeerId("us"),
+    )
+
+    async def main() -> None:
+        pair = SessionPair(task, Sessions(), random.Random(0))  # type: ignore[arg-type]
+        await pair.begin(())
+        await pair.open_next(())
+        assert pair.current is not None and pair.next is not None
+        pair.known += [3] * 100
+        pair.current.reached, pair.next.reached = len(pair.known) - 1, len(HISTORY) + 10
+        pair.promote()
+        pair.drop_current()
+        assert closed == [HASH.chain(pair.known[:-1]), HASH.chain(pair.known[: len(HISTORY) + 10])]
+        assert len(closed[0]) > len(closed[1]) > 0
+
+    asyncio.run(main())
