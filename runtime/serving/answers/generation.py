@@ -201,19 +201,23 @@ class Generation:
         return Chosen(token, bytes(frame.payload), logprobs_of(session, frame))
 
     async def _finish(self, session: GatewaySession, frame: Frame, token: int) -> Finish:
-        """Whether the answer ends with the token, and why. Faulted where it has no place in an answer that follows a schema:
-        the last stage was to see to that."""
-        said, grammar = _finish(frame), self._pair.task.grammar
+        """Whether the answer ends with the token, and why: also where the last stage does not say so. Faulted where it has no
+        place in an answer that follows a schema: the last stage was to see to that."""
+        grammar, ends = self._pair.task.grammar, session.model.serve.end_tokens
+        said = _finish(frame) or session.opening.finish(token, frame.header["position"], ends)
         if grammar is None:
             return said
-        ends = token in session.model.serve.end_tokens
-        fits = grammar.accepts if ends else await grammar.push_soon((token,))
-        complete = grammar.complete or (ends and grammar.accepts)
-        if not fits or (said == "stop" and not complete):
-            last = len(session.route) - 1
-            fault = Fault("broken", f"{session.where(last)} does not follow response_format", (last,))
+        fits = grammar.accepts if token in ends else await grammar.push_soon((token,))
+        if fits and (grammar.complete or token in ends):
+            return "stop"
+        last = len(session.route) - 1
+        fault = Fault("broken", f"{session.where(last)} does not follow response_format", (last,))
+        if not fits:
             raise Faulted(fault)
-        return "stop" if complete else said
+        if said == "stop":
+            session.tell(last, fault)  # it gives no more; what it gave may stay, and the grammar has it
+            return ""
+        return said
 
     def _lose(self, session: GatewaySession, fault: Fault) -> None:
         if session is self._pair.next:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,5 +209,27 @@ def test_a_last_stage_that_does_not_follow_the_schema_is_not_believed(
             liars.clear()
             _, answer = await answer_while(swarm, Sampling())
             assert answer.tokens == honest.tokens
+
+    asyncio.run(main())
+
+
+def test_an_answer_goes_on_after_a_last_stage_that_took_it_for_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lies, answered = [3], RingStage._answer
+
+    def hasty(self: RingStage, session: Any, tokens: Any, frames: Any) -> None:
+        if tokens[0].position - session.opening.first == lies[0]:
+            lies[0] = -1
+            tokens = [replace(token, complete=True) for token in tokens]
+        answered(self, session, tokens, frames)
+
+    async def main() -> None:
+        async with swarm_of(2, tmp_path, failover=PATIENT, seconds=300) as swarm:
+            await swarm.serve("llama", 1, byte_level=True)
+            _, honest = await answer_while(swarm, Sampling(), guesses=False)
+            monkeypatch.setattr(RingStage, "_answer", hasty)
+            _, answer = await answer_while(swarm, Sampling(), guesses=False)
+            assert answer.tokens == honest.tokens and lies == [-1]
 
     asyncio.run(main())

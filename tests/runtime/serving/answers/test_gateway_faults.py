@@ -269,6 +269,47 @@ def test_a_job_whose_blobs_are_wrong_fails_in_one_line(broken: str, tmp_path: Pa
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 1 << 63])
+def test_a_token_that_the_model_does_not_have_ends_the_link_of_whoever_says_it(
+    token: int, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with swarm_of(2, tmp_path) as swarm:
+            job = await swarm.serve("gpt2", 1)
+            stage = swarm.owners[0].service._hosted[job, 0].stage
+
+            def lie(session: Any, tokens: Any, frames: Any) -> None:
+                said = {"session": session.id, "position": tokens[0].position, "finish": ""}
+                session.gateway.post("token", {**said, "id": token})
+
+            stage._answer = lie  # type: ignore[method-assign]
+            with pytest.raises(RemoteError, match=r"stage 0 of gpt2 on .* vanished"):
+                await swarm.ask(prompt_ids=(1, 2), max_tokens=5)
+            assert not swarm.peers[1].service.gateway._sessions._sessions
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_a_last_stage_that_never_ends_an_answer_gives_no_more_than_was_asked_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(2, tmp_path) as swarm:
+            job = await swarm.serve("gpt2", 1)
+            stage = swarm.owners[0].service._hosted[job, 0].stage
+
+            def endless(session: Any, tokens: Any, frames: Any) -> None:
+                for position in range(tokens[0].position, tokens[0].position + 50):
+                    said = {"session": session.id, "id": 1, "position": position, "finish": ""}
+                    session.gateway.post("token", said)
+
+            stage._answer = endless  # type: ignore[method-assign]
+            answer = await swarm.ask(prompt_ids=(1, 2), max_tokens=5)
+            assert (len(answer.tokens), answer.finish) == (5, "length")
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
 def test_progress_is_known_where_the_first_stage_runs(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm_of(2, tmp_path) as swarm:
