@@ -10,7 +10,6 @@ from pathlib import Path
 
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.stage_graphs import (
     MAX_GRAPH_BYTES,
@@ -32,7 +31,10 @@ from fusion.swarm.printable import error_line
 
 log = logging.getLogger(__name__)
 
-NO_DRAFT = (SwarmError, JobError)  # what a draft that cannot be had raises
+NO_DRAFT = (
+    SwarmError,
+    *PLANE_ERRORS,
+)  # what a draft raises that cannot be had, or that nothing can be made of
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class DraftLoader:
                 return None
             compute = self._context.on_behalf_of(manifest.author, job).compute
             return await compute.run(self._make, found, manifest.serve.vocabulary)
-        except (*NO_DRAFT, *PLANE_ERRORS) as error:
+        except NO_DRAFT as error:
             log.warning("%s is served without its draft model: %s", manifest.name, error_line(error))
             return None
 

@@ -15,6 +15,8 @@ from safetensors.torch import save
 from support.served import MAX_SEQUENCE, Swarm, captured, model, reference, swarm_of
 
 from fusion.dag.ir import serialise
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
 from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.stage_graphs import needed_bytes
@@ -28,6 +30,14 @@ from fusion.swarm.directory.records import Digest, JobId
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
 TOKENS = 60
 PATIENT = FailoverConfig(recover_seconds=20)
+IDS = TensorType((symbol("batch"), symbol("odd")), "int64")
+ODD = Graph(
+    inputs=(Input("input_ids", IDS),),
+    variables=(),
+    nodes=(Node("n", "aten.neg", (Ref("input_ids"),), (IDS,)),),
+    outputs=(Ref("n"),),
+    symbols=("batch", "odd"),
+)
 SAMPLED = {"sampling": Sampling(temperature=0.7, top_k=20, seed=3)}
 
 
@@ -163,6 +173,7 @@ def test_whoever_takes_the_first_stage_over_has_the_draft_and_the_answer_goes_on
     ("spoiled", "said"),
     [
         ({GRAPH_FILE: b"no graph"}, "the graph of the draft of llama"),
+        ({GRAPH_FILE: serialise.encode(ODD)}, "no size given for the symbol 'odd'"),
         ({WEIGHTS_FILE: save({"x": torch.zeros(2)})}, "served without its draft"),
         ({WEIGHTS_FILE: b"no tensors"}, "served without its draft"),
         ({ABOUT_FILE: b"{}"}, "max_sequence is missing"),
