@@ -71,7 +71,7 @@ class Moves:
                 if route != session.route:
                     await self._pair.open_next(route)
                     return
-            except (NoRoute, SwarmError, Faulted) as error:
+            except (NoRoute, JobFailed, SwarmError, Faulted) as error:
                 log.debug("no other way yet: %s", error)
             await asyncio.sleep(MOVE_PAUSE_SECONDS)
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.served import VOCABULARY, Peer, Swarm, reference, seeded_reference, swarm_of
 
+from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.serving.answers import moves
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.ring.session import Hop
 from fusion.runtime.serving.ring.stage import RingStage
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError
+from fusion.swarm.transport import PeerId
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
 SEEDED = Sampling(temperature=1.1, top_k=30, top_p=0.95, seed=7)
@@ -390,5 +396,38 @@ def test_an_answer_of_a_job_that_was_stopped_ends_at_once(tmp_path: Path) -> Non
             with pytest.raises(RemoteError, match="llama is not served any more: stopped"):
                 await answer_while(swarm, swarm.peers[2], 80, {5: stop})
             assert asyncio.get_running_loop().time() - began < PATIENT.recover_seconds / 2
+
+    asyncio.run(main())
+
+
+def test_of_a_model_that_is_served_no_longer_nobody_follows_a_stage_that_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moves, "MOVE_PAUSE_SECONDS", 0.0)
+
+    class Ended:
+        looks = 0
+
+        def avoid(self, *_: object) -> None: ...
+
+        def forget_route(self, *_: object) -> None: ...
+
+        async def route(self, *_: object) -> None:
+            self.looks += 1
+            raise JobFailed("toy is not served any more: stopped")
+
+    async def main() -> None:
+        catalog, unhandled = Ended(), list[Any]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: unhandled.append(about))
+        pair: Any = SimpleNamespace(next=None, remaining=None)
+        leaving = moves.Moves(pair, catalog, lambda: True, lambda: 0.0, random.Random(0))  # type: ignore[arg-type]
+        route = (Hop(PeerId("p"), 1),)
+        leaving.leave(SimpleNamespace(model=SimpleNamespace(job="j"), route=route), 0)  # type: ignore[arg-type]
+        while leaving.under_way:
+            await asyncio.sleep(0)
+        await leaving.aclose()
+        del leaving
+        gc.collect()
+        assert catalog.looks == moves.MOVE_TRIES and not unhandled
 
     asyncio.run(main())
