@@ -127,7 +127,8 @@ class Sessions(Generic[C]):
         self._retained.clear()
 
     def used_bytes(self) -> int:
-        return sum(cache.bytes for cache in self._sessions.values()) + self.retained_bytes()
+        # Asked from the loop's thread too, while the worker's opens sessions and ends them.
+        return sum(cache.bytes for cache in list(self._sessions.values())) + self.retained_bytes()
 
     def retained_bytes(self) -> int:
-        return sum(cache.bytes for cache in self._retained.values())
+        return sum(cache.bytes for cache in list(self._retained.values()))

@@ -15,6 +15,7 @@ from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.planes.attention import Scored
 from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
 from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.sessions import Sessions
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 SLOT = (KeptShape(heads=2, width=8, dtype=torch.float32),) * 2
@@ -237,3 +238,19 @@ def test_what_is_not_there_is_not_held() -> None:
     assert stage.used_bytes() == 0
     with pytest.raises(ValueError, match="not open"):
         stage.run([Piece("b", 0, {})])
+
+
+def test_memory_may_be_counted_while_the_worker_opens_a_session() -> None:
+    class Kept(SessionCache):
+        @property
+        def bytes(self) -> int:
+            sessions.open(f"another {len(sessions._sessions)}", 4)
+            return 5
+
+    class Counted(Sessions[SessionCache]):
+        def _new(self, capacity: int, source: int) -> SessionCache:
+            return Kept({}, capacity, torch.device("cpu"))
+
+    sessions = Counted()
+    sessions.open("a", 4)
+    assert sessions.used_bytes() == 5
