@@ -115,12 +115,26 @@ class QueuedStream:
 
     async def send(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> None:
         """Put a frame out; waits while `depth` others have not gone. After the end it is dropped."""
-        await self._fewer_than(self._depth)
+        await self.room()
         self.post(kind, header, payload)
 
     def rest(self, seconds: float) -> None:
         """From within `on_frame`: read nothing for so long, so that whoever asks too much waits for the answers."""
         self._rest_seconds = seconds
+
+    @property
+    def full(self) -> bool:
+        """Whether `send` would wait now."""
+        return len(self._unsent) >= self._depth and not self.ended.is_set()
+
+    async def room(self) -> None:
+        """Until it is not full."""
+        await self._fewer_than(self._depth)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Of payload, that has not gone out yet."""
+        return sum(memoryview(buffer).nbytes for *_, payload in self._unsent for buffer in payload)
 
     async def flush(self) -> None:
         """Wait until all that was put in has been handed to the transport, or the stream has ended."""

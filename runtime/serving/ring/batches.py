@@ -7,7 +7,7 @@ row of activations or one token as with those of all sessions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -37,7 +37,7 @@ class _Waiting:
 
 class TurnFrames:
     """The frames of one kind that a turn gives, for links of which `taking` take several in one. Nothing goes out before
-    `post` or `send`, and then in the order in which it was put in for each link. Payloads in a frame of several have the
+    `post`, and then in the order in which it was put in for each link. Payloads in a frame of several have the
     size that `frames_of` is told; others are put in as BY_ITSELF."""
 
     def __init__(self, kind: str, taking: WeakSet[QueuedStream]) -> None:
@@ -64,14 +64,14 @@ class TurnFrames:
         last.payload += payload
         last.size_bytes += size_bytes
 
+    @property
+    def links(self) -> Collection[QueuedStream]:
+        """That there are frames for."""
+        return self._frames.keys()
+
     def post(self) -> None:
         for link, kind, header, payload in self._made():
             link.post(kind, header, payload)
-
-    async def send(self) -> None:
-        """As `post`, and waits for links on which much is under way."""
-        for link, kind, header, payload in self._made():
-            await link.send(kind, header, payload)
 
     def _made(self) -> Iterator[tuple[QueuedStream, str, Header, Sequence[Buffer]]]:
         for link, frames in self._frames.items():

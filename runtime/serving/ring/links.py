@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -31,6 +31,7 @@ GATEWAY = -1  # in place of a stage index: the sender is the gateway of some ses
 IDLE_SECONDS = 600.0
 MOST_IDLE = 256
 LOOK_SECONDS = 15.0  # between two looks for them
+UNSENT_BYTES = 128 << 20  # of chunks that may wait for far ends that do not read
 
 
 @dataclass(frozen=True)
@@ -197,3 +198,37 @@ class RingLinks:
         links = list(self._links.values())
         self._links.clear()
         await asyncio.gather(*(link.stream.aclose() for link in links), *self._closing)
+
+
+class FullLinks:
+    """Links over which a chunk would wait to go out: nothing that has to runs meanwhile. `room` is called when one has room again."""
+
+    def __init__(self, room: Callable[[], None]) -> None:
+        self._room = room
+        self._waiting: dict[
+            QueuedStream, asyncio.Task[None]
+        ] = {}  # for room, those that do for longest first
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """What waits does so in `tasks`."""
+        self._tasks = tasks
+
+    def look(self, links: Iterable[QueuedStream]) -> None:
+        """Chunks were put out over these. Where too much waits for all far ends together, the links of those that have read
+        nothing for longest end."""
+        assert self._tasks is not None
+        for link in links:
+            if link.full and link not in self._waiting:
+                self._waiting[link] = self._tasks.create_task(self._until_room(link))
+        unsent = {link: link.unsent_bytes for link in self._waiting}
+        for link in self._waiting:
+            if sum(unsent.values()) <= UNSENT_BYTES:
+                break
+            unsent[link] = 0
+            link.end(f"{link.stream.remote} does not read what it is sent")
+
+    async def _until_room(self, link: QueuedStream) -> None:
+        await link.room()
+        del self._waiting[link]
+        self._room()

@@ -153,11 +153,14 @@ class Schedule(Generic[Session]):
         """How many guesses of it may be under way: where others decode, they take the time of their tokens."""
         return GUESSES // max(1, len(self._decoding | {session.id}))
 
-    def next_turn(self, now: float = 0.0) -> tuple[Work[Session], ...]:
-        """The chunks that run together next, one a session; nothing while none waits, or for as long as `rest` says."""
+    def next_turn(
+        self, now: float = 0.0, clear: Callable[[Session], bool] = lambda session: True
+    ) -> tuple[Work[Session], ...]:
+        """The chunks that run together next, one a session; nothing while none waits, or for as long as `rest` says. `clear`:
+        whether what a chunk of the session gives can go out."""
         first: dict[SessionId, Work[Session]] = {}
         for work in self._waiting:
-            if work.session.id not in self._held:
+            if work.session.id not in self._held and clear(work.session):
                 first.setdefault(work.session.id, work)
         share = -(-len(self._decoding) // self._stages)
         users = Counter(self._user_of(self.sessions[each]) for each in self._decoding)

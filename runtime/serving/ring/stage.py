@@ -24,7 +24,7 @@ from fusion.runtime.serving.ring.constraint import Constrain, unconstrained
 from fusion.runtime.serving.ring.drafting import Drafting
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan
 from fusion.runtime.serving.ring.gateways import Gateways
-from fusion.runtime.serving.ring.links import GATEWAY, RingPosition, ShownGrants, no_grants
+from fusion.runtime.serving.ring.links import GATEWAY, FullLinks, RingPosition, ShownGrants, no_grants
 from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk, SessionId, guessed_tokens
 from fusion.runtime.serving.ring.stage_session import Outcome, StageRunner, StageSession, Token
@@ -68,6 +68,7 @@ class RingStage:
         self._arrived, self._room = asyncio.Event(), asyncio.Event()  # work came; some was taken
         self._leaving = False
         self._streams: set[Stream] = set()
+        self._full = FullLinks(self._arrived.set)
         self._tokens = 0
 
     @property
@@ -88,6 +89,7 @@ class RingStage:
         moment to move first."""
         async with asyncio.TaskGroup() as tasks:
             self._sessions.start(tasks)
+            self._full.start(tasks)
             turning = tasks.create_task(self._turn_for_ever(tasks))
             try:
                 await asyncio.wait([turning])
@@ -310,7 +312,7 @@ class RingStage:
         """`passing`: what the turn before gave is on its way."""
         while True:
             now = self._clock()
-            turn = self._schedule.next_turn(now)
+            turn = self._schedule.next_turn(now, self._clear)
             self._room.set()
             if turn:
                 return turn
@@ -320,6 +322,10 @@ class RingStage:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._schedule.rest(now) or None):
                         await self._arrived.wait()
+
+    def _clear(self, session: StageSession) -> bool:
+        """Whether what its next chunk gives can go out: it would wait, and with it whoever else is in the turn."""
+        return not any(link.full for _, link in (*session.hops, *session.source_hops))
 
     async def _draft(self) -> bool:
         """Nothing else waits: let the draft model guess. Whether it ran."""
@@ -340,7 +346,8 @@ class RingStage:
             else:
                 self._pass_on(work, outcome, tokens, chunks)
         tokens.post()
-        await chunks.send()
+        chunks.post()
+        self._full.look(chunks.links)
         for work, error in failed:
             if work.session.closed:
                 continue

@@ -4,12 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import RING
-from fusion.runtime.serving.ring.links import GATEWAY, IDLE_SECONDS, LinkEnds, RingLinks
+from fusion.runtime.serving.ring import links
+from fusion.runtime.serving.ring.links import GATEWAY, IDLE_SECONDS, FullLinks, LinkEnds, RingLinks
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable, StreamClosed
 from fusion.swarm.memory.network import MemoryNetwork
@@ -179,3 +182,45 @@ def test_of_links_that_no_session_needs_there_are_only_so_many(monkeypatch: pyte
 def test_a_hello_that_names_no_ends_is_refused(hello: dict[str, object]) -> None:
     with pytest.raises(JobError):
         LinkEnds.from_hello(hello, HERE)
+
+
+class Slow:
+    """A link whose far end reads when it is told to."""
+
+    def __init__(self, unsent_bytes: int) -> None:
+        self.full, self.unsent_bytes, self.ended = True, unsent_bytes, ""
+        self.stream = SimpleNamespace(remote="far")
+        self.read = asyncio.Event()
+
+    async def room(self) -> None:
+        await self.read.wait()
+        self.full = False
+
+    def end(self, reason: str) -> None:
+        self.ended = reason
+        self.read.set()
+
+
+def test_of_links_that_are_full_those_that_are_for_longest_end_where_too_much_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "UNSENT_BYTES", 100)
+    room: list[int] = []
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            full = FullLinks(lambda: room.append(1))
+            full.start(tasks)
+            stuck, reads, more = Slow(60), Slow(30), Slow(70)
+            given: Any = (stuck, reads)
+            full.look(given)
+            reads.read.set()
+            while not room:
+                await asyncio.sleep(0)
+            assert room == [1] and not stuck.ended and not reads.ended
+            reads.full = True
+            full.look([reads, more])  # type: ignore[list-item]
+            assert stuck.ended and not reads.ended and not more.ended
+            reads.end(""), more.end("")
+
+    asyncio.run(main())

@@ -237,3 +237,32 @@ def test_without_a_successor_sessions_end_with_the_host() -> None:
                 await ring.tokens(streams[0])
 
     asyncio.run(main())
+
+
+def test_a_next_stage_that_reads_nothing_holds_up_its_own_sessions_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fusion.swarm.streams.memory_stream.BUFFERED_BYTES", 1)
+    prompt, kept = [1, 2, 3, 4] * 12, list[Stream]()
+
+    async def deaf(stream: Stream) -> None:
+        kept.append(stream)
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            liar = MemoryTransport(ring.network, PeerId("liar"))
+            await liar.serve(RING.name, deaf)
+            [theirs, _] = await ring.connect(liar)
+            lied = ring.opening(prompt, 5, session="lied")
+            await theirs.send("open", {**lied.to_header(), "route": [["p0", 5], ["liar", 6]]})
+            assert (await theirs.receive()).kind == "opened"
+            await ring.prompt([theirs], lied, prompt)
+            session = ring.rings[0]._schedule.sessions[lied.session]
+            while session.ran < 3:
+                await asyncio.sleep(0.001)
+            async with asyncio.timeout(5):
+                assert await ring.generate([1], 20) == reference(SHAPES["two"], [1], 20)
+            assert session.reached < len(prompt), "what cannot be sent is not run"
+
+    asyncio.run(main())
