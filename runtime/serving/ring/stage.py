@@ -33,6 +33,7 @@ from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport
 
 SEE_OFF_SECONDS = 3.0  # for sessions to move when we leave
+UNREAD_BYTES = 64 << 20  # of logits that may wait for gateways which read slowly
 
 Turn = tuple[Work[StageSession], ...]
 
@@ -375,6 +376,9 @@ class RingStage:
     def _answer(self, session: StageSession, tokens: Sequence[Token], frames: TurnFrames) -> None:
         """The last stage chose these: to the first stage first, it is what the ring waits for."""
         opening, serve = session.opening, self._position.serve
+        if opening.logits and session.gateway.full and self._gateways.unsent_bytes > UNREAD_BYTES:
+            self._sessions.fail(session, f"{self._sessions.here}: its logits are read too slowly", "moved")
+            return
         finishes = [
             "stop" if token.complete else opening.finish(token.id, token.position, serve.end_tokens)
             for token in tokens

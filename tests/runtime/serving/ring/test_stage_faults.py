@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.toy_ring import JOB, SHAPES, Refused, reference, ring_of
+from support.toy_ring import JOB, SHAPES, VOCABULARY, Refused, reference, ring_of
 
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.serving.ring.links import LinkEnds
@@ -264,5 +264,23 @@ def test_a_next_stage_that_reads_nothing_holds_up_its_own_sessions_alone(
             async with asyncio.timeout(5):
                 assert await ring.generate([1], 20) == reference(SHAPES["two"], [1], 20)
             assert session.reached < len(prompt), "what cannot be sent is not run"
+
+    asyncio.run(main())
+
+
+def test_logits_wait_in_bounds_for_a_gateway_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusion.swarm.streams.memory_stream.BUFFERED_BYTES", 1)
+    monkeypatch.setattr("fusion.runtime.serving.ring.stage.UNREAD_BYTES", 5 * 4 * VOCABULARY)
+
+    async def main() -> None:
+        async with ring_of(SHAPES["two"]) as ring:
+            deaf = await ring.connect(MemoryTransport(ring.network, PeerId("deaf")))
+            opening = ring.opening([1], 40, session="s", logits=True)
+            await ring.open(deaf, opening)
+            await ring.prompt(deaf, opening, [1])
+            while ring.rings[1].sessions:
+                await asyncio.sleep(0.001)
+            assert 4 * VOCABULARY < ring.rings[1]._gateways.unsent_bytes <= 6 * 4 * VOCABULARY
+            assert await ring.generate([1], 5) == reference(SHAPES["two"], [1], 5)
 
     asyncio.run(main())
