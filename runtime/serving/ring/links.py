@@ -214,19 +214,28 @@ class FullLinks:
         """What waits does so in `tasks`."""
         self._tasks = tasks
 
+    def clear(self, links: Iterable[QueuedStream]) -> bool:
+        """Whether a chunk would go out over all of these now; if not, `room` is called in time, whoever has filled them."""
+        full = [link for link in links if link.full]
+        for link in full:
+            self._wait(link)
+        return not full
+
     def look(self, links: Iterable[QueuedStream]) -> None:
         """Chunks were put out over these. Where too much waits for all far ends together, the links of those that have read
         nothing for longest end."""
-        assert self._tasks is not None
-        for link in links:
-            if link.full and link not in self._waiting:
-                self._waiting[link] = self._tasks.create_task(self._until_room(link))
+        self.clear(links)
         unsent = {link: link.unsent_bytes for link in self._waiting}
         for link in self._waiting:
             if sum(unsent.values()) <= UNSENT_BYTES:
                 break
             unsent[link] = 0
             link.end(f"{link.stream.remote} does not read what it is sent")
+
+    def _wait(self, link: QueuedStream) -> None:
+        assert self._tasks is not None
+        if link not in self._waiting:
+            self._waiting[link] = self._tasks.create_task(self._until_room(link))
 
     async def _until_room(self, link: QueuedStream) -> None:
         await link.room()

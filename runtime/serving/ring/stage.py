@@ -326,7 +326,7 @@ class RingStage:
 
     def _clear(self, session: StageSession) -> bool:
         """Whether what its next chunk gives can go out: it would wait, and with it whoever else is in the turn."""
-        return not any(link.full for _, link in (*session.hops, *session.source_hops))
+        return self._full.clear(link for _, link in (*session.hops, *session.source_hops))
 
     async def _draft(self) -> bool:
         """Nothing else waits: let the draft model guess. Whether it ran."""

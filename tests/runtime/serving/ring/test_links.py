@@ -224,3 +224,25 @@ def test_of_links_that_are_full_those_that_are_for_longest_end_where_too_much_wa
             reads.end(""), more.end("")
 
     asyncio.run(main())
+
+
+def test_whoever_asks_about_a_link_that_others_have_filled_is_called_once_it_has_room() -> None:
+    """Frames of other kinds fill it as well."""
+    room: list[int] = []
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            full = FullLinks(lambda: room.append(1))
+            full.start(tasks)
+            filled, free = Slow(0), Slow(0)
+            free.full = False
+            given: Any = (filled, free)
+            assert (
+                full.clear([]) and full.clear(given[1:]) and not full.clear(given) and not full.clear(given)
+            )
+            filled.read.set()
+            while not room:
+                await asyncio.sleep(0)
+            assert room == [1] and full.clear(given)
+
+    asyncio.run(main())
