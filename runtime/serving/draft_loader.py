@@ -31,10 +31,7 @@ from fusion.swarm.printable import error_line
 
 log = logging.getLogger(__name__)
 
-NO_DRAFT = (
-    SwarmError,
-    *PLANE_ERRORS,
-)  # what a draft raises that cannot be had, or that nothing can be made of
+NO_DRAFT = (SwarmError, *PLANE_ERRORS)  # what a draft raises that cannot be had, or made anything of
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,7 @@ _NEWCOMERS = 64  # waiting to be let in
 _HANDED_OVER = 512  # records to one newcomer
 _WALKED_KEYS = 4096  # looked through for it
 _WALKED_AT_ONCE = 32
-_LOOK_SECONDS = (
-    1.0  # from an unknown sender to a look at who is connected from where, so that one look does for many
-)
+_LOOK_SECONDS = 1.0  # from an unknown sender to a look at who is connected from where: one does for many
 _WITHOUT_SECONDS = 60.0  # for which one that was then in no public network counts as such
 _WITHOUT = 4096
 # Tokens: tenths of a millisecond.

@@ -108,9 +108,6 @@ def _call(value: Any) -> Call | None:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         call = Call(name, given if isinstance(given, str) else written)
         f"{call.name}{call.arguments}".encode()
-    except (
-        ValueError,
-        RecursionError,
-    ):  # Python reads NaN, and half of a surrogate pair, which no answer can hold
+    except (ValueError, RecursionError):  # Python reads NaN, and halves of pairs, which no answer can hold
         return None
     return call

@@ -207,7 +207,7 @@ class FullLinks:
         self._room = room
         self._waiting: dict[
             QueuedStream, asyncio.Task[None]
-        ] = {}  # for room, those that do for longest first
+        ] = {}  # for room, those first that do for longest
         self._tasks: asyncio.TaskGroup | None = None
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
