@@ -70,7 +70,7 @@ class QueuedStream:
         on_end: Callable[[Ended], None] = lambda ended: None,
         depth: int = 3,
     ) -> None:
-        """`depth`: how many frames may be on their way before `send` waits."""
+        """`depth`: how many frames may be on their way before it is `full`."""
         self.stream = stream
         self.ended = asyncio.Event()
         self.sent_bytes = 0  # of payload
@@ -113,22 +113,17 @@ class QueuedStream:
         self.sent_bytes += sum(memoryview(buffer).nbytes for buffer in payload)
         return True
 
-    async def send(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> None:
-        """Put a frame out; waits while `depth` others have not gone. After the end it is dropped."""
-        await self.room()
-        self.post(kind, header, payload)
-
     def rest(self, seconds: float) -> None:
         """From within `on_frame`: read nothing for so long, so that whoever asks too much waits for the answers."""
         self._rest_seconds = seconds
 
     @property
     def full(self) -> bool:
-        """Whether `send` would wait now."""
+        """Whether so many frames wait that whoever has large ones should let them go out first (`room`)."""
         return len(self._unsent) >= self._depth and not self.ended.is_set()
 
     async def room(self) -> None:
-        """Until it is not full."""
+        """Until it is not full, or has ended."""
         await self._fewer_than(self._depth)
 
     @property

@@ -205,9 +205,8 @@ class FullLinks:
 
     def __init__(self, room: Callable[[], None]) -> None:
         self._room = room
-        self._waiting: dict[
-            QueuedStream, asyncio.Task[None]
-        ] = {}  # for room, those first that do for longest
+        # For room, those first that do for longest.
+        self._waiting: dict[QueuedStream, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
     def start(self, tasks: asyncio.TaskGroup) -> None:

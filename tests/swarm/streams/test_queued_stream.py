@@ -55,10 +55,11 @@ def run(test: Callable[[Ends], Awaitable[None]]) -> None:
 
 async def send_many(link: QueuedStream, count: int) -> None:
     for _ in range(count):
-        await link.send("large", {}, LARGE)
+        await link.room()
+        link.post("large", {}, LARGE)
 
 
-def test_sending_waits_for_the_wire_and_posting_does_not() -> None:
+def test_whoever_waits_for_room_waits_for_the_wire_and_posting_does_not() -> None:
     async def test(ends: Ends) -> None:
         sends = asyncio.create_task(send_many(ends.near, 8))
         for _ in range(50):
@@ -96,7 +97,7 @@ def test_whoever_waits_is_woken_when_the_stream_breaks() -> None:
         await asyncio.gather(*waiting)
         assert (await ends.near.wait()).vanished and len(ends.told) == 1
         ends.near.post("late", {})  # dropped, not an error
-        await ends.near.send("late", {}, [])
+        await ends.near.room()
 
     run(test)
 

@@ -86,7 +86,7 @@ def test_a_link_that_broke_is_told_once_and_made_anew() -> None:
             await first.ended.wait()
             assert len(pair.reasons) == 1 and pair.reasons[0].startswith("3: ")
             first.post("late", {})  # dropped, not an error
-            await first.send("late", {}, [])
+            await first.room()
             second = await links.to(ENDS)
             assert second is not first
             await links.aclose()
