@@ -31,7 +31,7 @@ PROCESSES = (
     "worlds",
     "attacks",
 )  # folders whose tests start peers, or worlds in a process of their own
-# Tests that need no process and yet take seconds each, most of them to export a model: from the gate on.
+# Tests that need no process and yet take seconds each, most to export a model or to simulate a machine: from the gate on.
 HEAVY = (
     *("cli/test_plan.py", "dag/rewrites/test_families.py", "runtime/capture/test_exports.py"),
     *("runtime/capture/test_families.py", "runtime/capture/test_huggingface.py", "runtime/launch/"),
@@ -50,6 +50,9 @@ HEAVY = (
     *("runtime/serving/answers/test_early_answers.py", "runtime/serving/ring/test_guesses.py"),
     *("runtime/serving/test_replicas.py", "runtime/serving/test_serving.py"),
     *("runtime/serving/requests/test_client.py", "runtime/serving/answers/test_gateway_shares.py"),
+    *("runtime/serving/ring/test_drafting.py", "runtime/serving/ring/test_stage_prefix.py"),
+    *("runtime/device/test_share.py", "runtime/placing/test_stage_memory.py"),
+    "runtime/placing/test_placed_before.py",
 )
 # Of those that start processes the longest: first, so that no worker is left with one of them in the end.
 LONG = (
