@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion.runtime.belief.reading import by_job, manifest_of, weigh
+from fusion.runtime.belief.reading import by_job, in_turn, manifest_of, weigh
 from fusion.runtime.belief.shared_work import SharedWork
 from fusion.runtime.device.accounts import launches_of
 from fusion.runtime.job.context import Context
@@ -116,12 +116,7 @@ def _likely(
     """These jobs, those first that an author launched whom `wanted` names or the reader knows, in each class one of everybody who
     speaks of some in turn: a stranger may call any number of jobs so, and chooses how their ids begin."""
     name, _, author = wanted.rpartition("@")
-    by_speaker: dict[PeerId, list[JobRecord]] = {}
-    for records in said.values():
-        for record in records:
-            by_speaker.setdefault(record.author, []).append(record)
-    speakers = list(by_speaker)
-    context.random.shuffle(speakers)
+    turns = in_turn(context.random, (record for records in said.values() for record in records))
     checks = 0
 
     def is_meant(peer: PeerId) -> bool:
@@ -132,13 +127,9 @@ def _likely(
         checks += is_meant(signer)
         return is_meant(signer) and checks <= CHECKS
 
-    turns = sorted(
-        ((turn, record) for peer in speakers for turn, record in enumerate(by_speaker[peer])),
-        key=lambda entry: entry[0],
-    )
     first = [
         record.job
-        for _, record in turns
+        for record in turns
         if is_meant(record.author) or launches_of(record, context.directory.verify, is_checked)
     ]
-    return list(dict.fromkeys([*first, *(record.job for _, record in turns)]))
+    return list(dict.fromkeys([*first, *(record.job for record in turns)]))

@@ -4,10 +4,11 @@ stages, remembers who owned them, and judges all words by that, anew whenever ei
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
+from random import Random
 from typing import TYPE_CHECKING
 
 from fusion.runtime.job.errors import JobError
@@ -15,15 +16,15 @@ from fusion.swarm.authority.belief import Belief, Sight, believe
 from fusion.swarm.claims.owners_seen import Claims
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import PeerId
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
     from fusion.runtime.job.manifest import Manifest
 
 READ_STAGES = 256  # of one job, by whoever has no part in it
-READ_IN_ALL = (
-    2048  # stages, where all jobs are looked at: anybody may speak of hundreds, with thousands of stages each
-)
+# Stages, where all jobs are looked at: anybody may speak of hundreds, with thousands of stages each.
+READ_IN_ALL = 2048
 MANIFEST_SECONDS = 5.0
 ALL_MANIFESTS_SECONDS, MANIFESTS_AT_ONCE, MANIFESTS_IN_ALL = 1.0, 16, 64
 HINTS = 8
@@ -36,6 +37,17 @@ def by_job(records: Iterable[JobRecord]) -> dict[JobId, tuple[JobRecord, ...]]:
     for record in records:
         found.setdefault(record.job, []).append(record)
     return {job: tuple(found[job]) for job in sorted(found)}
+
+
+def in_turn(random: Random, words: Iterable[JobRecord]) -> list[JobRecord]:
+    """The same words, one of everybody who speaks at a time, whoever is first: a stranger may speak of any number of jobs, and
+    chooses how their ids begin."""
+    by_speaker: dict[PeerId, list[JobRecord]] = {}
+    for record in words:
+        by_speaker.setdefault(record.author, []).append(record)
+    speakers = list(by_speaker.values())
+    random.shuffle(speakers)
+    return [record for turn in zip_longest(*speakers) for record in turn if record is not None]
 
 
 @dataclass(frozen=True)
@@ -121,16 +133,17 @@ class Seen:
 
 
 async def overview(context: Context) -> tuple[Seen, ...]:
-    """All jobs, in the order of their ids, by the claims of READ_STAGES of each, READ_IN_ALL in all, the first ones of each
-    before later ones of any; and by their manifests, as far as these are given to us at once. Raises SwarmError."""
-    words = by_job(await context.directory.words())
-    manifests = await _manifests(context, words)
+    """All jobs, in the order of their ids, by the claims of READ_STAGES of each, READ_IN_ALL in all; and by their manifests, as
+    far as these are given to us at once. Raises SwarmError."""
+    told = await context.directory.words()
+    words = by_job(told)
+    jobs = list(dict.fromkeys(record.job for record in in_turn(context.random, told)))
+    manifests = await _manifests(context, jobs[:MANIFESTS_IN_ALL], words)
     for job, manifest in manifests.items():
         context.leases.know(manifest.law(job))
     stages = {job: max(record.stages for record in said) for job, said in words.items()}
     stages |= {job: manifest.stages for job, manifest in manifests.items()}
-    in_turn = ((job, stage) for stage in range(READ_STAGES) for job in words if stage < stages[job])
-    places = tuple(islice(in_turn, READ_IN_ALL))
+    places = tuple(islice(_stages_in_turn(jobs, stages), READ_IN_ALL))
     found = await asyncio.gather(*(context.leases.claims(job, stage) for job, stage in places))
     claims: dict[JobId, dict[int, Sequence[ClaimRecord]]] = {job: {} for job in words}
     for (job, stage), live in zip(places, found, strict=True):
@@ -139,12 +152,20 @@ async def overview(context: Context) -> tuple[Seen, ...]:
     return tuple(Seen(belief, claims[job]) for job, belief in beliefs.items() if belief is not None)
 
 
+def _stages_in_turn(jobs: Sequence[JobId], stages: Mapping[JobId, int]) -> Iterator[tuple[JobId, int]]:
+    """READ_STAGES of each job, those first whose place in it and its own place among the jobs are the least together: neither many
+    jobs nor jobs of many stages keep others from being looked at."""
+    for both in range(len(jobs) + READ_STAGES - 1):
+        for place in range(max(0, both - READ_STAGES + 1), min(both + 1, len(jobs))):
+            if both - place < stages[jobs[place]]:
+                yield jobs[place], both - place
+
+
 async def _manifests(
-    context: Context, words: Mapping[JobId, Sequence[JobRecord]]
+    context: Context, jobs: Iterable[JobId], words: Mapping[JobId, Sequence[JobRecord]]
 ) -> Mapping[JobId, Manifest]:
-    """Those that somebody gives us in ALL_MANIFESTS_SECONDS, of MANIFESTS_IN_ALL jobs."""
-    jobs, found, busy = list(words), dict[JobId, "Manifest"](), asyncio.Semaphore(MANIFESTS_AT_ONCE)
-    context.random.shuffle(jobs)  # a stranger chooses how the ids of its own begin
+    """Those that somebody gives us in ALL_MANIFESTS_SECONDS."""
+    found, busy = dict[JobId, "Manifest"](), asyncio.Semaphore(MANIFESTS_AT_ONCE)
 
     async def read(job: JobId) -> None:
         async with busy:
@@ -154,7 +175,7 @@ async def _manifests(
 
     with suppress(TimeoutError):
         async with asyncio.timeout(ALL_MANIFESTS_SECONDS), asyncio.TaskGroup() as group:
-            for job in jobs[:MANIFESTS_IN_ALL]:
+            for job in jobs:
                 group.create_task(read(job))
     return found
 

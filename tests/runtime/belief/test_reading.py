@@ -93,3 +93,13 @@ def test_of_many_jobs_of_thousands_of_stages_few_are_looked_at(monkeypatch: pyte
     found = dict(zip(sorted(record.job for record in said), run(overview(context)), strict=True))
     assert len(looked) == READ_IN_ALL and len(asked) <= MANIFESTS_IN_ALL
     assert sorted(found[few.job].claims) == [0, 1, 2]
+    alice = job_record(Identity.generate(), job=JobId("f" * 64), stages=2)
+    said += [
+        *(job_record(mallory, job=JobId(f"{number:064x}"), stages=1) for number in range(100, 3000)),
+        alice,
+    ]
+    looked.clear()
+    asked.clear()
+    *_, last = run(overview(context))
+    assert sorted(last.claims) == [0, 1] and alice.job in asked, "a stranger with many jobs hides nobody's"
+    assert len(looked) == READ_IN_ALL and len(asked) <= MANIFESTS_IN_ALL
