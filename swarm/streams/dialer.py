@@ -216,7 +216,8 @@ def tcp_target(address: str) -> tuple[str, int] | None:
                 of_kind(host)
             except ValueError:  # a name, which would be looked up
                 return None
-            return (host, int(port)) if "%" not in host and 0 < int(port[:6]) < 65536 else None
+            plain = "%" not in host and len(port) <= 5 and 0 < int(port) < 65536
+            return (host, int(port)) if plain else None
     return None
 
 

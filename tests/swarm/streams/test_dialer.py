@@ -137,7 +137,7 @@ def test_a_connection_that_outlasts_the_doubt_is_good_though_no_address_answers(
 @pytest.mark.parametrize(
     "address",
     ["/ip4/localhost/tcp/4001", "/ip4/999.0.0.1/tcp/4001", "/ip6/127.0.0.1/tcp/4001", "/ip6/fe80::1%eth0/tcp/4001",
-     "/ip4/127.0.0.1/tcp/\uff14\uff10"],
+     "/ip4/127.0.0.1/tcp/\uff14\uff10", "/ip4/127.0.0.1/tcp/0000080000", "/ip4/127.0.0.1/tcp/65536"],
 )  # fmt: skip
 def test_what_is_no_ip_address_is_no_target(address: str) -> None:
     """A name would be looked up for whoever wrote it into a record."""
